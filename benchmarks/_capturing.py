@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.network import Capture, NetworkGraph, Stage, StageCode
-from lightning_hybrid.network.stage import cut_at
-from lightning_hybrid.network.stage_check import run
-from lightning_hybrid.network.watched_calls import own_forward
+from lightning_hybrid.capture import Capture
+from lightning_hybrid.capture.watched_calls import own_forward
+from lightning_hybrid.graph import NetworkGraph, Stage, StageCode
+from lightning_hybrid.graph.stage import cut_at
+from lightning_hybrid.stage.stage_check import run
 
 
 def capture(network: nn.Module, *args: Any, **kwargs: Any) -> tuple[NetworkGraph, list[Tensor]]:

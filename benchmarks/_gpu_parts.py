@@ -21,12 +21,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.pipeline.random_numbers import (
-    draw_number,
-    generators_of_microbatch,
-    microbatch_seed,
-)
+from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, microbatch_seed
+from lightning_hybrid.stage.engine import Engine
 
 SEED, STEADY = 0, 4
 """``STEADY``: how many steps come before those that are looked at."""

@@ -53,8 +53,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.network import cut, find_boundary, make_stages, network_partitions
-from lightning_hybrid.planning.partition_costs import capture_call
+from lightning_hybrid.asking.partition_costs import capture_call
+from lightning_hybrid.graph import cut, find_boundary, make_stages, network_partitions
 from models import ResAttNet3D
 
 WARM_UP = 3

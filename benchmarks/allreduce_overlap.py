@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.pipeline.trace import VARIABLE
+from lightning_hybrid.stage.trace import VARIABLE
 from models import ResAttNet3D
 
 Span = dict[str, Any]

@@ -30,7 +30,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_hybrid._trees import rebuild, tensors_in
-from lightning_hybrid.network import NotCaptured
+from lightning_hybrid.capture import NotCaptured
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from capturing import InParts

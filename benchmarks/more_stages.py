@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _results import record
 from schedules import WINDOW, perceptron
 
-from lightning_hybrid.network import Profile, measure, network_partitions
-from lightning_hybrid.planning.cluster_description import ClusterDescription
-from lightning_hybrid.planning.partition_costs import capture_call
+from lightning_hybrid.asking.cluster_description import ClusterDescription
+from lightning_hybrid.asking.partition_costs import capture_call
+from lightning_hybrid.graph import Profile, network_partitions
+from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings, plan_stages

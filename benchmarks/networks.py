@@ -36,19 +36,18 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.allocation import allocate
-from lightning_hybrid.network import (
-    Capture,
+from lightning_hybrid.capture import Capture, NotCaptured
+from lightning_hybrid.capture.watched_calls import own_forward
+from lightning_hybrid.graph import (
     NetworkGraph,
-    NotCaptured,
     Stage,
     StageCode,
-    check,
     count,
     cut,
     make_stages,
     network_partitions,
 )
-from lightning_hybrid.network.watched_calls import own_forward
+from lightning_hybrid.stage import check
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "conformance"))
 import rows_zoo as zoo

@@ -27,13 +27,7 @@ from _timing import Repeated, durations, optimizer_of, train
 from torch import Tensor, nn
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.network import (
-    Stage,
-    cut,
-    find_boundary,
-    make_stages,
-    network_partitions,
-)
+from lightning_hybrid.graph import Stage, cut, find_boundary, make_stages, network_partitions
 from models import ResAttNet3D
 
 BATCH, MICROBATCHES, SIDE = 6, 3, 64

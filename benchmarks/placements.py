@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.allocation import merge
-from lightning_hybrid.network import network_partitions
-from lightning_hybrid.network.measure import measure
+from lightning_hybrid.graph import network_partitions
+from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
 from lightning_hybrid.planning.search import PlanSettings, plan_stages

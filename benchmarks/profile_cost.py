@@ -15,7 +15,9 @@ import torch
 from _capturing import capture
 from _results import record
 
-from lightning_hybrid.network import cached, measure, network_partitions
+from lightning_hybrid.graph import network_partitions
+from lightning_hybrid.planning.cache import cached
+from lightning_hybrid.planning.measure import measure
 from models import ResAttNet3D
 
 SIZES = (2, 3, 6)

@@ -26,8 +26,8 @@ from rich.table import Table
 from schedules import Plain
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.pipeline.trace import VARIABLE
 from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.stage.trace import VARIABLE
 from models import ResAttNet3D
 
 SCHEDULES = ("gpipe", "looped", "zero_bubble", "1f1b", "pipedream", "ddg", "fdg", "akintoye")

@@ -7,10 +7,8 @@ if that is what is imported by then, with ``pytorch_lightning``.
 
 from lightning_hybrid._lightning import StrategyRegistry
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.process import watch_parent
-from lightning_hybrid.ranks import NAMES
-from lightning_hybrid.strategy import HybridGabraStrategy
-from lightning_hybrid.wrong_package import refuse_in_other_package
+from lightning_hybrid.process import refuse_in_other_package, watch_parent
+from lightning_hybrid.strategy import NAMES, HybridGabraStrategy
 
 __all__ = ["HybridGabraStrategy", "Plan"]
 

@@ -4,7 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_hybrid.commands import consolidate, doctor, fit_model, plan, simulate
+from lightning_hybrid.asking import consolidate_command as consolidate
+from lightning_hybrid.asking import doctor_command as doctor
+from lightning_hybrid.asking import fit_model_command as fit_model
+from lightning_hybrid.asking import plan_command as plan
+from lightning_hybrid.asking import simulate_command as simulate
 from lightning_hybrid.errors import HybridError
 
 COMMANDS = {

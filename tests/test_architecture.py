@@ -28,26 +28,26 @@ USE_CASE = {
 }
 OUTERMOST = {
     "lightning_hybrid/__init__.py",  # only to register the names
-    "lightning_hybrid/strategy.py",
+    "lightning_hybrid/strategy/strategy.py",
     "lightning_hybrid/process/launcher.py",
-    "lightning_hybrid/building.py",
-    "lightning_hybrid/checkpoints.py",
-    "lightning_hybrid/coming_batches.py",
+    "lightning_hybrid/run/building.py",
+    "lightning_hybrid/state/checkpoints.py",
+    "lightning_hybrid/run/coming_batches.py",
     "lightning_hybrid/_lightning_private.py",
-    "lightning_hybrid/performance_log.py",
-    "lightning_hybrid/ranks.py",
-    "lightning_hybrid/refusals.py",
-    "lightning_hybrid/replica_world.py",
-    "lightning_hybrid/rehearsal.py",
-    "lightning_hybrid/saving.py",
-    "lightning_hybrid/sizing.py",
-    "lightning_hybrid/steps.py",
-    "lightning_hybrid/progress.py",
+    "lightning_hybrid/run/performance_log.py",
+    "lightning_hybrid/strategy/ranks.py",
+    "lightning_hybrid/strategy/refusals.py",
+    "lightning_hybrid/run/replica_world.py",
+    "lightning_hybrid/run/rehearsal.py",
+    "lightning_hybrid/strategy/saving.py",
+    "lightning_hybrid/run/sizing.py",
+    "lightning_hybrid/strategy/steps.py",
+    "lightning_hybrid/run/progress.py",
     "lightning_hybrid/process/run_results.py",
-    "lightning_hybrid/run.py",
-    "lightning_hybrid/run_table.py",
-    "lightning_hybrid/session.py",
-    "lightning_hybrid/wrong_package.py",
+    "lightning_hybrid/run/run.py",
+    "lightning_hybrid/run/run_table.py",
+    "lightning_hybrid/run/session.py",
+    "lightning_hybrid/process/wrong_package.py",
 }
 WITH_PRIVATE_NAMES = {
     "lightning_hybrid/_lightning_private.py",
@@ -55,37 +55,56 @@ WITH_PRIVATE_NAMES = {
 }
 SUBCLASSES = [
     f"lightning_hybrid/{name}.py"
-    for name in ("strategy", "saving", "steps", "ranks", "process/launcher")
+    for name in (
+        "strategy/strategy",
+        "strategy/saving",
+        "strategy/steps",
+        "strategy/ranks",
+        "process/launcher",
+    )
 ]
 LAUNCHERS = (MultiProcessingLauncher, SubprocessScriptLauncher)
 # what each part may import of the others, from the inside out
+INNER = {"errors", "_torch", "_trees"}
 LAYERS = {
     "errors": set(),
     "_torch": set(),
     "_trees": set(),
     "allocation": {"errors"},
     "schedules": {"errors"},
-    "tensors": {"errors", "_torch", "_trees"},
-    "network": {"errors", "_torch", "_trees", "tensors"},
     "report": {"errors"},
-    "planning": {"errors", "allocation", "schedules", "network", "report"},
-    "comm": {"errors", "_torch", "tensors", "network"},
-    "pipeline": {"errors", "_torch", "tensors", "network", "schedules", "comm"},
-    "process": {
-        *("errors", "comm", "planning"),
-        *("_lightning", "_lightning_private", "wrong_package"),
+    "remote": INNER,
+    "graph": {*INNER, "remote"},
+    "capture": {*INNER, "remote", "graph"},
+    "comm": {*INNER, "remote", "graph"},
+    "stage": {*INNER, "schedules", "remote", "graph", "comm"},
+    "planning": {*INNER, "allocation", "schedules", "report", "remote", "graph", "stage"},
+    "process": {"errors", "comm", "planning", "_lightning", "_lightning_private"},
+    "state": {*INNER, "remote", "comm", "stage", "planning", "_lightning", "_lightning_private"},
+    "worker": {*INNER, "remote", "graph", "comm", "stage", "planning", "state"},
+    "driver": {
+        *INNER,
+        *("schedules", "remote", "graph", "capture", "comm", "stage", "planning", "state"),
     },
-    "runtime": {
-        *("errors", "_torch", "_trees", "schedules", "tensors"),
-        *("network", "planning", "comm", "pipeline"),
+    "config": {"errors", "schedules", "planning"},
+    "run": {
+        *INNER,
+        *("remote", "graph", "capture", "comm", "stage", "planning", "process", "state"),
+        *("worker", "driver", "config", "_lightning", "_lightning_private"),
     },
-    "commands": {
-        *("errors", "_trees", "network", "planning", "report", "comm", "process", "checkpoints")
+    "strategy": {
+        *INNER,
+        *("schedules", "comm", "stage", "planning", "process", "state", "driver", "config", "run"),
+        *("_lightning", "_lightning_private"),
     },
-    "cli": {"errors", "commands"},
+    "asking": {
+        *INNER,
+        *("allocation", "graph", "capture", "report", "comm", "planning", "process", "state"),
+    },
+    "cli": {"errors", "asking"},
 }
 # folders whose files are imported one by one: by subject, and by command
-BY_FILE = {"_torch", "commands"}
+BY_FILE = {"_torch", "asking"}
 ROOMS = sorted({p.parent.name for p in PACKAGE.glob("*/__init__.py")} - BY_FILE)
 # the commands from driver to workers, so many that their module is offered as it is
 PROTOCOL = "lightning_hybrid.comm.protocol"
@@ -133,10 +152,11 @@ def test_only_the_outermost_files_use_lightning() -> None:
 
 def test_only_what_talks_to_other_ranks_imports_torch_distributed() -> None:
     rooms = tuple(
-        f"lightning_hybrid/{room}/" for room in ("comm", "pipeline", "process", "runtime")
+        f"lightning_hybrid/{room}/"
+        for room in ("comm", "stage", "process", "state", "worker", "driver", "run", "strategy")
     )
     found = importers(FILES, "torch.distributed", "torch.multiprocessing")
-    found -= {"lightning_hybrid/planning/cluster.py"}  # measures links
+    found -= {"lightning_hybrid/asking/doctor.py"}  # measures links
     assert all(path.startswith(rooms) for path in found)
     for path, tree in FILES.items():
         names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -151,8 +171,8 @@ def test_only_what_talks_to_other_ranks_imports_torch_distributed() -> None:
         "lightning_hybrid/schedules/",
         "lightning_hybrid/report/",
         "lightning_hybrid/planning/plan_page.py",
-        "lightning_hybrid/planning/shapes.py",
-        "lightning_hybrid/planning/cluster_description.py",
+        "lightning_hybrid/asking/shapes.py",
+        "lightning_hybrid/asking/cluster_description.py",
         "lightning_hybrid/planning/plan.py",
         "lightning_hybrid/planning/search.py",
         "lightning_hybrid/planning/simulate.py",
@@ -166,7 +186,9 @@ def test_pure_data_needs_no_torch(place: str) -> None:
 
 
 def test_the_strategy_is_on_top() -> None:
-    assert importers(FILES, "lightning_hybrid.strategy") == {"lightning_hybrid/__init__.py"}
+    assert importers(FILES, "lightning_hybrid.strategy") - {
+        *inside("lightning_hybrid/strategy/")
+    } == {"lightning_hybrid/__init__.py"}
 
 
 @pytest.mark.parametrize("part", LAYERS)
@@ -289,18 +311,23 @@ def test_the_names_of_the_strategy_are_registered() -> None:
         assert StrategyRegistry[name]["strategy"] is lightning_hybrid.HybridGabraStrategy
 
 
-def test_every_module_that_does_something_has_a_test_file_of_its_name() -> None:
-    """In these rooms; where another room has a module of this name, the room's stands before it."""
-    tests = {path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
-    missing = []
-    for room in ("comm", "pipeline", "tensors", "runtime"):
-        modules = [p for p in inside(f"lightning_hybrid/{room}/") if acts(FILES[p])]
+def test_every_module_that_does_something_is_tested_in_the_folder_of_its_room() -> None:
+    """Of these rooms: by a file of its name there, or by a test there that imports it."""
+    untested = []
+    for room in ("comm", "stage", "remote", "state", "worker", "driver"):
+        tests = {
+            path.stem: ast.parse(path.read_text()) for path in (ROOT / "tests" / room).glob("*.py")
+        }
+        names = {name for tree in tests.values() for name, _ in imports(tree)}
+        modules = [path for path in inside(f"lightning_hybrid/{room}/") if acts(FILES[path])]
         assert modules
-        for name in (Path(path).stem for path in modules):
-            own = {Path(room, f"test_{name}.py"), Path(room, f"test_{room}_{name}.py")}
-            if not own & tests:
-                missing.append(f"{room}/{name}.py")
-    assert missing == []
+        for stem in (Path(path).stem for path in modules):
+            own = f"lightning_hybrid.{room}.{stem}"
+            if f"test_{stem}" not in tests and not any(
+                f"{n}.".startswith(f"{own}.") for n in names
+            ):
+                untested.append(own)
+    assert untested == []
 
 
 def acts(tree: ast.Module) -> bool:

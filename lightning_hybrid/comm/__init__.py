@@ -1,6 +1,5 @@
 """Who can speak to whom: process groups, channels for commands, links for tensors."""
 
-from lightning_hybrid.comm.call_key import CallKey, Precision
 from lightning_hybrid.comm.collectives import (
     broadcast_object,
     fail_next_meeting,
@@ -8,7 +7,7 @@ from lightning_hybrid.comm.collectives import (
     meet,
 )
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure, raised, told_text
+from lightning_hybrid.comm.failure import Failure, is_gone, is_late, raised, told_text
 from lightning_hybrid.comm.guard import Guard
 from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.link_probe import (
@@ -20,10 +19,9 @@ from lightning_hybrid.comm.link_probe import (
     probe_pair,
 )
 from lightning_hybrid.comm.links import Arriving, Links, link_stages
-from lightning_hybrid.comm.lost_peers import is_gone, is_late
 from lightning_hybrid.comm.mesh import GroupHandle, Mesh, backend_on, make_world
-from lightning_hybrid.comm.messages import Answer, Header, Pattern, Status, Tensors
 from lightning_hybrid.comm.network_interface import bound_to, choose_interface, chosen_interface
+from lightning_hybrid.comm.protocol import Answer, Header, Pattern, Status, Tensors
 from lightning_hybrid.comm.signals import (
     make_deferrable,
     restore_handlers,
@@ -31,7 +29,7 @@ from lightning_hybrid.comm.signals import (
     signals_deferred,
     signals_ignored,
 )
-from lightning_hybrid.comm.tensor_specs import TensorSpec, bytes_of
+from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec, bytes_of
 from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.comm.transport import (
     ANOTHER_REPLICA,

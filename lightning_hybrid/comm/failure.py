@@ -6,6 +6,12 @@ the class is made inside of a function, and nobody can import it, its name trave
 of its bases that can be imported: a rank that does not have the class makes one of that base. The
 cause of all exceptions that came from elsewhere is a :class:`RemoteError` with the traceback of the
 rank that raised them; what cannot travel at all is raised as that.
+
+How the backends say that a peer is gone, or does not answer: by the text of an error alone.
+
+gloo raises a plain ``RuntimeError``, for a lost connection as for a wrong shape. NCCL raises
+``DistBackendError`` for everything, and its watchdog names what it has ended. The texts are those
+of torch 2.13; ``tests/comm/test_comm_lost_peers.py`` provokes gloo's.
 """
 
 import base64
@@ -160,3 +166,32 @@ def _class_made_here(module: str, name: str, base: type[Exception]) -> type[Exce
         return found[0]
     attributes = {"__module__": module, "__qualname__": name}
     return type(name.rpartition(".")[2], (base, _NotKnownHere), attributes)
+
+
+_GONE = (
+    # gloo
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    # NCCL
+    "remote process exited or there was a network error",
+    "NCCL communicator was aborted",
+)
+_LATE = (
+    # gloo; the second is what the other transfers of a pair say then
+    "Timed out waiting",
+    "Application timeout",
+    # NCCL's watchdog
+    "Watchdog caught collective operation timeout",
+    "Some NCCL operations have failed or timed out",
+)
+
+
+def is_gone(error: BaseException) -> bool:
+    """Whether a backend says with ``error`` that the connection to a peer is lost."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _GONE)
+
+
+def is_late(error: BaseException) -> bool:
+    """Whether a backend says with ``error`` that it gave up waiting."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LATE)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.channel import Channel
-from lightning_hybrid.comm.messages import Word
+from lightning_hybrid.comm.protocol import Word
 from lightning_hybrid.comm.replica_channels import Lines
 from lightning_hybrid.comm.tensor_specs import TensorSpec, bytes_of
 from lightning_hybrid.comm.transport import Transfer, Wire

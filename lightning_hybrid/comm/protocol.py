@@ -1,32 +1,116 @@
 """What a driver asks of its workers: one frozen dataclass each, known to both ends.
 
 A :class:`Command` goes from a driver to its workers, which carry commands out in order; one that is
-``answered`` gets an :class:`~lightning_hybrid.comm.messages.Answer` back.
+``answered`` gets an :class:`~lightning_hybrid.comm.protocol.Answer` back.
 
 To add a command: define its class here, name it in ``MESSAGES``, and give it a handler in the table
-of :mod:`~lightning_hybrid.runtime.worker`, :mod:`~lightning_hybrid.runtime.worker_weights` or
-:mod:`~lightning_hybrid.runtime.worker_optimizers`.
+of :mod:`~lightning_hybrid.worker.worker`, :mod:`~lightning_hybrid.worker.worker_weights` or
+:mod:`~lightning_hybrid.worker.worker_optimizers`.
+
+What one rank sends to another, beside the commands of a driver.
+
+Those are in :mod:`lightning_hybrid.comm.protocol`.
+
+* An :class:`Answer` goes from a worker to its driver.
+* A :class:`Word` goes from a stage to the one before or behind it, on the queue of their link.
+* :class:`StillAlive` and :class:`Leaving` may come between all others and are dealt with by the
+  channel itself.
+
+Messages with ``in_frame`` are part of every training step: their integers travel in a frame of
+fixed size. All other fields are pickled together, and only where one of them differs from its
+default. A field ``tensors`` is neither: specs are pickled, then the tensors follow as they are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_hybrid.comm.call_key import CallKey, Precision
-from lightning_hybrid.comm.messages import (
-    Answer,
-    Header,
-    Leaving,
-    Message,
-    Pattern,
-    Status,
-    StillAlive,
-    Tensors,
-)
-from lightning_hybrid.network import StageCode
-from lightning_hybrid.tensors import Kind
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
+from lightning_hybrid.graph import StageCode
+from lightning_hybrid.remote import Kind
+
+Tensors = Iterable[tuple[str, Tensor]]
+"""Named tensors. The receiver gets an iterator that takes them off the wire one by one."""
+
+
+class Message:
+    """What one rank sends to another.
+
+    Attributes:
+        in_frame: whether the integers of the message travel in its frame (at most eight).
+    """
+
+    in_frame: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Answer(Message):
+    """To a command, by a worker.
+
+    Attributes:
+        failure: what the worker has failed with, now or since it was last asked.
+        value: what was asked for.
+        tensors: likewise, as tensors.
+    """
+
+    failure: Failure | None = None
+    value: Any = None
+    tensors: Tensors = ()
+
+
+class Word(Message):
+    """What a stage tells one beside it."""
+
+
+@dataclass(frozen=True)
+class Header(Word):
+    """What follows: the values of a micro-batch; ``None`` once, and nothing, if a stage has failed.
+
+    Attributes:
+        specs: of the values.
+        uses_rng: whether a stage up to here draws random numbers.
+    """
+
+    specs: list[TensorSpec] | None = None
+    uses_rng: bool = False
+
+
+@dataclass(frozen=True)
+class Status(Word):
+    """At the end of a forward pass: whether a stage up to here has failed.
+
+    Attributes:
+        failure: that of the stage; ``None``: none has failed.
+    """
+
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Pattern(Word):
+    """Which of the values of a cut get a gradient.
+
+    Attributes:
+        present: per value of the cut, whether it gets one.
+    """
+
+    present: list[bool]
+
+
+@dataclass(frozen=True)
+class StillAlive(Message):
+    """The sender is busy, and has not stopped."""
+
+
+@dataclass(frozen=True)
+class Leaving(Message):
+    """The sender has failed, or heard of a failure: nothing comes from it any more."""
+
+    failure: Failure
+
 
 Hyperparameters = dict[str, Any]
 """A parameter group of an optimizer; its parameters by name."""
@@ -90,7 +174,7 @@ class Forward(Command):
         network: number of the network.
         call: number of the call.
         draw: decides the random numbers; see
-            :func:`lightning_hybrid.pipeline.random_numbers.draw_number`.
+            :func:`lightning_hybrid.stage.calls.draw_number`.
         key: number of the call's key.
         exchange: headers travel with the activations.
         uses_rng: the generators' state travels with the activations.
@@ -281,7 +365,7 @@ class TakeOptimizers(Command):
 
     Attributes:
         fresh: bit k: forget the state that optimizer k has here.
-        data: as written by :func:`lightning_hybrid.runtime.optimizers.ship`.
+        data: as written by :func:`lightning_hybrid.state.optimizers.ship`.
         tensors: the large ones of their states, in the order in which they are needed.
         replica_of: by name of a parameter the replica that steps it; of others each replica does.
     """
@@ -448,7 +532,7 @@ class OutlineStates(Command):
 class SaveShard(Command):
     """Write tensors of this rank to its file of a sharded checkpoint.
 
-    The answer is what :func:`lightning_hybrid.runtime.sharded_checkpoint.write_shard` gives, or the
+    The answer is what :func:`lightning_hybrid.state.sharded_checkpoint.write_shard` gives, or the
     ``OSError`` that it has raised.
 
     Attributes:

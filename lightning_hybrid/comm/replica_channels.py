@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.messages import Leaving
+from lightning_hybrid.comm.protocol import Leaving
 from lightning_hybrid.comm.transport import Wire
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid._torch.distributed import unrecorded
-from lightning_hybrid.comm.lost_peers import is_late
+from lightning_hybrid.comm.failure import is_late
 from lightning_hybrid.comm.stuck_sends import SENDS
 from lightning_hybrid.errors import HybridError, RemoteError
 

@@ -1,5 +1,6 @@
-"""Which shape: the plan, the simulator that times it, and the search that finds it."""
+"""What a run needs: costs of partitions, search, step time, memory, plan."""
 
+from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.cluster import (
     TOLERANCE,
     Cluster,
@@ -10,8 +11,8 @@ from lightning_hybrid.planning.cluster import (
     want_second_look,
     with_second_look,
 )
-from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
+from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.memory import ASSUMED_TENSORS, optimizer_bytes
 from lightning_hybrid.planning.memory_limits import (
     free_addresses,
@@ -19,43 +20,38 @@ from lightning_hybrid.planning.memory_limits import (
     free_of_host,
     free_on,
 )
-from lightning_hybrid.planning.partition_costs import capture_call, counted_parts, measured_parts
 from lightning_hybrid.planning.partition_table import PartitionTable, measured_table
-from lightning_hybrid.planning.performance import PerformanceModel, fit
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
 from lightning_hybrid.planning.planner import make_plan
 from lightning_hybrid.planning.search import AUTO, Method, PlanSettings
-from lightning_hybrid.planning.shapes import CostsOf, Shape, fastest, plan_of, rank_shapes
 from lightning_hybrid.planning.sizes import Machine, Sizes, choose
+from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import speedup
-from lightning_hybrid.planning.would_fit import gigabytes
+from lightning_hybrid.planning.units import parse, spell
+from lightning_hybrid.planning.would_fit import Fit, Way, gigabytes, what_lacks, what_would_fit
 
 __all__ = [
     "ASSUMED_TENSORS",
     "AUTO",
     "TOLERANCE",
     "Cluster",
-    "ClusterDescription",
-    "CostsOf",
     "Device",
-    "DeviceSpec",
-    "Level",
+    "Fit",
+    "Links",
     "Machine",
     "Method",
     "PartitionTable",
-    "PerformanceModel",
     "Plan",
     "PlanSettings",
     "Rates",
     "Section",
-    "Shape",
     "Sizes",
-    "capture_call",
+    "StepProblem",
+    "Way",
+    "best_chain",
     "choose",
-    "counted_parts",
-    "fastest",
-    "fit",
+    "device_name",
     "free_addresses",
     "free_bytes",
     "free_of_host",
@@ -65,15 +61,16 @@ __all__ = [
     "look_at",
     "make_plan",
     "measure_speed",
-    "measured_parts",
     "measured_table",
     "memory_of_rank",
     "optimizer_bytes",
-    "plan_of",
+    "parse",
     "plan_page",
-    "rank_shapes",
     "speedup",
+    "spell",
     "update_s_per_byte",
     "want_second_look",
+    "what_lacks",
+    "what_would_fit",
     "with_second_look",
 ]

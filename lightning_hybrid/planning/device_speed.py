@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_hybrid.network import clock_of, device_name
 from lightning_hybrid.planning.cluster import Device
+from lightning_hybrid.planning.measure import clock_of, device_name
 from lightning_hybrid.planning.memory_limits import host_bytes, memory_limits
 
 WINDOW_S = 0.1

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.network import NetworkGraph, NetworkPartition, Profile, cached, measure
+from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile
+from lightning_hybrid.planning.cache import cached
+from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.plan import StagePlan
 from lightning_hybrid.planning.step_time import StepCosts
 

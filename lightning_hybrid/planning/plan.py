@@ -317,7 +317,7 @@ class Plan:
             trace: Folder with the trace of a run of this plan, which is then shown beside the
                 prediction; None: that of ``LIGHTNING_HYBRID_TRACE``, if it has one.
         """
-        from lightning_hybrid.planning.plan_page import plan_page  # which is made of plans
+        from lightning_hybrid.planning.plan_page import plan_page
 
         Path(path).write_text(plan_page(self, trace), encoding="utf-8")
 

@@ -14,16 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.network import (
-    NetworkGraph,
-    NetworkPartition,
-    Profile,
-    cached,
-    count,
-    find_boundary,
-    measure,
-)
+from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile, count, find_boundary
+from lightning_hybrid.planning.cache import cached
 from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.memory import (
     Held,
     Life,

@@ -1,6 +1,6 @@
 """A training step out of the trace of a run, to be shown beside what was predicted.
 
-The files are those of `LIGHTNING_HYBRID_TRACE`, see `lightning_hybrid.pipeline.trace`.
+The files are those of `LIGHTNING_HYBRID_TRACE`, see `lightning_hybrid.stage.trace`.
 """
 
 import json

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from lightning_hybrid.allocation import SLACK
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.network import PartitionProfile, Profile
+from lightning_hybrid.graph import PartitionProfile, Profile
 from lightning_hybrid.planning.partition_table import PartitionTable
 
 _STEPS = 60

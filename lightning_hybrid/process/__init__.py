@@ -1,6 +1,5 @@
 """Processes start, find each other, are watched, and end."""
 
-from lightning_hybrid.process.checkup import Checkup, check_up
 from lightning_hybrid.process.children import watch_parent
 from lightning_hybrid.process.device_survey import look_around
 from lightning_hybrid.process.faults import (
@@ -10,17 +9,27 @@ from lightning_hybrid.process.faults import (
     read_fault,
     say_at_next_meeting,
 )
-from lightning_hybrid.process.joining import Everyone, Joined, forget, gather, has_met, join
+from lightning_hybrid.process.joining import (
+    LETTING_GO_S,
+    Everyone,
+    Joined,
+    Meeting,
+    forget,
+    gather,
+    has_met,
+    join,
+    make_store,
+)
 from lightning_hybrid.process.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
     Parted,
 )
 from lightning_hybrid.process.run_results import Results, Snapshot, adopt_results, collect_results
-from lightning_hybrid.process.store import Meeting
+from lightning_hybrid.process.wrong_package import refuse_in_other_package
 
 __all__ = [
-    "Checkup",
+    "LETTING_GO_S",
     "Everyone",
     "HybridMultiProcessingLauncher",
     "HybridSubprocessLauncher",
@@ -31,7 +40,6 @@ __all__ = [
     "Snapshot",
     "Watch",
     "adopt_results",
-    "check_up",
     "collect_results",
     "first_fault",
     "forget",
@@ -40,7 +48,9 @@ __all__ = [
     "is_loss",
     "join",
     "look_around",
+    "make_store",
     "read_fault",
+    "refuse_in_other_package",
     "say_at_next_meeting",
     "watch_parent",
 ]

@@ -11,14 +11,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from lightning_hybrid.comm import (
-    UNKNOWN_PEER,
-    Group,
-    gather_objects,
-    meet,
-    start,
-    wait,
-)
+from lightning_hybrid.comm import UNKNOWN_PEER, Group, gather_objects, meet, start, wait
 from lightning_hybrid.planning import (
     Device,
     Machine,

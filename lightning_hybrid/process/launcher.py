@@ -51,7 +51,7 @@ from lightning_hybrid.process.children import (
 )
 from lightning_hybrid.process.faults import GRACE_S, is_loss, is_unnamed_loss
 from lightning_hybrid.process.run_results import Results, adopt_attributes
-from lightning_hybrid.wrong_package import OTHER_PACKAGE
+from lightning_hybrid.process.wrong_package import OTHER_PACKAGE
 
 _LOOK_EVERY_S = 0.2
 _MARK = "_lightning_hybrid_mark"

@@ -15,12 +15,8 @@ from emulated_cuda import EVENTS, WAITS
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.protocol import Check
-from lightning_hybrid.pipeline import backward_pass, forward_pass
-from lightning_hybrid.pipeline.random_numbers import (
-    draw_number,
-    generators_of_microbatch,
-    microbatch_seed,
-)
+from lightning_hybrid.stage import backward_pass, forward_pass
+from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, microbatch_seed
 
 CPU = torch.device("cpu")
 RANKS = {1: (0, 0), 2: (1, 0), 3: (1, 2, 0), 4: (1, 2, 3, 0)}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DistributedSampler
 
-from lightning_hybrid.pipeline.random_numbers import draw_number, microbatch_seed
+from lightning_hybrid.stage.calls import draw_number, microbatch_seed
 
 SCRIPT = Path(trainer_script.__file__)
 ROOT = SCRIPT.parents[2]

@@ -22,8 +22,9 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridGabraStrategy, building
-from lightning_hybrid.pipeline.engine import Engine
+from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.run import building
+from lightning_hybrid.stage.engine import Engine
 from models import ResAttNet3D
 
 BATCH = 4

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_hybrid.comm.call_key import Precision
+from lightning_hybrid.comm.tensor_specs import Precision
 
 CPU = torch.device("cpu")
 

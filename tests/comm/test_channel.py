@@ -11,8 +11,16 @@ from ranks import together
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.heartbeat import Heartbeat
-from lightning_hybrid.comm.messages import Answer, Leaving, Message, Status
-from lightning_hybrid.comm.protocol import Check, Command, Report, TakeWeights
+from lightning_hybrid.comm.protocol import (
+    Answer,
+    Check,
+    Command,
+    Leaving,
+    Message,
+    Report,
+    Status,
+    TakeWeights,
+)
 from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.errors import HybridError, RemoteError
 

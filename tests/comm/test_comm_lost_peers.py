@@ -14,7 +14,7 @@ import torch.distributed as dist
 from prepared import prepared
 
 from lightning_hybrid.comm.collectives import meet
-from lightning_hybrid.comm.lost_peers import is_gone, is_late
+from lightning_hybrid.comm.failure import is_gone, is_late
 from lightning_hybrid.comm.transport import ConnectionLost, start, wait
 
 ZERO = torch.zeros(1)

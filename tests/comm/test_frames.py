@@ -5,20 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hybrid.comm import frames
-from lightning_hybrid.comm.call_key import CallKey, Precision
+from lightning_hybrid.comm import channel as frames
+from lightning_hybrid.comm.channel import FRAME, decode, encode, ready
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.frames import FRAME, decode, encode, ready
-from lightning_hybrid.comm.messages import (
-    Answer,
-    Header,
-    Leaving,
-    Message,
-    Pattern,
-    Status,
-    StillAlive,
-)
 from lightning_hybrid.comm.protocol import (
+    Answer,
     Backward,
     ClipValues,
     Commit,
@@ -26,14 +17,20 @@ from lightning_hybrid.comm.protocol import (
     Drop,
     Forward,
     Free,
+    Header,
+    Leaving,
+    Message,
+    Pattern,
     Reduce,
     Skip,
+    Status,
     Step,
+    StillAlive,
     SynchronizeBuffers,
     TakeWeights,
     ZeroGrad,
 )
-from lightning_hybrid.comm.tensor_specs import TensorSpec
+from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
 
 SPEC = TensorSpec((2, 3), torch.float64, requires_grad=True)
 KEY = CallKey(0, ((SPEC,),), ((1,),), True, True, (True,), Precision.current(torch.device("cpu")))

@@ -7,8 +7,7 @@ from nccl_rules import StrictReplica
 from ranks import together
 
 from lightning_hybrid.comm.links import link_stages
-from lightning_hybrid.comm.messages import Answer
-from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.comm.protocol import Answer, Check
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.transport import ConnectionLost
 

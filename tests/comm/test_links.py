@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import Link, LocalLink, PeerLink
-from lightning_hybrid.comm.messages import Answer, Header, Pattern, Status
+from lightning_hybrid.comm.protocol import Answer, Header, Pattern, Status
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.errors import HybridError

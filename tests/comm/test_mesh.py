@@ -16,8 +16,7 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.mesh import Mesh, backend_on, make_world
-from lightning_hybrid.comm.messages import Answer, Message, Status
-from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.comm.protocol import Answer, Check, Message, Status
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.transport import ConnectionLost, start
 from lightning_hybrid.errors import PlanError, RemoteError

@@ -10,7 +10,7 @@ from ranks import together
 
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.messages import Answer, Header, Message, Pattern, Status, Word
+from lightning_hybrid.comm.protocol import Answer, Header, Message, Pattern, Status, Word
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 
 FAILURE = Failure.of(ValueError("on purpose"), "rank 1")

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from lightning_hybrid.comm import messages, protocol
-from lightning_hybrid.comm.messages import Message
-from lightning_hybrid.comm.protocol import MESSAGES, Command, Reduce
-from lightning_hybrid.tensors.remote_kind import Kind
+from lightning_hybrid.comm import protocol
+from lightning_hybrid.comm import protocol as messages
+from lightning_hybrid.comm.protocol import MESSAGES, Command, Message, Reduce
+from lightning_hybrid.remote.remote_source import Kind
 
 FAMILIES = {Message, Command, protocol.OptimizerCommand, messages.Word}
 DEFINED = {

@@ -7,8 +7,7 @@ from in_memory import MemoryReplica
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.mesh import GroupHandle
-from lightning_hybrid.comm.messages import Answer, Message, Status
-from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.comm.protocol import Answer, Check, Message, Status
 from lightning_hybrid.comm.transport import GroupWire
 from lightning_hybrid.errors import RemoteError
 

@@ -45,21 +45,21 @@ TITLES = {
 
 REFUSED = {
     "tests/strategy/test_refusals.py": "*",
-    "tests/runtime/test_adoption.py": "*are_refused",
-    "tests/test_replica_world.py": "test_a_loader_that_was_made_for_all_processes_is_refused",
+    "tests/driver/test_adoption.py": "*are_refused",
+    "tests/run/test_replica_world.py": "test_a_loader_that_was_made_for_all_processes_is_refused",
     "tests/planning/test_plan.py": "test_a_plan_for_another_network_says_which_partitions_differ",
-    "tests/runtime/test_optimizer_trial.py": (
+    "tests/driver/test_optimizer_trial.py": (
         "test_parameters_that_are_on_no_one_rank_refuse_a_whole_step"
     ),
-    "tests/runtime/test_streamed_calls.py": "*refused",
-    "tests/test_coming_batches.py": "*refused",
+    "tests/driver/test_streamed_calls.py": "*refused",
+    "tests/run/test_coming_batches.py": "*refused",
 }
-DIFFERS = {"tests/network/test_not_seen.py": "*"}
+DIFFERS = {"tests/capture/test_not_seen.py": "*"}
 WORKS = {
     "Memory": {
         "tests/strategy/test_configure_model.py": "*",
         "tests/strategy/test_limited_memory.py": "*",
-        "tests/runtime/test_after_run.py": "*",
+        "tests/driver/test_after_run.py": "*",
     },
     "Sizes, placements, schedules": {
         "tests/strategy/test_automatic_sizes.py": "*",

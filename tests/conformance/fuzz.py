@@ -684,7 +684,7 @@ def one_device(row: type[Fuzzed], replicas: int, parts: Sequence[int]) -> list[F
 
 def in_parts(module: Fuzzed, replica: int, parts: Sequence[int]) -> Callable[..., Any]:
     """The network's call, in parts; what it keeps is put together, and counted once."""
-    from lightning_hybrid.pipeline.random_numbers import draw_number, microbatch_seed
+    from lightning_hybrid.stage.calls import draw_number, microbatch_seed
 
     def call(x: Any, scale: float = 1.0) -> Any:
         host, outputs, kept, stores = module.host, [], [], []

@@ -160,7 +160,7 @@ def _compilations(row: type[Row]) -> Iterator[list[Any]]:
 
 def in_microbatches(module: Row) -> None:
     """Call ``net`` once per micro-batch, each with the generators that the micro-batch has."""
-    from lightning_hybrid.pipeline.random_numbers import draw_number, microbatch_seed
+    from lightning_hybrid.stage.calls import draw_number, microbatch_seed
 
     net, calls = module.net, (draw_number(batch, 0) for batch in count())
     original = net.forward

@@ -7,11 +7,11 @@ import torch
 from driven import Model, Ranks
 from torch import Tensor, nn
 
+from lightning_hybrid.driver.discovery import Discovery
+from lightning_hybrid.driver.network_options import NetworkOptions
+from lightning_hybrid.driver.verification import Verify
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.progress import StartProgress
-from lightning_hybrid.runtime.discovery import Discovery
-from lightning_hybrid.runtime.network_options import NetworkOptions
-from lightning_hybrid.runtime.verification import Verify
+from lightning_hybrid.run.progress import StartProgress
 
 
 class Driven:

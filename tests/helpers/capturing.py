@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.network import (
-    Capture,
+from lightning_hybrid.capture import Capture
+from lightning_hybrid.capture.watched_calls import own_forward
+from lightning_hybrid.graph import (
     NetworkGraph,
     NetworkPartition,
     StageCode,
@@ -22,10 +23,9 @@ from lightning_hybrid.network import (
     network_partitions,
     why_whole,
 )
-from lightning_hybrid.network.rows import Rows
-from lightning_hybrid.network.stage_check import run
-from lightning_hybrid.network.watched_calls import own_forward
-from lightning_hybrid.tensors.hollow_network import Hollow
+from lightning_hybrid.graph.rows import Rows
+from lightning_hybrid.remote.hollow_network import Hollow
+from lightning_hybrid.stage.stage_check import run
 
 Boundaries = Callable[[Sequence[NetworkPartition]], Sequence[int]]
 """Chooses the partitions that stages begin with."""

@@ -8,9 +8,8 @@ from in_memory import memory_channels
 
 from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.messages import Answer
-from lightning_hybrid.comm.protocol import Command
-from lightning_hybrid.runtime.commands import Workers
+from lightning_hybrid.comm.protocol import Answer, Command
+from lightning_hybrid.driver.commands import Workers
 
 
 class Crew:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_hybrid.tensors.deferral import Deferral
+from lightning_hybrid.remote.deferral import Deferral
 
 
 def build(function: Callable[[], nn.Module]) -> tuple[nn.Module, Deferral]:

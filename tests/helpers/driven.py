@@ -12,17 +12,18 @@ from nccl_rules import StrictReplica
 from pipelines import ALONE, CPU
 from torch import Tensor, nn
 
+from lightning_hybrid.capture import Capture
+from lightning_hybrid.capture.watched_calls import own_forward
 from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.network import Capture, NetworkGraph, cut, make_stages, network_partitions
-from lightning_hybrid.network.stage_check import run
-from lightning_hybrid.network.watched_calls import own_forward
-from lightning_hybrid.pipeline.stage_options import StageOptions
-from lightning_hybrid.runtime.driven_network import Placement
-from lightning_hybrid.runtime.driver import Driver
-from lightning_hybrid.runtime.network_call import NetworkCall
-from lightning_hybrid.runtime.streamed_calls import Batches
-from lightning_hybrid.runtime.worker import Worker
-from lightning_hybrid.tensors.hollow_network import Hollow
+from lightning_hybrid.driver.driven_network import Placement
+from lightning_hybrid.driver.driver import Driver
+from lightning_hybrid.driver.network_call import NetworkCall
+from lightning_hybrid.driver.streamed_calls import Batches
+from lightning_hybrid.graph import NetworkGraph, cut, make_stages, network_partitions
+from lightning_hybrid.remote.hollow_network import Hollow
+from lightning_hybrid.stage.rank_stages import StageOptions
+from lightning_hybrid.stage.stage_check import run
+from lightning_hybrid.worker.worker import Worker
 
 PLAIN = StageOptions()
 
@@ -105,7 +106,7 @@ class Ranks:
         options: how stages compute.
         batches: that it is trained on, as far as later ones are known.
         on: the device of each ``pp_rank``; the module goes to that of the driver.
-        trains: see :class:`lightning_hybrid.runtime.driver.Driver`.
+        trains: see :class:`lightning_hybrid.driver.driver.Driver`.
 
     Attributes:
         model: the module.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.tensors.living_views import views_of
-from lightning_hybrid.tensors.remote import RemoteTensors
-from lightning_hybrid.tensors.remote_kind import Kind
+from lightning_hybrid.remote.living_views import views_of
+from lightning_hybrid.remote.remote import RemoteTensors
+from lightning_hybrid.remote.remote_source import Kind
 
 
 class Owner:

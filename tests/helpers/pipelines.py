@@ -9,15 +9,14 @@ import torch
 from nccl_rules import StrictReplica
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.call_key import CallKey, Precision
 from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.protocol import Backward
-from lightning_hybrid.comm.tensor_specs import TensorSpec
-from lightning_hybrid.pipeline.calls import Call, Traffic
-from lightning_hybrid.pipeline.engine import Engine
-from lightning_hybrid.pipeline.gradient_averaging import ReplicaGroup
-from lightning_hybrid.pipeline.stage_options import StageOptions
-from lightning_hybrid.pipeline.trace import Trace
+from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
+from lightning_hybrid.stage.calls import Call, Traffic
+from lightning_hybrid.stage.engine import Engine
+from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
+from lightning_hybrid.stage.rank_stages import StageOptions
+from lightning_hybrid.stage.trace import Trace
 
 CPU = torch.device("cpu")
 ALONE: Any = SimpleNamespace(size=lambda: 1)  # the group of one replica

@@ -23,7 +23,7 @@ from typing import Any
 from places import variables
 from ports import free_port
 
-IMPORTED = ("torch._dynamo", "torchmetrics", "{package}", "lightning_hybrid.session")
+IMPORTED = ("torch._dynamo", "torchmetrics", "{package}", "lightning_hybrid.run.session")
 
 
 @cache

@@ -10,10 +10,9 @@ from in_memory import memory_channels
 from torch import nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.messages import Answer
-from lightning_hybrid.comm.protocol import Command, GiveWeights
-from lightning_hybrid.pipeline.stage_options import StageOptions
-from lightning_hybrid.runtime.worker import Worker
+from lightning_hybrid.comm.protocol import Answer, Command, GiveWeights
+from lightning_hybrid.stage.rank_stages import StageOptions
+from lightning_hybrid.worker.worker import Worker
 
 GRADIENTS = {"weight": torch.full((2, 3), 3.0), "bias": torch.tensor([4.0, -1.0])}
 

@@ -8,12 +8,12 @@ from planned import planned, simulate
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.pipeline import trace
 from lightning_hybrid.planning import traced_step
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page, predicted_lanes
 from lightning_hybrid.planning.traced_step import measured_step
 from lightning_hybrid.schedules.gpipe import gpipe
+from lightning_hybrid.stage import trace
 
 
 def made_plan(**changes: object) -> Plan:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.asking.partition_costs import capture_call
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.network import network_partitions
+from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.cluster import Device, Rates, make_cluster
-from lightning_hybrid.planning.partition_costs import capture_call
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import make_plan
 from lightning_hybrid.planning.search import PlanSettings

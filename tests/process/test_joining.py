@@ -17,8 +17,7 @@ from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.device_speed import look_at
 from lightning_hybrid.process import joining
 from lightning_hybrid.process.children import Children
-from lightning_hybrid.process.joining import Everyone, Joined, _end, forget, gather, join
-from lightning_hybrid.process.store import Meeting
+from lightning_hybrid.process.joining import Everyone, Joined, Meeting, _end, forget, gather, join
 
 CPU = torch.device("cpu")
 SECONDS = timedelta(seconds=30)

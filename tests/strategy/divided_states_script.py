@@ -159,7 +159,7 @@ def die(config: dict[str, Any]) -> None:
     """This rank is killed in the middle of its third exchange of weights."""
     if config.get("dies") != int(os.environ.get("LOCAL_RANK", "0")):
         return
-    from lightning_hybrid.pipeline.broadcasts import Broadcasts
+    from lightning_hybrid.stage.gradient_averaging import Broadcasts
 
     broadcast, calls = Broadcasts._broadcast, [0]
 

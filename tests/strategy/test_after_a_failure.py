@@ -12,7 +12,7 @@ from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.world import Phase, World
+from lightning_hybrid.run.world import Phase, World
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on unused devices
 

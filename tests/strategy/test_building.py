@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
-from lightning_hybrid import building
+from lightning_hybrid.run import building
 
 
 def test_what_an_average_of_weights_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from conftest import DEFAULTS, ROOT, SCRIPT, Training, kill_while_it_saves
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from training_script import train
 
-from lightning_hybrid import HybridGabraStrategy, checkpoints
-from lightning_hybrid.checkpoints import AtomicCheckpointIO
+from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.state import checkpoints
+from lightning_hybrid.state.checkpoints import AtomicCheckpointIO
 
 pytestmark = [
     pytest.mark.distributed,

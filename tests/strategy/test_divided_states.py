@@ -11,7 +11,7 @@ from prepared import start_ranks
 from torch import Tensor
 
 from lightning_hybrid._trees import rebuild
-from lightning_hybrid.runtime import read_sharded
+from lightning_hybrid.state.sharded_checkpoint import read_sharded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 slow = pytest.mark.conformance

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 from training_script import Classifier, data
 
-from lightning_hybrid.pipeline.random_numbers import draw_number, microbatch_seed
+from lightning_hybrid.stage.calls import draw_number, microbatch_seed
 
 pytestmark = pytest.mark.distributed
 Train = Callable[..., list[dict[str, Any]]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.allreduce_overlap import last_step
-from lightning_hybrid.pipeline.trace import VARIABLE
+from lightning_hybrid.stage.trace import VARIABLE
 
 pytestmark = pytest.mark.distributed
 

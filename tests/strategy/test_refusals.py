@@ -14,16 +14,17 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 
-from lightning_hybrid import HybridGabraStrategy, Plan, refusals
+from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.driver.discovery import Discovery
+from lightning_hybrid.driver.network_options import NetworkOptions
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.planner import make_plan
 from lightning_hybrid.planning.search import PlanSettings
 from lightning_hybrid.process import HybridSubprocessLauncher
-from lightning_hybrid.progress import StartProgress
-from lightning_hybrid.refusals import refuse_copies, refuse_lazy, refuse_no_room
-from lightning_hybrid.runtime.discovery import Discovery
-from lightning_hybrid.runtime.network_options import NetworkOptions
+from lightning_hybrid.run.progress import StartProgress
+from lightning_hybrid.strategy import refusals
+from lightning_hybrid.strategy.refusals import refuse_copies, refuse_lazy, refuse_no_room
 
 # Lightning's advice on unused devices and loggers
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -83,7 +84,7 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
             self.net = nn.Linear(width, width, bias=False)
 
     monkeypatch.setattr("lightning_hybrid.process.launcher._require_script", lambda: None)
-    monkeypatch.setattr("lightning_hybrid.strategy.free_of_host", lambda: 9_000_000)
+    monkeypatch.setattr("lightning_hybrid.strategy.strategy.free_of_host", lambda: 9_000_000)
     started: list[str] = []
     monkeypatch.setattr(
         HybridSubprocessLauncher, "_call_children_scripts", lambda _: started.append("ranks")

@@ -13,10 +13,10 @@ import torch
 from conftest import DEFAULTS, Training, kill_while_it_saves
 from training_script import train
 
-from lightning_hybrid import checkpoints
-from lightning_hybrid.checkpoints import AtomicCheckpointIO, ShardedSaves
 from lightning_hybrid.cli import main
-from lightning_hybrid.runtime import read_sharded, save_alone
+from lightning_hybrid.state import checkpoints, save_alone
+from lightning_hybrid.state.checkpoints import AtomicCheckpointIO, ShardedSaves
+from lightning_hybrid.state.sharded_checkpoint import read_sharded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 slow = pytest.mark.conformance

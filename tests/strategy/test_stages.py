@@ -24,7 +24,7 @@ from stages_script import (
 )
 from torch import Tensor
 
-from lightning_hybrid.pipeline.random_numbers import draw_number, microbatch_seed
+from lightning_hybrid.stage.calls import draw_number, microbatch_seed
 
 pytestmark = [
     pytest.mark.distributed,

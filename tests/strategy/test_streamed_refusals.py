@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_hybrid import Plan
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.refusals import refuse_all_but_plain_sgd, refuse_streaming
+from lightning_hybrid.strategy.refusals import refuse_all_but_plain_sgd, refuse_streaming
 
 
 class Plain(LightningModule):

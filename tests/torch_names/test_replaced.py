@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hybrid.network import capture
+from lightning_hybrid.capture import capture
 
 REPLACED = {
     "torch._C._select_conv_backend",

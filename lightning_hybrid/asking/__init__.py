@@ -1,0 +1,1 @@
+"""What a person asks beforehand: clusters, shapes, performance model, machine, commands."""

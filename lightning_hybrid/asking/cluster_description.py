@@ -1,0 +1,318 @@
+"""A cluster on paper: its devices and the links between them, to plan for it without having it.
+
+A description is a YAML file, see `lightning_hybrid/asking/clusters/`::
+
+    name: two workstations
+    devices:                      # in the order of the ranks
+      - name: RTX 4090
+        count: 2                  # as many of them in a row; 1 if left out
+        compute: 82.6 TFLOP/s     # or, for all devices, `speed: 1.0`, relative to each other
+        memory: 24 GB             # may be left out: not known, no limit
+      - name: RTX 3090
+        count: 2
+        compute: 35.6 TFLOP/s
+        memory: 24 GB
+    levels:                       # from the innermost to the outermost
+      - name: PCIe
+        devices: 2                # that it joins: ranks 0 and 1, ranks 2 and 3
+        bandwidth: 12 GB/s        # between two devices, in one direction
+        latency: 10 us
+      - name: Ethernet
+        devices: 4
+        bandwidth: 10 Gbit/s
+        latency: 50 us
+
+`cluster` (the module beside this one) is about the devices of a run that is going on, as measured.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning import parse, spell
+
+SHIPPED = Path(__file__).parent / "clusters"
+"""Folder of the descriptions that come with the package."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """One device.
+
+    Attributes:
+        name: model, as the vendor calls it.
+        flops_per_s: floating-point operations per second; None where `speed` is given.
+        speed: speed relative to the other devices; None where `flops_per_s` is given.
+        memory_bytes: what it can hold; None: not known.
+    """
+
+    name: str
+    flops_per_s: float | None = None
+    speed: float | None = None
+    memory_bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Links that join groups of `devices` devices with neighbouring numbers.
+
+    Attributes:
+        name: of the level, such as `within a host`, for messages.
+        devices: number of devices that are joined: those with the same `number // devices`.
+        bandwidth_bytes_per_s: between two devices, in one direction, while the other direction is
+            in use too.
+        latency_s: seconds from the start of sending until the first byte is there.
+    """
+
+    name: str
+    devices: int
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+    def transfer_s(self, size_bytes: float) -> float:
+        """Seconds that a message of this size takes."""
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterDescription:
+    """Devices, and the levels of links that join them.
+
+    Attributes:
+        name: of the cluster, for messages and reports.
+        devices: one entry for each, by number.
+        levels: from the innermost to the outermost; empty: there is one device.
+        about: where the numbers come from.
+
+    Raises:
+        PlanError: there is no device; some devices have a compute rate and others a relative speed;
+            a level is not made of whole groups of the level inside; or no level joins all devices.
+    """
+
+    name: str
+    devices: tuple[DeviceSpec, ...]
+    levels: tuple[Level, ...] = ()
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise PlanError(f"cluster {self.name!r} has no devices")
+        by_flops = [device.flops_per_s is not None for device in self.devices]
+        if any(by_flops) != all(by_flops):
+            odd = self.devices[by_flops.index(False)]
+            raise PlanError(
+                f"device {odd.name!r} of cluster {self.name!r} has a relative speed, others have "
+                "a compute rate: give all devices the one or the other"
+            )
+        for inner, outer in pairwise(self.levels):
+            if outer.devices <= inner.devices or outer.devices % inner.devices:
+                raise PlanError(
+                    f"level {outer.name!r} of cluster {self.name!r} joins {outer.devices} devices, "
+                    f"which is no multiple of the {inner.devices} of {inner.name!r}: levels go "
+                    "from the innermost to the outermost, each made of whole groups of the former"
+                )
+        joined = self.levels[-1].devices if self.levels else 1
+        if joined < len(self.devices):
+            raise PlanError(
+                f"no level of cluster {self.name!r} joins all of its {len(self.devices)} devices "
+                f"(the outermost joins {joined}): add one"
+            )
+
+    @property
+    def relative_speeds(self) -> tuple[float, ...]:
+        """Speed of each device, the first one's being 1."""
+        rates = [device.flops_per_s or device.speed or 1.0 for device in self.devices]
+        return tuple(rate / rates[0] for rate in rates)
+
+    @property
+    def memory_limits(self) -> tuple[float, ...] | None:
+        """Bytes that each device holds; None: not known of all."""
+        sizes = [device.memory_bytes for device in self.devices]
+        return None if None in sizes else tuple(size or 0.0 for size in sizes)
+
+    def level(self, devices: Iterable[int]) -> Level | None:
+        """The innermost level that joins all of these devices; None for a single one.
+
+        Raises:
+            PlanError: there is no device of such a number.
+        """
+        numbers = set(devices)
+        for number in numbers:
+            if not 0 <= number < len(self.devices):
+                raise PlanError(
+                    f"cluster {self.name!r} has the devices 0..{len(self.devices) - 1}, "
+                    f"not {number}"
+                )
+        if len(numbers) < 2:
+            return None
+        return next(
+            level for level in self.levels if len({n // level.devices for n in numbers}) == 1
+        )
+
+    def take(self, count: int) -> Self:
+        """The same with the first `count` devices only.
+
+        Raises:
+            PlanError: it has fewer.
+        """
+        if not 1 <= count <= len(self.devices):
+            raise PlanError(
+                f"cluster {self.name!r} has {len(self.devices)} devices, {count} are asked for: "
+                "ask for fewer, or describe a larger cluster"
+            )
+        needed = 1 + sum(level.devices < count for level in self.levels)
+        return replace(self, devices=self.devices[:count], levels=self.levels[:needed])
+
+    def to_yaml(self) -> str:
+        """The description as the text of a file that `from_yaml` reads."""
+        record = {
+            "name": self.name,
+            **({"about": self.about} if self.about else {}),
+            "devices": [
+                _device_record(device, len(list(same))) for device, same in groupby(self.devices)
+            ],
+            "levels": [
+                {
+                    "name": level.name,
+                    "devices": level.devices,
+                    "bandwidth": spell("bandwidth", level.bandwidth_bytes_per_s),
+                    "latency": spell("latency", level.latency_s),
+                }
+                for level in self.levels
+            ],
+        }
+        return str(yaml.safe_dump(record, sort_keys=False, allow_unicode=True, width=96))
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        """Read a description.
+
+        Raises:
+            PlanError: the text is no YAML mapping; a field is unknown, missing or of the wrong
+                kind; a quantity has no unit; or see `ClusterDescription`.
+        """
+        try:
+            record = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise PlanError(f"the cluster is not YAML: {error}") from error
+        fields = _checked(record, "the cluster", ("name", "devices"), ("about", "levels"))
+        devices: list[DeviceSpec] = []
+        for number, entry in enumerate(_list(fields, "devices")):
+            devices += _devices(entry, f"devices[{number}]")
+        levels = [
+            _level(entry, f"levels[{number}]")
+            for number, entry in enumerate(_list(fields, "levels"))
+        ]
+        return cls(
+            name=str(fields["name"]),
+            devices=tuple(devices),
+            levels=tuple(levels),
+            about=str(fields.get("about") or ""),
+        )
+
+    @classmethod
+    def load(cls, name: str | Path) -> Self:
+        """Read the description in a file, or a shipped one by its name.
+
+        Raises:
+            PlanError: there is neither; or see `from_yaml`.
+        """
+        shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
+        path = shipped.get(str(name), Path(name))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(
+                f"no cluster can be read from {str(name)!r}: give a YAML file, or one of the "
+                f"shipped descriptions: {', '.join(shipped)}"
+            ) from error
+        try:
+            return cls.from_yaml(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+
+def _device_record(device: DeviceSpec, count: int) -> dict[str, Any]:
+    record: dict[str, Any] = {"name": device.name, "count": count}
+    if device.flops_per_s is not None:
+        record["compute"] = spell("compute", device.flops_per_s)
+    else:
+        record["speed"] = device.speed
+    if device.memory_bytes is not None:
+        record["memory"] = spell("memory", device.memory_bytes)
+    return record
+
+
+def _devices(entry: Any, where: str) -> list[DeviceSpec]:
+    fields = _checked(entry, where, ("name",), ("count", "compute", "speed", "memory"))
+    if ("compute" in fields) == ("speed" in fields):
+        raise PlanError(
+            f"{where} ({fields['name']}) needs either 'compute', such as '15.7 TFLOP/s', or "
+            "'speed', a number relative to the other devices"
+        )
+    flops = speed = memory = None
+    if "compute" in fields:
+        flops = parse("compute", fields["compute"], f"{where}.compute")
+    else:
+        speed = _number(fields["speed"], f"{where}.speed")
+    if "memory" in fields:
+        memory = parse("memory", fields["memory"], f"{where}.memory")
+    device = DeviceSpec(
+        name=str(fields["name"]), flops_per_s=flops, speed=speed, memory_bytes=memory
+    )
+    return [device] * _count(fields.get("count", 1), f"{where}.count")
+
+
+def _level(entry: Any, where: str) -> Level:
+    fields = _checked(entry, where, ("name", "devices", "bandwidth", "latency"), ())
+    return Level(
+        name=str(fields["name"]),
+        devices=_count(fields["devices"], f"{where}.devices"),
+        bandwidth_bytes_per_s=parse("bandwidth", fields["bandwidth"], f"{where}.bandwidth"),
+        latency_s=parse("latency", fields["latency"], f"{where}.latency"),
+    )
+
+
+def _checked(
+    entry: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...]
+) -> dict[str, Any]:
+    known = (*needed, *optional)
+    if not isinstance(entry, dict):
+        raise PlanError(f"{where} is {entry!r}: fields are needed ({', '.join(known)})")
+    for field in entry:
+        if field not in known:
+            close = get_close_matches(str(field), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise PlanError(
+                f"{where} has the unknown field {field!r}{hint} (known: {', '.join(known)})"
+            )
+    missing = [field for field in needed if entry.get(field) is None]
+    if missing:
+        raise PlanError(f"{where} lacks {', '.join(map(repr, missing))}")
+    return entry
+
+
+def _list(fields: dict[str, Any], name: str) -> list[Any]:
+    value = fields.get(name) or []
+    if not isinstance(value, list):
+        raise PlanError(f"{name} is {value!r}: a list is needed, each entry beginning with '-'")
+    return value
+
+
+def _count(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{where} is {value!r}: an integer of at least 1 is needed")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise PlanError(f"{where} is {value!r}: a finite number of more than 0 is needed")
+    return float(value)

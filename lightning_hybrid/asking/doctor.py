@@ -1,0 +1,295 @@
+"""What all processes of a machine or a cluster say of themselves and of the links between them."""
+
+import os
+import platform
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, combinations, pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.comm import (
+    PairProbe,
+    Spread,
+    choose_interface,
+    chosen_interface,
+    probe_all_reduce,
+    probe_flops,
+    probe_pair,
+)
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning import TOLERANCE, Device, look_at, memory_of_rank
+from lightning_hybrid.process import LETTING_GO_S, Meeting, make_store
+
+_ALL_PAIRS = 8
+"""Up to so many ranks every pair is measured; beyond, neighbours and one pair for two hosts."""
+_TIMEOUT = timedelta(seconds=120)
+_SHARED = Path("/dev/shm")
+_PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-hybrid", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a rank says of itself.
+
+    Attributes:
+        device: what it is, and its memory.
+        flops_per_s: FLOP/s of a matrix product in float32, while all others do the same.
+        versions: of Python and of the packages that must agree.
+        address: of the interface that leads to the main host.
+        shared_bytes: free bytes of the host's shared memory; None: there is none.
+        sees_host: whether it sees what the first process of its host has put into shared memory.
+    """
+
+    device: Device
+    flops_per_s: float
+    versions: dict[str, str]
+    address: str
+    shared_bytes: int | None
+    sees_host: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkup:
+    """What was found, on rank 0.
+
+    Attributes:
+        facts: by rank.
+        pairs: of the pairs of ranks that were measured: all, or with many ranks the neighbours.
+        all_reduce_s: seconds for 8 MiB over all ranks; None: there is one.
+    """
+
+    facts: tuple[Facts, ...]
+    pairs: tuple[PairProbe, ...]
+    all_reduce_s: Spread | None
+
+    @property
+    def hosts(self) -> list[str]:
+        """Host of each rank."""
+        return [fact.device.host for fact in self.facts]
+
+    def disagreements(self) -> list[str]:
+        """What differs between ranks and should not, a line each."""
+        lines = []
+        for name, value in self.facts[0].versions.items():
+            for rank, fact in enumerate(self.facts):
+                if fact.versions.get(name) != value:
+                    other = fact.versions.get(name)
+                    lines.append(f"{name}: rank 0 has {value}, rank {rank} has {other}")
+        for rank, fact in enumerate(self.facts):
+            if not fact.sees_host:
+                lines.append(
+                    f"shared memory: rank {rank} does not see what the first process on "
+                    f"{fact.device.host} puts into {_SHARED} (containers of their own?)"
+                )
+            if len(set(self.hosts)) > 1 and fact.address.startswith("127."):
+                lines.append(
+                    f"interface: rank {rank} reaches the main host over loopback though there are "
+                    "several hosts; set MASTER_ADDR to an address that all hosts see"
+                )
+        return lines
+
+    def cluster(self, name: str) -> ClusterDescription:
+        """What was measured as a description that `plan` and `simulate` read."""
+        return ClusterDescription(
+            name=name,
+            about="Measured by lightning-hybrid doctor: compute is a matrix product in float32, "
+            "latency and bandwidth are medians over pairs.",
+            devices=tuple(
+                DeviceSpec(
+                    name=fact.device.name,
+                    flops_per_s=_rounded(flops_per_s),
+                    memory_bytes=_memory(fact.device, [f.device for f in self.facts]),
+                )
+                for fact, flops_per_s in zip(self.facts, self._rates())
+            ),
+            levels=tuple(self._levels()),
+        )
+
+    def _rates(self) -> list[float]:
+        """FLOP/s of each rank; devices of one host and model that are nearly equal count as equal.
+
+        Or a plan would follow what else the machine did for a moment.
+        """
+        kinds = [(fact.device.host, fact.device.name) for fact in self.facts]
+        rates = []
+        for fact, kind in zip(self.facts, kinds):
+            alike = [f.flops_per_s for f, other in zip(self.facts, kinds) if other == kind]
+            near = min(alike) >= max(alike) * (
+                1 - TOLERANCE["cpu" if fact.device.threads else "cuda"]
+            )
+            rates.append(statistics.median(alike) if near else fact.flops_per_s)
+        return rates
+
+    def _levels(self) -> list[Level]:
+        hosts, count = self.hosts, len(self.facts)
+        if count == 1:
+            return []
+        each = hosts.count(hosts[0])
+        blocks = [set(hosts[k : k + each]) for k in range(0, count, each)]
+        inside = [p for p in self.pairs if hosts[p.ranks[0]] == hosts[p.ranks[1]]]
+        across = [p for p in self.pairs if p not in inside]
+        # equal hosts in a row make two levels; else all links are taken for those between hosts
+        even = all(len(block) == 1 for block in blocks) and len(set(hosts)) * each == count
+        if not across:
+            return [_level("within a host", count, inside)]
+        if not even or not inside:
+            return [_level("between hosts", count, across)]
+        return [_level("within a host", each, inside), _level("between hosts", count, across)]
+
+
+def check_up() -> Checkup | None:
+    """Measure this rank and its links, together with all others; returns the whole on rank 0.
+
+    The environment holds ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as
+    torchrun sets them, and ``LOCAL_WORLD_SIZE``; without it each rank is taken for a host.
+
+    Raises:
+        PlanError: the ranks do not find each other, or one is lost.
+    """
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    on_gpu = torch.cuda.is_available() and local < torch.cuda.device_count()
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    elif count > 1:
+        torch.set_num_threads(1)  # as each rank of a run on CPUs has
+    meeting = _meeting(rank, count)
+    choose_interface(meeting.address, meeting.port, meeting.hosts)
+    try:
+        store = dist.PrefixStore("doctor", make_store(meeting, _TIMEOUT))
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        with chosen_interface():
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=count, timeout=_TIMEOUT
+            )
+            try:
+                return _together(rank, count, device)
+            finally:
+                dist.destroy_process_group()
+                time.sleep(LETTING_GO_S)
+    except (RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(
+            f"rank {rank} of {count} could not measure with the others over "
+            f"{meeting.address}:{meeting.port}: {' '.join(str(error).split())}. "
+            f"Is the port open on {meeting.address}, "
+            "and does GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) name the interface between the "
+            "hosts?"
+        ) from error
+
+
+def _meeting(rank: int, count: int) -> Meeting:
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return Meeting(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        hosts=-(-count // on_this_host),
+        serve=rank == 0 and not agent_serves,
+    )
+
+
+def _together(rank: int, count: int, device: torch.device) -> Checkup | None:
+    hosts: list[str] = [""] * count
+    dist.all_gather_object(hosts, socket.gethostname())
+    flops = probe_flops(device)
+    facts: list[Facts] = [None] * count  # type: ignore[list-item]
+    dist.all_gather_object(facts, _facts(rank, device, flops, hosts))
+    found = [probe_pair(one, other, device) for one, other in _pairs(hosts)]
+    everything: list[list[PairProbe]] = [[] for _ in range(count)]
+    dist.all_gather_object(everything, [pair for pair in found if pair is not None])
+    all_reduce = probe_all_reduce(device) if count > 1 else None
+    if rank:
+        return None
+    return Checkup(
+        facts=tuple(facts),
+        pairs=tuple(sorted(chain.from_iterable(everything), key=lambda pair: pair.ranks)),
+        all_reduce_s=all_reduce,
+    )
+
+
+def _pairs(hosts: list[str]) -> list[tuple[int, int]]:
+    """Every pair that matters."""
+    if len(hosts) <= _ALL_PAIRS:
+        return list(combinations(range(len(hosts)), 2))
+    first = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    return sorted({*pairwise(range(len(hosts))), *combinations(first, 2)})
+
+
+def _facts(rank: int, device: torch.device, flops: float, hosts: list[str]) -> Facts:
+    return Facts(
+        device=look_at(device),
+        flops_per_s=flops,
+        versions={"python": platform.python_version()}
+        | {name: _version(name) for name in _PACKAGES}
+        | {"cuda": str(torch.version.cuda)},
+        address=_address(),
+        shared_bytes=shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,
+        sees_host=_sees_host(rank, hosts),
+    )
+
+
+def _sees_host(rank: int, hosts: list[str]) -> bool:
+    """Whether the file that the first rank of this host has put into shared memory is seen."""
+    first = hosts.index(hosts[rank]) == rank
+    mine = None
+    if first and _SHARED.is_dir():
+        with suppress(OSError):
+            mine = tempfile.NamedTemporaryFile(dir=_SHARED)  # noqa: SIM115 (closed below)
+    names: list[str | None] = [None] * len(hosts)
+    dist.all_gather_object(names, mine.name if mine else None)
+    name = names[hosts.index(hosts[rank])]
+    seen = name is None or Path(name).exists()
+    dist.barrier()
+    if mine is not None:
+        mine.close()
+    return seen
+
+
+def _address() -> str:
+    with suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        return str(probe.getsockname()[0])
+    return "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _level(name: str, devices: int, pairs: list[PairProbe]) -> Level:
+    return Level(
+        name=name,
+        devices=devices,
+        bandwidth_bytes_per_s=_rounded(
+            Spread.of([pair.bandwidth_bytes_per_s.median for pair in pairs]).median
+        ),
+        latency_s=_rounded(Spread.of([pair.latency_s.median for pair in pairs]).median),
+    )
+
+
+def _memory(device: Device, devices: Sequence[Device]) -> float | None:
+    size = memory_of_rank(device, devices)
+    return None if size is None else _rounded(size)
+
+
+def _rounded(value: float) -> float:
+    """A number rounded to three digits."""
+    return float(f"{value:.3g}")

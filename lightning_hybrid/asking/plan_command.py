@@ -1,0 +1,148 @@
+"""`lightning-hybrid plan`: the fastest shape for a network on a cluster, shown or written."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from lightning_hybrid.asking.shapes import Shape, fastest, plan_of
+from lightning_hybrid.asking.study import Study, add_study_options, device_counts, make_study
+from lightning_hybrid.asking.terminal import short, show_table, terminal, write
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning import Plan, Section, plan_page
+from lightning_hybrid.report import draw_curves, paragraph, table
+
+_SHAPES = "Shapes, the fastest first"
+_SHOWN = 8
+"""Shapes in the table of runners-up."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_study_options(parser)
+    parser.add_argument("--devices", type=int, help="how many of the cluster's; default: all")
+    parser.add_argument("--json", metavar="FILE", help="write the plan, for HybridGabraStrategy")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        PlanError: the network, the cluster or the number of devices is not as it should be, or
+            nothing fits.
+    """
+    study = make_study(options)
+    count = _count(options.devices, study)
+    shapes = study.shapes(count)
+    best = fastest(shapes)
+    plan = plan_of(best, study.costs_of, study.cluster.take(count), study.batch)
+    samples = f"{study.batch} sample{'s' * (study.batch > 1)}"
+    facts = (
+        f"{study.target.name} on {count} of {study.cluster.name} "
+        f"({study.cluster.devices[0].name}); each replica takes {samples} a step.",
+        f"{short(best.samples_per_s)} samples/s, {study.speed_up(best):.2f} times one device; "
+        f"bubble {best.bubble:.1%}.",
+        *_alone(study, best),
+        study.origin,
+    )
+    console = terminal()
+    console.print(plan.describe().rstrip(), soft_wrap=True)
+    for fact in facts:
+        console.print(fact)
+    rows = _rows(study, shapes)
+    show_table(console, _SHAPES, list(rows[0]), (row.values() for row in rows))
+    if options.json:
+        write(options.json, plan.to_json(), "plan")
+    if options.html:
+        write(options.html, _page(study, plan, shapes, count, facts), "page")
+
+
+def _alone(study: Study, best: Shape) -> list[str]:
+    """What to say where the devices do not earn their keep."""
+    if study.speed_up(best) > 1 or best.replicas * best.devices_per_replica == 1:
+        return []
+    alone = next((shape for shape in study.shapes(1) if shape.fits), None)
+    return [] if alone is None else ["One of these devices alone is faster than all of them."]
+
+
+def _count(asked: int | None, study: Study) -> int:
+    """How many devices to plan for: the option's, else the configuration's, else the cluster's."""
+    if asked is not None and asked < 1:
+        raise PlanError(f"--devices {asked}: at least 1 is needed")
+    configured = study.target.trainer.get("devices")
+    # the configuration of a run says how many devices that run has
+    if asked is None and isinstance(configured, int) and configured > 0:
+        nodes = study.target.trainer.get("num_nodes") or 1
+        return configured * int(nodes)
+    return len(study.cluster.devices) if asked is None else asked
+
+
+def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
+    """The fastest shape for each number of replicas, stages and stages per device."""
+    seen: dict[tuple[int, int, int], Shape] = {}
+    for shape in shapes:
+        key = (shape.replicas, shape.devices_per_replica, shape.stages_per_device)
+        seen.setdefault(key, shape)
+    return [
+        {
+            "replicas": str(shape.replicas),
+            "stages": str(shape.devices_per_replica),
+            "a device": str(shape.stages_per_device),
+            "micro-batches": str(shape.microbatches),
+            "step": _seconds(shape.step_s),
+            "samples/s": short(shape.samples_per_s),
+            "speed-up": f"{study.speed_up(shape):.2f}",
+            "bubble": f"{shape.bubble:.1%}",
+            "memory": _memory(shape),
+        }
+        for shape in [*seen.values()][:_SHOWN]
+    ]
+
+
+def _memory(shape: Shape) -> str:
+    if not shape.fits:
+        return f"lacks {shape.lacking_bytes / 1e9:.2f} GB"
+    return "fits, computed again" if shape.recompute else "fits"
+
+
+def _page(
+    study: Study, plan: Plan, shapes: Sequence[Shape], count: int, facts: Sequence[str]
+) -> str:
+    cluster = study.cluster.take(count)
+    limits = cluster.memory_limits
+    devices = plan.devices_per_replica
+    # the page shows one replica, whose devices are as large as the smallest of all
+    mine = None if limits is None else [min(limits[k::devices]) for k in range(devices)]
+    rows = table(_rows(study, shapes))
+    return plan_page(
+        plan,
+        title=f"{study.target.name} on {count} of {study.cluster.name}",
+        notes=facts,
+        limits=mine,
+        more=[(_SHAPES, rows), _speed_ups(study, count)],
+    )
+
+
+def _speed_ups(study: Study, count: int) -> Section:
+    counts = device_counts(count)
+    curves: Mapping[str, list[float | None]] = {
+        kind: [None if shape is None else study.speed_up(shape) for shape in found]
+        for kind, found in study.curves(counts).items()
+    }
+    text = paragraph(
+        "The fastest shape of each kind that fits: one stage a replica, one replica, and any. "
+        "Samples a second over those of one device with memory enough."
+    )
+    text += draw_curves(counts, curves, "speed-up against the number of devices")
+    rows = [
+        {"devices": str(number)}
+        | {kind: "-" if v[k] is None else f"{v[k]:.2f}" for kind, v in curves.items()}
+        for k, number in enumerate(counts)
+    ]
+    return "Speed-up", text + table(rows)
+
+
+def _seconds(seconds: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} us"

@@ -1,0 +1,165 @@
+"""What `plan` and `simulate` share: a network's costs on a cluster, and shapes by their speed."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from lightning_hybrid.asking.cluster_description import ClusterDescription
+from lightning_hybrid.asking.partition_costs import counted_parts, measured_parts
+from lightning_hybrid.asking.shapes import CostsOf, Shape, rank_shapes
+from lightning_hybrid.asking.target import (
+    Target,
+    add_target_options,
+    call_for_real,
+    call_on_paper,
+    make_optimizer,
+    read_target,
+)
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.graph import network_partitions
+from lightning_hybrid.planning import device_name, optimizer_bytes, speedup
+
+KINDS = ("data parallel", "pipeline", "hybrid")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A network on a cluster.
+
+    Attributes:
+        target: the network.
+        cluster: all devices there are.
+        batch: samples of a replica in a step.
+        splits: whether its batch can be split into micro-batches.
+        costs_of: what its partitions cost.
+        origin: where the times come from, in a sentence.
+    """
+
+    target: Target
+    cluster: ClusterDescription
+    batch: int
+    splits: bool
+    costs_of: CostsOf
+    origin: str
+
+    def shapes(self, devices: int) -> list[Shape]:
+        """All shapes on so many devices, the fastest first."""
+        cluster = self.cluster.take(devices)
+        return rank_shapes(self.costs_of, cluster, self.batch, splits=self.splits)
+
+    @cached_property
+    def one_device_s(self) -> float:
+        """Seconds of a step on the first device, were its memory unlimited."""
+        return min(shape.step_s for shape in self.shapes(1))
+
+    def curves(self, counts: Sequence[int]) -> dict[str, list[Shape | None]]:
+        """The fastest shape of each kind that fits, for each number of devices."""
+        found: dict[str, list[Shape | None]] = {kind: [] for kind in KINDS}
+        for count in counts:
+            shapes = [shape for shape in self.shapes(count) if shape.fits]
+            for kind in KINDS:
+                found[kind].append(next((s for s in shapes if _is_of(kind, s)), None))
+        return found
+
+    def speed_up(self, shape: Shape) -> float:
+        """Eq. 14 for a sample: seconds on one device over those on the devices of a shape."""
+        return speedup(self.one_device_s / self.batch, 1 / shape.samples_per_s)
+
+
+def add_study_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a study."""
+    add_target_options(parser)
+    parser.add_argument(
+        "--cluster",
+        default="p3.16xlarge",
+        help="YAML file of a cluster, or a shipped one: p3.16xlarge (the default), dgx-h100, "
+        "8x8-a100, workstation, cpu-processes; `doctor` writes one of this machine",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="run the network's parts on this machine instead of counting their operations; the "
+        "other devices are then as fast as the cluster says relative to the first",
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="Adam",
+        metavar="NAME",
+        help="of torch.optim, for the memory of its state: Adam (the default), 'SGD(momentum=0.9)'",
+    )
+    parser.add_argument(
+        "--shard-optimizer-states",
+        action="store_true",
+        help="replicas divide that state, as HybridGabraStrategy(shard_optimizer_states=True) does",
+    )
+
+
+def make_study(options: argparse.Namespace) -> Study:
+    """Look at the network and at the cluster.
+
+    Raises:
+        PlanError: one of them is not what it should be.
+    """
+    # first what is read in no time, so that a misspelt name is told at once
+    cluster = ClusterDescription.load(options.cluster)
+    target = read_target(options)
+    graph, leaves = (call_for_real if options.measure else call_on_paper)(target)
+    partitions = network_partitions(graph)
+    optimizer = make_optimizer(options.optimizer, graph.network)
+    state: Mapping[str, int] = optimizer_bytes(graph.network, [optimizer])
+    batch = graph.batch_of(leaves) or 1
+    if options.measure:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        costs_of = measured_parts(
+            *(graph, partitions, leaves, device, state, _advance),
+            divides_states=options.shard_optimizer_states,
+        )
+        threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+        origin = (
+            f"Measured on this machine ({device_name(device)}{threads}), taken for the first "
+            f"device of {cluster.name}; an optimizer step of average cost included, loading and "
+            "your code not."
+        )
+    else:
+        # times are those of the first device; others follow by their relative speed
+        rate = cluster.devices[0].flops_per_s
+        if rate is None:
+            raise PlanError(
+                f"cluster {cluster.name!r} has relative speeds only: counted operations need a "
+                "rate ('compute: 15.7 TFLOP/s' for each device), or use --measure"
+            )
+        costs_of = counted_parts(
+            *(graph, partitions, rate, state), divides_states=options.shard_optimizer_states
+        )
+        origin = (
+            f"Not measured: counted operations at the rate that cluster {cluster.name!r} states "
+            f"({rate / 1e12:.4g} TFLOP/s on {cluster.devices[0].name}), which no network reaches. "
+            "It compares shapes; for seconds use --measure. A micro-batch of half the samples is "
+            "taken to cost half; optimizer step, loading and your code are left out."
+        )
+    return Study(target, cluster, batch, graph.symbol is not None and batch > 1, costs_of, origin)
+
+
+def device_counts(most: int) -> list[int]:
+    """Numbers of devices to look at: all up to 8, then doubling, and the last one."""
+    counts = list(range(1, min(most, 8) + 1))
+    # a table of all numbers up to 1,024 would tell no more than powers of two
+    while counts[-1] * 2 <= most and counts[-1] >= 8:
+        counts.append(counts[-1] * 2)
+    return counts if counts[-1] == most else [*counts, most]
+
+
+def _is_of(kind: str, shape: Shape) -> bool:
+    if kind == "data parallel":
+        return shape.devices_per_replica == 1
+    return kind == "hybrid" or shape.replicas == 1
+
+
+def _advance(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        end = "\n" if done == of else ""
+        print(f"\rmeasuring partition {done} of {of}", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,314 @@
+"""From words of a command line to a network and one call of it."""
+
+import argparse
+import ast
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid._trees import rebuild, tensors_in
+from lightning_hybrid.asking.partition_costs import capture_call
+from lightning_hybrid.errors import HybridError, PlanError
+
+
+@dataclass(frozen=True)
+class Target:
+    """A network, and how to make it.
+
+    Attributes:
+        name: what the user calls it.
+        make: builds it.
+        inputs: of a call: shapes and types; empty: those of its `example_input_array`, else of the
+            first batch of its data.
+        data: makes the data module; None: there is none.
+        trainer: arguments of the Trainer, where a configuration has them.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    data: Callable[[], Any] | None
+    trainer: Mapping[str, Any]
+
+
+def add_target_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say which network is meant."""
+    parser.add_argument(
+        "network",
+        nargs="?",
+        help="package.module:Name of a class or a function that makes the network, with arguments "
+        "if it needs any: models:ResAttNet3D or 'models:ResAttNet3D(depth=34)'",
+    )
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="SIZE[:TYPE]",
+        help="sizes of an input of the network, the batch of one replica first: 6,1,91,109,91 or, "
+        "for tokens, 8,128:int64; once for each input",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="configuration of a LightningCLI: its model, its data and number of devices; where "
+        "the model has no class_path, name the class as NETWORK",
+    )
+
+
+def read_target(options: argparse.Namespace) -> Target:
+    """The target that the options name.
+
+    Raises:
+        PlanError: they name none, or what they name is not there.
+    """
+    # a console script does not look into the current folder
+    sys.path.insert(0, str(Path.cwd()))  # the user's modules, as with `python -m`
+    config = _read_config(options.config) if options.config else {}
+    inputs = tuple(_shape(text) for text in options.input)
+    trainer = config.get("trainer") or {}
+    data = config.get("data")
+    if options.network and not options.config:
+        return Target(options.network, _maker(options.network), inputs, None, {})
+    if not options.config:
+        raise PlanError("name a network, such as models:ResAttNet3D, or give --config FILE")
+    model = _with_class(config.get("model"), options.network, f"{options.config}: model")
+    name = str(model["class_path"]).rpartition(".")[2]
+    has_class = isinstance(data, dict) and "class_path" in data
+    return Target(
+        name,
+        lambda: _network(_instance(model, f"{options.config}: model"), name),
+        inputs,
+        (lambda: _instance(data, f"{options.config}: data")) if has_class else None,
+        trainer,
+    )
+
+
+def call_on_paper(target: Target) -> tuple[Any, list[Tensor]]:
+    """The graph of a training call and its tensors, without memory where that goes.
+
+    Raises:
+        PlanError: the network cannot be made, called or captured.
+    """
+    try:
+        # a network of any size can be made where nothing has memory
+        with torch.device("meta"):
+            network = target.make().train()
+            args, kwargs = _arguments(target, network, torch.device("meta"))
+        with _quiet():
+            return capture_call(network, args, kwargs)
+    except PlanError:
+        raise
+    except Exception:  # some networks need real tensors to be made or called
+        return call_for_real(target)
+
+
+def call_for_real(target: Target) -> tuple[Any, list[Tensor]]:
+    """The same with memory, so that it can be measured.
+
+    Raises:
+        PlanError: the network cannot be made, called or captured.
+    """
+    try:
+        network = target.make().train()
+    except HybridError:
+        raise
+    except Exception as error:
+        raise PlanError(f"{target.name} cannot be made: {_said(error)}") from error
+    args, kwargs = _arguments(target, network, torch.device("cpu"))
+    try:
+        with _quiet():
+            return capture_call(network, args, kwargs)
+    except HybridError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(tuple(t.shape)) for _, t in tensors_in((args, kwargs)))
+        raise PlanError(
+            f"{target.name} cannot be called with {shapes or 'no inputs'}: {_said(error)}"
+        ) from error
+
+
+def make_optimizer(text: str, network: nn.Module) -> Optimizer:
+    """An optimizer of `torch.optim` for all parameters, from `Adam` or `SGD(momentum=0.9)`.
+
+    Raises:
+        PlanError: there is no such optimizer, or it does not take these arguments.
+    """
+    name, keywords = _call(text, "--optimizer")
+    kind = getattr(torch.optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
+        raise PlanError(f"--optimizer {text}: torch.optim has no {name!r}; write Adam, AdamW, SGD")
+    try:
+        return kind(network.parameters(), **({"lr": 1e-3} | keywords))
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"--optimizer {text}: {_said(error)}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs a traceback for what is an error message here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _maker(text: str) -> Callable[[], nn.Module]:
+    module, _, call = text.partition(":")
+    if not call:
+        raise PlanError(f"{text!r} names no network: write package.module:Name, as models:ResNet")
+    name, keywords = _call(call, text)
+    found = _attribute(module, name)
+    if isinstance(found, nn.Module):
+        return lambda: _network(found, text)
+    if not callable(found):
+        raise PlanError(
+            f"{text!r} is {found!r}: a class or function that makes a network is needed"
+        )
+    return lambda: _network(found(**keywords), text)
+
+
+def _network(made: Any, name: str) -> nn.Module:
+    if not isinstance(made, nn.Module):
+        raise PlanError(f"{name} makes a {type(made).__name__}: a torch.nn.Module is needed")
+    return made
+
+
+def _call(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of `Name` or `Name(key=value)`."""
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        if isinstance(node, ast.Name):
+            return node.id, {}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            values = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+            return node.func.id, values
+    except (SyntaxError, ValueError):
+        pass
+    raise PlanError(f"{where}: write a name, or a name with arguments as in Name(depth=34)")
+
+
+def _attribute(module: str, name: str) -> Any:
+    try:
+        found = import_module(module)
+    except ImportError as error:
+        raise PlanError(
+            f"no module {module!r} can be imported from here or from the installed packages: "
+            f"{_said(error)}"
+        ) from error
+    except ValueError as error:  # an empty name
+        raise PlanError(f"{module!r} is no name of a module") from error
+    if not hasattr(found, name):
+        raise PlanError(f"module {module!r} has no {name!r}")
+    return getattr(found, name)
+
+
+def _shape(text: str) -> tuple[tuple[int, ...], torch.dtype]:
+    sizes, _, kind = text.partition(":")
+    try:
+        shape = tuple(int(size) for size in sizes.split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise PlanError(f"--input {text}: write sizes of at least 1, as 6,1,91,109,91")
+    dtype = getattr(torch, kind, None) if kind else torch.float32
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"--input {text}: torch has no type {kind!r}; write float32 or int64")
+    return shape, dtype
+
+
+def _arguments(
+    target: Target, network: nn.Module, device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of the network."""
+
+    def like(value: Tensor) -> Tensor:
+        return torch.zeros(value.shape, dtype=value.dtype, device=device)
+
+    if target.inputs:
+        tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in target.inputs]
+        return tuple(tensors), {}
+    example = getattr(network, "example_input_array", None)
+    if example is None and target.data is not None:
+        example = _first_batch(target.data, target.name)
+    if example is None:
+        raise PlanError(
+            f"{target.name} has no example_input_array, so --input is needed: the sizes of its "
+            "input, the batch of one replica first, as --input 6,1,91,109,91"
+        )
+    # values of an example do not matter to a capture, and may be on another device
+    example = rebuild(example, lambda v: like(v) if isinstance(v, Tensor) else v)
+    if isinstance(example, dict):
+        return (), example
+    return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
+
+
+def _first_batch(make_data: Callable[[], Any], name: str) -> Any:
+    """The first tensor of the first training batch of the data: what a network is called with."""
+    try:
+        data = make_data()
+        data.prepare_data()
+        data.setup("fit")
+        batch = next(iter(data.train_dataloader()))
+    except HybridError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"the data of {name} gives no batch ({_said(error)}): give --input instead"
+        ) from error
+    return next((tensor for _, tensor in tensors_in(batch)), None)
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    try:
+        record = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PlanError(f"no configuration can be read from {path!r}: {_said(error)}") from error
+    if not isinstance(record, dict) or "model" not in record:
+        raise PlanError(f"{path} is no configuration of a LightningCLI: it has no 'model'")
+    return record
+
+
+def _with_class(section: Any, network: str | None, where: str) -> dict[str, Any]:
+    """A section of a configuration with a class, which the command line may name."""
+    if isinstance(section, dict) and "class_path" in section:
+        return section
+    if not network:
+        raise PlanError(
+            f"{where} has no class_path: name the class before --config, as "
+            "models:ResAttNetClassifier"
+        )
+    return {"class_path": network.replace(":", "."), "init_args": section or {}}
+
+
+def _instance(value: Any, where: str) -> Any:
+    """An object from a section with `class_path` and `init_args`, and those inside it."""
+    if isinstance(value, list):
+        return [_instance(one, where) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if "class_path" not in value:
+        return {key: _instance(one, where) for key, one in value.items()}
+    module, _, name = str(value["class_path"]).rpartition(".")
+    made = _attribute(module, name)
+    arguments = _instance(value.get("init_args") or {}, where)
+    try:
+        return made(**arguments)
+    except TypeError as error:
+        raise PlanError(f"{where}: {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,23 @@
+"""From the Python of a module to a graph, through TorchDynamo."""
+
+from lightning_hybrid.capture.capture import Capture, NotCaptured, kind_of
+from lightning_hybrid.capture.own_classes import plain
+from lightning_hybrid.capture.watched_calls import (
+    candidates,
+    is_watched,
+    own_forward,
+    unwatch,
+    watch,
+)
+
+__all__ = [
+    "Capture",
+    "NotCaptured",
+    "candidates",
+    "is_watched",
+    "kind_of",
+    "own_forward",
+    "plain",
+    "unwatch",
+    "watch",
+]

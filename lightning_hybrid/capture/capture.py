@@ -1,0 +1,390 @@
+"""Capture a network by TorchDynamo, the front end of ``torch.compile``.
+
+The network's Python runs as ever: TorchDynamo looks at each call, in microseconds, whether a value
+that its graph depends on has changed (and captures again if so), hands the graph's inputs to us,
+and replays afterwards what the Python has done beside (attributes, lists, hooks). Every tensor that
+escapes is an output of the graph.
+
+First a network is captured as one graph or not at all: where TorchDynamo cannot follow, `Capture`
+raises before anything has run, and the caller can do otherwise (see
+:mod:`lightning_hybrid.driver.discovery`).
+
+What `transformers` does in the first call of a model, done before it.
+
+A model that can return the hidden states or the router's logits of its layers installs hooks for
+that in its first call, once, behind a lock, which TorchDynamo does not enter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_hybrid._torch.capture import (
+    FAILED_AT_ONCE,
+    FailOnRecompileLimitHit,
+    TorchDynamoException,
+    capture_settings,
+    forget_compiled,
+    free_sizes,
+    recapture_reason,
+)
+from lightning_hybrid._torch.graphs import is_region
+from lightning_hybrid._torch.modules import tables
+from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
+from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.capture.cumulative_batchnorm import captured_averages
+from lightning_hybrid.capture.own_classes import Plain, is_followed, refused_class
+from lightning_hybrid.capture.padded_encoders import PACKS, captured_encoders
+from lightning_hybrid.capture.rewritten_functions import captured_classes
+from lightning_hybrid.graph import (
+    Divided,
+    NetworkGraph,
+    captured_recurrence,
+    describe,
+    held_by,
+    reason_in,
+    with_masks,
+)
+
+_LOCK = "_hook_installation_lock"
+
+
+def installs_hooks(reason: str, network: nn.Module) -> bool:
+    """Install what models of `transformers` in a network would install in this call.
+
+    Args:
+        reason: why a call could not be captured.
+        network: what was called.
+
+    Returns:
+        Whether that was the reason, and has been done now.
+    """
+    library: Any = sys.modules.get("transformers")
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    install = getattr(capturing, "maybe_install_capturing_hooks", None)
+    if _LOCK not in reason or library is None or install is None:
+        return False
+    models = [m for m in network.modules() if isinstance(m, library.PreTrainedModel)]
+    done = "_output_capturing_hooks_installed"
+    missing = [model for model in models if not getattr(model, done, False)]
+    for model in missing:
+        install(model)
+    return bool(missing)
+
+
+Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
+"""Computes the outputs of a graph from its arguments."""
+
+
+_COUNT = itertools.count()
+
+# TorchDynamo looks at the gradients of all tensors that it describes
+warnings.filterwarnings(
+    "ignore", "The .grad attribute of a Tensor that is not a leaf", module=r"torch\._"
+)
+
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor."""
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    """Shape and type of a tensor, whatever its class."""
+    with as_they_are():
+        return tuple(tensor.shape), tensor.dtype
+
+
+class NotCaptured(Exception):
+    """A network's Python cannot be followed; nothing of the call has happened.
+
+    Args:
+        reason: what TorchDynamo says, and where in the user's code, in one line.
+        by_its_kind: whether calls of another kind (in training) may well be captured.
+        advice: what helps.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        by_its_kind: bool = False,
+        advice: str = "Name the part of the model that is to be cut: "
+        "HybridGabraStrategy(network='...').",
+    ) -> None:
+        super().__init__(reason)
+        self.reason, self.by_its_kind, self.advice = reason, by_its_kind, advice
+
+
+@contextmanager
+def _exchanged() -> Iterator[None]:
+    """Inside, some functions of torch are such as TorchDynamo follows."""
+    with captured_averages, captured_recurrence, captured_classes, captured_encoders:
+        yield
+
+
+class _OtherDimension(Exception):
+    """The batch is to be looked for in the other one of the first two dimensions."""
+
+
+def _refuse_classes(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.is_nested:
+            raise NotCaptured(
+                "it takes a nested tensor, whose sizes follow from values",
+                advice="Pad it (torch.nested.to_padded_tensor), and give the network a mask.",
+            )
+        if (reason := refused_class(tensor)) is not None:
+            raise NotCaptured(reason)
+
+
+def _refuse_optimizers(module: fx.GraphModule) -> None:
+    """TorchDynamo writes the weights of an optimizer that Python looks at into the graph itself."""
+    if any(isinstance(value, nn.Parameter) for value in held_by(module).values()):
+        raise NotCaptured(
+            "its forward looks at an optimizer",
+            advice="Hand it what it looks for (the learning rate) as an argument or attribute.",
+        )
+
+
+def _refuse_one_region(graph: NetworkGraph) -> None:
+    """A region that is checkpointed is one operation, so no cut can lie in it."""
+    weights = {name for name, _ in graph.network.named_parameters()}
+    if any(is_region(layer.node) and layer.parameters >= weights for layer in graph.layers):
+        raise NotCaptured(
+            "all of it is one activation checkpoint, in which it cannot be cut",
+            advice="Checkpoint its blocks one by one, or leave it to the strategy: "
+            "HybridGabraStrategy(recompute=True).",
+        )
+
+
+class Capture:
+    """The calls of one network, captured.
+
+    Args:
+        network: the module.
+        forward: its ``forward``, as the user has it.
+        run: called with each call's graph and the arguments of the graph.
+        shared: shape and type of the parameters and buffers that all ranks have, by name. Others
+            (a buffer that a hook has registered on this rank) are inputs of the network. By
+            default all that the network has now.
+        whole: capture it as one graph or not at all; else as a chain of graphs, with the Python
+            between them run as ever.
+        divides: take away from each graph what the driver computes for all samples, where samples
+            meet at its beginning or end (:mod:`lightning_hybrid.graph.three_parts`).
+        draws: whether each micro-batch may draw random numbers by itself. Else a graph is divided
+            only if all that it draws is drawn for the whole batch, masks of dropout among it
+            (:mod:`lightning_hybrid.graph.dropout_masks`).
+
+    Attributes:
+        reason: why the last capture was needed, where that is a value in the user's code.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        forward: Callable[..., Any],
+        run: Run,
+        shared: Mapping[str, Kind] | None = None,
+        *,
+        whole: bool = True,
+        divides: bool = True,
+        draws: bool = True,
+    ) -> None:
+        self._divides, self._draws = divides, draws
+        tensors = (*network.named_parameters(), *network.named_buffers())
+        self.network, self._run = network, run
+        self._shared = {n: kind_of(t) for n, t in tensors} if shared is None else shared
+        self.reason: str | None = None
+        self._names: dict[int, str] = {}
+        self._alive: list[Tensor] = []  # an identity is only a name while its owner lives
+        self._buffers: list[tuple[dict[str, Any], str, str]] = []
+        self._given: list[int] = []
+        self._batch_dim, self._looks_behind = 0, divides and whole and _has_time_first(network)
+        self._captured = 0
+
+        if getattr(forward, "__func__", None) is type(network).forward:
+            with _exchanged():  # which the network's own may be
+                forward = MethodType(type(network).forward, network)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        # what TorchDynamo has seen change in one network (an integer that differs between two of a
+        # class) it takes for changing wherever code has this name
+        call.__code__ = call.__code__.replace(co_name=f"call_{next(_COUNT)}")
+        self._code = call.__code__
+        # each network counts its captures by itself, whatever else runs the same code
+        compiler: Any = torch.compile
+        self._compiled = compiler(
+            call, backend=self._take, fullgraph=whole, isolate_recompiles=True
+        )
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the network.
+
+        Raises:
+            NotCaptured: TorchDynamo cannot follow; nothing has happened.
+        """
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
+        if not any(is_followed(type(tensor)) for tensor in given):
+            return self._called(args, kwargs, given)
+        with Plain(args, kwargs) as plain:
+            given = [tensor for _, tensor in tensors_in((plain.args, plain.kwargs))]
+            return plain.as_on_one_device(self._called(plain.args, plain.kwargs, given))
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+        _refuse_classes(given)
+        self._given = [id(tensor) for tensor in given]
+        free_sizes(given, 1 + self._batch_dim)
+        try:
+            with capture_settings(), _exchanged():
+                return self._compiled(*args, **kwargs)
+        except _OtherDimension:
+            # nothing but the capture has happened
+            forget_compiled(self, self._code)
+            self._batch_dim, self._captured = 1 - self._batch_dim, 0
+            self._looks_behind = self._batch_dim == 1
+            return self._called(args, kwargs, given)
+        except (
+            TorchDynamoException,
+            FailOnRecompileLimitHit,
+            GuardOnDataDependentSymNode,
+        ) as error:
+            if PACKS in str(error):
+                raise NotCaptured(PACKS, by_its_kind=True) from error
+            if installs_hooks(str(error), self.network):
+                return self._called(args, kwargs, given)
+            raise NotCaptured(reason_in(str(error))) from error
+        except AssertionError as error:
+            if not str(error).startswith(FAILED_AT_ONCE):
+                raise
+            inference = torch.is_inference_mode_enabled()
+            hint = "; with Trainer(inference_mode=False) it can be" if inference else ""
+            raise NotCaptured(reason_in(str(error)) + hint) from error
+
+    def close(self) -> None:
+        """Let go of the network, which TorchDynamo would keep for as long as the process lives."""
+        forget_compiled(self, self._code)
+
+    def _take(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """What TorchDynamo calls with a new graph; an error in here would lose its type."""
+        self._captured += 1
+        graphs: dict[tuple[str | None, ...], Divided] = {}
+        tensors = [
+            isinstance(node.meta.get("example_value"), Tensor)
+            for node in module.graph.nodes
+            if node.op == "placeholder"
+        ]
+        fresh = self._captured > 1
+
+        def run(*values: Any) -> Sequence[Any]:
+            nonlocal fresh
+            self.reason = _of_python(recapture_reason()) if fresh else None
+            fresh = False
+            names = self._named(values, tensors)
+            divided = graphs.get(names)
+            if divided is None:
+                _refuse_classes(value for value in values if isinstance(value, Tensor))
+                _refuse_optimizers(module)
+                divided = graphs[names] = self._divided(module, names, values)
+                self._find_batch(divided.heavy, values)
+            return divided(values, self._run)
+
+        return run
+
+    def _divided(
+        self, module: fx.GraphModule, names: Sequence[str | None], values: Sequence[Any]
+    ) -> Divided:
+        shared = frozenset(self._shared)
+
+        def described(module: fx.GraphModule) -> NetworkGraph:
+            return describe(
+                module, self.network, names, self._given, values, shared, self._batch_dim
+            )
+
+        graph = described(module)
+        _refuse_one_region(graph)
+        if self._draws or not self._divides or graph.is_static or not graph.uses_rng:
+            return Divided(graph, divides=self._divides)
+        divided = Divided(described(with_masks(module)), divides=True, draws=False)
+        if divided.heavy.meets is None:
+            return divided
+        graph.meets = divided.heavy.meets
+        return Divided(graph, divides=False)
+
+    def _find_batch(self, graph: NetworkGraph, values: Sequence[Any]) -> None:
+        """Look for the batch in dimension 1, where layers want it there, and once.
+
+        Raises:
+            _OtherDimension: the other dimension is to be tried.
+        """
+        looks, self._looks_behind = self._looks_behind, False
+        if looks and (graph.is_static or graph.meets is not None):
+            several = [v for v in values if isinstance(v, Tensor) and id(v) in self._given]
+            if any(v.dim() > 1 and v.shape[1] > 1 for v in several):
+                raise _OtherDimension
+
+    def _named(self, values: Sequence[Any], tensors: Sequence[bool]) -> tuple[str | None, ...]:
+        """Per argument, the name of the parameter or buffer that it is."""
+        if not self._names:
+            self._learn_names()
+        names = [self._names.get(id(value)) for value in values]
+        for index, (name, is_tensor) in enumerate(zip(names, tensors)):
+            if name is None and is_tensor:
+                names[index] = self._replaced_buffer(values[index])
+        return tuple(names)
+
+    def own(self, names: Collection[str]) -> None:
+        """From here on stages own these tensors, and all others are inputs of the network.
+
+        A parameter that takes the place of another one is not what the stages have, so it is an
+        input as well. (A buffer that is replaced is brought to them.)
+        """
+        self._names = {key: name for key, name in self._names.items() if name in names}
+        self._buffers = [place for place in self._buffers if place[2] in names]
+
+    def _learn_names(self) -> None:
+        """Remember which tensors the parameters and buffers of these names are now."""
+        everything = [*self.network.named_buffers(), *self.network.named_parameters()]
+        found = [(n, value) for n, value in everything if self._shared.get(n) == kind_of(value)]
+        self._names = {id(value): name for name, value in found}
+        self._alive = [value for _, value in found]
+        self._buffers = [
+            (table, key, full)
+            for name, part in self.network.named_modules()
+            for table in (tables(part)[1],)
+            for key in table
+            if (full := f"{name}.{key}".removeprefix(".")) in self._shared
+        ]
+
+    def _replaced_buffer(self, value: Tensor) -> str | None:
+        for table, key, name in self._buffers:
+            if table.get(key) is value:
+                return name if self._shared[name] == kind_of(value) else None
+        return None
+
+
+def _has_time_first(network: nn.Module) -> bool:
+    """Whether there is a layer of torch's that has the batch in dimension 1."""
+    return any(getattr(part, "batch_first", True) is False for part in network.modules())
+
+
+_OF_MODES = ("GLOBAL_STATE", ".training ==", "requires_grad", "dispatch key", "grad_mode")
+"""Modes, each of which has a graph of its own: no news for the user."""
+
+
+def _of_python(reason: str | None) -> str | None:
+    """The reason of a capture, if it is a value that the user's code looks at."""
+    if reason is None or any(word in reason for word in _OF_MODES):
+        return None
+    line = reason.splitlines()[0].partition(": ")[2] or reason.splitlines()[0]
+    return " ".join(line.split())

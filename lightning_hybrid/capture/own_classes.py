@@ -1,0 +1,119 @@
+"""Tensors of a class of their own among the arguments of a network, such as MONAI's MetaTensor.
+
+Stages compute with ordinary tensors. A class that torch's default ``__torch_function__`` passes on
+to results, and MONAI's, which carries its description along beside, change no number: the network
+is called on ordinary tensors in the same memory, and what it returns gets the class that it has on
+one device. What another ``__torch_function__`` does may be anything, and TorchDynamo does not
+follow all of it, so such a class is refused.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid._trees import Step, children, get, put, rebuild, with_parts
+from lightning_hybrid.remote import Intercepted
+
+_CARRIES_A_DESCRIPTION = "monai.data.meta_tensor.MetaTensor"
+
+_default = cast(Any, Tensor.__torch_function__).__func__
+
+
+def refused_class(tensor: Tensor) -> str | None:
+    """What to say of a tensor whose class computes in a way that stages do not."""
+    kind = type(tensor)
+    if _function_of(kind) is None or is_followed(kind):
+        return None
+    return (
+        f"a tensor is a {_name(kind)}, whose __torch_function__ takes part in each operation; "
+        "give the network an ordinary one (tensor.as_subclass(torch.Tensor))"
+    )
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor; if its class changes no number, an ordinary one in the same memory."""
+    if not is_followed(type(tensor)):
+        return tensor
+    with as_they_are():
+        return tensor.as_subclass(Tensor)
+
+
+class Plain:
+    """Ordinary tensors in the place of such ones among the arguments of a call.
+
+    The network's Python may write into lists, dictionaries and dataclasses that it is given, so
+    these stay the same objects; use it as a context.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._given: dict[int, tuple[Tensor, Tensor]] = {}  # by identity of the given one
+        self._undo: list[tuple[Any, Step, Any, Any]] = []
+        self.args = tuple(map(self._plain, args))
+        self.kwargs = {name: self._plain(value) for name, value in kwargs.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for container, step, inside, given in self._undo:
+            if get(container, step) is inside:  # else it was written to
+                put(container, step, given)
+
+    def as_on_one_device(self, result: Any) -> Any:
+        """What the network has returned, in the classes that it has without stages."""
+        first, _ = next(iter(self._given.values()))
+        back = {id(other): given for given, other in self._given.values()}
+
+        def followed(part: Any) -> Any:
+            if id(part) in back:
+                return back[id(part)]
+            if type(part) is not Tensor:
+                return part
+            kind: Any = type(first)
+            return kind.__torch_function__(_second, (kind,), (first, part))
+
+        return rebuild(result, followed)
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if not is_followed(type(value)):
+                return value
+            return self._given.setdefault(id(value), (value, plain(value)))[1]
+        if isinstance(value, tuple):
+            return with_parts(value, map(self._plain, value))
+        for step, part in children(value) or ():
+            inside = self._plain(part)
+            if inside is not part:
+                put(value, step, inside)
+                self._undo.append((value, step, inside, part))
+        return value
+
+
+def _second(_: Tensor, second: Tensor) -> Tensor:
+    return second
+
+
+def _function_of(kind: type[Tensor]) -> Callable[..., Any] | None:
+    """How a class of tensors hears of operations; ``None``: not at all, or in a way of ours."""
+    if kind in (Tensor, nn.Parameter) or issubclass(kind, Intercepted):
+        return None
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a part of torch's engine
+        return None
+    return getattr(kind.__torch_function__, "__func__", None)
+
+
+def is_followed(kind: type[Tensor]) -> bool:
+    """Whether a class of its own changes no number, and its results are known."""
+    if kind is Tensor:
+        return False
+    return _function_of(kind) is _default or _name(kind) == _CARRIES_A_DESCRIPTION
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

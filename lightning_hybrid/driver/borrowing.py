@@ -1,0 +1,80 @@
+"""Parameters that stages of several ranks use (tied weights), on the driver.
+
+The rank of the earliest stage owns them (never the driver, if a worker uses them too); the others
+borrow. Before a forward the borrowers have the owner's values, and after a backward the owner has
+the borrowers' gradients. What the driver's own stages borrow are proxies
+(:mod:`lightning_hybrid.remote.remote`) and needs no bringing.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from lightning_hybrid.comm import signals_deferred
+from lightning_hybrid.comm.protocol import GiveBorrowedGradients, TakeWeights
+from lightning_hybrid.driver.commands import Commands
+from lightning_hybrid.driver.ownership import Ownership, Unsettled
+from lightning_hybrid.remote import Kind
+
+
+class Borrowing:
+    """What the ranks of one replica borrow of each other.
+
+    Args:
+        commands: to the workers.
+        ownership: of their tensors.
+        unsettled: whether there may be gradients to bring.
+    """
+
+    def __init__(self, commands: Commands, ownership: Ownership, unsettled: Unsettled) -> None:
+        self._commands, self._ownership, self._unsettled = commands, ownership, unsettled
+        self._here: list[str] = []
+        self._workers: dict[int, list[str]] = {}
+        self._current: object = None
+
+    def __bool__(self) -> bool:
+        return bool(self._here or self._workers)
+
+    def add(self, names: Sequence[Sequence[str]]) -> None:
+        """Names in the LightningModule, per rank of the replica; the first is the driver."""
+        here, *workers = names
+        self._here += here
+        for worker, borrowed in enumerate(workers, start=1):
+            if borrowed:
+                self._workers.setdefault(worker, []).extend(borrowed)
+
+    def refresh(self, *, grad: bool) -> None:
+        """Before a forward: send the values of shared parameters from their owners to borrowers.
+
+        Args:
+            grad: it is differentiable, so that gradients will arise here.
+        """
+        if not self:
+            return
+        remote = self._commands.remote
+        if grad:
+            remote.note_use(self._here)
+        remote.flush()
+        if remote.state(Kind.PARAMETER) == self._current:
+            return
+        remote.read_all(self._here)
+        for worker, names in self._workers.items():
+            values = self._ownership.give(Kind.PARAMETER, names)
+            self._commands.workers.send(worker, TakeWeights(values.items()))
+        self._current = remote.state(Kind.PARAMETER)
+
+    def settle(self) -> None:
+        """Before gradients are used: add those of the borrowers to the owners'."""
+        if self._workers and self._unsettled.borrowed:
+            self._ownership.take(Kind.GRADIENT, self._collect(), add=True)
+            self._commands.remote.outdate(Kind.GRADIENT)
+        self._unsettled.borrowed = False
+
+    @signals_deferred
+    def _collect(self) -> Mapping[str, Tensor]:
+        """The gradients that borrowing workers have; they are cleared there."""
+        found: dict[str, Tensor] = {}
+        for answer in self._commands.ask(GiveBorrowedGradients()):
+            for name, value in answer.tensors:
+                found[name] = found[name] + value if name in found else value
+        return found

@@ -1,0 +1,369 @@
+"""Calls of a network that was found: through its capture, or on the driver.
+
+A network that is called in a way that cannot be captured, or that does not suit its cuts, runs on
+the driver, on weights that are fetched for it: slowly, and right.
+
+Calls that are no calls of a network: on other weights, inside of a transform or of a mode.
+
+`torch.func.functional_call(net, weights, x)` runs the code of ``net`` on tensors of the caller: an
+average, a step of an inner optimizer, what a hypernetwork has made. Their gradients go to where
+the caller has made them from, not to the network's own weights, and no stage has them. Inside of
+`torch.func.vmap`, ``grad``, ``jvp`` and the like, and between dual numbers, a call computes with
+tensors that cannot travel. A mode around a call (`torch.utils.flop_counter.FlopCounterMode`, a
+``TorchDispatchMode`` or ``TorchFunctionMode`` of the user's) sees each operation, and may change
+it, but on this rank only. Such a call runs on the driver as it would on one device: its own
+weights, where it uses them, are fetched, and get their gradients.
+
+What a captured ``forward`` logs is logged when the call is over.
+
+``self.log`` looks at the state of the loops, which a graph cannot hold. While a call is captured,
+its arguments are kept in a list (which TorchDynamo fills after each call, tensors included), and
+Lightning gets them afterwards, in their order and within the same hook.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid._torch.autograd import (
+    backwards_as_ever,
+    checkpointed_region,
+    dual_level,
+    functorch_level,
+    own_saved_tensors,
+    saved_tensors_hooks,
+)
+from lightning_hybrid._torch.capture import without_mode
+from lightning_hybrid._torch.modules import in_functional_call, tables
+from lightning_hybrid._torch.tensors import users_mode
+from lightning_hybrid.capture import NotCaptured
+from lightning_hybrid.driver.adoption import Adoption
+from lightning_hybrid.driver.announcements import Announcements
+from lightning_hybrid.driver.driver import Driver
+from lightning_hybrid.driver.found_network import FoundNetwork, indented
+from lightning_hybrid.driver.network_call import NetworkCall, SavedForBackward
+from lightning_hybrid.driver.network_options import NetworkOptions
+from lightning_hybrid.driver.verification import Check, Verification
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.graph import CannotFollow, NetworkGraph, compute_whole
+from lightning_hybrid.remote import Kind, NoMemory, watched
+from lightning_hybrid.stage import Synchronised
+
+
+class DriverOnlyCalls:
+    """Tells such calls from those of a network.
+
+    Args:
+        module: the LightningModule, with its own weights.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = {part: dict(tables(part)[0]) for part in module.modules()}
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Why a call of a module is no call of a network, said of the module; ``None``: it is."""
+        if functorch_level() or dual_level() >= 0:
+            return "is called inside of a transform of functions (torch.func.vmap, grad, jvp, ...)"
+        mode = users_mode()
+        if mode is not None:
+            return f"is called inside of a mode that sees each operation ({type(mode).__name__})"
+        if in_functional_call() and self._has_others(module):
+            return "is called on other weights than its own (torch.func.functional_call)"
+        return None
+
+    def _has_others(self, module: nn.Module) -> bool:
+        return any(
+            self._own.get(part, {}).get(name) is not value
+            for part in module.modules()
+            for name, value in tables(part)[0].items()
+        )
+
+
+class LoggingLater:
+    """The logging of one LightningModule.
+
+    Args:
+        module: the LightningModule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        kept: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            kept.append(("log", args, kwargs))
+
+        def log_dict(*args: Any, **kwargs: Any) -> None:
+            kept.append(("log_dict", args, kwargs))
+
+        self._module, self._kept = module, kept
+        # TorchDynamo looks at their identities
+        self._instead: dict[str, Callable[..., None]] = {"log": log, "log_dict": log_dict}
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, calls are kept; at the end they are made, unless there was an error."""
+        own = {name: vars(self._module).get(name) for name in self._instead}
+        vars(self._module).update(self._instead)
+        try:
+            yield
+            calls = self._kept.copy()
+        finally:
+            self._kept.clear()
+            for name, value in own.items():
+                del vars(self._module)[name]
+                if value is not None:
+                    vars(self._module)[name] = value
+        for name, args, kwargs in calls:
+            getattr(self._module, name)(*args, **kwargs)
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Inside, calls of `log` are dropped, and not kept for later."""
+        count = len(self._kept)
+        try:
+            yield
+        finally:
+            del self._kept[count:]
+
+
+Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None]
+"""Cuts a network, or leaves it whole; the graph and the values are of its first call."""
+
+
+class CapturedCalls:
+    """Calls of the networks of one LightningModule, on a driver.
+
+    Args:
+        module: the LightningModule.
+        driver: of this replica.
+        adoption: takes in further graphs of a network that is cut.
+        adopt: cuts a network.
+        aside: tells which calls are the driver's own.
+        kept: by name, the networks that stay on the driver, and why.
+        options: how networks are found and cut.
+        announcements: tells the user.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        driver: Driver,
+        adoption: Adoption,
+        adopt: Adopt,
+        aside: DriverOnlyCalls,
+        kept: dict[str, str],
+        options: NetworkOptions,
+        announcements: Announcements,
+    ) -> None:
+        self._driver, self._adoption, self._adopt = driver, adoption, adopt
+        self._aside, self._kept = aside, kept
+        self._options, self._announcements = options, announcements
+        self._logging_later = LoggingLater(module)
+        self._verification = Verification(module, driver, options.verify, announcements)
+        # of the running call
+        self._statistics: AbstractContextManager[Any] = nullcontext()
+        self._saved: SavedForBackward | None = None
+        self._check: Check | None = None
+
+    def call(
+        self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """A call of a network that is cut, or has been captured at least.
+
+        Args:
+            found: the network.
+            arguments: of the call.
+            keywords: of the call.
+
+        Raises:
+            NetworkError: it can neither be captured nor run on the driver.
+        """
+        if self._aside.reason(found.module) is not None:
+            return found.forward(*arguments, **keywords)
+        try:
+            return self.captured(found, arguments, keywords)
+        except NotCaptured as error:
+            reason = f"it cannot be captured as one graph:\n{indented(error.reason)}"
+            if error.by_its_kind and torch.is_grad_enabled():
+                # (on the driver with proxies of weights, by whose class torch decides as well)
+                raise NetworkError(
+                    f"{found.shown} cannot be called in this way: {error.reason}."
+                ) from error
+            if not found.driven:
+                why = f"can be captured in an evaluation, and not here:\n{indented(error.reason)}"
+                self._kept.setdefault(found.name, why)
+        except CannotFollow as error:
+            reason = str(error)
+        self._announcements.say(
+            found,
+            "runs on the driver in some calls, on whole batches and on weights that are fetched "
+            "for each of them, since " + reason,
+        )
+        remote = self._driver.remote
+        remote.adopt_replaced()
+        # its Python and its hooks must run once
+        calls = self._driver.calls
+        with (
+            calls.in_region(checkpointed_region(saved_tensors_hooks())),
+            calls.one_stream(),
+            self._weights_at_hand(found),
+        ):
+            result = found.forward(*arguments, **keywords)
+        remote.adopt_replaced()  # what the call itself has replaced
+        return result
+
+    def _weights_at_hand(self, found: FoundNetwork) -> AbstractContextManager[None]:
+        """Where nothing is learned: ordinary tensors, since torch decides by their class too."""
+        if torch.is_grad_enabled():
+            return nullcontext()
+        remote, prefix = self._driver.remote, f"{found.name}." if found.name else ""
+        names = remote.places.names(Kind.PARAMETER)
+        return remote.at_hand([name for name in names if name.startswith(prefix)])
+
+    def captured(
+        self,
+        found: FoundNetwork,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        """A call through TorchDynamo, which comes back to :meth:`run` with each graph.
+
+        Args:
+            found: the network.
+            arguments: of the call.
+            keywords: of the call.
+
+        Raises:
+            NotCaptured: TorchDynamo cannot follow; nothing has happened.
+            NetworkError: one part of several cannot be captured.
+        """
+        hooks = saved_tensors_hooks()
+        saved = None if hooks is None else SavedForBackward(hooks)
+        region = checkpointed_region(hooks)
+        check = None
+        if region is None or not region[1]:  # what runs again was looked at
+            check = self._verification.begin(found, arguments, keywords)
+        with self._driver.calls.in_region(region):
+            result = self._captured(found, arguments, keywords, saved, check)
+        if saved is not None:
+            saved.save()
+        return result
+
+    def _captured(
+        self,
+        found: FoundNetwork,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        saved: SavedForBackward | None,
+        check: Check | None,
+    ) -> Any:
+        remote = self._driver.remote
+        with ExitStack() as stack:
+            stack.enter_context(self._logging_later())
+            if not found.driven:
+                self._options.progress.begin(f"capturing {found.name or 'self'!r}")
+                stack.callback(self._options.progress.over)
+            mode = stack.enter_context(without_mode(Synchronised))
+            stack.callback(setattr, self, "_statistics", self._statistics)
+            stack.callback(setattr, self, "_saved", self._saved)
+            stack.callback(setattr, self, "_check", self._check)
+            self._statistics, self._saved, self._check = mode or nullcontext(), saved, check
+            stack.enter_context(own_saved_tensors())
+            stack.enter_context(backwards_as_ever())
+            stack.enter_context(remote.suspended())
+            stack.enter_context(found.hollow)
+            if found.whole:
+                result = found.capture(arguments, keywords)
+            else:
+                # its graphs and the Python between them draw from one stream
+                stack.enter_context(self._driver.calls.one_stream())
+                if check is not None:
+                    with found.hollow.lifted(), self._logging_later.unheard():
+                        check.begin_chain()
+                result = self._chain(found, arguments, keywords)
+            if check is not None:
+                with found.hollow.lifted(), self._logging_later.unheard():
+                    check.compare(result)
+            return result
+
+    def _chain(
+        self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """A call of a chain of graphs: the Python between them must not use weights of others."""
+        try:
+            with ExitStack() as found.between:
+                found.read_between.clear()
+                found.between.enter_context(self._between(found))
+                return found.capture(arguments, keywords)
+        except NoMemory as error:
+            raise NetworkError(
+                f"{found.shown} was captured as several graphs, and the Python between two of them "
+                f"computes with a weight that a stage on another rank owns: {error}. Compute with "
+                "it inside a module, or let the network be one graph. It is none because of\n"
+                f"{found.reason}"
+            ) from error
+        except CannotFollow as error:  # parts of it have run
+            raise NetworkError(
+                f"{found.shown} was captured as several graphs, and one that was not among them "
+                f"when it was cut does not go with its stages: {error}. Compute before the fit "
+                "what does not need the input, or let the network be one graph. It is none "
+                f"because of\n{found.reason}"
+            ) from error
+        except NotCaptured as error:  # parts of it may have run
+            raise NetworkError(
+                f"{found.shown} cannot be captured:\n{indented(error.reason)}\n{error.advice}"
+            ) from error
+
+    def _between(self, found: FoundNetwork) -> AbstractContextManager[None]:
+        """What holds between two graphs; before there are stages it is noted what is read."""
+        if found.driven:
+            return self._driver.remote.places.emptied()
+        prefix = f"{found.name}." if found.name else ""
+        named = (*found.module.named_parameters(), *found.module.named_buffers())
+        tensors = {prefix + name: tensor for name, tensor in named}
+        return watched(tensors, found.read_between, found.hollow.shown_of(tensors))
+
+    def run(self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
+        """A captured call, or a part of one.
+
+        Args:
+            found: the network.
+            graph: what was captured.
+            values: that it takes.
+        """
+        with self._in_graph(found), found.hollow.lifted():
+            call = found.calls.get(graph)
+            known = None
+            if call is None:
+                known = found.network_of(graph)
+                if known is None:
+                    call = self._adopt(found, graph, values)
+            self._announcements.captured(found)
+            if known is not None:
+                call = self._adoption.add(found, known, graph, values)
+            if call is not None:
+                if self._check is not None and found.whole:
+                    synchronised = isinstance(self._statistics, Synchronised)
+                    with self._logging_later.unheard():
+                        self._check.begin(call, values, synchronised=synchronised)
+                return call(values, self._saved)
+            self._driver.have_here(found.module, whole=True)
+            with self._statistics:
+                return compute_whole(graph, values)
+
+    @contextmanager
+    def _in_graph(self, found: FoundNetwork) -> Iterator[None]:
+        """Inside, what holds between two graphs of a chain does not."""
+        if found.whole:
+            yield
+            return
+        found.between.close()
+        try:
+            yield
+        finally:
+            found.between.enter_context(self._between(found))
+        if used := sorted(found.read_between & self._driver.remote.places.names()):
+            raise NoMemory(f"it needs the numbers of {used[0]!r}")

@@ -1,0 +1,178 @@
+"""What two calls of a network have made, compared: nested results, up to rounding."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid._trees import Step, children
+from lightning_hybrid.capture import plain
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+def differences(
+    found: Any, expected: Any, epsilon: float, *, part: bool = False, bits: bool = False
+) -> list[str]:
+    """Where two results differ, in words; empty: nowhere.
+
+    Sums that are computed in another order are rounded otherwise, so what differs by a square root
+    of the precision, beside the largest number of a tensor, is no difference.
+
+    Args:
+        found: of one call: tensors and numbers in lists, dictionaries, dataclasses, ...; other
+            objects are not looked at.
+        expected: of the other call, in the same structure, perhaps on another device.
+        epsilon: precision of what both are computed in, as in `torch.finfo`.
+        part: ``expected`` is of the first samples only, of which there are as many as its sizes
+            say. Numbers may follow from how many there are, and are not compared.
+        bits: both have the same sizes, so that rounding is the same: a few last places are allowed.
+    """
+    one, other = dict(_leaves(found)), dict(_leaves(expected))
+    largest = max((_largest(v) for v in other.values() if isinstance(v, Tensor)), default=0.0)
+    reasons = [f"{path} is missing" for path in other.keys() - one.keys()]
+    reasons += [f"{path} should not be there" for path in one.keys() - other.keys()]
+    for path in one.keys() & other.keys():
+        reason = _difference(one[path], other[path], epsilon, largest, part=part, bits=bits)
+        if reason is not None:
+            reasons.append(f"{path} {reason}")
+    return sorted(reasons)
+
+
+def first_samples(result: Any, part: Any) -> dict[str, Any]:
+    """The tensors of a result, each as large as in that of the first samples alone."""
+    sizes = {path: v.shape for path, v in _leaves(part) if isinstance(v, Tensor)}
+    return {
+        path: _first(value, sizes[path])
+        for path, value in _leaves(result)
+        if isinstance(value, Tensor) and path in sizes
+    }
+
+
+def leaves_in(result: Any) -> dict[str, Any]:
+    """The tensors, numbers and texts in a result, by how code writes their places."""
+    return dict(_leaves(result))
+
+
+def changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Those of some leaves that are new, or others than before."""
+    return {
+        path: value
+        for path, value in now.items()
+        if path not in before
+        or _difference(before[path], value, 0.0, 0.0, part=False, bits=False) is not None
+    }
+
+
+def numbers_in(result: Any) -> dict[str, Any]:
+    """What is no tensor in a result: numbers, texts, orders."""
+    return {path: v for path, v in _leaves(result) if not isinstance(v, Tensor)}
+
+
+def epsilon_of(found: Any, device: torch.device) -> float:
+    """The precision of what a call has computed in, as far as it can be known from here."""
+    types = [leaf.dtype for _, leaf in _leaves(found) if isinstance(leaf, Tensor)]
+    if torch.is_autocast_enabled(device.type):
+        types.append(torch.get_autocast_dtype(device.type))
+    precisions = [torch.finfo(t).eps for t in types if t.is_floating_point or t.is_complex]
+    if device.type == "cuda" and torch.float32 in types:
+        precisions.append(_TENSOR_FLOAT_32)
+    return max(precisions, default=0.0)
+
+
+_TENSOR_FLOAT_32 = 2.0**-10
+"""Of convolutions, and where it is allowed of products, of float32 on GPUs."""
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor):
+        yield path, plain(value)
+        return
+    parts = children(value)
+    if parts is None:
+        if isinstance(value, _PLAIN):
+            yield path, value
+        return
+    if isinstance(value, OrderedDict):
+        yield f"the order of {path}", str([*value])
+    for step, inner in parts:
+        yield from _leaves(inner, _after(path, step))
+
+
+def _after(path: str, step: Step) -> str:
+    """How code writes a part of what ``path`` names."""
+    kind, key = step
+    if not path:
+        return str(key)
+    return f"{path}.{key}" if kind == "attr" else f"{path}[{key!r}]"
+
+
+def _difference(
+    one: Any, other: Any, epsilon: float, largest: float, *, part: bool, bits: bool
+) -> str | None:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return _of_numbers(one, other, epsilon, part=part)
+    with as_they_are(), torch.no_grad():
+        shape = tuple(one.shape)
+        if part:
+            one = _first(one, other.shape)
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return (
+                f"is of shape {shape} and {one.dtype} and should be of "
+                f"{tuple(other.shape)}{' in its first samples' if part else ''} and {other.dtype}"
+            )
+        one, other = _dense(one), _dense(other).to(one.device)
+        if torch.equal(one, other):
+            return None
+        if not one.is_floating_point():
+            count = int((one != other).sum())
+            return f"of shape {shape} differs in {count} of {other.numel()} numbers"
+        rtol, atol = epsilon**0.5, epsilon**0.5 * max(_largest(other), epsilon**0.5 * largest)
+        if bits:
+            rtol, atol = 16 * epsilon, 0.0
+        if torch.allclose(one, other, rtol, atol, equal_nan=True):
+            return None
+        apart = (one.double() - other.double()).abs()
+        return (
+            f"of shape {shape} differs by up to {_largest(apart):.3g}, where the largest number is "
+            f"{_largest(other):.3g}"
+        )
+
+
+def _of_numbers(one: Any, other: Any, epsilon: float, *, part: bool) -> str | None:
+    if type(one) is not type(other):
+        return f"is {_kind(one)} and should be {_kind(other)}"
+    if part or one == other or one != one:
+        return None
+    rounds = isinstance(one, float | complex)
+    if rounds and abs(one - other) <= epsilon**0.5 * abs(other):
+        return None
+    return f"is {one!r} and should be {other!r}"
+
+
+def _first(value: Tensor, sizes: torch.Size) -> Tensor:
+    if value.dim() != len(sizes):
+        return value
+    return value[tuple(map(slice, sizes))]
+
+
+def _dense(value: Tensor) -> Tensor:
+    value = value.detach()
+    if value.layout is not torch.strided:
+        value = value.to_dense()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
+
+
+def _largest(value: Tensor) -> float:
+    with as_they_are(), torch.no_grad():
+        if not value.numel() or not (value.is_floating_point() or value.is_complex()):
+            return 0.0
+        finite = _dense(value).abs().double().nan_to_num(0.0, 0.0, 0.0)
+        return float(finite.max())

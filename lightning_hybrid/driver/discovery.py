@@ -1,0 +1,439 @@
+"""From the first call of a network to its stages on all ranks.
+
+Until the first call nothing is known of the network; that call brings real inputs. It is captured,
+planned, cut and checked then and there (:mod:`lightning_hybrid.driver.adoption`), and only then
+runs, like every later call, through the pipeline
+(:class:`lightning_hybrid.driver.network_call.NetworkCall`).
+
+A module whose Python cannot be captured as one graph (it prints, or branches on values) runs that
+Python as ever, on the driver, and the modules that it calls are looked at in its place; if
+none of them is large enough, it becomes a chain of graphs, of which the large ones are cut. Each
+later call is the matter of :mod:`lightning_hybrid.driver.captured_calls`. A call on other weights
+than the network's own runs on the driver (:mod:`lightning_hybrid.driver.captured_calls`).
+"""
+
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
+from lightning_hybrid._torch.tensors import as_they_are, gradient_hooks
+from lightning_hybrid.capture import (
+    Capture,
+    NotCaptured,
+    candidates,
+    is_watched,
+    kind_of,
+    own_forward,
+    unwatch,
+    watch,
+)
+from lightning_hybrid.comm import Mesh
+from lightning_hybrid.driver.adoption import Adoption, why_not_cut
+from lightning_hybrid.driver.announcements import Announcements
+from lightning_hybrid.driver.captured_calls import CapturedCalls, DriverOnlyCalls
+from lightning_hybrid.driver.driver import Driver
+from lightning_hybrid.driver.found_network import (
+    FoundNetwork,
+    call_in_chunks,
+    count,
+    indented,
+    inside,
+    layers,
+)
+from lightning_hybrid.driver.network_call import NetworkCall
+from lightning_hybrid.driver.network_options import NetworkOptions
+from lightning_hybrid.errors import NetworkNotFoundError, PlanError
+from lightning_hybrid.graph import NetworkGraph, compiled, network_partitions, place_now
+from lightning_hybrid.planning import Plan
+from lightning_hybrid.remote import Hollow, hook_refused
+from lightning_hybrid.stage import is_of_the_user, tensors_of
+
+
+class Discovery:
+    """Finds the networks of one LightningModule during one run, on a driver.
+
+    Args:
+        module: the LightningModule.
+        driver: of this replica.
+        mesh: the groups.
+        options: how networks are found and cut.
+        plans: plans of networks that were found in earlier runs, by name; new ones are added.
+
+    Raises:
+        NetworkNotFoundError: there is no module of a name that the user has given.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        driver: Driver,
+        mesh: Mesh,
+        options: NetworkOptions,
+        plans: dict[str, Plan],
+    ) -> None:
+        self._module, self._driver, self._options = module, driver, options
+        self._announcements = Announcements(options)
+        self._adoption = Adoption(driver, mesh, options, plans, self._announcements)
+        self._cut: set[str] = set()
+        self._kept: dict[str, str] = {}
+        self._opened: dict[str, str] = {}  # modules that run their own Python, and why
+        self._early: dict[str, FoundNetwork] = {}  # called before the first training step
+        self._why_early: dict[str, str] = {}
+        # what a hook makes on this rank alone, the others do not have
+        tensors = tensors_of(module)
+        names = tensors.keys() if options.shared is None else options.shared
+        self._shared = {name: kind_of(tensors[name]) for name in names}
+        self._hooks = _hooks_of(module)
+        self._aside = DriverOnlyCalls(module)
+        self._calls = CapturedCalls(
+            module,
+            driver,
+            self._adoption,
+            self._adopt,
+            self._aside,
+            self._kept,
+            options,
+            self._announcements,
+        )
+        self._called_aside: dict[str, str] = {}  # modules called in no other way so far, and how
+        self._watched: dict[str, nn.Module] = {}
+        self._captures: list[Capture] = []
+        self._ranks = mesh.coordinates.ranks_per_replica
+        wanted = self._ranks > 1 or (options.microbatches or 1) > 1 or options.compiled
+        # an evaluation may do without a network (metrics of files): then it is the driver's
+        evaluates = not options.training and options.names is None
+        if wanted and not (evaluates and next(module.parameters(), None) is None):
+            self._watched = candidates(module, options.names)
+        self._watch(self._watched)
+
+    @property
+    def found(self) -> bool:
+        """Whether a network was found, or none is needed."""
+        return bool(self._cut or (self._kept and self._options.automatic)) or not self._watched
+
+    def require(self) -> None:
+        """After a whole step: complain if nothing was called.
+
+        Raises:
+            NetworkNotFoundError: no watched module was called, or none of them can be cut.
+        """
+        if self._options.automatic and not self.found:
+            for name, reason in self._called_aside.items():
+                self._keep(name, self._watched[name], reason)
+        if not self.found:
+            self._refuse()
+        if self._kept and not self._cut:
+            self._driver.settle()
+
+    def _refuse(self) -> None:
+        opened = {n: f"cannot be captured as one graph:\n{r}" for n, r in self._opened.items()}
+        early = {n: reason for n, reason in self._why_early.items() if n not in opened}
+        others = {**early, **self._called_aside, **self._kept}.items()
+        reasons = [f"{name or 'self'!r} {reason}" for name, reason in (*opened.items(), *others)]
+        names = self._options.names
+        named = "" if names is None else f" named {' or '.join(map(repr, names))}"
+        step = f"the first training step of {type(self._module).__name__}"
+        instead = "name another one (HybridGabraStrategy(network='...')); or use strategy='ddp'."
+        if not reasons:
+            what = named or " with parameters"
+            raise NetworkNotFoundError(
+                f"No call of a module{what} was seen in {step}, so there is nothing to cut into "
+                f"{self._ranks} stages. Call the network in that step, as a module (self(x), "
+                f"self.net(x)), not by its weights; {instead}"
+            )
+        cause = " ".join(reasons[0].split())
+        raise NetworkNotFoundError(
+            f"{cause}; and no other call of a module{named} that can be cut into {self._ranks} "
+            f"stages was seen in {step}. Change that; {instead}"
+            + "".join(f"\n{reason}" for reason in reasons[1:])
+        )
+
+    def close(self) -> None:
+        """Let every module run its own forward again, and let go of what was captured."""
+        for module in self._watched.values():
+            unwatch(module)
+        for capture in self._captures:
+            capture.close()
+
+    # ------------------------------------------------------------------ the first call of a module
+
+    def _called(
+        self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """A call of a watched module, from outside of any other."""
+        if not self._is_around_a_network(module):
+            return self._called_first(name, module, arguments, keywords)
+        unwatch(module)  # its Python calls the network
+        self._driver.have_here(module)
+        try:
+            return own_forward(module)(*arguments, **keywords)
+        finally:
+            self._watch({name: module})
+
+    def _called_first(
+        self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """The first call of a module, or the first that trains."""
+        # a part that several networks share is known under one of its names
+        modules = set(map(id, module.modules()))
+        inner = {n: m for n, m in self._watched.items() if inside(n, name) or id(m) in modules}
+        watched = {n: m for n, m in inner.items() if is_watched(m)}
+        for candidate in inner.values():
+            unwatch(candidate)
+        forward = own_forward(module)
+        call = partial(forward, *arguments, **keywords)
+        if self._ranks == 1:
+            self._adopt_whole(name, module, forward)
+            return module.forward(*arguments, **keywords)
+        aside = self._aside.reason(module)
+        if aside is not None:
+            return self._call_aside(name, aside, watched, call)
+        self._called_aside.pop(name, None)
+        if name in self._early:
+            return self._call_early(self._early[name], watched, arguments, keywords)
+        if self._is_kept_unseen(name, module):
+            return call()
+        found = self._prepare(name, module, forward, whole=True)
+        try:
+            result = self._calls.captured(found, arguments, keywords)
+            self._look_again(found, watched)
+            return result
+        except NotCaptured as error:
+            reason = error.reason
+            if error.by_its_kind:
+                aside = f"is not captured in its first calls: {reason}"
+                return self._call_aside(name, aside, watched, call)
+        self._opened[name] = indented(_hooks_first(module, reason))
+        parts = {n: m for n, m in inner.items() if n != name}
+        if any(len(layers(part)) >= self._ranks for part in parts.values()):
+            self._open(found, parts)
+            return call()
+        found = self._prepare(name, module, forward, whole=False)
+        self._announcements.becomes_several_graphs(found)
+        result = self._calls.captured(found, arguments, keywords)
+        self._look_again(found, watched)
+        return result
+
+    def _is_around_a_network(self, module: nn.Module) -> bool:
+        """Whether a part of a module is cut already.
+
+        (``training_step`` calls ``self.net(x)``, and ``validation_step`` ``self(x)``; or training
+        begins with a part.) It is not cut again with what is around it: two networks would own the
+        same weights.
+        """
+        parts = set(map(id, module.modules())) - {id(module)}
+        return any(id(self._watched[cut]) in parts for cut in self._cut)
+
+    def _call_early(
+        self,
+        found: FoundNetwork,
+        watched: Mapping[str, nn.Module],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        """A call of a network that was captured in an evaluation before training."""
+        try:
+            return self._calls.call(found, arguments, keywords)
+        finally:
+            self._look_again(found, watched)
+            if found.name in self._kept:  # in some of its calls, as it turns out
+                self._watch_calls(found)
+
+    def _look_again(self, found: FoundNetwork, watched: Mapping[str, nn.Module]) -> None:
+        """After a call that was too early to cut by: training may call another module."""
+        if not found.driven and found.name not in self._kept:
+            self._early[found.name] = found
+            self._why_early[found.name] = _why_without_gradients()
+            self._watch(watched)
+
+    def _watch_calls(self, found: FoundNetwork) -> None:
+        """Have calls of a network go through its capture."""
+        watch(found.module, found.name, lambda n, m, a, k: self._calls.call(found, a, k))
+
+    def _call_aside(
+        self,
+        name: str,
+        reason: str,
+        watched: Mapping[str, nn.Module],
+        call: Callable[[], Any],
+    ) -> Any:
+        """Run a call that stages cannot compute on the driver; later calls are looked at again."""
+        self._called_aside[name] = reason
+        self._driver.have_here(self._watched[name], whole=True)
+        try:
+            return call()
+        finally:
+            self._watch(watched)  # look again
+
+    def _is_kept_unseen(self, name: str, module: nn.Module) -> bool:
+        """Whether a module is left on the driver without a look at its graph."""
+        scripted = [n for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+        if self._opened and len(layers(module)) < self._ranks:
+            self._keep(name, module, "is too small for the stages", quiet=True)
+            return True
+        if scripted:
+            reason = f"has a part that is compiled by TorchScript ({scripted[0]!r})"
+            self._keep(name, module, reason)
+        return bool(scripted)
+
+    def _prepare(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], *, whole: bool
+    ) -> FoundNetwork:
+        """Get ready to capture calls of a module, as one graph or as a chain of graphs."""
+        prefix = f"{name}." if name else ""
+        shared = {
+            full.removeprefix(prefix): kind
+            for full, kind in self._shared.items()
+            if full.startswith(prefix)
+        }
+        # annotations of single modules for PyTorchProfiler: what stages run are no modules
+        drop_hooks(module, of=("lightning.pytorch.profilers", "pytorch_lightning.profilers"))
+        hollow = Hollow(module, self._driver.device)
+
+        def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
+            return self._calls.run(found, graph, values)
+
+        divides = self._options.microbatches != 1
+        draws = not self._driver.calls.follows
+        capture = Capture(module, forward, run, shared, whole=whole, divides=divides, draws=draws)
+        self._captures.append(capture)
+        reason = "" if whole else self._opened[name]
+        found = FoundNetwork(name, module, forward, hollow, whole, reason, capture)
+        return found
+
+    def _open(self, found: FoundNetwork, parts: Mapping[str, nn.Module]) -> None:
+        """Let a module run its own Python from here on, and look at the modules that it calls."""
+        self._driver.have_here(found.module)
+        if found.name:
+            self._announcements.runs_its_own_python(found, self._opened[found.name])
+        self._watch(parts)
+
+    def _watch(self, modules: Mapping[str, nn.Module]) -> None:
+        for name, module in modules.items():
+            watch(module, name, self._called)
+
+    def _adopt_whole(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Adopt a network as one stage: its batches are split, and nothing is cut."""
+        chunks = self._options.microbatches or 1
+        if chunks > 1 and self._driver.calls.follows:
+            raise PlanError(
+                f"rng='device' with num_microbatches={chunks} and one stage: micro-batches that "
+                "run one after the other draw other numbers than the batch does. Leave "
+                "num_microbatches out."
+            )
+        self._cut.add(name)
+        if self._options.compiled:
+            forward = compiled(forward)
+        watch(module, name, lambda n, m, a, k: call_in_chunks(forward, a, k, chunks))
+
+    def _keep(self, name: str, module: nn.Module, reason: str, *, quiet: bool = False) -> None:
+        """Leave a network on the driver, whole."""
+        if not quiet and not self._opened:
+            alone = not self._others_can_be_cut(name)
+            self._announcements.stays(name, module, reason, alone=alone)
+        self._kept[name] = reason
+        self._driver.keep(module)
+        unwatch(module)
+
+    # ------------------------------------------------------------------ a new graph
+
+    def _waits(self, found: FoundNetwork) -> bool:
+        """Whether a call comes before training, and so tells too little to cut the network by.
+
+        Evaluation may have other layers, one sample only, and no gradients. Until a training step
+        calls it, the network is whole here, if it can be.
+        """
+        too_early = self._options.training and not torch.is_grad_enabled()
+        if not too_early or not found.is_materialized:
+            return False
+        found.module.to(self._driver.device)
+        return True
+
+    def _adopt(
+        self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]
+    ) -> NetworkCall | None:
+        """Plan, cut and check a network; or leave it on the driver."""
+        if self._waits(found):
+            return None
+        name, module = found.name, found.module
+        refusal = why_not_cut(graph)
+        partitions = network_partitions(graph)
+        if refusal is None and len(partitions) < self._ranks and self._may_stay(name):
+            few = count(len(partitions), "network partition")
+            refusal = f"has {few}, fewer than {self._ranks} stages"
+        if refusal is not None:
+            if found.whole:
+                self._keep(name, module, refusal)
+            else:
+                self._kept.setdefault(name, refusal)
+            return None
+        is_part = any(inside(name, outer) for outer in self._opened)
+        call = self._adoption.adopt(found, graph, partitions, values, is_part=is_part)
+        self._require_hooks_of_all_ranks()
+        self._cut.add(name)
+        if found.whole:  # what it does not use may be called by itself
+            inner = {n: m for n, m in self._watched.items() if inside(n, name) and n != name}
+            owned = call.network.tensors()
+            self._watch({n: m for n, m in inner.items() if not _shares(m, owned)})
+        self._watch_calls(found)
+        return call
+
+    def _require_hooks_of_all_ranks(self) -> None:
+        """Hooks on parameters that another rank owns now must be there as well.
+
+        Raises:
+            HybridError: one was put on here, or taken off, since the ranks parted.
+        """
+        now, away = _hooks_of(self._module), self._driver.remote.places.names()
+        for name in sorted(away & now.keys() & self._hooks.keys()):
+            if now[name] != self._hooks[name]:
+                raise hook_refused(name)
+
+    def _may_stay(self, name: str) -> bool:
+        """Whether a network with fewer partitions than stages may be whole on the driver."""
+        options = self._options
+        asked = options.training and not options.automatic
+        return not asked or bool(self._opened) or self._others_can_be_cut(name)
+
+    def _others_can_be_cut(self, name: str) -> bool:
+        """Whether a network beside this one is, or by its size may be, cut into stages."""
+        return bool(self._cut) or any(
+            len(layers(module)) >= self._ranks
+            for other, module in self._watched.items()
+            if not inside(other, name) and not inside(name, other)
+        )
+
+
+def _why_without_gradients() -> str:
+    """What is said of a network that no call with gradients follows."""
+    reason = f"was called without gradients only ({place_now()})"
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    if any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame in frames):
+        reason += (
+            ", by activation checkpointing: it must be torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False), since the other kind calls it so"
+        )
+    return reason
+
+
+def _hooks_first(module: nn.Module, reason: str) -> str:
+    """Why a module can't be captured as one graph: its full backward hook, where it has one."""
+    hooked = [n or "itself" for n, m in module.named_modules() if has_backward_hooks(m)]
+    return f"{hooked[0]!r} has a full backward hook\n{reason}" if hooked else reason
+
+
+def _hooks_of(module: nn.Module) -> dict[str, list[Any]]:
+    """The user's hooks on gradients, by the names of the parameters."""
+    with as_they_are():
+        named = {name: gradient_hooks(p) for name, p in module.named_parameters()}
+    return {name: [hook for hook in hooks if is_of_the_user(hook)] for name, hooks in named.items()}
+
+
+def _shares(module: nn.Module, tensors: Iterable[Tensor]) -> bool:
+    return not {id(p) for p in module.parameters()}.isdisjoint(map(id, tensors))

@@ -1,0 +1,241 @@
+"""The stages of a network on their way to the ranks of a replica: code, weights, links."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from lightning_hybrid.comm import Links, Mesh, link_stages, signals_deferred
+from lightning_hybrid.comm.protocol import Command, Cut, TakeWeights
+from lightning_hybrid.driver.commands import Commands
+from lightning_hybrid.driver.driven_network import DrivenNetwork, Placement
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.graph import StageCode, make_stages
+from lightning_hybrid.stage import (
+    Engine,
+    ReplicaGroup,
+    StageOptions,
+    Trace,
+    borrowed_parameters,
+    own_buffers,
+    own_parameters,
+    state_buffers,
+    tensors_of,
+)
+from lightning_hybrid.state import (
+    Takeover,
+    leave_to_worker,
+    let_go_of_checkpoints,
+    refuse_tied,
+    to_send,
+)
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """A network whose stages are on their ranks.
+
+    Attributes:
+        engine: of the driver's stages.
+        remote: by ``pp_rank`` of each worker, names in the LightningModule of what it owns.
+        borrowed: per rank of the replica, names in the network of what it uses and another one
+            owns.
+    """
+
+    engine: Engine
+    remote: dict[int, tuple[str, ...]]
+    borrowed: list[frozenset[str]]
+
+
+class Distribution:
+    """Gives the ranks of a replica their stages.
+
+    Args:
+        module: the LightningModule.
+        mesh: the groups.
+        device: the driver's.
+        seed: of the random numbers inside networks.
+        options: how stages compute.
+        commands: to the workers.
+        trace: where the driver's stages record.
+        vacates: whether workers give the memory of other ranks' parameters back.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        device: torch.device,
+        seed: int,
+        options: StageOptions,
+        commands: Commands,
+        trace: Trace,
+        *,
+        vacates: bool,
+    ) -> None:
+        self._vacates = vacates
+        self._module, self._mesh, self._device, self._seed = module, mesh, device, seed
+        self._options, self._commands, self._trace = options, commands, trace
+        self._workers = commands.workers
+
+    def distribute(
+        self,
+        number: int,
+        name: str,
+        network: nn.Module,
+        codes: Sequence[StageCode],
+        placement: Placement,
+    ) -> Distributed:
+        """Have all ranks make their stages of a network.
+
+        Args:
+            number: of the network, the next one.
+            name: dotted name of the network in the LightningModule.
+            network: the module.
+            codes: its stages.
+            placement: where they go.
+
+        Raises:
+            NetworkError: code of a stage cannot travel to its rank.
+            Exception: of a worker that cannot make its stages.
+            DeferredError: stages share a weight that is made in ``configure_model``.
+        """
+        parameters = dict(network.named_parameters())
+        borrowed = borrowed_parameters(
+            [[n for n in code.owned if n in parameters] for code in codes], placement.devices
+        )
+        refuse_tied(name, tensors_of(self._module), borrowed)
+        self._refuse_compiled(name, borrowed[0])
+        links = self._order(number, name, codes, placement, borrowed, linked=False)
+        prefix = f"{name}." if name else ""
+        remote = self._hand_out_weights(prefix, codes, placement.devices, borrowed)
+        engine = self._make_engine(prefix, network, codes, placement, links, borrowed[0])
+        return Distributed(engine, remote, borrowed)
+
+    def distribute_again(self, network: DrivenNetwork, codes: Sequence[StageCode]) -> None:
+        """Have all ranks make their stages of another graph of a network.
+
+        Args:
+            network: the network.
+            codes: the stages of the graph; each uses tensors that its rank has.
+
+        Raises:
+            NetworkError: code of a stage cannot travel to its rank.
+            Exception: of a worker that cannot make its stages.
+        """
+        nobody = [frozenset[str]() for _ in (0, *self._workers.ranks)]
+        self._order(network.number, network.name, codes, network.placement, nobody, linked=True)
+        here = [own.number for own in network.engine.owned]
+        stages = make_stages([codes[n] for n in here], network.module, self._device)
+        network.engine.add_specialization(dict(zip(here, stages)))
+
+    def _refuse_compiled(self, name: str, borrowed: Iterable[str]) -> None:
+        for parameter in borrowed if self._options.compiled else ():
+            raise NetworkError(
+                f"compile_stages=True: the driver's stage of network {name!r} shares {parameter!r} "
+                "with that of another rank, and torch.compile would not hear of its changes. Cut "
+                "elsewhere (HybridGabraStrategy(allocation=[...])), or leave compile_stages out."
+            )
+
+    @signals_deferred
+    def _order(
+        self,
+        number: int,
+        name: str,
+        codes: Sequence[StageCode],
+        placement: Placement,
+        borrowed: Sequence[frozenset[str]],
+        *,
+        linked: bool,
+    ) -> dict[int, Links]:
+        """Have the workers make their stages.
+
+        Returns:
+            By number, the links of the stages that are here; empty if they are linked already.
+        """
+        for code in codes:
+            code.code.check()
+        orders: dict[int, Command] = {}
+        for worker in self._workers.ranks:
+            theirs = {n: codes[n] for n, rank in enumerate(placement.devices) if rank == worker}
+            orders[worker] = Cut(
+                number,
+                name,
+                theirs,
+                placement.devices,
+                borrowed[worker],
+                placement.schedule,
+                self._seed,
+                placement.split,
+                placement.recompute,
+                self._vacates,
+            )
+        self._commands.tell_each(orders)
+        links = {} if linked else link_stages(self._mesh, placement.devices, self._device)
+        self._workers.hear(self._workers.ranks)
+        return links
+
+    def _hand_out_weights(
+        self,
+        prefix: str,
+        codes: Sequence[StageCode],
+        devices: Sequence[int],
+        borrowed: Sequence[frozenset[str]],
+    ) -> dict[int, tuple[str, ...]]:
+        """Send each worker the weights of its stages.
+
+        Returns:
+            By ``pp_rank`` of the worker, names in the LightningModule of what it owns.
+        """
+        tensors = tensors_of(self._module)
+        remote: dict[int, tuple[str, ...]] = {}
+        for worker in self._workers.ranks:
+            theirs = [code for code, device in zip(codes, devices) if device == worker]
+            names = {n: prefix + n for code in theirs for n in code.owned}
+            values = to_send(tensors, names.values())
+            self._workers.send(worker, TakeWeights(values.items()))
+            mine = [full for n, full in names.items() if n not in borrowed[worker]]
+            remote[worker] = tuple(mine)
+            leave_to_worker(tensors, remote[worker], self._mesh.coordinates, worker)
+            let_go_of_checkpoints()
+        return remote
+
+    def _make_engine(
+        self,
+        prefix: str,
+        network: nn.Module,
+        codes: Sequence[StageCode],
+        placement: Placement,
+        links: Mapping[int, Links],
+        borrowed: frozenset[str],
+    ) -> Engine:
+        """This rank's stages, on its device."""
+        stages = dict(zip(links, make_stages([codes[n] for n in links], network, self._device)))
+        here = [*stages.values()]
+        mine = [prefix + n for part in here for n in part.tensor_names]
+        Takeover(self._module, mine, (), self._mesh.coordinates).settle(())
+        for part in here:
+            part.move(self._device)
+        replica_group = ReplicaGroup(
+            own_parameters(here, borrowed),
+            partial(own_buffers, here),
+            self._mesh.data_parallel,
+            self._trace,
+            partial(state_buffers, network),
+        )
+        return Engine(
+            stages,
+            placement.devices,
+            self._mesh.coordinates,
+            links,
+            replica_group,
+            self._device,
+            placement.schedule,
+            self._seed,
+            self._trace,
+            self._options,
+            placement.split,
+            placement.recompute,
+        )

@@ -1,0 +1,502 @@
+"""The driver: it runs the user's code, owns the last stage, and drives the workers of its replica.
+
+(Under a free placement it may own earlier stages too.)
+
+The code around it works with its parts: :class:`Distribution` of stages, :class:`Weights`,
+:class:`ReplicaGradients`, :class:`DrivenOptimizers`, and the proxies of what the workers own
+(:class:`RemoteTensors`). They share the commands to the workers; the driver itself begins and ends
+things: networks, steps, runs.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid._torch.autograd import outside_of_transforms
+from lightning_hybrid.comm import (
+    Failure,
+    Mesh,
+    broadcast_object,
+    gather_objects,
+    meet,
+    signals_deferred,
+)
+from lightning_hybrid.comm.protocol import (
+    AwaitShards,
+    Check,
+    End,
+    ForgetFailure,
+    Report,
+    SaveShard,
+    Share,
+)
+from lightning_hybrid.driver.after_run import AfterRun
+from lightning_hybrid.driver.borrowing import Borrowing
+from lightning_hybrid.driver.chosen_gradients import ChosenGradients
+from lightning_hybrid.driver.commands import Commands, Workers
+from lightning_hybrid.driver.distribution import Distributed, Distribution
+from lightning_hybrid.driver.driven_network import DrivenNetwork, Placement
+from lightning_hybrid.driver.driven_optimizers import ALL, DrivenOptimizers
+from lightning_hybrid.driver.gradients import ReplicaGradients
+from lightning_hybrid.driver.held_hooks import HeldHooks
+from lightning_hybrid.driver.ownership import Ownership, Unsettled
+from lightning_hybrid.driver.step_calls import StepCalls
+from lightning_hybrid.driver.streamed_calls import Batches
+from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.graph import StageCode
+from lightning_hybrid.remote import RemoteTensors, View, is_deferred, materialize, views_of
+from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.stage import (
+    ReplicaGroup,
+    StageOptions,
+    Stopwatch,
+    Trace,
+    state_buffers,
+    tensors_of,
+)
+from lightning_hybrid.state import (
+    Divided,
+    Shard,
+    await_shard,
+    finish,
+    share_optimizers,
+    staged,
+    write_rest,
+    write_shard,
+)
+
+
+class Driver:
+    """Drives one replica through one run.
+
+    Args:
+        module: the LightningModule.
+        mesh: the groups.
+        device: the driver's own.
+        seed: of the random numbers inside networks.
+        options: how stages compute.
+        watch: adds up the time in which this rank computes.
+        shared: names of the parameters and buffers that the workers have too; by default of all.
+        share: whether replicas may differ in weights that are not made yet, so that those of
+            replica 0 must travel.
+        batches: that it is trained on, as far as later ones are known.
+        trains: whether parameters that other ranks own give their memory back.
+        folder: where ranks write what others map, if possible.
+        say: tells the user something, in one line.
+        follows: see `StepCalls`.
+        shards: whether states of optimizers are divided over the replicas.
+        first_failure: gives what the rank that failed first has raised; asked where a driver of
+            another replica has failed.
+
+    Attributes:
+        device: the driver's own.
+        commands: to the workers.
+        distribution: gives all ranks their stages.
+        remote: what the workers own, as the user's code sees it.
+        weights: of all stages.
+        gradients: likewise.
+        chosen_gradients: runs backward passes.
+        optimizers: the user's.
+        calls: of networks in this step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        device: torch.device,
+        seed: int,
+        options: StageOptions,
+        watch: Stopwatch | None = None,
+        *,
+        shared: Collection[str] | None = None,
+        share: bool = False,
+        batches: Batches | None = None,
+        trains: bool = False,
+        folder: str = "",
+        say: Callable[[str], None] = lambda _: None,
+        follows: bool = False,
+        shards: bool = False,
+        first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed"),
+    ) -> None:
+        here = mesh.coordinates
+        self._module, self._mesh, self.device = module, mesh, device
+        self._share, self._share_optimizers = share, False
+        self._apart: frozenset[str] = frozenset()  # what stays with its owners after the run
+        self._say, self._first_failure = say, first_failure
+        self._trace = Trace(here.rank, str(here), watch)
+        self._networks: list[DrivenNetwork] = []
+        self._batches = batches or Batches()
+        known = frozenset(tensors_of(module) if shared is None else shared)
+        self._names = {id(p): name for name, p in module.named_parameters() if name in known}
+        self._workers, unsettled = Workers(mesh), Unsettled()
+        self._ownership = Ownership(self._workers, unsettled)
+        self.remote = RemoteTensors(self._ownership, device)
+        self.commands = Commands(self._workers, self.remote)
+        files = FilesOfWorkers(self.commands, folder)
+        self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
+        self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
+        self.calls = StepCalls(seed, here.dp_rank, device, follows=follows)
+        self.distribution = Distribution(
+            module, mesh, device, seed, options, self.commands, self._trace, vacates=trains
+        )
+        self.weights = Weights(
+            *(module, known, here, self.commands, self._ownership, self._borrowing),
+            *(self._replicated, files),
+        )
+        self.gradients = ReplicaGradients(
+            self.commands, self._borrowing, self._replicated, self.calls, unsettled
+        )
+        self.optimizers = DrivenOptimizers(
+            *(module, self._names, device, self.commands, self._ownership, self.gradients),
+            *(files, say, mesh),
+            shards=shards,
+        )
+        self._shards = shards and here.replicas > 1
+        hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
+        self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
+        self._has_state = here.replicas > 1 and bool(state_buffers(module))
+        self._synchronized, self._trains = True, trains  # the first: in the last step
+        self._after = AfterRun(module, self.commands, self.weights, files)
+
+    def __deepcopy__(self, memo: object) -> "Driver":
+        """Copies of a Trainer, and of what it has patched, drive the same workers."""
+        return self
+
+    # ------------------------------------------------------------------ networks
+
+    @signals_deferred
+    def add_network(
+        self,
+        name: str,
+        network: nn.Module,
+        codes: Sequence[StageCode],
+        placement: Placement,
+        *,
+        continues: bool,
+    ) -> DrivenNetwork:
+        """Give every rank of the replica its stages of a network that has been cut.
+
+        Args:
+            name: dotted name of the network in the LightningModule.
+            network: the module.
+            codes: its stages.
+            placement: where they go.
+            continues: whether the code around a call draws random numbers of the same stream.
+
+        Raises:
+            Exception: see :meth:`Distribution.distribute`.
+        """
+        number, views = len(self._networks), views_of(network)
+        made = self.distribution.distribute(number, name, network, codes, placement)
+        driven = DrivenNetwork(
+            number,
+            name,
+            network,
+            made.engine,
+            made.borrowed[0],
+            placement,
+            continues=continues,
+            commands=self.commands,
+            weights=self.weights,
+            gradients=self.gradients,
+            calls=self.calls,
+            batches=self._batches,
+            say=self._say,
+        )
+        if placement.schedule in STREAMED:
+            self.optimizers.streamed_by = placement.schedule
+            # of an exact schedule nothing is under way then, unless a window has become shorter
+            if not STREAMED[placement.schedule].delayed:
+                self.optimizers.before_step = self.interrupt
+        self._take_charge(driven, made, views)
+        self._workers.before_weights_change = self.interrupt
+        return driven
+
+    @property
+    def has_networks(self) -> bool:
+        """Whether a network is cut."""
+        return bool(self._networks)
+
+    @signals_deferred
+    def interrupt(self) -> None:
+        """Give up calls that run ahead: what follows is for weights and networks as they are."""
+        for network in self._networks:
+            network.stream.drop()
+
+    def have_here(self, module: nn.Module, *, whole: bool = False) -> None:
+        """Bring a module to the device of this rank, which runs its Python.
+
+        Args:
+            module: of which the parts that are cut stay where they are.
+            whole: with all of its parts, else what it owns itself.
+
+        Raises:
+            HybridError: the device has no room for it.
+        """
+        tensors = (*module.parameters(recurse=whole), *module.buffers(recurse=whole))
+        materialize(tensors)
+        try:
+            with outside_of_transforms(), torch.inference_mode(False):  # (of an evaluation)
+                for tensor in tensors:
+                    if tensor.device != self.device:
+                        tensor.data = tensor.data.to(self.device)
+        except torch.OutOfMemoryError as error:
+            size = sum(tensor.nbytes for tensor in tensors) / 1e9
+            raise HybridError(
+                f"{type(module).__name__}, {size:.2f} GB, has no room on {self.device}, and is "
+                "computed there as a whole until training cuts it. Is that for the validation "
+                "before the training? Then leave it out: Trainer(num_sanity_val_steps=0)."
+            ) from error
+
+    def keep(self, module: nn.Module) -> None:
+        """Take in a network that is not cut."""
+        materialize((*module.parameters(), *module.buffers()))
+        module.to(self.device)
+        self._replicated.renew_rest()
+        if self._share:
+            self._replicated.rest.broadcast_weights()
+
+    def settle(self) -> None:
+        """No network will be cut: treat all parameters as the driver's own."""
+        self._replicated.settle()
+        self.optimizers.stay_here()
+
+    def expect_optimizers(self) -> None:
+        """Only replica 0 has loaded the state of optimizers."""
+        self._share_optimizers = self._share
+
+    def _take_charge(self, driven: DrivenNetwork, made: Distributed, views: Sequence[View]) -> None:
+        """All ranks have their stages: tell the parts of the driver whose tensors are where."""
+        prefix = f"{driven.name}." if driven.name else ""
+        first, replica_group = not self._networks, driven.engine.replica_group
+        self._networks.append(driven)
+        self._ownership.add(driven.number, made.remote)
+        self._replicated.add(replica_group, [prefix + name for name in driven.owned_names])
+        self.optimizers.ship(fresh=ALL if first else 0)
+        tensors = tensors_of(self._module)
+        owned_there = (name for names in made.remote.values() for name in names)
+        stages = [own.specializations[0] for own in driven.engine.owned]
+        used_here = [prefix + name for stage in stages for name in stage.buffer_names]
+        proxies = (name for name in owned_there if not is_deferred(tensors[name]))
+        self.remote.add(self._module, proxies, used_here, views)
+        self._borrowing.add([[prefix + n for n in sorted(names)] for names in made.borrowed])
+        if self._trains:
+            self._workers.flush()  # what is on its way shows the memory of weights
+            self.remote.vacate()
+        if self._share:
+            self._share_from_replica_0(driven.number, replica_group)
+
+    def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
+        """Weights were loaded, or made, in one replica only."""
+        self.commands.tell(Share(network, self._share_optimizers))
+        replica_group.broadcast_weights()
+        self._replicated.rest.broadcast_weights()
+        if self._share_optimizers:
+            optimizers, group = self.optimizers.optimizers, self._mesh.data_parallel
+            share_optimizers(optimizers, self._names, group, self.device)
+
+    # ------------------------------------------------------------------ a step
+
+    def begin_step(self, batch: int) -> None:
+        """A `training_step` begins: count its calls of networks anew.
+
+        Args:
+            batch: how many training batches the run has seen before.
+        """
+        self.calls.begin(batch)
+        self.remote.begin_step()
+        if self._has_state and self._synchronized:
+            self.weights.broadcast_buffers(state=True)
+        # (with manual optimization DDP takes each step for one that exchanges nothing)
+        by_itself = getattr(self._module, "automatic_optimization", True)
+        self._synchronized = self.gradients.synchronize and by_itself
+
+    @signals_deferred
+    def check(self) -> None:
+        """See to it that no stage of any replica has failed (collective over the drivers).
+
+        A stage that fails in a backward keeps its appointments, so that its driver hears of it
+        only with the next question; until then the other replicas train on with what it sent.
+        Nothing may leave the replicas, into a checkpoint or at the end of a fit, before this.
+
+        Raises:
+            Exception: of the first that has.
+        """
+        failure = None
+        try:
+            self.commands.ask(Check())
+        except Exception as error:
+            failure = error
+        if not meet(self._mesh.drivers, failed=failure is not None):
+            raise failure or self._first_failure()
+
+    @signals_deferred
+    def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
+        """Write a sharded checkpoint: each rank of this replica what it owns.
+
+        Where states are divided, all drivers call this together.
+
+        Args:
+            checkpoint: the ordinary one; of workers it has tensors that are not read here. Only
+                replica 0's is written.
+            folder: empty; all ranks see it. Likewise.
+
+        Raises:
+            OSError: of any rank, which cannot write.
+        """
+        divided = Divided.of(checkpoint)
+        if not self._shards:
+            written = self._write(divided, divided.elsewhere, folder)
+        else:
+            orders = divided.elsewhere, folder
+            elsewhere, folder = broadcast_object(self._mesh.drivers, orders)
+            mine = self._write(divided, elsewhere, folder)
+            written = [shard for each in gather_objects(self._mesh.drivers, mine) for shard in each]
+        for shard in written:
+            if isinstance(shard, OSError):
+                raise shard
+        if self._mesh.coordinates.dp_rank == 0:
+            finish(folder, [shard for shard in written if isinstance(shard, Shard)])
+
+    def _write(
+        self, divided: Divided, elsewhere: Mapping[int, Any], folder: Path
+    ) -> list[Shard | OSError]:
+        """What this replica writes, rank by rank."""
+        here = self._mesh.coordinates
+        mine = range(here.index, here.index + here.ranks_per_replica)
+        parts = {rank - here.index: part for rank, part in elsewhere.items() if rank in mine}
+        own = {key: self.optimizers.find(owned) for key, owned in parts.pop(0, {}).items()}
+        self._tell_shards(parts, folder, staged=False)
+        written: list[Shard | OSError] = []
+        try:
+            if here.dp_rank == 0:
+                own = divided.here
+                write_rest(folder, divided.rest)
+            written.append(write_shard(folder, here.index, own))
+        except OSError as error:
+            written.append(error)
+        finally:  # they answer in any case
+            answers = self._workers.hear(parts)
+        return written + [answer.value for answer in answers]
+
+    @signals_deferred
+    def stage_shards(
+        self, checkpoint: Mapping[str, Any], folder: Path, given_up: Event
+    ) -> Callable[[], None]:
+        """Make copies for a sharded checkpoint, on each rank of what it owns; workers write theirs.
+
+        Args:
+            checkpoint: as above.
+            folder: likewise.
+            given_up: is set where workers may be gone.
+
+        Returns:
+            What writes this rank's, and makes a checkpoint of it, in any thread.
+        """
+        divided = Divided.of(checkpoint)
+        self._tell_shards(divided.elsewhere, folder, staged=True)
+        try:
+            write_rest(folder, divided.rest)
+            here = staged(divided.here)
+        finally:
+            self._workers.hear(divided.elsewhere)
+
+        def write() -> None:
+            shards = [write_shard(folder, 0, here)]
+            shards += [await_shard(folder, rank, given_up) for rank in divided.elsewhere]
+            finish(folder, shards)
+
+        return write
+
+    def await_shards(self) -> None:
+        """Wait until workers have written what was staged."""
+        self.commands.ask(AwaitShards())
+
+    def _tell_shards(self, parts: Mapping[int, Any], folder: Path, *, staged: bool) -> None:
+        self.commands.tell_each(
+            {rank: SaveShard(str(folder), part, staged) for rank, part in parts.items()}
+        )
+
+    @signals_deferred
+    def reports(self, name: str) -> list[Any]:
+        """What each worker, in the order of their stages, answers to a question of this name."""
+        return [answer.value for answer in self.commands.ask(Report(name))]
+
+    # ------------------------------------------------------------------ the end
+
+    @signals_deferred
+    def bring_all(self) -> None:
+        """Have the weights, buffers and gradients of all stages in the module.
+
+        Where files of workers cannot be read, they travel, if all ranks have room for them. Else
+        each rank keeps what it owns, and the user is told.
+        """
+        if self._after.map_tensors():
+            return
+        if lacking := self._after.lacking(self.device, self.optimizers.optimizers):
+            self._say(lacking)
+            self._apart = self._parameters_of_stages()
+        self.weights.gather(but=self._apart)
+        if not self._apart:
+            self.remote.bring_gradients()
+
+    def _parameters_of_stages(self) -> frozenset[str]:
+        prefixed = ((f"{n.name}." if n.name else "", n.owned_names) for n in self._networks)
+        here = {prefix + name for prefix, names in prefixed for name in names}
+        parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        return frozenset((here | self._ownership.network_of.keys()) & parameters)
+
+    @signals_deferred
+    def end(self, results: Any, *, weights: bool) -> None:
+        """End the run: the workers get the results and, if weights have changed, the whole module.
+
+        Of the optimizers they get the groups, and keep the states that they have; this rank gets
+        those of all.
+
+        Raises:
+            Exception: of a worker that has failed since it was last heard of.
+        """
+        if weights and self._workers.ranks:
+            if not self._after.hand_out():
+                self.weights.hand_out(but=self._apart)
+            self.optimizers.ship_in_any_case(fresh=0)
+        # an evaluation after a fit has given them away, too
+        self.optimizers.bring_states()
+        self.commands.ask(End(results))
+        self._workers.flush()
+        self._workers.close()
+
+    @signals_deferred
+    def salvage(self) -> None:
+        """Before :meth:`abort`: have the weights of all stages in the module, here and on workers.
+
+        A script that catches the error finds there what its training has made, as on one device;
+        here also the states of the optimizers, for a checkpoint.
+        """
+        if not (self._workers.ranks and self._workers.in_step):
+            return
+        if self._networks:
+            self.commands.tell(ForgetFailure())
+            self.bring_all()
+        if not self._after.hand_out():
+            self.weights.hand_out(but=self._apart)
+        if not self._apart:
+            self.optimizers.gather_states()
+
+    def abort(self, failure: Failure) -> None:
+        """Tell the workers that this replica has failed: all that are still there."""
+        self._workers.close(failed=True)
+        self._mesh.say_goodbye(failure)
+
+    def close(self) -> None:
+        """Leave the optimizers and the parameters as they were."""
+        self._trace.write()
+        self.remote.close()
+        self.optimizers.close()
+        self._replicated.close()

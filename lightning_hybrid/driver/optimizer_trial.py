@@ -1,0 +1,395 @@
+"""May an optimizer be stepped in parts, each rank its own parameters? It is tried.
+
+Adam, SGD and most others treat every parameter by itself: stepped on several ranks, each of which
+has the gradients of its own parameters, they do what they do on one device. An optimizer that
+clips by a common norm in its step, estimates a common step size, draws noise or calls its closure
+twice does not. Its code is not looked at; copies of it are stepped on small *stand-ins* for the
+parameters, as a whole and in parts, through the very functions that ship optimizers to workers:
+
+* The copies have the groups of the user's optimizer, at most two of each kind (that differ in
+  numbers only). Stand-ins have the number of dimensions and the dtype of the parameters, at most
+  two of each kind in a group, and at most three elements per dimension.
+* Twelve steps, with gradients of very different size (an active and an inactive clipping), and
+  one more with a gradient that is not a number. With a closure, as Lightning steps, and without.
+* A step that is not finite, before that last one, shows nothing: then it is stepped whole.
+* Equal means bit for bit: weights, gradients, states, groups and attributes. Optimizers that
+  compute several parameters at a time (``foreach``, ``fused``) compute each element as they do
+  alone, so a tolerance would only hide small interactions.
+* The user's optimizer and the random generators stay as they were, and nothing is printed or
+  logged. What its code counts outside of itself (class attributes, globals) counts the trial's
+  steps too. A step that draws is never one in parts.
+
+When hyper-parameters come up of another kind (a learning rate that is no longer zero), it is tried
+again. Not seen: what an optimizer starts to do only after more than twelve steps, or from a norm of
+all gradients on that no step of the trial has (about a million; about 1,000 in float16).
+"""
+
+import io
+import logging
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_hybrid._torch.optimizers import runs_step_hooks
+from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid.driver.own_changes import OwnChanges
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.remote import is_offloaded
+from lightning_hybrid.state import (
+    groups_of,
+    kind_of_group,
+    record_of,
+    take_groups,
+    unship,
+    write_records,
+)
+
+_SCALES = (1.0, 30.0, 1e-3, 1.0, 1e3, 0.1, 1.0, 10.0, 1e-2, 1.0, 3.0, 1e6)
+"""Of the gradients in each step; the last one by far, so that no later step can overflow."""
+_PATCHED = {"step", "zero_grad"}
+"""Methods that learning-rate schedulers and this package put on the instance."""
+
+
+def why_whole(optimizer: Optimizer, names: Mapping[int, str], device: torch.device) -> str:
+    """Why an optimizer cannot be stepped in parts; empty: it can.
+
+    Args:
+        optimizer: the user's; it is not changed.
+        names: names of the module's parameters by identity.
+        device: where its stand-ins are.
+    """
+    attributes = vars(optimizer)
+    for key, value in attributes.items():
+        held = next(_objects_in(value), None)
+        if held is not None:
+            return f"it holds another object that computes (`{key}`: {type(held).__name__})"
+        if callable(value) and "hook" not in key and key not in _PATCHED:
+            return f"it holds a function of its own (`{key}`)"
+    if not isinstance(optimizer, Optimizer) or not runs_step_hooks(optimizer):
+        return "it does not call `Optimizer.__init__`"
+    with as_they_are(), torch.inference_mode(False), torch.enable_grad(), _undisturbed(device):
+        try:
+            stand_ins = _StandIns(optimizer, names, device)
+            return _try(stand_ins)
+        except Exception as error:  # whatever the code of an optimizer may raise
+            return f"small copies of it cannot be stepped ({type(error).__name__}: {error})"
+
+
+def announce(optimizer: Optimizer, reason: str) -> str:
+    """The line that says what an optimizer that steps whole costs."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    megabytes = sum(p.numel() * p.element_size() for p in parameters) / 1e6
+    return (
+        f"hybrid_gabra: {type(optimizer).__name__} steps on the driver, as on one device: "
+        f"{reason}. So the driver has all of its states, and in each step the gradients of the "
+        f"other stages go there and their weights come back (at most {megabytes:.3g} MB each)."
+    )
+
+
+def announce_undivided(optimizer: Optimizer, reason: str) -> str:
+    """The line that says that replicas cannot divide the states of an optimizer."""
+    return (
+        f"hybrid_gabra: {type(optimizer).__name__} keeps all of its states on each replica, with "
+        f"shard_optimizer_states=True too: it cannot be stepped in parts, since {reason}."
+    )
+
+
+def refuse_deferred(optimizer: Optimizer, reason: str) -> None:
+    """An optimizer that steps whole needs all parameters on the driver.
+
+    Raises:
+        HybridError: one was made in ``configure_model``, on another rank.
+    """
+    with as_they_are():
+        away = any(is_offloaded(p) for group in optimizer.param_groups for p in group["params"])
+    if away:
+        raise HybridError(
+            f"{type(optimizer).__name__} cannot be stepped in parts, one for each stage: {reason}. "
+            "Stepped as a whole it needs all parameters on one rank, but the network is made in "
+            "configure_model, where each rank makes its own stage only. Make the network in "
+            "__init__, use an optimizer that treats each parameter by itself (AdamW, SGD), or "
+            "pipeline_parallel_size=1."
+        )
+
+
+def _objects_in(value: Any) -> Iterator[object]:
+    """Optimizers and modules in an attribute: they have parameters that no group may show."""
+    if isinstance(value, Optimizer | nn.Module):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _objects_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _objects_in(item)
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Inside, random numbers may be drawn, lines printed and warnings given: nobody hears of it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    text, log_level = io.StringIO(), logging.root.manager.disable
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            warnings.catch_warnings(),
+            redirect_stdout(text),
+            redirect_stderr(text),
+        ):
+            warnings.simplefilter("ignore")
+            logging.disable(logging.CRITICAL)
+            torch.manual_seed(0)
+            yield
+    finally:
+        logging.disable(log_level)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+class _StandIns:
+    """Small parameters that stand for those of an optimizer, and copies of it around them."""
+
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[int, str], device: torch.device
+    ) -> None:
+        self.device = device
+        self._values: dict[str, Tensor] = {}
+        groups: list[dict[str, Any]] = []
+        known: dict[int, str] = {}
+        for group in _two_of_each_kind(optimizer.param_groups):
+            chosen = _representatives(group["params"])
+            groups.append({**group, "params": chosen})
+            for parameter in chosen:
+                name = names.get(id(parameter), f"unnamed{len(known)}")
+                known[id(parameter)] = name
+                shape = [min(size, 3) for size in parameter.shape]
+                value = torch.randn(shape, dtype=torch.float64)
+                self._values[name] = value.to(device, parameter.dtype)
+        record = record_of(optimizer) | {"param_groups": groups, "state": {}}
+        self._data = write_records([(type(optimizer), record)], known)
+        # the others of a kind go to the other rank, and so do the single ones of every other kind
+        self.here = set(list(self._values)[::2])
+        self.there = self._values.keys() - self.here
+
+    def copy(self, owned: set[str] | None = None) -> "_Copy":
+        """A copy that gets gradients of ``owned``, by default of all."""
+        parameters = {name: Parameter(value.clone()) for name, value in self._values.items()}
+        [optimizer] = unship(self._data, (), parameters)
+        return _Copy(optimizer, parameters, set(parameters) if owned is None else owned)
+
+    def gradients(self, step: int) -> dict[str, Tensor]:
+        """For each stand-in where the gradient of this step leads away from; see :class:`_Copy`."""
+        # other numbers than the stand-ins', so that no gradient is zero
+        generator = torch.Generator().manual_seed(1_000_003 * (step + 1))
+        found = {}
+        for name, value in self._values.items():
+            target = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            if step == len(_SCALES) and name == min(self._values):
+                target.fill_(torch.nan)
+            found[name] = target.to(value)
+        return found
+
+
+def _representatives(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """At most two of each number of dimensions and dtype."""
+    kinds: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dim(), parameter.dtype), []).append(parameter)
+    return [p for kind in kinds.values() for p in kind[:2]]
+
+
+def _two_of_each_kind(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    kinds: dict[object, list[dict[str, Any]]] = {}
+    for group in groups:
+        of_parameters = {(p.dim(), p.dtype) for p in group["params"]}
+        kinds.setdefault((frozenset(of_parameters), kind_of_group(group)), []).append(group)
+    return [group for kind in kinds.values() for group in kind[:2]]
+
+
+class _Copy:
+    """A copy of the optimizer, which gets gradients of some of its stand-ins."""
+
+    def __init__(
+        self, optimizer: Optimizer, parameters: dict[str, Parameter], owned: set[str]
+    ) -> None:
+        self.optimizer, self.parameters, self.owned = optimizer, parameters, owned
+        self.start = {name: p.detach().clone() for name, p in parameters.items()}
+        self.names = {id(p): name for name, p in parameters.items()}
+
+    def backward(self, targets: Mapping[str, Tensor], scale: float, *, sparse: bool) -> Tensor:
+        """New gradients, which depend on what the weights are. Returns a loss."""
+        loss = torch.zeros((), dtype=torch.float64)
+        for name in self.parameters:
+            if name not in self.owned:
+                continue
+            parameter = self.parameters[name]
+            difference = parameter.detach() - targets[name]
+            scale = min(scale, torch.finfo(parameter.dtype).max / 64)  # float16 ends at 65,504
+            gradient = difference * scale
+            loss += 0.5 * scale * difference.abs().square().sum().cpu().double()
+            parameter.grad = gradient.to_sparse(1) if sparse and gradient.dim() else gradient
+        return loss
+
+    def is_finite(self) -> bool:
+        """Whether its weights are, and no number in its states is none (a bound may be infinite).
+
+        What is no number is so whatever it was made from.
+        """
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        numbers = [value for value in states if isinstance(value, Tensor | float)]
+        return all(bool(p.isfinite().all()) for p in self.parameters.values()) and not any(
+            bool(torch.as_tensor(value).isnan().any()) for value in numbers
+        )
+
+
+def _try(stand_ins: _StandIns) -> str:
+    """Try every way in which the optimizer may be stepped."""
+    failures: list[Exception] = []
+    for sparse in (False, True):
+        tried = False
+        for closure in (True, False):
+            try:
+                _step_whole(stand_ins, closure=closure, sparse=sparse)
+            except Exception as error:  # not a way of this optimizer (some want sparse gradients)
+                failures.append(error)
+                continue
+            tried = True
+            reason = _compare(stand_ins, closure=closure, sparse=sparse)
+            if reason:
+                return reason
+        if tried:
+            return ""
+    raise failures[0]
+
+
+def _step_whole(stand_ins: _StandIns, *, closure: bool, sparse: bool) -> None:
+    """A first step by itself, which shows whether the optimizer can be stepped in this way."""
+    whole, targets = stand_ins.copy(), stand_ins.gradients(0)
+    if closure:
+        whole.optimizer.step(lambda: whole.backward(targets, 1.0, sparse=sparse))  # type: ignore[arg-type,return-value]
+    else:
+        whole.backward(targets, 1.0, sparse=sparse)
+        whole.optimizer.step()
+
+
+def _compare(stand_ins: _StandIns, *, closure: bool, sparse: bool) -> str:
+    """Step copies as a whole and in parts."""
+    whole, driver, worker = (
+        stand_ins.copy(),
+        stand_ins.copy(stand_ins.here),
+        stand_ins.copy(stand_ins.there),
+    )
+    for step, scale in enumerate((*_SCALES, 1.0)):
+        targets = stand_ins.gradients(step)
+        before = _random_state(stand_ins.device)
+        try:
+            _step([whole], targets, scale, closure=closure, sparse=sparse)
+        except Exception:
+            if step == len(_SCALES):
+                return ""  # it takes no such gradients: neither does it in parts
+            raise
+        if not _same(before, _random_state(stand_ins.device)):
+            return "its steps draw random numbers"
+        if step < len(_SCALES) and not whole.is_finite():
+            return "its steps on small copies are not finite, which shows nothing"
+        try:
+            _step([driver, worker], targets, scale, closure=closure, sparse=sparse)
+        except Exception as error:
+            return f"a part of it cannot be stepped alone ({type(error).__name__}: {error})"
+        difference = _difference(whole, driver, worker)
+        if difference:
+            return difference
+    return ""
+
+
+def _step(
+    copies: Sequence[_Copy],
+    targets: Mapping[str, Tensor],
+    scale: float,
+    *,
+    closure: bool,
+    sparse: bool,
+) -> None:
+    """As a driver steps, and then its workers; the first copy is the driver's."""
+    driver, *workers = copies
+    own = OwnChanges(driver.optimizer)
+    begun: list[dict[str, Any]] = groups_of(driver.optimizer, driver.names)
+
+    def backward() -> Tensor:
+        own.closure_called()
+        losses = [copy.backward(targets, scale, sparse=sparse) for copy in copies]
+        with own.undone():
+            begun[:] = groups_of(driver.optimizer, driver.names)
+        return torch.stack(losses).sum()
+
+    own.begin()
+    if closure:
+        driver.optimizer.step(backward)  # type: ignore[arg-type]
+    else:
+        backward()
+        driver.optimizer.step()
+    for worker in workers:
+        take_groups(worker.optimizer, begun, worker.parameters)
+        worker.optimizer.step()
+
+
+def _difference(whole: _Copy, driver: _Copy, worker: _Copy) -> str:
+    """What the parts have done otherwise than the whole; empty: nothing."""
+    for part in (driver, worker):
+        for name, parameter in part.parameters.items():
+            alone = whole.parameters[name]
+            if name not in part.owned:
+                if not _same(parameter, part.start[name]) or part.optimizer.state.get(parameter):
+                    return "it steps parameters that have no gradient"
+                continue
+            if not (_same(alone, parameter) and _same(alone.grad, parameter.grad)):
+                return "what it does to a parameter depends on the others"
+            if not _same(whole.optimizer.state.get(alone), part.optimizer.state.get(parameter)):
+                return "what it notes of a parameter depends on the others"
+        groups = [groups_of(copy.optimizer, copy.names) for copy in (whole, part)]
+        if not _same(*groups):
+            return "what it notes in its groups depends on all parameters"
+        left = {"param_groups": None, "defaults": None}
+        if not _same(record_of(whole.optimizer) | left, record_of(part.optimizer) | left):
+            return "what it notes as its attributes depends on all parameters"
+    if any(not isinstance(key, Tensor) for key in whole.optimizer.state):
+        return "it has a state that belongs to no parameter"
+    return ""
+
+
+def _random_state(device: torch.device) -> list[Any]:
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    # as one number: 625 of them would be compared one by one
+    python = hash(random.getstate())
+    return [torch.get_rng_state(), *on_device, python, *np.random.get_state()]
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Bit for bit; what is not a number is equal to itself."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        left, right = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (left, right))
+        return left.shape == right.shape and torch.allclose(
+            left, right, rtol=0.0, atol=0.0, equal_nan=True
+        )
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right))
+    if isinstance(left, np.ndarray):
+        return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
+    if isinstance(left, float):
+        return left == right or (left != left and right != right)
+    if left == right:
+        return True
+    return hasattr(left, "__dict__") and bool(vars(left)) and _same(vars(left), vars(right))

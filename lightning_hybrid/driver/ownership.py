@@ -1,0 +1,142 @@
+"""Which worker owns which tensor, and how the driver reads and changes it there.
+
+Which gradients are not final yet, between a backward pass and their averaging.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from lightning_hybrid.comm import signals_deferred
+from lightning_hybrid.comm.protocol import (
+    ClearGradients,
+    Command,
+    GiveGradients,
+    GiveWeights,
+    NameGradients,
+    TakeGradients,
+    TakeWeights,
+)
+from lightning_hybrid.driver.commands import Workers
+from lightning_hybrid.remote import Kind
+
+
+class Unsettled:
+    """What backward passes, and penalties on remote parameters, have added to.
+
+    Attributes:
+        networks: numbers of the networks whose gradients are not averaged over the replicas yet.
+        borrowed: whether borrowers may have gradients that the owners of tied parameters lack.
+    """
+
+    def __init__(self) -> None:
+        self.networks: set[int] = set()
+        self.borrowed = False
+
+    def note(self, network: int, *, averaged: bool) -> None:
+        """Note that a backward pass has added to the gradients of a network.
+
+        Args:
+            network: its number.
+            averaged: the pass itself averages them.
+        """
+        self.borrowed = True
+        if not averaged:
+            self.networks.add(network)
+
+
+class Ownership:
+    """The tensors of the workers of one replica.
+
+    It is what :class:`~lightning_hybrid.remote.remote.RemoteTensors` asks, and so sends its
+    commands without bringing the changes of remote tensors before: that one does it.
+
+    Args:
+        workers: of this replica.
+        unsettled: is told of networks whose gradients are added to.
+
+    Attributes:
+        any_network: whether a network has been cut. Before, workers have neither stages nor
+            optimizers.
+        network_of: of each tensor, by its name in the LightningModule, the number of its network.
+    """
+
+    def __init__(self, workers: Workers, unsettled: Unsettled) -> None:
+        self._workers, self._unsettled = workers, unsettled
+        self.any_network = False
+        self.network_of: dict[str, int] = {}
+        self._owner: dict[str, int] = {}
+        self._sharers: dict[str, list[int]] = {}  # further workers with the same constant buffer
+        self._tensors: dict[int, list[str]] = {rank: [] for rank in workers.ranks}
+
+    def add(self, network: int, names: Mapping[int, Sequence[str]]) -> None:
+        """A network has been cut.
+
+        Args:
+            network: its number.
+            names: by ``pp_rank`` of each worker, names in the LightningModule of what it owns.
+        """
+        self.any_network = True
+        for rank, owned in names.items():
+            for name in self._owner.keys() & set(owned):
+                self._sharers.setdefault(name, []).append(self._owner[name])
+            self._owner |= dict.fromkeys(owned, rank)
+            self.network_of |= dict.fromkeys(owned, network)
+            self._tensors[rank] += owned
+
+    def tensors_of(self, rank: int) -> list[str]:
+        """Names of the parameters and buffers that a worker owns."""
+        return self._tensors[rank]
+
+    def rank_of(self, name: str) -> int:
+        """``pp_rank`` of the worker that owns a parameter or buffer."""
+        return self._owner[name]
+
+    # ------------------------------------------------------------------ for remote tensors
+
+    @signals_deferred
+    def give(self, kind: Kind, names: list[str]) -> dict[str, Tensor]:
+        """Remote tensors as they are now."""
+        command = GiveGradients if kind is Kind.GRADIENT else GiveWeights
+        requests: dict[int, Command] = {
+            rank: command(mine) for rank, mine in self._by_worker(names).items()
+        }
+        for rank, request in requests.items():
+            self._workers.send(rank, request)
+        answers = self._workers.hear(requests)
+        return {name: value for answer in answers for name, value in answer.tensors}
+
+    def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
+        """Set remote tensors, or add to them."""
+        receivers = self._by_worker(values)
+        for name in values:
+            for rank in self._sharers.get(name, ()):
+                receivers.setdefault(rank, []).append(name)
+        for rank, names in receivers.items():
+            mine = {name: values[name] for name in names}
+            if kind is Kind.GRADIENT:
+                self._workers.send(rank, TakeGradients(add, mine.items()))
+            else:
+                self._workers.send(rank, TakeWeights(mine.items()))
+        if add:
+            for name in values:
+                self._unsettled.note(self.network_of[name], averaged=False)
+
+    def clear_gradients(self, names: list[str]) -> None:
+        """Of remote parameters."""
+        for rank, mine in self._by_worker(names).items():
+            self._workers.send(rank, ClearGradients(mine))
+
+    @signals_deferred
+    def gradient_names(self) -> set[str]:
+        """Of remote parameters that have a gradient."""
+        for rank in self._workers.ranks:
+            self._workers.send(rank, NameGradients())
+        answers = self._workers.hear(self._workers.ranks)
+        return {name for answer in answers for name in answer.value}
+
+    def _by_worker(self, names: Iterable[str]) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for name in names:
+            found.setdefault(self._owner[name], []).append(name)
+        return found

@@ -1,0 +1,377 @@
+"""Forwards of later batches, launched early: what makes a schedule a streamed one.
+
+A worker carries out commands in order, and the driver does not wait for most of them. So the driver
+launches the forward of a later batch early: it tells stage k to run up to ``a_k`` batches ahead
+(:mod:`lightning_hybrid.schedules.look_ahead`) and sends the inputs along. When the user's
+``training_step`` then calls the network on that batch, the call *collects* what is on its way:
+outputs, loss, logs and step are those of the batch, in its turn.
+
+**Which inputs?** Those of later batches are known before their ``training_step`` has run only if
+the network is called on tensors of the batch itself. In each step the driver looks which ones these
+are; and when a batch has its turn, the inputs of the real call are compared with what was sent.
+Numbers that the network's Python brings (``self.current_epoch``) are taken to stay what they are;
+where one does not, what was launched with it is given up. (That costs a delayed schedule the very
+delays that it is asked for, so it refuses them.)
+
+**What interrupts the stream.** A stage that has run ahead has sent activations that the next stage
+has not been told to take. Whatever else is to run through the stages comes after them, so they are
+given up first, and the batches are launched again in the next step: before a validation, a
+checkpoint (so that a run that is resumed from it, with nothing under way, goes on like the one that
+wrote it), a change of weights by hand. An interruption costs time; of a delayed schedule it also
+means that the stages catch up. It happens at the same places in every run.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid._torch.tensors import version as version_of
+from lightning_hybrid.comm import CallKey
+from lightning_hybrid.comm.protocol import Command, Drop, Forward, Skip
+from lightning_hybrid.driver.commands import Commands
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.graph import Leaf, NetworkGraph
+from lightning_hybrid.schedules import LookAhead
+from lightning_hybrid.stage import Call, Engine, Values
+
+_CHANGES = 2
+"""So often may a number change between a launch and its turn; then nothing is launched any more."""
+
+
+class Batch(Protocol):
+    """A training batch, as the training step gets it."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """All tensors in it, in a fixed order."""
+
+
+class Batches:
+    """The training batches; this one knows of no later ones."""
+
+    def ahead(self, count: int) -> Batch | None:
+        """The batch so many after the one that is trained on.
+
+        Args:
+            count: 0: that one itself.
+
+        Returns:
+            ``None``: none is trained on now; or it is behind the barrier of the schedule.
+        """
+        return None
+
+
+class Calls:
+    """What decides which calls of a network run ahead; here none does."""
+
+    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> "Launched | None":
+        """A call begins. Returns it, if it was launched before."""
+        return None
+
+    def launch(
+        self,
+        graph: NetworkGraph,
+        leaves: Sequence[Tensor],
+        split: Callable[[Sequence[Tensor]], tuple[CallKey, list[Values]]],
+    ) -> None:
+        """The call of this batch is on its way: launch those of later ones."""
+
+    def drop(self) -> None:
+        """Give up all that is under way."""
+
+
+@dataclass(eq=False)
+class Launched:
+    """A call that runs ahead.
+
+    Attributes:
+        batch: that it is of.
+        call: the call.
+        command: by which it is told to a stage.
+        graph: that it is a call of.
+        leaves: the inputs as they are in the batch.
+        versions: of them, when their values were sent.
+        told: how many stages, from the first on, have been told.
+    """
+
+    batch: Batch
+    call: Call
+    command: Forward
+    graph: NetworkGraph
+    leaves: list[Tensor]
+    versions: list[int]
+    told: int = 0
+
+    def other(self, leaves: Sequence[Tensor]) -> list[int]:
+        """The numbers of inputs that differ from what was sent when the call was launched."""
+        return [
+            number
+            for number, (mine, theirs, version) in enumerate(
+                zip(self.leaves, leaves, self.versions, strict=True)
+            )
+            if version_of(mine) != version
+            or not (_is_same(mine, theirs) or _is_equal(mine, theirs))
+        ]
+
+    def why_other(self, number: int) -> str:
+        """What has happened to an input that is not what was sent."""
+        given = self.graph.leaves[number]
+        if self.leaves[number].dim() == 0:
+            return _is_number(given)
+        if version_of(self.leaves[number]) == self.versions[number]:
+            return (
+                f"input {given.name!r} of the network is another tensor than the one of the batch "
+                "that it was in earlier steps. Choose or compute it in the dataset "
+                "or inside the network"
+            )
+        return (
+            "training_step has changed the inputs of the network, as augmentation does, after "
+            "their batch was sent to the first stage. Do it in the dataset"
+        )
+
+
+class Stream(Calls):
+    """The calls of one network that run ahead.
+
+    Args:
+        name: of the network, as messages show it.
+        schedule: how far stages look ahead.
+        devices: ``pp_rank`` of each stage; each has one, and the last one is the driver's.
+        engine: of the driver.
+        commands: to the workers.
+        batches: the training batches.
+        open_call: opens a call for a batch so many ahead.
+        close_call: forgets one.
+        say: tells the user something, in one line.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schedule: LookAhead,
+        devices: Sequence[int],
+        engine: Engine,
+        commands: Commands,
+        batches: Batches,
+        open_call: Callable[[CallKey, int], tuple[Call, Forward]],
+        close_call: Callable[[int], object],
+        say: Callable[[str], None],
+    ) -> None:
+        self._name, self._schedule, self._devices = name, schedule, devices
+        self._ahead = schedule.look_aheads(len(devices))
+        self._engine, self._commands, self._batches = engine, commands, batches
+        self._open, self._close, self._say = open_call, close_call, say
+        self._changes = 0  # of a number, between a launch and its turn
+        self._pending: deque[Launched] = deque()
+        self._called: Batch | None = None  # the network was called on
+
+    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> Launched | None:
+        """Collect a call that was launched before its turn, if there is one.
+
+        Args:
+            key: of the call.
+            leaves: its inputs.
+
+        Returns:
+            The call, if it was launched before. Else nothing is under way any more.
+
+        Raises:
+            NetworkError: the inputs are not what was sent, or it is the second call in the step.
+                (Where the schedule is exact, another number is no error.)
+        """
+        batch = self._batches.ahead(0)
+        if batch is not None:
+            self._refuse_several(batch, key)
+            self._called = batch
+        first = self._pending[0] if self._pending else None
+        if first is None or first.batch is not batch or first.call.key != key:
+            self.drop()
+            return None
+        other = first.other(leaves)
+        if not other:
+            return self._pending.popleft()
+        self.drop()
+        wrong = [n for n in other if self._schedule.delayed or first.leaves[n].dim()]
+        if wrong:
+            raise self._refused(first.why_other(wrong[0]))
+        self._count_change(first.graph.leaves[other[0]].name)
+        return None
+
+    def launch(
+        self,
+        graph: NetworkGraph,
+        leaves: Sequence[Tensor],
+        split: Callable[[Sequence[Tensor]], tuple[CallKey, list[Values]]],
+    ) -> None:
+        """The call of this batch is on its way: launch those of later ones.
+
+        Args:
+            graph: of the call.
+            leaves: its inputs.
+            split: gives the key of a call with other inputs, and its micro-batches.
+
+        Raises:
+            NetworkError: an input is no tensor of the batch.
+        """
+        batch = self._batches.ahead(0)
+        if batch is None or self._ahead[0] == 0 or self._changes > _CHANGES:
+            return
+        places = [self._place(batch, graph, n, leaf) for n, leaf in enumerate(leaves)]
+        try:
+            while len(self._pending) < self._ahead[0]:
+                count = len(self._pending) + 1
+                later = self._batches.ahead(count)
+                theirs = None if later is None else _those(later, places, leaves, graph.is_static)
+                if later is None or theirs is None:
+                    break
+                # copies: the user may write into the batch while it is on its way
+                key, slices = split([leaf.detach().clone() for leaf in theirs])
+                call, command = self._open(key, count)
+                versions = [version_of(leaf) for leaf in theirs]
+                self._pending.append(Launched(later, call, command, graph, theirs, versions))
+                self._engine.send_inputs(call.key, slices)
+        finally:  # a batch that fails to load leaves those before it under way
+            self._tell()
+
+    def drop(self) -> None:
+        """Give up all that is under way: a rank that has not begun it takes it off its link.
+
+        Raises:
+            NetworkError: in the middle of a pass.
+        """
+        if self._pending and self._commands.workers.passing_now:
+            raise self._refused(
+                "a weight or buffer that another rank owns was changed in the middle of a pass "
+                "through the stages, as by a hook on a module"
+            )
+        while self._pending:
+            entry = self._pending.popleft()
+            forward = entry.command
+            self._close(entry.call.number)
+            commands: dict[int, Command] = {
+                rank: Drop(forward.network, forward.call) for rank in self._devices[: entry.told]
+            }
+            next_rank = self._devices[entry.told]
+            if entry.told < len(self._devices) - 1:
+                commands[next_rank] = Skip(
+                    forward.network,
+                    forward.call,
+                    forward.key,
+                    forward.exchange,
+                    forward.uses_rng,
+                    forward.new_key,
+                )
+            for rank, command in commands.items():
+                self._commands.workers.send(rank, command)
+            if entry.told == len(self._devices) - 1:
+                self._engine.discard(entry.call)
+
+    def _tell(self) -> None:
+        """Tell each stage of the batches up to its look-ahead, in order."""
+        for stage, ahead in enumerate(self._ahead[:-1]):
+            for count, entry in enumerate(self._pending, 1):
+                if entry.told == stage and count <= ahead:
+                    self._commands.tell_each({self._devices[stage]: entry.command})
+                    entry.told += 1
+
+    def _count_change(self, name: str) -> None:
+        """A number was another one in the turn of its batch: what was launched was for nothing."""
+        self._changes += 1
+        if self._changes > _CHANGES:
+            self._say(
+                f"schedule={self._schedule.name!r} begins with no more batches of network "
+                f"{self._name!r} early, because number {name!r} changes from batch to batch: the "
+                "results stay those of one device, and a step takes longer than under "
+                "schedule='gpipe'."
+            )
+
+    def _place(self, batch: Batch, graph: NetworkGraph, number: int, leaf: Tensor) -> int | None:
+        """Which tensor of the batch an input is; ``None``: a number that is none of the batch's."""
+        given = graph.leaves[number]
+        if leaf.requires_grad:
+            raise self._refused(
+                f"input {given.name!r} of the network wants a gradient, which "
+                "would come after later batches have begun"
+            )
+        for place, tensor in enumerate(batch.tensors):
+            if _is_same(tensor, leaf):
+                return place
+        if leaf.dim() == 0:
+            # (an integer is brought only once it has changed, so that no first step shows it)
+            if given.number or not self._schedule.delayed:
+                return None
+            raise self._refused(_is_number(given))
+        raise self._refused(
+            f"input {given.name!r} of the network is no tensor of the batch, "
+            "but computed in training_step, so that it is not known of later batches. Compute it "
+            "in the dataset or inside the network"
+        )
+
+    def _refuse_several(self, batch: Batch, key: CallKey) -> None:
+        if not key.grad:
+            raise self._refused(
+                "training_step calls the network without gradients too, in the middle of what is "
+                "under way"
+            )
+        if self._called is batch:
+            raise self._refused("training_step calls it more than once")
+
+    def _refused(self, reason: str) -> NetworkError:
+        return NetworkError(
+            f"schedule={self._schedule.name!r} begins with later batches early, which network "
+            f"{self._name!r} does not allow: {reason}; or use schedule='gpipe'."
+        )
+
+
+def _is_number(given: Leaf) -> str:
+    return (
+        f"{given.name!r} is a number that may be another one from batch to batch, so that it is "
+        "not known of later batches"
+    )
+
+
+def _those(
+    batch: Batch, places: Sequence[int | None], like: Sequence[Tensor], static: bool
+) -> list[Tensor] | None:
+    """The inputs for a later batch; ``None`` if it has another form than this one.
+
+    Args:
+        batch: the later one.
+        places: of the inputs among its tensors; ``None``: it is as for this batch.
+        like: the inputs for this batch.
+        static: whether the number of samples must be the same.
+    """
+    tensors = batch.tensors
+    if any(place is not None and place >= len(tensors) for place in places):
+        return None
+    found = [b if n is None else tensors[n] for n, b in zip(places, like)]
+    first = 0 if static else 1
+    fits = all(
+        a.dtype == b.dtype
+        and a.device == b.device
+        and a.dim() == b.dim()
+        and a.shape[first:] == b.shape[first:]
+        and not a.requires_grad
+        for a, b in zip(found, like)
+    )
+    return found if fits else None
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same memory."""
+    return a is b or (
+        a.numel() > 0
+        and a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.device == b.device
+    )
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

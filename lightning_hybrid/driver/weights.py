@@ -1,0 +1,389 @@
+"""The weights of all stages of one replica, brought to this rank and from it.
+
+What the workers of a replica own, as their driver maps it from files that they write.
+
+See :mod:`lightning_hybrid.state.tensor_file`. A rank that cannot read the file of another one, as
+on another host, is told so, and what it needs travels.
+
+What a driver has that the other replicas have too: its stages, and what no network owns.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_hybrid._torch.modules import tables
+from lightning_hybrid._torch.tensors import as_they_are, version
+from lightning_hybrid.comm import Coordinates, Group, TensorSpec, signals_deferred
+from lightning_hybrid.comm.protocol import KeepStates, KeepTensors, SynchronizeBuffers, TakeWeights
+from lightning_hybrid.driver.borrowing import Borrowing
+from lightning_hybrid.driver.commands import Commands
+from lightning_hybrid.driver.ownership import Ownership
+from lightning_hybrid.graph import NetworkGraph
+from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank
+from lightning_hybrid.stage import ReplicaGroup, Trace, state_buffers, tensors_of, write_tensors
+from lightning_hybrid.state import (
+    Owned,
+    Ticket,
+    leave_to_worker,
+    read_files,
+    refuse_later,
+    to_send,
+    unread_there,
+    whole,
+)
+
+
+class FilesOfWorkers:
+    """What the workers write for their driver.
+
+    Args:
+        commands: to the workers.
+        folder: where files are written, if possible.
+
+    Attributes:
+        readable: whether they can be read here; false since one could not be, as on another host.
+    """
+
+    def __init__(self, commands: Commands, folder: str) -> None:
+        self.folder, self.readable = folder, True
+        self._commands = commands
+
+    def tensors(self, *, at_end: bool = False) -> tuple[dict[int, Ticket], list[Any]] | None:
+        """Their weights and buffers, ``"weights"``; at the end of a run also ``"gradients"``.
+
+        Returns:
+            The tickets of the files by ``pp_rank``, and what is in each; ``None``: they cannot be
+            read here.
+        """
+        return self._ask(KeepTensors(self.folder, at_end))
+
+    def states(self, index: int) -> dict[str, dict[str, Any]] | None:
+        """The states of one of their optimizers, by name of the parameter; ``None``: see above."""
+        found = self._ask(KeepStates(index, self.folder))
+        if found is None:
+            return None
+        return {name: state for file in found[1] for name, state in file.items()}
+
+    def _ask(self, command: KeepTensors | KeepStates) -> tuple[dict[int, Ticket], list[Any]] | None:
+        if not self.readable:
+            return None
+        answers = [answer.value for answer in self._commands.ask(command)]
+        files = None if None in answers else read_files(answers)
+        self.readable = files is not None
+        return None if files is None else (dict(zip(self._commands.workers.ranks, answers)), files)
+
+
+class Replicated:
+    """The data-parallel groups of all that one driver owns.
+
+    Args:
+        module: the LightningModule.
+        group: the drivers of all replicas.
+        device: the driver's.
+        trace: where to record.
+
+    Attributes:
+        networks: of each network, in the order of their numbers, the group of this rank's stages.
+        rest: the group of what no network owns: temperatures, loss weights, small networks.
+        here: whether the rest is on the device; until a network is cut all may wait on the CPU.
+    """
+
+    def __init__(self, module: nn.Module, group: Group, device: torch.device, trace: Trace) -> None:
+        self._module, self._group, self._device, self._trace = module, group, device, trace
+        self.networks: list[ReplicaGroup] = []
+        self._cut: set[str] = set()
+        # DDP does not broadcast what is registered later
+        self._buffers = frozenset(name for name, _ in module.named_buffers())
+        self.here = False
+        self.rest = self._make_rest()
+
+    def add(self, replica_group: ReplicaGroup, names: Iterable[str]) -> None:
+        """A network has been cut.
+
+        Args:
+            replica_group: of this rank's stages.
+            names: in the LightningModule, of the tensors that stages own, on all ranks.
+        """
+        self.networks.append(replica_group)
+        self._cut.update(names)
+        self.here = True
+        self.renew_rest()
+
+    def settle(self) -> None:
+        """No network will be cut: average all parameters as the driver's own."""
+        if not self.here:
+            self.here = True
+            self.renew_rest()
+
+    def renew_rest(self) -> None:
+        """Take in what no network owns now."""
+        self.rest.close()
+        self.rest = self._make_rest()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for replica_group in (self.rest, *self.networks):
+            replica_group.close()
+
+    def _make_rest(self) -> ReplicaGroup:
+        cut = self._identities()
+        parameters = [p for p in self._module.parameters() if not (id(p) in cut or is_deferred(p))]
+        if self.here:
+            for tensor in (*parameters, *self._buffers_of_the_rest()):
+                tensor.data = tensor.data.to(self._device)
+        state = partial(state_buffers, self._module)
+        return ReplicaGroup(parameters, self._buffers_of_the_rest, self._group, self._trace, state)
+
+    def _buffers_of_the_rest(self) -> list[Tensor]:
+        cut = self._identities()
+        known = (b for name, b in self._module.named_buffers() if name in self._buffers)
+        return [b for b in known if not (id(b) in cut or is_deferred(b))]
+
+    def _identities(self) -> set[int]:
+        """Of the tensors that networks own, looked up anew, since a buffer may be replaced."""
+        if not self._cut:
+            return set()
+        named = tensors_of(self._module)
+        return {id(named[name]) for name in self._cut if name in named}
+
+
+class Weights:
+    """Parameters and buffers, wherever they are.
+
+    Args:
+        module: the LightningModule.
+        shared: names of what the workers have too.
+        coordinates: this rank.
+        commands: to the workers.
+        ownership: which worker owns what.
+        borrowing: of tied parameters.
+        replicated: what this rank owns.
+        files: of the workers.
+
+    Attributes:
+        written: whether a network has changed its buffers or parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shared: Collection[str],
+        coordinates: Coordinates,
+        commands: Commands,
+        ownership: Ownership,
+        borrowing: Borrowing,
+        replicated: Replicated,
+        files: FilesOfWorkers,
+    ) -> None:
+        self._files = files
+        self._module, self._coordinates = module, coordinates
+        self._commands, self._remote = commands, commands.remote
+        self._ownership, self._borrowing, self._replicated = ownership, borrowing, replicated
+        # what a hook makes on this rank alone, the workers do not have
+        self._shared = frozenset(shared)
+        # what takes the place of one of these in the middle of a run is this rank's alone
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.written = False
+        self._before: dict[int, int] = {}
+
+    def remember(self) -> None:
+        """Note what this rank has, so that `changed` can tell."""
+        self._before = self._checksums()
+
+    @property
+    def changed(self) -> bool:
+        """Whether they are others than when noted, by calls or by the user's code."""
+        now = self._checksums().items()
+        here = any(self._before.get(identity) != checksum for identity, checksum in now)
+        return here or self.written or self._remote.changed_here
+
+    def _checksums(self) -> dict[int, int]:
+        """Of what is no proxy, by identity; no version tells of a change through ``data``."""
+        with as_they_are():
+            plain = (t for t in tensors_of(self._module).values() if type(t) in (Tensor, Parameter))
+            return {id(t): _checksum(t) for t in plain if not t.is_meta}
+
+    def before_forward(self, graph: NetworkGraph, *, grad: bool) -> None:
+        """A forward follows: every stage must have the values that it computes with.
+
+        Args:
+            graph: of it.
+            grad: it is differentiable.
+        """
+        self._remote.adopt_replaced()
+        self._borrowing.refresh(grad=grad)
+        self.written |= bool(graph.written)
+        if graph.writes_parameters:
+            self._remote.outdate(Kind.PARAMETER)
+
+    def gather(self, *, but: Collection[str] = ()) -> None:
+        """Bring the weights of the workers' stages into the module, where it has room for them.
+
+        Args:
+            but: names of those that stay.
+        """
+        tensors = self.owned_elsewhere()
+        wanted = tensors.keys() - but
+        self._fetch([n for n, tensor in tensors.items() if n in wanted and not is_deferred(tensor)])
+
+    def leave_inference(self) -> None:
+        """Make ordinary buffers of those that calls in inference mode have replaced.
+
+        `self.count += 1` leaves on one device the buffer that was there.
+        """
+        for part in self._module.modules():
+            _, buffers = tables(part)
+            for key, value in buffers.items():
+                if value is not None and value.is_inference():
+                    with torch.inference_mode(False):
+                        buffers[key] = value.clone()
+
+    @contextmanager
+    def whole(self, *, unread: bool = False, at_once: bool = False) -> Iterator[None]:
+        """Inside, the module holds the weights of all stages; those of workers in their files.
+
+        Args:
+            unread: those of workers stay there, and are fetched one by one if they are read.
+            at_once: what is made of them is written before the next step, so that they are unread
+                where files of workers cannot be read here, too.
+        """
+        values = None if unread else self._mapped()
+        if unread or (values is None and at_once):
+            values = self._unread()
+        if values is None:
+            with whole(self._module, self._fetch([*self.owned_elsewhere()])):
+                yield
+            return
+        with whole(self._module, values), self._remote.showing(values):
+            yield
+
+    @signals_deferred
+    def _unread(self) -> dict[str, Tensor]:
+        """What workers own, where it is."""
+        if not self._ownership.any_network:
+            return {}
+        self._remote.adopt_replaced()
+        self._remote.flush()
+        with as_they_are():
+            owned = self.owned_elsewhere()
+            dense = {n: t for n, t in owned.items() if t.layout is torch.strided}
+            specs = {name: TensorSpec.of(tensor, gradient=False) for name, tensor in dense.items()}
+        unread = {name: self._unread_one(name, spec) for name, spec in specs.items()}
+        # (tensors of another layout are sent: nothing reads a part of them)
+        return unread | self._ownership.give(Kind.PARAMETER, [n for n in owned if n not in specs])
+
+    def _unread_one(self, name: str, spec: TensorSpec) -> Tensor:
+        owned = Owned(self._ownership.rank_of(name), name)
+        before = self._remote.state(Kind.PARAMETER)
+
+        def read() -> Tensor:
+            refuse_later(name, self._remote.state(Kind.PARAMETER) == before)
+            return self._ownership.give(Kind.PARAMETER, [name])[name]
+
+        return unread_there(spec, owned, read)
+
+    @signals_deferred
+    def _mapped(self) -> dict[str, Tensor] | None:
+        """What workers own, as it is in their files; ``None``: it cannot be read here."""
+        if not self._ownership.any_network:
+            return {}
+        self._remote.adopt_replaced()
+        found, elsewhere = self._files.tensors(), self.owned_elsewhere()
+        if found is None:
+            return None
+        named = (pair for file in found[1] for pair in file["weights"].items())
+        return {name: value for name, value in named if name in elsewhere}
+
+    def owned_elsewhere(self) -> dict[str, Tensor]:
+        """What workers own, without layers that the user has removed or replaced since."""
+        tensors = tensors_of(self._module)
+        return {
+            name: tensors[name]
+            for name in self._ownership.network_of
+            if name in tensors and self._parameters.get(name, tensors[name]) is tensors[name]
+        }
+
+    @signals_deferred
+    def _fetch(self, names: list[str]) -> dict[str, Tensor]:
+        """Weights of workers, written into the module where it has room for them."""
+        if not self._ownership.any_network:
+            return {}
+        self._remote.adopt_replaced()
+        self._remote.flush()
+        values = self._ownership.give(Kind.PARAMETER, names)
+        write_tensors(self._module, values.items())
+        self._remote.adopt_fetched()
+        return values
+
+    @signals_deferred
+    def scatter(self) -> None:
+        """Give the workers the weights of their stages as they stand in the module."""
+        tensors = self.owned_elsewhere()
+        workers = self._commands.workers
+        for worker in workers.ranks if self._ownership.any_network else ():
+            owned = [name for name in self._ownership.tensors_of(worker) if name in tensors]
+            with as_they_are():
+                workers.send(worker, TakeWeights(to_send(tensors, owned).items()))
+            leave_to_worker(tensors, owned, self._coordinates, worker)
+        self._remote.adopt_fetched()
+
+    def everyones(self) -> dict[str, Tensor]:
+        """What all ranks are to have after a run."""
+        return {
+            name: tensor
+            for name, tensor in tensors_of(self._module).items()
+            if name in self._shared and not is_of_one_rank(tensor)
+        }
+
+    def hand_out(self, *, but: Collection[str] = ()) -> None:
+        """Give every worker the weights of all stages.
+
+        Args:
+            but: names of those that stay.
+        """
+        everyones = [(name, t) for name, t in self.everyones().items() if name not in but]
+        for worker in self._commands.workers.ranks:
+            with as_they_are():
+                self._commands.workers.send(worker, TakeWeights(everyones))
+
+    @signals_deferred
+    def broadcast_buffers(self, *, state: bool = False) -> None:
+        """Give every replica the buffers of replica 0 (collective over the drivers).
+
+        Args:
+            state: only those that training steps read.
+        """
+        self._commands.tell(SynchronizeBuffers(state))
+        for replica_group in self._replicated.networks:
+            replica_group.broadcast_buffers(state=state)
+        if self._replicated.here or not self._commands.workers.ranks:
+            self._replicated.rest.broadcast_buffers(state=state)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Of the numbers of a tensor; of one that is not dense, how often it was written to."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return version(tensor)
+    numbers = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return crc32(numbers.view(torch.uint8).cpu().numpy().data) if tensor.numel() else 0
+
+
+def present_bytes(module: nn.Module, device: torch.device) -> int:
+    """What parameters and buffers took on a device when it was asked for its free memory.
+
+    Args:
+        module: that is to be cut.
+        device: of this rank. A GPU is asked before weights come to it.
+    """
+    if device.type != "cpu":
+        return 0
+    with as_they_are():
+        tensors = (*module.parameters(), *module.buffers())
+        return sum(t.nbytes for t in tensors if t.device == device and not is_deferred(t))

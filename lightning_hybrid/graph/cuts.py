@@ -1,0 +1,170 @@
+"""Where a captured network may be cut, and what crosses each cut."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from lightning_hybrid._torch.graphs import is_enter_autocast
+from lightning_hybrid.graph.graph import Layer, NetworkGraph
+from lightning_hybrid.graph.source_places import place_of
+
+
+class Cuts:
+    """Cuts of a graph by position: position p lies before layer number p.
+
+    Args:
+        graph: the captured network.
+    """
+
+    def __init__(self, graph: NetworkGraph) -> None:
+        self.graph = graph
+        count = len(graph.layers)
+        self._made: dict[fx.Node, int] = dict.fromkeys(graph.inputs, -1)
+        self._last_use: dict[fx.Node, int] = {}
+        self.reads: list[set[fx.Node]] = []
+        """per layer: the tensors that it takes"""
+        spans: dict[str, tuple[int, int]] = {}
+        for index, layer in enumerate(graph.layers):
+            taken = set().union(*(graph.behind(node) for node in (layer.node, *layer.parts)))
+            self.reads.append({n for n in taken if n in self._made and not is_enter_autocast(n)})
+            self._last_use.update(dict.fromkeys(self.reads[-1], index))
+            self._made.update(dict.fromkeys((layer.node, *layer.parts), index))
+            for name in layer.parameters | layer.buffers:
+                spans[name] = spans.get(name, (index, index))[0], index
+        returned = [*graph.tensor_outputs, *graph.scalar_outputs]
+        for node in returned:
+            for one in {node} if node in graph.info else graph.behind(node):
+                if one in self._made:
+                    self._last_use[one] = count
+        written = graph.written
+        # what only is read may be used on both sides of a cut
+        self._spans = {name: span for name, span in spans.items() if name in written}
+        self._order = {node: number for number, node in enumerate(graph.graph.nodes)}
+        self._memory = self._lives_of_memory(count)
+        self._looks_back = max(
+            (i for i, layer in enumerate(graph.layers) if _differentiates(layer.node)), default=-1
+        )
+        self._unknown = next(
+            (i for i, layer in enumerate(graph.layers) if layer.effects.unknown is not None), count
+        )
+
+        self._made_weights = [
+            (self._made[node], self._last_use[node])
+            for node in graph.made_of_weights
+            if node in self._made and node in self._last_use
+        ]
+
+    def _lives_of_memory(self, count: int) -> list[tuple[int, int, str]]:
+        """From the first layer that makes it to the last that writes to it, for each memory.
+
+        Results on two ranks are copies of each other: what one rank writes the other would not see.
+        The same for outputs that share memory, which the user may write to.
+        """
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for leaf in self.graph.leaves:
+            if leaf.node in self.graph.memory:
+                first.setdefault(self.graph.memory[leaf.node], -1)
+        for index, layer in enumerate(self.graph.layers):
+            for number in layer.effects.results:
+                first.setdefault(number, index)
+            for number in layer.effects.writes:
+                last[number] = index
+        lives = [
+            (first[number], index, _called(self.graph.layers[index]) + " changes it in place")
+            for number, index in last.items()
+            if number in first
+        ]
+        sharing: dict[int, list[fx.Node]] = {}
+        for node in self.graph.tensor_outputs:
+            if node in self.graph.memory and self._made.get(node, -1) >= 0:
+                sharing.setdefault(self.graph.memory[node], []).append(node)
+        for number, nodes in sharing.items():
+            if len(nodes) > 1:
+                names = " and ".join(_shown(node) for node in nodes[:2])
+                lives.append((first[number], count, f"outputs {names} share its memory"))
+        return lives
+
+    def crossing(self, position: int) -> list[fx.Node]:
+        """The tensors made before the position and used after it, in the order of the graph."""
+        nodes = [
+            node for node, last in self._last_use.items() if self._made[node] < position <= last
+        ]
+        return sorted(nodes, key=self._order.__getitem__)
+
+    def parts_weights(self, position: int) -> bool:
+        """Whether a value that is made of weights alone would cross a cut."""
+        return any(made < position <= last for made, last in self._made_weights)
+
+    def bytes(self, position: int) -> int:
+        """Size of all that crosses, at the captured batch size."""
+        graph = self.graph
+        last = position == len(graph.layers)
+        nodes = graph.tensor_outputs if last else self.crossing(position)
+        return sum(graph.info[node].bytes for node in nodes if node in graph.info)
+
+    def refusal(self, position: int) -> str | None:
+        """Why the network may not be cut here; None: it may."""
+        layers = self.graph.layers
+        if position == 0:  # a stage without layers
+            return self._does_not_travel(position)
+        before = layers[position - 1]
+        if position > self._unknown:
+            layer = layers[self._unknown]
+            return f"what {_called(layer)} does {layer.effects.unknown}"
+        if position <= self._looks_back:
+            return f"{_called(layers[self._looks_back])} differentiates what comes before it"
+        if not before.effects.ambient:
+            return (
+                f"it lies between {_called(before)} and the place where a transformation of "
+                "functions (torch.vmap, torch.func), derivatives in forward mode or inference mode "
+                "end"
+            )
+        return self._does_not_travel(position) or self._changes_later(position)
+
+    def _does_not_travel(self, position: int) -> str | None:
+        crossing = self.crossing(position)
+        if not crossing and 0 < position < len(self.graph.layers):
+            return "no tensor crosses"
+        # shapes are told to the other rank once, and numbers travel as tensors
+        numbers = {leaf.node for leaf in self.graph.leaves if leaf.number}
+        for node in crossing:
+            info = self.graph.info.get(node)
+            if info is None and node not in numbers:
+                return f"{_shown(node)}, which crosses, is no tensor"
+            if info is not None and not info.is_strided:
+                return f"{_shown(node)}, which crosses, is not dense"
+            if info is not None and not info.free:
+                return f"the shape of {_shown(node)}, which crosses, depends on values"
+        return None
+
+    def _changes_later(self, position: int) -> str | None:
+        layers = self.graph.layers
+        for name, (first, last) in self._spans.items():
+            if first < position <= last:
+                one, other = _called(layers[first]), _called(layers[last])
+                return f"{name!r} changes, and is used by {one} before the cut and {other} after it"
+        for first, last, why in self._memory:
+            if first < position <= last:
+                return f"memory made before the cut is used after it, and {why}"
+        return None
+
+
+def _differentiates(node: fx.Node) -> bool:
+    return node.target is torch.autograd.grad or (
+        node.op == "call_method" and node.target == "backward"
+    )
+
+
+def _called(layer: Layer) -> str:
+    return _at(repr(f"{layer.module}.{layer.name}".removeprefix(".")), layer.node)
+
+
+def _shown(node: fx.Node) -> str:
+    return _at(repr(node.name), node)
+
+
+def _at(name: str, node: fx.Node) -> str:
+    place = place_of(node)
+    return name if place is None else f"{name} ({place})"

@@ -1,0 +1,222 @@
+"""Dropout whose masks are drawn for the whole batch, in the order and layout of one device.
+
+Each dropout of a captured graph becomes two operations: one that draws its mask, of sizes alone,
+and one that applies it. What is made of sizes alone is a part of the prologue
+(:mod:`lightning_hybrid.graph.three_parts`): the driver draws it for all samples, and each
+micro-batch gets the rows of its own, one byte for each element that may be dropped.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from lightning_hybrid._torch.graphs import copy_source, is_region
+from lightning_hybrid._torch.symbols import expression, is_symbolic, value_with
+from lightning_hybrid._torch.tensors import is_fake
+
+MASKS = "masks"
+"""In a node's ``meta``: what the mask that it draws is for."""
+
+_ARGUMENTS = ("input", "p", "training", "inplace")
+_BATCHED: dict[Any, int] = {F.dropout: 0, F.dropout1d: 3, F.dropout2d: 3, F.dropout3d: 5}
+"""Per dropout, from how many dimensions on the first one is that of samples; 0: of elements."""
+
+
+def with_masks(module: fx.GraphModule) -> fx.GraphModule:
+    """A captured graph with the masks of its dropout as operations of their own.
+
+    Dropout whose rate or sizes are not known beforehand stays what it is.
+
+    Args:
+        module: from TorchDynamo, with an example value for each node; it is not changed.
+    """
+    copied = _copy(module)
+    _Drawing(copied).draw()
+    copied.recompile()
+    return copied
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(module.graph, copies))
+    for original, copy in copies.items():
+        copy_source(original, copy)
+    return fx.GraphModule(module, graph)
+
+
+class _Unknown(Exception):
+    """A size that is not made of those of inputs in a way that is known here."""
+
+
+class _Drawing:
+    """Draws the masks of one graph, which is changed in place."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module, self._graph = module, module.graph
+        self._numbers: dict[Any, fx.Node] = {}
+        self._sizes: dict[Any, tuple[fx.Node, int]] = {}
+        inputs = [n for n in self._graph.nodes if n.op == "placeholder"]
+        for node in inputs:
+            example = node.meta.get("example_value")
+            for dim, size in enumerate(example.shape if isinstance(example, Tensor) else ()):
+                if is_symbolic(size):
+                    self._sizes.setdefault(expression(size, {}), (node, dim))
+        self._first = inputs[-1].next if inputs else next(iter(self._graph.nodes))
+
+    def draw(self) -> None:
+        for node in list(self._graph.nodes):
+            if is_region(node):
+                self._draw_for(node)
+            elif (mask := self._mask(node, node)) is not None:
+                mask.meta[MASKS] = node.all_input_nodes[0]
+                _apply(node, mask)
+
+    def _draw_for(self, region: fx.Node) -> None:
+        """Those of a checkpointed region come first, as what it takes."""
+        name = str(region.args[0].target)  # type: ignore[union-attr]
+        body = _copy(getattr(self._module, name))
+        last = [node for node in body.graph.nodes if node.op == "placeholder"][-1]
+        for node in list(body.graph.nodes):
+            if (mask := self._mask(node, region)) is not None:
+                with body.graph.inserting_after(last):
+                    last = body.graph.placeholder(mask.name)
+                last.meta = {"example_value": mask.meta["example_value"]}
+                _apply(node, last)
+                region.args = (*region.args, mask)
+        body.recompile()
+        setattr(self._module, name, body)
+
+    def _mask(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
+        """A new node, before another one, that draws the mask of a node; ``None``: it has none."""
+        given = _given(node)
+        if node.target not in _BATCHED or given.get("training", True) is not True:
+            return None
+        rate, source = given.get("p", 0.5), given["input"]
+        example: Any = source.meta.get("example_value") if isinstance(source, fx.Node) else None
+        if not is_fake(example) or type(rate) not in (int, float) or not 0 < rate < 1:
+            return None
+        like = torch.empty_like(example)  # as torch makes the noise: dense, in the same order
+        batched, shape, order = _BATCHED[node.target], [*like.shape], _order(like)
+        if batched:  # one for each channel
+            shape = shape[:2] if like.dim() >= batched else [1, shape[0]]
+            order = (0, 1)
+        try:
+            sizes = tuple(map(self._size, shape))
+        except _Unknown:
+            return None
+        rest = order, rate, like.dtype, like.device
+        with self._graph.inserting_before(before):
+            mask = self._graph.create_node(
+                "call_function", drawn, (bool(batched), sizes, *rest), name=f"{node.name}_mask"
+            )
+        with example.fake_mode:
+            mask.meta = {**node.meta, "example_value": drawn(bool(batched), shape, *rest)}
+        return mask
+
+    def _size(self, size: Any) -> Any:
+        return self._number(expression(size, {})) if is_symbolic(size) else size
+
+    def _number(self, size: Any) -> Any:
+        """A number in the graph, of an expression over the sizes of inputs."""
+        if size.is_Integer:
+            return int(size)
+        if size not in self._numbers:
+            if size in self._sizes:
+                node, dim = self._sizes[size]
+                number = self._called("call_method", "size", (node, dim))
+            elif (name := type(size).__name__) in _ARITHMETIC:
+                numbers = map(self._number, size.args)
+                number = reduce(
+                    lambda a, b: self._called("call_function", _ARITHMETIC[name], (a, b)), numbers
+                )
+            else:
+                raise _Unknown
+            self._numbers[size] = number
+        return self._numbers[size]
+
+    def _called(self, kind: str, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        with self._graph.inserting_before(self._first):
+            number = self._graph.create_node(kind, target, args)
+        one, other = (a.meta["example_value"] if isinstance(a, fx.Node) else a for a in args)
+        number.meta["example_value"] = (
+            one.shape[other] if kind == "call_method" else target(one, other)
+        )
+        return number
+
+
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "FloorDiv": operator.floordiv,
+}
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the outermost to the innermost in memory."""
+    steps = [value_with(step, {}, hint=True) for step in tensor.stride()]
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-steps[dim], dim)))
+
+
+def _given(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a dropout by their names."""
+    return dict(zip(_ARGUMENTS, node.args)) | dict(node.kwargs)
+
+
+def _apply(node: fx.Node, mask: fx.Node) -> None:
+    """Let a node apply a mask, and draw none."""
+    given = _given(node)
+    batched = _BATCHED[node.target]
+    lead = 0 if not batched else 1 + (given["input"].meta["example_value"].dim() >= batched)
+    inplace = bool(given.get("inplace", False))
+    node.args = given["input"], mask, given.get("p", 0.5), inplace, lead
+    node.kwargs, node.target = {}, applied
+
+
+# ---------------------------------------------------------------- what runs
+
+
+def drawn(
+    channels: bool,
+    shape: Sequence[int],
+    order: Sequence[int],
+    rate: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The mask of a dropout, as torch draws it: true where something is kept.
+
+    Args:
+        channels: whether the dimensions are samples and channels, each of which is kept or dropped.
+        shape: of the mask.
+        order: its dimensions from the outermost to the innermost in memory.
+        rate: the probability that something is dropped.
+        dtype: of what is dropped; torch's numbers depend on it.
+        device: likewise.
+    """
+    ones = torch.ones([shape[dim] for dim in order], dtype=dtype, device=device)
+    ones = ones.permute(sorted(range(len(order)), key=order.__getitem__))
+    kept = torch.feature_dropout(ones, rate, True) if channels else F.dropout(ones, rate)
+    return kept != 0
+
+
+def applied(tensor: Tensor, mask: Tensor, rate: float, inplace: bool, channels: int) -> Tensor:
+    """What a dropout returns, as torch computes it.
+
+    Args:
+        tensor: that something is dropped of.
+        mask: from `drawn`.
+        rate: as there.
+        inplace: change the tensor.
+        channels: of how many of the first dimensions the mask is; 0: of all.
+    """
+    if channels:
+        mask = mask.reshape(*mask.shape[2 - channels :], *[1] * (tensor.dim() - channels))
+    noise = mask.to(tensor.dtype).div_(1 - rate)
+    return tensor.mul_(noise) if inplace else tensor * noise

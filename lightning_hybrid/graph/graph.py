@@ -1,0 +1,402 @@
+"""A captured network: its layers, what it reads and writes, and what of it depends on the batch.
+
+TorchDynamo hands over an fx graph of torch operations (:mod:`lightning_hybrid.capture.capture`).
+Its placeholders are parameters, buffers, other tensors and sizes; parameters are arguments like any
+other, so what a placeholder is follows from the objects of a call.
+
+Three kinds of nodes are told apart:
+
+* *layers*: operations on tensors, and those that switch a mode. They run once, in order.
+* *scalars*: arithmetic on sizes and on numbers that were read from tensors. They are recomputed in
+  each stage that needs them.
+* *numbers*: scalars that follow from the sizes of the inputs alone. The driver knows them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from lightning_hybrid._torch.graphs import higher_order_name, is_region
+from lightning_hybrid._torch.symbols import guards_hold, is_symbolic, symbols_in, value_with
+from lightning_hybrid.graph.annotate import Effects
+from lightning_hybrid.graph.reached import reached
+from lightning_hybrid.graph.rows import Rows, slices
+from lightning_hybrid.graph.source_places import input_name
+
+Sizes = Mapping[Any, int]
+"""The values of size symbols."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor in the graph before it is computed.
+
+    Attributes:
+        shape: at the captured sizes; empty if it is sparse or nested.
+        dtype: its type.
+        free: its shape follows from the sizes of the inputs (and not from values).
+        is_strided: it is neither sparse nor nested.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    free: bool
+    is_strided: bool = True
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One operation of the captured network.
+
+    Attributes:
+        name: of its node.
+        node: the operation in the captured graph.
+        parts: nodes that take tensors out of what the operation has returned.
+        module: dotted name of the module whose code calls it; empty: the network's own code, or
+            nobody's.
+        is_module: whether that module has no parts: the operation is (a part of) what it computes.
+        parameters: names of the parameters that it is given.
+        buffers: names of the buffers that it is given.
+        written: names of the parameters and buffers that it changes in place.
+        effects: which memory it writes and shares, whether it is random; see `Effects`.
+    """
+
+    name: str
+    node: fx.Node
+    parts: tuple[fx.Node, ...]
+    module: str
+    is_module: bool
+    parameters: frozenset[str]
+    buffers: frozenset[str]
+    written: frozenset[str]
+    effects: Effects
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that a call brings: an argument, or what the network's Python holds elsewhere.
+
+    Attributes:
+        node: its placeholder in the graph.
+        rows: where the batch's samples are in it, along which it is split; ``None``: nowhere.
+        number: whether it is a Python number that changes between calls, and travels as a tensor.
+        made: whether the driver makes it of the call's inputs, for all samples, before the call.
+    """
+
+    node: fx.Node
+    rows: Rows | None
+    number: bool = False
+    made: bool = False
+
+    @property
+    def name(self) -> str:
+        """How the network's code can write it: an argument, or ``self.mask``."""
+        return input_name(self.node)
+
+
+@dataclass(eq=False)
+class NetworkGraph:
+    """A captured network. Made by :func:`lightning_hybrid.graph.graph_from_dynamo.describe`.
+
+    Attributes:
+        network: the module.
+        graph: from TorchDynamo.
+        layers: its operations in order.
+        tensors: per placeholder of a parameter or buffer of the network, its dotted name.
+        leaves: what a call brings, in the order that stage 0 takes it.
+        numbers: scalar nodes whose values follow from sizes; the driver evaluates them.
+        outputs: what the graph returns, in order; a node, or a constant.
+        written_leaves: leaves that the network changes in place.
+        memory: of each placeholder; see `Effects`.
+        symbols: the sizes that are the batch's, of all inputs of one size; none: no size is free.
+        batch: the batch size of the first call.
+        attributes: constants and nested graphs that nodes name.
+        place: per placeholder, its position among the arguments of the graph.
+        info: shape and dtype of every node that is a tensor.
+        fingerprint: hash of all nodes with their arguments and shapes, 16 hexadecimal digits.
+        guards: what was assumed of the sizes; see `guards_allow`. ``None``: no size is free.
+        shared: parameters and buffers of the network that all ranks have.
+        differentiable: whether gradients were switched on when it was captured.
+        meets: why its batches cannot be split; ``None``: samples do not meet.
+        split_by: that it is known by proof that its samples do not meet, and what the driver
+            computes of it for all samples; in a few words.
+        tried: what was only tried, beside the proof: operations that may do anything, with their
+            modules.
+        divided: whether it is a part of what was captured, and the driver computes the rest.
+        rows: per tensor output, where the samples are in it; ``None``: it is the same in all
+            micro-batches.
+    """
+
+    network: nn.Module
+    graph: fx.Graph
+    layers: tuple[Layer, ...]
+    tensors: dict[fx.Node, str]
+    leaves: tuple[Leaf, ...]
+    numbers: tuple[fx.Node, ...]
+    outputs: tuple[Any, ...]
+    written_leaves: tuple[Leaf, ...]
+    memory: dict[fx.Node, int]
+    symbols: tuple[Any, ...]
+    batch: int | None
+    attributes: dict[str, Any]
+    place: dict[fx.Node, int]
+    info: dict[fx.Node, TensorInfo]
+    fingerprint: str
+    guards: Any = field(repr=False)
+    shared: frozenset[str]
+    differentiable: bool = True
+    meets: str | None = "it was not followed whether its samples meet"
+    split_by: str = ""
+    tried: tuple[str, ...] = ()
+    divided: bool = False
+    rows: dict[fx.Node, Rows | None] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The placeholders of what a call brings."""
+        return tuple(leaf.node for leaf in self.leaves)
+
+    @cached_property
+    def tensor_outputs(self) -> tuple[fx.Node, ...]:
+        """What the last stage returns as tensors: outputs, and leaves that were written to."""
+        wanted = [n for n in self.outputs if isinstance(n, fx.Node) and n in self.info]
+        return tuple(dict.fromkeys([*wanted, *(leaf.node for leaf in self.written_leaves)]))
+
+    @cached_property
+    def sharing_outputs(self) -> frozenset[fx.Node]:
+        """Tensor outputs that show the memory of another one, or of what the call was given."""
+        made = [n for n in self.tensor_outputs if n in self.memory and n not in self.place]
+        counts = Counter(self.memory[n] for n in (*made, *self.place) if n in self.memory)
+        return frozenset(node for node in made if counts[self.memory[node]] > 1)
+
+    @cached_property
+    def scalar_outputs(self) -> tuple[fx.Node, ...]:
+        """Outputs that are numbers read from tensors."""
+        known = {*self.info, *self.numbers}
+        return tuple(
+            dict.fromkeys(n for n in self.outputs if isinstance(n, fx.Node) and n not in known)
+        )
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """Parameters and buffers that a call changes."""
+        return frozenset[str]().union(*(layer.written for layer in self.layers))
+
+    @cached_property
+    def uses_rng(self) -> bool:
+        """Whether a call draws random numbers."""
+        return any(layer.effects.random for layer in self.layers)
+
+    @cached_property
+    def writes_parameters(self) -> bool:
+        """Whether a call changes a parameter (a codebook, an average of weights)."""
+        return not self.written.isdisjoint(name for name, _ in self.network.named_parameters())
+
+    @cached_property
+    def is_checkpointed(self) -> bool:
+        """Whether activations of a part are not kept, but computed again."""
+        return any(map(is_region, self.graph.nodes))
+
+    @cached_property
+    def used(self) -> frozenset[str]:
+        """Parameters and buffers that a layer uses."""
+        empty = frozenset[str]()
+        return empty.union(*(layer.parameters | layer.buffers for layer in self.layers))
+
+    @cached_property
+    def made_of_weights(self) -> frozenset[fx.Node]:
+        """Parameters, and results of operations on nothing else."""
+        parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
+        found = {node for node, name in self.tensors.items() if name in parameters}
+        for node in self.graph.nodes:
+            taken = node.all_input_nodes
+            if node in self.info and taken and found.issuperset(taken):
+                found.add(node)
+        return frozenset(found)
+
+    def behind(self, node: fx.Node) -> set[fx.Node]:
+        """The tensors, numbers and other layers' results that a node takes, through scalars."""
+        return reached(
+            node.all_input_nodes, lambda n: n.all_input_nodes if self.is_scalar(n) else ()
+        )
+
+    def place_of(self, node: fx.Node) -> str:
+        """The name of a node and of the module that calls it, for messages."""
+        layer = next((y for y in self.layers if node is y.node or node in y.parts), None)
+        module = f" (of module {layer.module!r})" if layer is not None and layer.module else ""
+        return f"{node.name!r}{module}"
+
+    def is_scalar(self, node: fx.Node) -> bool:
+        """Whether a node is recomputed where it is needed."""
+        return bool(node.meta.get("scalar") and not node.meta.get("number"))
+
+    # ------------------------------------------------------------------ a call
+
+    def bind(self, values: Sequence[Any]) -> list[Tensor]:
+        """What a call brings, as tensors, from the arguments of the graph."""
+        found: list[Tensor] = []
+        for leaf in self.leaves:
+            value = values[self.place[leaf.node]]
+            found.append(torch.tensor(value) if leaf.number else value)
+        return found
+
+    def batch_of(self, leaves: Sequence[Tensor]) -> int | None:
+        """The batch size of a call, from the tensors of `bind`; ``None``: it has none.
+
+        (Or inputs that had one size in the first call are of several now.)
+        """
+        # (a set: inputs of one call may disagree)
+        found = {leaves[number].shape[dim] for number, dim in self._where_batch_is}
+        return found.pop() if len(found) == 1 else None
+
+    @cached_property
+    def _where_batch_is(self) -> list[tuple[int, int]]:
+        """The leaves and dimensions whose size is that of the batch."""
+        found = []
+        for number, leaf in enumerate(self.leaves):
+            if leaf.rows is not None:
+                size = leaf.node.meta["example_value"].shape[leaf.rows.dim]
+                if is_symbol(size) and symbols_in(size)[0] in self.symbols:
+                    found.append((number, leaf.rows.dim))
+        return found
+
+    def sizes(self, leaves: Sequence[Tensor]) -> dict[Any, int]:
+        """The values of the size symbols in a call or a micro-batch."""
+        return {
+            symbol: leaves[number].shape[dimension]
+            for symbol, (number, dimension) in self._where_sizes_are.items()
+        }
+
+    @cached_property
+    def _where_sizes_are(self) -> dict[Any, tuple[int, int]]:
+        """Per size symbol the first leaf and dimension that it is the size of."""
+        found: dict[Any, tuple[int, int]] = {}
+        for number, leaf in enumerate(self.leaves):
+            example = leaf.node.meta.get("example_value")
+            if isinstance(example, Tensor):
+                for dimension, size in enumerate(example.shape):
+                    if is_symbol(size):
+                        found.setdefault(symbols_in(size)[0], (number, dimension))
+        return found
+
+    def values_of_numbers(self, sizes: Sizes) -> tuple[Any, ...]:
+        """What the numbers are for these sizes."""
+        return tuple(value_with(node.meta["example_value"], sizes) for node in self.numbers)
+
+    def split(self, leaves: Sequence[Tensor], microbatches: int) -> list[list[Tensor]]:
+        """Cut the tensors of `bind` along the batch, like `torch.Tensor.chunk`.
+
+        As with ``chunk`` there may be fewer parts than asked for.
+        """
+        batch = self.batch_of(leaves)
+        if batch is None or microbatches == 1:
+            return [list(leaves)]
+        most = -(-batch // microbatches)  # rounded up, as `chunk` does
+        sizes = [min(most, batch - start) for start in range(0, batch, most)]
+        columns = [
+            [tensor] * len(sizes) if leaf.rows is None else _parts(tensor, leaf.rows, sizes)
+            for tensor, leaf in zip(leaves, self.leaves)
+        ]
+        return list(map(list, zip(*columns)))
+
+    def returned(self, outputs: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
+        """What the graph returns, from what its last stage does and the values of `numbers`."""
+        found = dict(zip((*self.tensor_outputs, *self.scalar_outputs), outputs, strict=True))
+        found |= zip(self.numbers, numbers, strict=True)
+        return [found[n] if isinstance(n, fx.Node) else n for n in self.outputs]
+
+    def guards_allow(self, sizes: Sizes) -> bool:
+        """Whether the network's Python takes the same way for other sizes."""
+        return guards_hold(self.guards, sizes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network was captured; beside tensors on a GPU some may be on the CPU."""
+        examples = (node.meta.get("example_value") for node in self.place)
+        devices = (e.device for e in examples if isinstance(e, Tensor))
+        return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+    @cached_property
+    def uncuttable(self) -> str | None:
+        """An operation that runs the user's Python later, and so belongs on the driver."""
+        for node in self.graph.nodes:
+            name = higher_order_name(node.target)
+            if name is not None and name not in _TRAVELLING:
+                return f"{name} (in {node.name!r})"
+        return None
+
+    @cached_property
+    def needs_two_samples(self) -> fx.Node | None:
+        """An operation that a single sample cannot go through, or not as several do.
+
+        It drops all dimensions of size 1, that of the batch too; or it is batch normalisation in
+        training of one value per channel and sample.
+        """
+        for node in self.graph.nodes:
+            name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+            if name in ("squeeze", "squeeze_") and len(node.args) == 1 and not node.kwargs:
+                return cast(fx.Node, node)
+            if node.target is F.batch_norm and _normalises_one_value(node):
+                return cast(fx.Node, node)
+        return None
+
+    @property
+    def symbol(self) -> Any:
+        """The size that is the batch's; ``None``: no size is free."""
+        return self.symbols[0] if self.symbols else None
+
+    @property
+    def is_static(self) -> bool:
+        """Whether no size of the batch is free: captured with one sample, or for one size only."""
+        return not self.symbols
+
+
+def _parts(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
+    """The micro-batches' parts of a tensor; each requires a gradient if the tensor does.
+
+    Without gradients being recorded, a view requires one if the tensor behind it does, which need
+    not be so where ``tensor`` is a view itself.
+    """
+    parts = slices(tensor, rows, sizes)
+    if all(part.requires_grad == tensor.requires_grad for part in parts):
+        return parts
+    return [part.detach().requires_grad_(tensor.requires_grad) for part in parts]
+
+
+def is_symbol(size: Any) -> bool:
+    """Whether a size is one symbol, and not an expression of some."""
+    if not is_symbolic(size):
+        return False
+    symbols = symbols_in(size)
+    # an expression of one symbol gives another number for some large prime
+    return len(symbols) == 1 and value_with(size, {symbols[0]: 7919}) == 7919
+
+
+_TRAVELLING = {
+    *("tag_activation_checkpoint", "wrap_activation_checkpoint", "autograd_function_apply"),
+    *("wrap", "wrap_with_set_grad_enabled", "wrap_with_autocast", "invoke_subgraph", "out_dtype"),
+    *("cond", "map", "map_impl", "scan", "associative_scan", "while_loop", "flex_attention"),
+}
+"""Operations on graphs that mean the same on another rank."""
+
+
+def _normalises_one_value(node: fx.Node) -> bool:
+    training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
+    example = cast(fx.Node, node.args[0]).meta["example_value"]
+    one = all(isinstance(size, int) and size == 1 for size in example.shape[2:])
+    return bool(training) and one and is_symbol(example.shape[0])

@@ -1,0 +1,333 @@
+"""From TorchDynamo's graph to a :class:`~lightning_hybrid.graph.graph.NetworkGraph`."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import itertools
+import math
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_hybrid._torch.symbols import guards_of, is_symbolic, symbols_in, value_with
+from lightning_hybrid.graph.annotate import Annotations, annotate
+from lightning_hybrid.graph.graph import Layer, Leaf, NetworkGraph, TensorInfo, is_symbol
+from lightning_hybrid.graph.rows import Rows
+from lightning_hybrid.graph.stage_code import held_by, stable
+
+
+def describe(
+    module: fx.GraphModule,
+    network: nn.Module,
+    names: Sequence[str | None],
+    given: Sequence[int],
+    values: Sequence[Any],
+    shared: frozenset[str],
+    batch_dim: int = 0,
+) -> NetworkGraph:
+    """Describe what TorchDynamo has captured.
+
+    Args:
+        module: from TorchDynamo, with an example value for each node.
+        network: the module that was captured.
+        names: per placeholder, the name of the parameter or buffer that it is in this call.
+        given: identities of the tensors among the arguments of the call, in order.
+        values: what the placeholders are in this call.
+        shared: names of the parameters and buffers that all ranks have.
+        batch_dim: of the first argument.
+    """
+    attributes = held_by(module)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    order = {identity: number for number, identity in enumerate(given)}
+    arguments = [
+        (order[id(value)], [*zip(node.meta["example_value"].shape, value.shape)])
+        for node, value in zip(placeholders, values)
+        if id(value) in order and isinstance(value, Tensor) and value.dim() and not value.is_nested
+    ]
+    arguments.sort(key=lambda argument: argument[0])
+    symbols, batch = _of_batch([sizes for _, sizes in arguments], batch_dim)
+    tensors = {n: name for n, name in zip(placeholders, names) if name is not None}
+    return _Describing(
+        module.graph, attributes, network, tensors, shared, symbols, batch
+    ).described()
+
+
+def _of_batch(
+    arguments: Sequence[Sequence[tuple[Any, int]]], dim: int
+) -> tuple[tuple[Any, ...], int | None]:
+    """The symbols of the batch's size, and what it is.
+
+    It is that of one dimension of the first argument in which it is free, and of the same or an
+    earlier one of all others, if it is equal: TorchDynamo gives each a symbol of its own. (Whether
+    samples are there, and do not meet, is for others to find out.)
+
+    Args:
+        arguments: per argument its sizes in the graph, and what they are.
+        dim: the dimension.
+    """
+    free = [sizes[dim] for sizes in arguments if len(sizes) > dim and is_symbol(sizes[dim][0])]
+    same = []
+    for sizes in arguments if free else ():
+        equal = [s for s, value in sizes[dim::-1] if is_symbol(s) and value == free[0][1]]
+        same += equal[:1]
+    if free:
+        same.sort(key=lambda size: size is not free[0][0])
+    symbols = tuple(dict.fromkeys(symbols_in(size)[0] for size in same))
+    return symbols, free[0][1] if free else None
+
+
+def describe_part(
+    whole: NetworkGraph, graph: fx.Graph, tensors: dict[fx.Node, str]
+) -> NetworkGraph:
+    """Describe a part of a captured network.
+
+    Args:
+        whole: what was captured.
+        graph: some of its operations, copied.
+        tensors: per placeholder of a parameter or buffer its name.
+    """
+    common = whole.network, tensors, whole.shared, whole.symbols, whole.batch
+    return _Describing(graph, whole.attributes, *common).described()
+
+
+@dataclass
+class _Describing:
+    """Builds one `NetworkGraph`, whose attributes of these names it has already.
+
+    Attributes:
+        graph, attributes, network, tensors, shared, symbols, batch: given.
+        info: found on the way.
+    """
+
+    graph: fx.Graph
+    attributes: dict[str, Any]
+    network: nn.Module
+    tensors: dict[fx.Node, str]
+    shared: frozenset[str]
+    symbols: tuple[Any, ...]
+    batch: int | None
+    info: dict[fx.Node, TensorInfo] = field(default_factory=dict)
+
+    def described(self) -> NetworkGraph:
+        examples = [n.meta.get("example_value") for n in self.placeholders if n not in self.tensors]
+        for node in self.graph.nodes:
+            self._look_at(node)
+        effects = annotate(self.graph, self.attributes)
+        layers = self._layers(effects)
+        leaves = self._leaves()
+        (output,) = self.graph.find_nodes(op="output")
+        outputs = output.args[0]
+        return NetworkGraph(
+            **{each.name: getattr(self, each.name) for each in fields(self)},
+            layers=layers,
+            leaves=leaves,
+            numbers=tuple(n for n in self.graph.nodes if n.meta.get("number")),
+            outputs=tuple(outputs) if isinstance(outputs, list | tuple) else (outputs,),
+            written_leaves=tuple(
+                leaf for leaf in leaves if effects.memory.get(leaf.node) in effects.written
+            ),
+            memory=effects.memory,
+            place={node: index for index, node in enumerate(self.placeholders)},
+            fingerprint=self._fingerprint(),
+            guards=guards_of(examples),
+            differentiable=torch.is_grad_enabled(),
+        )
+
+    @cached_property
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @cached_property
+    def _module_names(self) -> dict[str, str]:
+        """The names of all modules by their identities, as TorchDynamo notes them."""
+        return {str(id(part)): name for name, part in self.network.named_modules()}
+
+    @cached_property
+    def _childless(self) -> set[str]:
+        """The names of modules without parts; (parametrized weights are made by modules inside)."""
+        modules = self.network.named_modules()
+        return {
+            name for name, part in modules if {*dict(part.named_children())} <= {_MAKES_WEIGHTS}
+        }
+
+    @cached_property
+    def _size_symbols(self) -> set[Any]:
+        """The symbols that are a size of a tensor of the call, which tells their values."""
+        examples = (node.meta.get("example_value") for node in self.placeholders)
+        sizes = (size for e in examples if isinstance(e, Tensor) for size in e.shape)
+        return {symbol for size in sizes if is_symbol(size) for symbol in symbols_in(size)}
+
+    def _look_at(self, node: fx.Node) -> None:
+        example = node.meta.get("example_value")
+        if isinstance(example, Tensor):
+            self.info[node] = self._info(example)
+        elif node.op in ("call_function", "call_method") and _is_scalar(node, example):
+            node.meta["scalar"] = True
+            node.meta["number"] = self._is_number(example)
+            if isinstance(example, torch.Size):
+                node.meta["shape"] = all(map(self._is_number, example))
+        elif node.op == "placeholder":
+            node.meta["number"] = self._is_size(node)
+
+    def _info(self, example: Tensor) -> TensorInfo:
+        if example.layout is not torch.strided or example.is_nested:
+            return TensorInfo((), example.dtype, free=False, is_strided=False)
+        known = [value_with(size, {}, hint=True) for size in example.shape]
+        return TensorInfo(tuple(size or 0 for size in known), example.dtype, None not in known)
+
+    def _is_size(self, node: fx.Node) -> bool:
+        """A number among the placeholders that is the size of a tensor of the call."""
+        example = node.meta.get("example_value")
+        return is_symbolic(example) and set(symbols_in(example)) <= self._size_symbols
+
+    def _is_number(self, example: Any) -> bool:
+        if not is_symbolic(example):
+            return isinstance(example, int | float | bool)
+        known = set(symbols_in(example)) <= self._size_symbols
+        return known and value_with(example, {}, hint=True) is not None
+
+    def _layers(self, effects: Annotations) -> tuple[Layer, ...]:
+        parts: dict[fx.Node, list[fx.Node]] = {}
+        owner: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            if node.op not in ("call_function", "call_method") or node.meta.get("scalar"):
+                continue
+            source: Any = node.args[0] if node.target is operator.getitem else None
+            if isinstance(source, fx.Node) and source not in self.info and source in owner:
+                owner[node] = owner[source]
+                parts[owner[source]].append(node)
+            else:
+                owner[node] = node
+                parts[node] = []
+        parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
+        layers = [self._layer(n, tuple(taken), effects, parameters) for n, taken in parts.items()]
+        # No cut stands between a switch and the layer beside it. Those of autocast and no_grad
+        # go with the layer before, since each stage switches them for itself; others (vmap) with
+        # the layer after.
+        for index, layer in enumerate(layers):
+            if index and self._switches(layer) and layer.effects.ambient:
+                layers[index] = _beside(layer, layers[index - 1])
+        for index, layer in reversed(list(enumerate(layers[:-1]))):
+            if self._switches(layer) and not layer.effects.ambient:
+                layers[index] = _beside(layer, layers[index + 1])
+        return tuple(layers)
+
+    def _switches(self, layer: Layer) -> bool:
+        return layer.node not in self.info and not layer.node.all_input_nodes
+
+    def _layer(
+        self,
+        node: fx.Node,
+        parts: tuple[fx.Node, ...],
+        effects: Annotations,
+        parameters: set[str],
+    ) -> Layer:
+        module = self._module_of(node)
+        names = {self.tensors[n] for n in node.all_input_nodes if n in self.tensors}
+        written = {
+            name for n, name in self.tensors.items() if effects.memory[n] in effects.of[node].writes
+        }
+        return Layer(
+            node.name,
+            node,
+            parts,
+            module,
+            module in self._childless,
+            frozenset(names & parameters),
+            frozenset(names - parameters),
+            frozenset(written),
+            effects.of[node],
+        )
+
+    def _module_of(self, node: fx.Node) -> str:
+        for key in reversed(list(node.meta.get("nn_module_stack") or ())):
+            name: str | None = self._module_names.get(str(key).split("@")[0])
+            if name is not None:
+                return name.partition(f".{_MAKES_WEIGHTS}.")[0]
+        # a region that is checkpointed says it by its weights alone
+        used = [self.tensors[n].split(".")[:-1] for n in node.all_input_nodes if n in self.tensors]
+        common = itertools.takewhile(lambda column: len({*column}) == 1, zip(*used))
+        return ".".join(column[0] for column in common)
+
+    def _leaves(self) -> tuple[Leaf, ...]:
+        leaves = []
+        for node in self.placeholders:
+            if node in self.tensors or node.meta.get("number"):
+                continue
+            if node in self.info:
+                # what the arguments do not hold (a mask kept as an attribute) may be split as well:
+                # its size is the batch's only if the code has compared the two
+                leaves.append(Leaf(node, rows_of_input(node, self.symbols)))
+            else:
+                leaves.append(Leaf(node, None, number=True))
+                node.meta["scalar"] = False
+        return tuple(leaves)
+
+    def _fingerprint(self) -> str:
+        lines = []
+        for node in self.graph.nodes:
+            shape = self.info.get(node)
+            target = node.target if isinstance(node.target, str) else stable(node.target)
+            if node.op == "placeholder":
+                target = self.tensors.get(node, "")
+            lines.append(
+                f"{node.name} {node.op} {target} {stable(node.args)} "
+                f"{stable(dict(node.kwargs))} {shape}"
+            )
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+_MAKES_WEIGHTS = "parametrizations"
+
+
+def rows_of_input(node: fx.Node, symbols: Collection[Any]) -> Rows | None:
+    """Where the samples are in a tensor of a call: in the one dimension of their number.
+
+    Args:
+        node: a placeholder.
+        symbols: the sizes that are the number of samples.
+    """
+    example = node.meta["example_value"]
+    if not isinstance(example, Tensor) or example.layout is not torch.strided or example.is_nested:
+        return None
+    sizes = [(d, size) for d, size in enumerate(example.shape) if is_symbolic(size)]
+    dims = [(d, size) for d, size in sizes if not set(symbols).isdisjoint(symbols_in(size))]
+    return Rows(dims[0][0]) if len(dims) == 1 and is_symbol(dims[0][1]) else None
+
+
+def _beside(layer: Layer, other: Layer) -> Layer:
+    """A layer as one of the module that another one is of."""
+    return replace(layer, module=other.module, is_module=other.is_module)
+
+
+_ARITHMETIC = {
+    *(vars(operator)[name] for name in operator.__all__ if "item" not in name),
+    *(getattr(builtins, name) for name in ("min", "max", "int", "float", "bool", "abs", "round")),
+    builtins.len,
+    builtins.getattr,
+    torch.Size,
+    torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite,
+    torch.sym_sqrt,
+    *(function for function in vars(math).values() if callable(function)),
+}  # fmt: skip
+_LOOKS = {"size", "item", "dim", "numel", "stride", "__len__", "storage_offset"}
+
+
+def _is_scalar(node: fx.Node, example: Any) -> bool:
+    """Whether a call is arithmetic that can be done again wherever it is needed."""
+    if example is None or not isinstance(
+        example, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool | torch.Size
+    ):
+        return False
+    if node.op == "call_method":
+        return node.target in _LOOKS
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and bool(source.meta.get("scalar"))
+    return node.target in _ARITHMETIC

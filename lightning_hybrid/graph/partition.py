@@ -1,0 +1,266 @@
+"""Group the layers of a network into network partitions, the smallest units that move as a whole.
+
+One heavy layer (convolution, linear layer) with the light ones around it makes one partition:
+Akintoye et al. 2022, III-A.1. Where the light layers between two heavy ones are divided follows the
+network's own modules: the cut lies where the fewest modules are left open, and as late as possible
+(so convolution, norm and ReLU stay together).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.graph.cuts import Cuts
+from lightning_hybrid.graph.graph import Layer, NetworkGraph
+
+
+@dataclass(frozen=True)
+class NetworkPartition:
+    """Consecutive layers that are always on the same device.
+
+    Attributes:
+        name: dotted name of its first module.
+        start: number of its first layer in the graph.
+        stop: number after that of its last layer.
+        layers: names of its layers' nodes.
+        modules: per layer: dotted name of the module whose code calls it.
+        parameters: dotted names of its parameters.
+        flops: floating-point operations of one forward at the captured batch size: its load.
+        output_bytes: bytes of all that crosses a cut after it, at the captured batch size.
+        refused: places inside it where a cut was looked for and is not allowed: module name, and
+            why.
+    """
+
+    name: str
+    start: int
+    stop: int
+    layers: tuple[str, ...]
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    flops: int
+    output_bytes: int
+    refused: tuple[tuple[str, str], ...]
+
+
+def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
+    """The partitions of a captured network, in order; a cut before each but the first is allowed.
+
+    The load of a partition counts 2 FLOPs per multiplication and addition in convolutions and
+    matrix products (C_o C_i T H W K_T K_H K_W for a convolution: IV-C.1 of the paper), and one per
+    element that a light layer returns.
+    """
+    cuts = Cuts(graph)
+    heavy = _heavy_layers(graph, cuts)
+    # between two heavy layers there is one cut at most, so no partition is without a load
+    starts, refused = [0], {}
+    for before, after in pairwise(heavy):
+        place, reason = best_place(graph, cuts, before + 1, after)
+        if reason is None:
+            starts.append(place)
+        else:
+            refused[place] = reason
+    stops = [*starts[1:], len(graph.layers)]
+    names: set[str] = set()
+    parameters = {name: place for place, (name, _) in enumerate(graph.network.named_parameters())}
+    partitions = []
+    for start, stop in zip(starts, stops):
+        inside = {place: reason for place, reason in refused.items() if start < place < stop}
+        partitions.append(_partition(graph, cuts, start, stop, inside, names, parameters))
+    return tuple(partitions)
+
+
+def layer_flops(graph: NetworkGraph, layer: Layer) -> int:
+    """Load of one layer: counted operations, or one per element that it returns."""
+    values = [graph.info[n] for n in (layer.node, *layer.parts) if n in graph.info]
+    elements = [math.prod(value.shape) for value in values]
+    if layer.effects.flops or not _is_recurrent(layer):
+        return layer.effects.flops or sum(elements)
+    # recurrent layers are one operation that nobody counts: each parameter works in each step
+    steps = elements[0] // max(values[0].shape[-1], 1)  # of all samples together
+    return 2 * steps * sum(graph.network.get_parameter(name).numel() for name in layer.parameters)
+
+
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+def _is_recurrent(layer: Layer) -> bool:
+    name = getattr(layer.node.target, "__name__", str(layer.node.target))
+    return name.removesuffix("_cell") in _RECURRENT
+
+
+def _is_table(layer: Layer) -> bool:
+    return str(getattr(layer.node.target, "__name__", "")) in ("embedding", "embedding_bag")
+
+
+def _same_module(one: Layer, other: Layer) -> bool:
+    """Whether one of two layers is called by the code of a module that the other one is in."""
+    pairs = zip(_scope(one), _scope(other))
+    return all(a == b for a, b in pairs)
+
+
+def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
+    """Numbers of the heavy layers: those that compute with weights, and tables of them.
+
+    A pointwise layer next to another heavy layer that reads all that it reads is not one by itself:
+    the shortcut of a residual block, or queries, keys and values of an attention. (Layers that
+    share a mask and nothing else are, and so is one within another module.)
+    """
+    weights = graph.made_of_weights
+    heavy = [
+        number
+        for number, layer in enumerate(graph.layers)
+        if (layer.effects.flops and not weights.isdisjoint(layer.node.all_input_nodes))
+        or (layer.parameters and (_is_recurrent(layer) or _is_table(layer)))
+    ]
+    shapes = {name: tuple(p.shape) for name, p in graph.network.named_parameters()}
+    pointwise = {
+        number
+        for number in heavy
+        if all(size == 1 for n in graph.layers[number].parameters for size in shapes[n][2:])
+        and not _is_recurrent(graph.layers[number])
+    }
+
+    def beside_another(number: int) -> bool:
+        return any(
+            cuts.reads[number] <= cuts.reads[other]
+            and _same_module(graph.layers[number], graph.layers[other])
+            for other in heavy
+            if other < number or (other > number and other not in pointwise)
+        )
+
+    return [n for n in heavy if n not in pointwise or not beside_another(n)]
+
+
+def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[int, str | None]:
+    """The best position to cut from ``first`` to ``last``; with the reason if none is allowed.
+
+    What is made of weights alone is made where it is used, if that can be had.
+    """
+
+    def merit(position: int) -> tuple[bool, int, int]:
+        return cuts.parts_weights(position), _open_modules(graph, position), -position
+
+    places = sorted(range(first, last + 1), key=merit)
+    reasons = []
+    for place in places:
+        reason = cuts.refusal(place)
+        if reason is None:
+            return place, None
+        reasons.append(reason)
+    return places[0], reasons[0]
+
+
+def _open_modules(graph: NetworkGraph, position: int) -> int:
+    """How many modules (the network itself not counted) have layers on both sides of a cut."""
+    if not 0 < position < len(graph.layers):  # a network has changed so that a stage has no layers
+        return 0
+    one, other = (graph.layers[i] for i in (position - 1, position))
+    before, after = _scope(one), _scope(other)
+    if one.is_module and one.module == other.module:
+        return len(before) + 1
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(before, after))])
+
+
+def _scope(layer: Layer) -> list[str]:
+    parts = layer.module.split(".") if layer.module else []
+    return parts[:-1] if layer.is_module else parts
+
+
+def _partition(
+    graph: NetworkGraph,
+    cuts: Cuts,
+    start: int,
+    stop: int,
+    refused: dict[int, str],
+    names: set[str],
+    parameters: Mapping[str, int],
+) -> NetworkPartition:
+    layers = graph.layers[start:stop]
+    used = set().union(*(layer.parameters for layer in layers))
+    name = _label(graph, start, stop)
+    count = 2
+    while name in names:  # a module that is called several times
+        name = f"{_label(graph, start, stop)}#{count}"
+        count += 1
+    names.add(name)
+    return NetworkPartition(
+        name,
+        start,
+        stop,
+        tuple(layer.name for layer in layers),
+        tuple(layer.module for layer in layers),
+        tuple(sorted(used & parameters.keys(), key=parameters.__getitem__)),
+        sum(layer_flops(graph, layer) for layer in layers),
+        cuts.bytes(stop),
+        tuple((_label(graph, place, stop), reason) for place, reason in refused.items()),
+    )
+
+
+def _label(graph: NetworkGraph, start: int, stop: int) -> str:
+    layers = graph.layers[start:stop]
+    first = next((layer.module for layer in layers if layer.is_module), None)
+    if first is not None or not layers:
+        return first or ""
+    named = next((layer for layer in layers if layer.node in graph.info), layers[0])
+    return f"{named.module}.{named.name}".removeprefix(".")
+
+
+def find_boundary(partitions: Sequence[NetworkPartition], name: str, prefix: str = "") -> int:
+    """The number of the partition that begins with the module ``name``, as in the network.
+
+    Args:
+        partitions: from `network_partitions`.
+        name: dotted name of a module: a layer, or one that holds layers ("layer3").
+        prefix: what stands before the names where the user reads them ("net.").
+
+    Raises:
+        NetworkError: no partition begins there.
+    """
+    begins = _beginnings(partitions)
+    shown = repr(prefix + name)
+    if name in begins:
+        number = begins[name]
+        if number > 0:
+            return number
+        raise NetworkError(f"cannot cut before {shown}: the network begins there")
+    for partition in partitions:
+        for place, reason in partition.refused:
+            if place == name or place.startswith(f"{name}."):
+                raise NetworkError(f"cannot cut before {shown}: {reason}")
+    # no cut is asked for where the network begins
+    known = [n for n, number in begins.items() if number > 0]
+    close = difflib.get_close_matches(name, known, n=4, cutoff=0.4) or known[:4]
+    inside = [prefix + p.name for p in partitions if name in _prefixes(p.modules)]
+    where = f"it lies inside partition {inside[0]!r}" if inside else "there is no such module in it"
+    names = ", ".join(repr(prefix + n) for n in close) or "none, the network is one partition"
+    raise NetworkError(
+        f"no partition of the network begins with {shown} ({where}); close to it: {names}"
+    )
+
+
+def _beginnings(partitions: Sequence[NetworkPartition]) -> dict[str, int]:
+    """The modules that a cut may be named after, each with the partition that it begins."""
+    begins: dict[str, int] = {}
+    seen: set[str] = set()
+    for number, partition in enumerate(partitions):
+        for index, module in enumerate(partition.modules):
+            new = _prefixes([module]) - seen
+            seen |= new
+            if index == 0:
+                begins.update(dict.fromkeys(sorted(new), number))
+    for number, partition in enumerate(partitions):
+        begins.setdefault(partition.name, number)
+    return begins
+
+
+def _prefixes(modules: Sequence[str]) -> set[str]:
+    found = set()
+    for module in modules:
+        parts = module.split(".")
+        found |= {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)} - {""}
+    return found

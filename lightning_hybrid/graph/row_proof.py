@@ -1,0 +1,563 @@
+"""Which operations of a captured network treat samples one by one: followed, not tried.
+
+The graph runs once, operation by operation, on fake tensors (shapes without memory), and below it
+every operator of torch is heard of. Each tensor gets a label that says where the samples are in it
+(:mod:`lightning_hybrid.graph.rows`), from the labels of what it is made of and by the rule of the
+operator (:mod:`lightning_hybrid.graph.row_rules`). What is not known counts as samples that meet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from lightning_hybrid._torch.autograd import unwrapped
+from lightning_hybrid._torch.graphs import higher_order_name, is_custom_operator
+from lightning_hybrid._torch.random_operators import draws
+from lightning_hybrid._torch.symbols import expression, follows_from_values, is_symbolic
+from lightning_hybrid._torch.tensors import (
+    TorchDispatchMode,
+    as_they_are,
+    schema,
+    storage_key,
+    version,
+)
+from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.graph.annotate import FAILURES, arguments_of, called, modes_restored
+from lightning_hybrid.graph.dropout_masks import MASKS
+from lightning_hybrid.graph.recurrent_layers import RECURRENT
+from lightning_hybrid.graph.row_rules import (
+    FACTORIES,
+    KEEPS_ORDER,
+    KEEPS_POSITION,
+    LIKE,
+    SHAPED,
+    TAKES_COLUMNS,
+    TAKES_COUNTS,
+    TAKES_PLACES,
+    Call,
+    divided,
+    is_grouped,
+    name_of,
+    recurrent,
+    rule_of,
+)
+from lightning_hybrid.graph.row_trial import Trial
+from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Rows
+
+_FOLLOWED = {
+    *("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"),
+    *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
+}
+"""Operations on graphs that do what the graph does, forwards and backwards."""
+
+Source = Callable[[fx.Node], Label]
+"""Where the samples are in what a placeholder is given."""
+
+
+@dataclass
+class Followed:
+    """What following the samples has found.
+
+    Attributes:
+        labels: per node, those of its tensors in order; of a number none.
+        why: per node in which samples meet first, the operator that does it.
+        tried: nodes of which nobody knows what they do (custom operators, code of the user's), and
+            that have passed a trial.
+        prologue: nodes that are made of the inputs alone, and must be computed of all samples.
+        numbers: those that were read from the values of samples.
+        early: nodes that are made of the inputs alone.
+    """
+
+    labels: dict[fx.Node, tuple[Label, ...]] = field(default_factory=dict)
+    why: dict[fx.Node, str] = field(default_factory=dict)
+    tried: set[fx.Node] = field(default_factory=set)
+    prologue: set[fx.Node] = field(default_factory=set)
+    numbers: set[fx.Node] = field(default_factory=set)
+    early: set[fx.Node] = field(default_factory=set)
+
+    def meets(self, node: fx.Node) -> bool:
+        """Whether samples have met in what a node returns."""
+        return MEET in self.labels.get(node, ()) or node in self.numbers
+
+    def label(self, node: fx.Node) -> Label:
+        """The label of a node that is one tensor; ``None`` for others too."""
+        labels = self.labels.get(node, ())
+        return labels[0] if len(labels) == 1 else None
+
+
+def follow(
+    graph: fx.Graph,
+    attributes: Mapping[str, Any],
+    symbols: Sequence[Any],
+    source: Source,
+    *,
+    kept: Collection[fx.Node] = (),
+) -> Followed:
+    """Follow the samples of a batch through a graph.
+
+    Args:
+        graph: each node has its ``example_value``, as from TorchDynamo.
+        attributes: constants and nested graphs that its nodes name.
+        symbols: all the sizes that are the number of samples; the first one stands for them.
+        source: of the placeholders.
+        kept: nodes that are computed nowhere but in micro-batches: parameters and buffers, and
+            what writes in place.
+    """
+    with as_they_are(), torch.inference_mode(False):
+        return _Walk(graph, attributes, symbols, source, kept).found
+
+
+class _Walk:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        attributes: Mapping[str, Any],
+        symbols: Sequence[Any],
+        source: Source,
+        kept: Collection[fx.Node],
+    ) -> None:
+        self.found, self._values = Followed(), dict[fx.Node, Any]()
+        self._kept, self._early = kept, self.found.early
+        self._sizes: set[fx.Node] = set()  # numbers that are how many entries were picked
+        self._attributes, self._source = attributes, source
+        self._run = Labelling(symbols)
+        examples = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
+        fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
+        self._env = fake.shape_env
+        self._known = {s for e in examples for s in _symbols_of(e)} | set(symbols)
+        with modes_restored(), _quiet(), fake, self._env.suppress_guards(), torch.enable_grad():
+            for node in graph.nodes:
+                if node.op != "output":
+                    self._take(node)
+            for node in self._values:  # what was changed in place later is what it is now
+                self._note(node)
+
+    def _take(self, node: fx.Node) -> None:
+        example = node.meta.get("example_value")
+        if node not in self._kept and self._early.issuperset(node.all_input_nodes):
+            self._early.add(node)
+        if node.op == "placeholder":
+            self._values[node] = self._placeholder(node, example)
+        elif node.op == "get_attr":
+            is_tensor = isinstance(example, Tensor)
+            self._values[node] = example if is_tensor else self._attributes[str(node.target)]
+        elif node.meta.get("scalar"):
+            # (run again, `int(size)` would be the number that it was when it was captured)
+            self._values[node] = example
+            unknown = _symbols_of(example) - self._known
+            if any(map(self.found.meets, node.all_input_nodes)) or (
+                unknown and any(self._has_samples(n) for n in node.all_input_nodes)
+            ):
+                self.found.numbers.add(node)
+                self._run.tainted |= unknown
+            return
+        else:
+            self._compute(node, example)
+        self._note(node)
+
+    def _note(self, node: fx.Node) -> None:
+        tensors = [tensor for _, tensor in tensors_in(self._values[node])]
+        self.found.labels[node] = tuple(self._run.label(unwrapped(t)) for t in tensors)
+
+    def _has_samples(self, node: fx.Node) -> bool:
+        return any(label is not None for label in self.found.labels.get(node, ()))
+
+    def _placeholder(self, node: fx.Node, example: Any) -> Any:
+        if not isinstance(example, Tensor):
+            return example
+        if example.layout is not torch.strided or example.is_nested:
+            self._run.set(example, MEET)
+            return example
+        value = torch.empty_strided(
+            example.shape, example.stride(), dtype=example.dtype, device=example.device
+        )
+        self._run.set(value, self._source(node))
+        return value
+
+    def _compute(self, node: fx.Node, example: Any) -> None:
+        run = self._run
+        run.begin()
+        args, kwargs = arguments_of(node, self._values)
+        given = [unwrapped(tensor) for _, tensor in tensors_in((args, kwargs))]
+        is_unknown = _is_unknown(node) and any(run.label(t) is not None for t in given)
+        try:
+            self._values[node] = self._value(node, args, kwargs, example)
+            why = "an operator that is not torch's own" if is_unknown else run.why
+        except FAILURES as error:
+            for symbol in run.symbols:
+                self._env.replacements.pop(symbol, None)
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.60}"
+            self._values[node] = example
+            for tensor in given if node in self._kept else ():
+                run.spoil(tensor)
+        may_pass = is_custom_operator(node.target) or run.why is None
+        if is_unknown and may_pass and self._passes(node, (args, kwargs), given):
+            self.found.tried.add(node)
+            return
+        self._settle(node, why)
+
+    def _passes(self, node: fx.Node, arguments: Any, given: Sequence[Tensor]) -> bool:
+        """Try an operation, and label what it returns if samples do not seem to meet."""
+        run = self._run
+        tensors = [tensor for _, tensor in tensors_in(self._values[node])]
+        results = [run.by_shape(tensor) for tensor in tensors]
+        labels = [run.label(tensor) for tensor in given]
+        plain = all(one is None or (isinstance(one, Rows) and one.plain) for one in labels)
+        if not plain or MEET in results or run.draws or node in self._kept:
+            return False
+        trial = Trial(lambda values: called(node, *values), arguments, labels, results, run.symbols)
+        passed = trial.passes()
+        for tensor, label in zip(tensors, results if passed else ()):
+            run.set(tensor, label)
+        return passed
+
+    def _settle(self, node: fx.Node, why: str | None) -> None:
+        """Decide where a node is computed, and whether samples have met in it.
+
+        Args:
+            node: it has run, and what it returns is labelled by rules.
+            why: samples meet in it, or may.
+        """
+        run = self._run
+        tensors = [unwrapped(tensor) for _, tensor in tensors_in(self._values[node])]
+        if run.draws and tensors and all(run.label(tensor) is None for tensor in tensors):
+            why = "random numbers that all samples share"
+        value = self._values[node]
+        if not tensors and (run.reads or not run.tainted.isdisjoint(_symbols_of(value))):
+            self.found.numbers.add(node)
+            run.tainted |= _symbols_of(node.meta.get("example_value")) - self._known
+            if run.is_count(value):
+                self._sizes.add(node)
+        met = run.draws or why or MEET in map(run.label, tensors)
+        if met and self._is_prologue(node, tensors):
+            return
+        # (the rules know how many entries were picked)
+        meets = any(taken in self.found.numbers - self._sizes for taken in node.all_input_nodes)
+        if meets or why != run.why:
+            for tensor in tensors:
+                run.spoil(tensor)
+        if why is not None:
+            self.found.why[node] = why
+
+    def _value(self, node: fx.Node, args: Any, kwargs: Any, example: Any) -> Any:
+        """Run a node; what it returns is labelled then."""
+        run = self._run
+        if node.target in RECURRENT:
+            run.draws = bool(args[5] and args[6])
+            for tensor, label in zip(example, recurrent(run, args), strict=True):
+                run.set(tensor, label)
+            return example
+        with run:
+            value = called(node, args, kwargs)
+        # (padding under autograd returns plain sizes, and tells nobody)
+        pairs = zip(tensors_in(value), tensors_in(example))
+        sizes = [pair for (_, t), (_, e) in pairs for pair in zip(t.shape, e.shape)]
+        if any(self._env.replace(symbol).is_number for symbol in run.symbols) or any(
+            run.depends(then) and not run.depends(now) for now, then in sizes
+        ):
+            raise RuntimeError("a size of the batch became a constant")
+        return value
+
+    def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
+        """Whether the driver can compute a node for all samples, and split what it returns."""
+        labels = [self._drawn(node, tensor) for tensor in tensors]
+        is_tensor = isinstance(self._values[node], Tensor)  # (else it is for what takes it apart)
+        if node not in self._early or not is_tensor or MEET in labels:
+            return False
+        for tensor, label in zip(tensors, labels):
+            self._run.set(tensor, label)
+        self.found.prologue.add(node)
+        return True
+
+    def _drawn(self, node: fx.Node, tensor: Tensor) -> Label:
+        """The label of what was drawn; a mask of dropout has samples where its tensor has them."""
+        label = self.found.label(node.meta[MASKS]) if MASKS in node.meta else None
+        if isinstance(label, Rows) and label.plain and self._run.borne_out(label, tensor) is label:
+            return label
+        return self._run.by_shape(tensor)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch does not log that an operation fails without values, which is no error here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether a node's backward need not be the derivative of its forward."""
+    name = higher_order_name(node.target)
+    if is_grouped(node.target):
+        return False
+    return is_custom_operator(node.target) if name is None else name not in _FOLLOWED
+
+
+def _symbols_of(value: Any) -> set[Any]:
+    """The symbols in a number, or in the sizes of a tensor."""
+    numbers = value.shape if isinstance(value, Tensor) else value
+    numbers = numbers if isinstance(numbers, list | tuple) else [numbers]
+    return {s for n in numbers if is_symbolic(n) for s in expression(n, {}).free_symbols}
+
+
+class Labelling(TorchDispatchMode):
+    """Hears of every operator, and labels what it returns.
+
+    Args:
+        symbols: all the sizes that are the number of samples.
+
+    Attributes:
+        batch: the symbol that stands for all of them.
+        tainted: symbols of sizes and numbers that follow from the values of samples.
+        draws: of the running node: it draws random numbers.
+        reads: likewise: it reads numbers from tensors in which there are samples.
+        why: the first operator in which samples meet.
+    """
+
+    def __init__(self, symbols: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.batch, self.symbols = symbols[0], symbols
+        self._same = dict.fromkeys(symbols, self.batch)
+        self.tainted: set[Any] = set()
+        self._labels: dict[int, Label] = {}
+        self._alive: list[Tensor] = []  # an identity is only a name while its owner lives
+        self._views: dict[int, list[Tensor]] = {}
+        self._roots: dict[int, int] = {}  # per view that has all entries in order: of what
+        self._counts: dict[Any, Any] = {}  # how many entries were picked
+        self._sizes: dict[Any, Any] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was noted of the node before."""
+        self.draws = self.reads = False
+        self.why: str | None = None
+
+    # ------------------------------------------------------------------ what rules ask
+
+    def label(self, tensor: Tensor) -> Label:
+        """Where the samples are in a tensor."""
+        return self._labels.get(id(tensor))
+
+    def size(self, number: Any) -> Any:
+        """A size as an expression, in which the batch has one symbol."""
+        if not is_symbolic(number):
+            return sympy.sympify(number)
+        return expression(number, self._same)
+
+    def depends(self, number: Any) -> bool:
+        """Whether a number follows from the batch."""
+        return is_symbolic(number) and self._changes(self.size(number))
+
+    def _changes(self, size: Any) -> bool:
+        free = sympy.sympify(size).free_symbols
+        return self.batch in free or not free.isdisjoint(self.tainted)
+
+    def by_shape(self, tensor: Tensor) -> Label:
+        """The label that the shape of a tensor tells: samples are where the batch's size is."""
+        dims = [d for d, size in enumerate(tensor.shape) if self.depends(size)]
+        label = None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
+        return self.borne_out(label, tensor)
+
+    def picked_by(self, mask: Tensor, count: Any) -> Any:
+        """An object that names the entries which a mask picks, ``count`` of them."""
+        picked = self._roots.get(id(mask), id(mask)), version(mask)
+        size = self._counts.setdefault(picked, self.size(count))
+        new = _symbols_of(count)
+        self.tainted |= new
+        if self.size(count) != size and len(new) == 1:  # torch has counted them again
+            self._same[new.pop()] = size
+        return picked
+
+    def ordered(self, order: Tensor) -> Any:
+        """An object that names this order, equal to itself alone."""
+        self._counts[id(order)] = self.size(order.shape[0])
+        return id(order)
+
+    def is_count(self, number: Any) -> bool:
+        """Whether a number is how many entries a mask or an order has picked."""
+        return is_symbolic(number) and self.size(number) in self._counts.values()
+
+    def is_whole(self, picked: Any, size: Any) -> bool:
+        """Whether an order goes through all entries of a dimension of this size."""
+        return isinstance(picked, int) and self._counts[picked] == self.size(size)
+
+    # ------------------------------------------------------------------ labels
+
+    def set(self, tensor: Tensor, label: Label) -> None:
+        if id(tensor) not in self._labels:
+            self._alive.append(tensor)
+            self._views.setdefault(_memory(tensor), []).append(tensor)
+        self._labels[id(tensor)] = label
+
+    def spoil(self, tensor: Tensor) -> None:
+        """Samples have met in a tensor, and in all that shows its memory."""
+        self.set(tensor, MEET)
+        for other in self._views[_memory(tensor)]:
+            self.set(other, MEET)
+
+    def _write(self, tensor: Tensor, label: Label) -> None:
+        """What is written into a tensor has its rows where the tensor has them, or all is lost."""
+        own = self.label(tensor)
+        fits = label == own or (label is None and isinstance(own, Rows) and own.places is None)
+        shown = self._views[_memory(tensor)]
+        for other in shown:
+            if isinstance(before := self.label(other), Rows):
+                self.set(other, replace(before, is_sorted=False))
+        if isinstance(label, Rows) and label.at(label.dim) == own and label.places != own.places:
+            fits = all(other.shape == tensor.shape for other in shown)
+            for other in shown:  # it has places now, and nothing else
+                self.set(other, label)
+        if label is MEET or not fits:
+            self.spoil(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
+        self.draws |= draws(func, args, kwargs)
+        call = Call(func, args, kwargs)
+        seen: Any = call["self"]
+        reshapes = torch.Tag.inplace_view in func.tags and isinstance(seen, Tensor)
+        if reshapes:
+            # a stand-in for a tensor whose shape is about to be changed in place
+            call.values["self"] = other = seen.detach()
+            self.set(other, self.label(seen))
+        result = func(*args, **kwargs)
+        outs = [tensor for _, tensor in tensors_in(result)]
+        found = self._of(func, call, given, outs)
+        labels = found if isinstance(found, list) else [found] * len(outs)
+        labels = [self.borne_out(each, out) for each, out in zip(labels, outs, strict=True)]
+        name = name_of(func)
+        if name in ("view", "alias", "detach") and len(given) == 1:
+            self._roots[id(outs[0])] = self._roots.get(id(given[0]), id(given[0]))
+        if name not in KEEPS_ORDER | {"sort"}:
+            labels = [replace(r, is_sorted=False) if isinstance(r, Rows) else r for r in labels]
+        if reshapes:
+            call.values["self"] = seen
+        if MEET in labels and self.why is None and not any(self.label(t) is MEET for t in given):
+            self.why = name_of(func)
+        for tensor, label in zip(outs, labels):
+            if any(tensor is one for one in given) and not reshapes:
+                self._write(tensor, label)
+            else:
+                self.set(tensor, label)
+        self._look_at_other_results(func, call, given, outs, result)
+        return result
+
+    def _look_at_other_results(
+        self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor], result: Any
+    ) -> None:
+        """What is written to and not returned, and what is returned and no tensor."""
+        has_samples = any(self.label(t) is not None for t in given)
+        if not has_samples:
+            return
+        for argument in schema(func).arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for _, tensor in tensors_in(call[argument.name]):
+                    is_statistic = argument.name in ("running_mean", "running_var")
+                    if not any(tensor is out for out in outs) and not is_statistic:
+                        self.spoil(tensor)
+        met = any(self.label(t) is MEET for t in (*given, *outs))
+        is_number = isinstance(result, int | float | complex) or is_symbolic(result)
+        if is_number and name_of(func) not in _OF_SIZES:
+            self.reads = True
+            self.tainted |= _symbols_of(result)
+        if met:  # sizes that are new here follow from values
+            for out in outs:
+                self.tainted |= {s for s in _symbols_of(out) if follows_from_values(s)}
+
+    def borne_out(self, label: Label, out: Tensor) -> Label:
+        """The label of a result if its shape agrees with that, else ``MEET``."""
+        if label is MEET:
+            return MEET
+        if out.layout is not torch.strided or out.is_nested:
+            return MEET
+        dims = [d for d, size in enumerate(out.shape) if self.depends(size)]
+        if label is None:
+            return MEET if dims else None
+        if not dims and any(isinstance(s, int) and s == 0 for s in out.shape):
+            return None  # nothing is in it
+        if isinstance(label, Counts):
+            return MEET if dims else label
+        if dims != [label.dim] or self._changes(label.outer):
+            return MEET
+        count = self.batch if label.picked is None else self._counts[label.picked]
+        each = divided(self.size(out.shape[label.dim]), label.outer * count)
+        return MEET if each is None or self._changes(each) else label
+
+    def _of(
+        self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor]
+    ) -> Label | list[Label]:
+        labels = {self.label(tensor) for tensor in given}
+        if MEET in labels:
+            return MEET
+        name = name_of(func)
+        if func.namespace == "aten" and name == "arange" and self._is_range(call, outs):
+            return Rows(0, 1, Places(sympy.Integer(1), self.size(outs[0].shape[0])))
+        sizes = FACTORIES.get(name, ())
+        if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
+            return MEET
+        grows = any(self.depends(size) for out in outs for size in out.shape)
+        if labels <= {None} and not grows:
+            # whatever the operator; but the batch's size must not say which part it takes
+            return MEET if any(map(self.depends, call.numbers())) else None
+        if func.namespace == "aten" and name in FACTORIES:
+            return [self.by_shape(out) for out in outs]
+        if func.namespace == "aten" and name in LIKE:
+            like = self.label(call["self"])
+            if not isinstance(like, Rows):
+                return MEET
+            plain = Rows(like.dim, like.outer)  # what is empty has no order yet
+            return plain if self.borne_out(plain, outs[0]) is plain else like.at(like.dim)
+        if not self._is_known(name, call, labels):
+            return MEET
+        rule = rule_of(func)
+        if rule is None or (labels <= {None} and name not in SHAPED):
+            return MEET
+        return rule(self, call, outs)
+
+    def _is_known(self, name: str, call: Call, labels: Collection[Label]) -> bool:
+        """Whether the rule of an operator knows places and counts, if it is given some."""
+        if any(isinstance(one, Counts) for one in labels):
+            return name in TAKES_COUNTS | KEEPS_ORDER
+        places = [one.places for one in labels if isinstance(one, Rows) and one.places]
+        if not places:
+            return True
+        if any(one.column is not None for one in places):
+            return name in TAKES_COLUMNS | KEEPS_ORDER
+        own = self.label(call["self"])
+        indexes = isinstance(own, Rows) and own.places is None
+        return name in KEEPS_POSITION or (
+            name in TAKES_PLACES and (indexes or name == "floor_divide")
+        )
+
+    def _is_range(self, call: Call, outs: list[Tensor]) -> bool:
+        """Whether it is ``arange(B)``, or that of so many entries of each sample."""
+        start, step = call["start"], call["step"]
+        whole = (start is None or (type(start) is int and start == 0)) and step in (None, 1)
+        if not whole or not outs:
+            return False
+        each = divided(self.size(outs[0].shape[0]), self.batch)
+        return each is not None and not self._changes(each)
+
+
+_OF_SIZES = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "dim", "is_contiguous"}
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return storage_key(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return -id(tensor)

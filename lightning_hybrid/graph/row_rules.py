@@ -1,0 +1,799 @@
+"""What torch's operators make of the rows of their inputs: one rule per kind of operator.
+
+A rule is given a call on tensors of which at least one has rows, and none in which samples have met
+(:mod:`lightning_hybrid.graph.row_proof`), and says where the rows of the results are. It must
+look at every tensor and number that the call takes; what it does not know is ``MEET``. An operator
+without a rule is ``MEET`` too, so the table may be incomplete, but must not be wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from lightning_hybrid._torch.symbols import is_symbolic
+from lightning_hybrid._torch.tensors import schema
+from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Rows
+
+if TYPE_CHECKING:
+    from lightning_hybrid.graph.row_proof import Labelling
+
+FREE: Label = None
+
+
+class Call:
+    """The arguments of an operator by their names in its schema."""
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        arguments = schema(func).arguments
+        values = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        self.values: dict[str, Any] = {**values, **dict(zip([a.name for a in arguments], args))}
+        self.values |= kwargs
+        self.overload = str(func).rpartition(".")[2]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for _, tensor in tensors_in(self.values)]
+
+    def others(self, *names: str) -> list[Tensor]:
+        """The tensors in all arguments but those named."""
+        rest = {name: value for name, value in self.values.items() if name not in names}
+        return [tensor for _, tensor in tensors_in(rest)]
+
+    def numbers(self, without: Collection[str] = ()) -> Iterator[Any]:
+        """All numbers that the call takes, sizes too, but those in some arguments."""
+        for name, value in self.values.items():
+            for one in value if isinstance(value, list | tuple) else [value]:
+                if name not in without and (isinstance(one, int | float) or is_symbolic(one)):
+                    yield one
+
+
+Rule = Callable[["Labelling", Call, Sequence[Tensor]], Label | list[Label]]
+
+
+@cache
+def divided(one: Any, other: Any) -> Any:
+    """A quotient of two sizes that is a whole number whatever the sizes are, or ``None``."""
+    if other == 0:
+        return None
+    quotient = sympy.cancel(sympy.sympify(one) / other)
+    return quotient if quotient.as_numer_denom()[1] == 1 else None
+
+
+def _rows(f: Labelling, tensor: Tensor) -> Rows | None:
+    label = f.label(tensor)
+    return label if isinstance(label, Rows) else None
+
+
+def _block(f: Labelling, tensor: Tensor, rows: Rows) -> Any:
+    """How many entries of its samples' dimension belong to all samples once: B * k of `Rows`."""
+    return divided(f.size(tensor.shape[rows.dim]), rows.outer)
+
+
+def _only(found: Sequence[Label]) -> Label:
+    """The label that all tensors with rows share; ``MEET`` if they have several."""
+    those = {label for label in found if label is not FREE}
+    return FREE if not those else those.pop() if len(those) == 1 else MEET
+
+
+def _aligned(f: Labelling, tensor: Tensor, dims: int) -> Label:
+    """The label of a tensor after it was broadcast to ``dims`` dimensions."""
+    rows = _rows(f, tensor)
+    if rows is None:
+        return FREE
+    return rows.at(rows.dim + dims - tensor.dim(), places=True)
+
+
+def _all_free(f: Labelling, tensors: Sequence[Tensor]) -> bool:
+    return all(f.label(tensor) is FREE for tensor in tensors)
+
+
+def _dims(call: Call, name: str = "dim") -> list[int]:
+    """The dimensions that an operator is told to work along, counted from 0; told none: all."""
+    dim, count = call[name], call["self"].dim()
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return list(range(count))
+    return [each % max(count, 1) for each in (dim if isinstance(dim, list | tuple) else [dim])]
+
+
+# ---------------------------------------------------------------- entry by entry
+
+
+def pointwise(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    return _only([_aligned(f, tensor, outs[0].dim()) for tensor in call.tensors()])
+
+
+def fills(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Operators that write over ``self`` whatever was there (``copy_``, ``uniform_``)."""
+    label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
+    return f.label(call["self"]) if label is FREE and call["self"] is not None else label
+
+
+def unreduced(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    return pointwise(f, call, outs) if call["reduction"] == 0 else MEET
+
+
+# ---------------------------------------------------------------- views
+
+
+def view(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """A view keeps samples apart if it cuts memory between them and nowhere else.
+
+    As many entries as before must stand in front of them, and the dimension that they are in
+    afterwards must hold whole samples.
+    """
+    tensor, out = call["self"], outs[0]
+    if call.overload == "dtype":
+        return MEET
+    rows = _rows(f, tensor)
+    if rows is None:
+        return f.by_shape(out)
+    before, seen = sympy.sympify(rows.outer), sympy.Integer(1)
+    for size in tensor.shape[: rows.dim]:
+        before = before * f.size(size)
+    for dim, size in enumerate(out.shape):
+        if f.depends(size):
+            outer = divided(before, seen)
+            found = None if outer is None else replace(rows, dim=dim, outer=outer)
+            return MEET if found is None else _only_column(found, out)
+        seen = seen * f.size(size)
+    return MEET
+
+
+def expand(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, out = call["self"], outs[0]
+    return f.by_shape(out) if f.label(tensor) is FREE else _aligned(f, tensor, out.dim())
+
+
+def repeat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, out, repeats = call["self"], outs[0], call["repeats"]
+    rows = _aligned(f, tensor, out.dim())
+    if not isinstance(rows, Rows):
+        return f.by_shape(out)
+    if any(f.depends(number) for number in repeats):
+        return MEET
+    return replace(rows, outer=rows.outer * f.size(repeats[rows.dim]))
+
+
+def permute(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, count = call["self"], call["self"].dim()
+    rows, order = f.label(tensor), list(range(count))
+    if call["dims"] is not None:
+        order = [dim % count for dim in call["dims"]]
+    elif count > 1:
+        one, other = 0, 1
+        if call["dim0"] is not None:
+            one, other = call["dim0"] % count, call["dim1"] % count
+        order[one], order[other] = order[other], order[one]
+    assert isinstance(rows, Rows)
+    return rows.at(order.index(rows.dim), places=True)
+
+
+def unsqueeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows, new = f.label(call["self"]), call["dim"] % outs[0].dim()
+    assert isinstance(rows, Rows)
+    return rows.at(rows.dim + (new <= rows.dim), places=True)
+
+
+def squeeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, rows = call["self"], f.label(call["self"])
+    assert isinstance(rows, Rows)
+    dims = _dims(call)
+    if call.overload != "default" and rows.dim in dims:
+        return MEET  # of one sample it would go
+    gone = [d for d in dims if isinstance(tensor.shape[d], int) and tensor.shape[d] == 1]
+    return _only_column(rows.at(rows.dim - sum(d < rows.dim for d in gone), places=True), outs[0])
+
+
+def _only_column(rows: Rows, out: Tensor) -> Label:
+    """A label of which only one column holds places, after that column was taken out by itself."""
+    if rows.places is None or rows.places.column is None:
+        return rows
+    return replace(rows, places=replace(rows.places, column=None)) if out.dim() == 1 else MEET
+
+
+def _part(f: Labelling, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Label:
+    """The label of a piece of the samples' dimension, which must be whole repetitions of them."""
+    block = _block(f, tensor, rows)
+    if block is None or divided(f.size(start), block) is None:
+        return MEET
+    outer = divided(f.size(out.shape[rows.dim]), block)
+    return MEET if outer is None else replace(rows, outer=outer)
+
+
+def slicing(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, rows = call["self"], f.label(call["self"])
+    if not isinstance(rows, Rows):
+        return MEET  # as many of a table's entries as there are samples
+    start, step = call["start"], call["step"]
+    start = 0 if start is None else start
+    if call["dim"] % tensor.dim() == rows.dim:
+        return _part(f, tensor, rows, outs[0], start) if step == 1 else MEET
+    return MEET if f.depends(start) or f.depends(call["end"]) or f.depends(step) else rows
+
+
+def split(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
+    tensor, rows = call["self"], f.label(call["self"])
+    assert isinstance(rows, Rows)
+    if call["dim"] % tensor.dim() == rows.dim:
+        parts = [_part(f, tensor, rows, out, 0) for out in outs]  # (each begins where one ends)
+        return MEET if MEET in parts else parts
+    return MEET if any(map(f.depends, call.numbers())) else rows
+
+
+def unbind(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    rows, dim = f.label(call["self"]), call["dim"] % call["self"].dim()
+    assert isinstance(rows, Rows)
+    if rows.dim == dim:
+        return MEET
+    found = rows.at(rows.dim - (dim < rows.dim))
+    if rows.places is None:
+        return found
+    # the columns of `nonzero`
+    which = [call["index"]] if call["index"] is not None else range(len(outs))
+    here = replace(found, places=replace(rows.places, column=None))
+    return [here if column == rows.places.column else found for column in which]
+
+
+def cat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensors = [t for t in call["tensors"] if not _is_nothing(t)]
+    rows = [f.label(t) for t in tensors]
+    if not all(isinstance(each, Rows) for each in rows):
+        return MEET  # one without the samples has no place beside them
+    those = [each for each in rows if isinstance(each, Rows)]
+    dim = call["dim"] % tensors[0].dim()
+    if len({(each.dim, each.picked) for each in those}) > 1:
+        return MEET
+    if those[0].dim != dim:
+        return _only(rows)
+    blocks = {_block(f, tensor, each) for tensor, each in zip(tensors, those)}
+    if len(blocks) > 1 or None in blocks:
+        return MEET
+    return replace(those[0], outer=sum((each.outer for each in those), sympy.Integer(0)))
+
+
+def _is_nothing(tensor: Tensor) -> bool:
+    """Whether a tensor is 1-d and empty: `torch.cat` takes such, and leaves it out."""
+    return tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 0
+
+
+def stack(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows, new = _only([f.label(t) for t in call["tensors"]]), call["dim"] % outs[0].dim()
+    if not isinstance(rows, Rows) or not all(_rows(f, t) for t in call["tensors"]):
+        return MEET
+    return rows.at(rows.dim + (new <= rows.dim))
+
+
+# ---------------------------------------------------------------- along dimensions
+
+
+Mixed = Callable[[Call], Iterable[int]]
+"""The dimensions of an argument that an operator works along, by the arguments of a call."""
+
+
+def within(mixed: Mixed, first: str = "self") -> Rule:
+    """A rule of operators that work along some dimensions of one argument, which stay or go.
+
+    What the call takes besides must be the same for all samples.
+
+    Args:
+        mixed: these dimensions; samples meet if theirs is among them.
+        first: the name of the argument.
+    """
+
+    def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+        tensor, rows = call[first], f.label(call[first])
+        dims = [dim % max(tensor.dim(), 1) for dim in mixed(call)]
+        if not isinstance(rows, Rows) or rows.dim in dims or not _all_free(f, call.others(first)):
+            return MEET
+        gone = [dim for dim in dims if outs[0].dim() < tensor.dim() and dim < rows.dim]
+        return rows.at(rows.dim - len(gone))
+
+    return rule
+
+
+along = within(_dims)
+"""Sums, softmax, sorting."""
+
+
+def last(count: int, first: str = "self") -> Rule:
+    """Of operators that work along the last dimensions of an argument, so many."""
+    return within(lambda call: range(call[first].dim() - count, call[first].dim()), first)
+
+
+def _padded(call: Call) -> list[int]:
+    """The dimensions that `constant_pad_nd` makes longer or shorter."""
+    pad, count = call["pad"], call["self"].dim()
+    ends = [(count - 1 - place // 2, size) for place, size in enumerate(pad)]
+    return [dim for dim, size in ends if not (isinstance(size, int) and size == 0)]
+
+
+def _of_convolution(call: Call) -> range:
+    """A convolution works along all dimensions but the first; without a batch along all."""
+    name = "input" if call["input"] is not None else "self"
+    return range(call[name].dim() - call["weight"].dim() + 1, call[name].dim())
+
+
+def batch_norm(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """Statistics are those of a micro-batch by agreement, so that samples do not meet in them.
+
+    Instance normalisation is batch normalisation with the samples among the channels.
+    """
+    rows = f.label(call["input"])
+    if not isinstance(rows, Rows) or not rows.plain:
+        return MEET
+    others = call.others("input")
+    if rows.dim == 0 and _all_free(f, others):
+        return [rows, *[FREE] * (len(outs) - 1)]
+    of_channels = {f.label(tensor) for tensor in others} <= {FREE, rows.at(0)}
+    if rows.dim == 1 and of_channels:
+        return [rows, *[rows.at(0) if t.numel() else FREE for t in outs[1:]]]
+    return MEET
+
+
+# ---------------------------------------------------------------- with weights
+
+
+def matrices(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Products of two matrices or batches of them, alone or added to a third tensor."""
+    names = ("batch1", "batch2") if call["batch1"] is not None else ("mat1", "mat2")
+    if call[names[0]] is None:
+        names = ("self", "mat2")
+    one, other = call[names[0]], call[names[1]]
+    count = outs[0].dim()
+    p, q = f.label(one), f.label(other)
+    each = count == 3 and isinstance(p, Rows) and p.dim == 0 and p == q
+    if isinstance(p, Rows) and (each or (p.dim == count - 2 and q is FREE)):
+        found = p
+    elif isinstance(q, Rows) and q.dim == count - 1 and p is FREE:
+        found = q
+    else:
+        return MEET
+    added = [_aligned(f, tensor, count) for tensor in call.others(*names)]
+    return _only([found, *added])
+
+
+def attention(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """Attention works on each sample and head by itself; a mask is shared or has samples too."""
+    rows = f.label(call["query"])
+    tensors = [call[name] for name in ("query", "key", "value")]
+    if not isinstance(rows, Rows) or rows.dim > 1 or any(t.dim() != 4 for t in tensors):
+        return MEET
+    if rows.dim == 1 and any(t.shape[1] != tensors[0].shape[1] for t in tensors):
+        return MEET  # several heads of the query have one of the key
+    masks = [_aligned(f, t, 4) for t in call.others("query", "key", "value")]
+    if any(f.label(t) != rows for t in tensors) or not {FREE, rows}.issuperset(masks):
+        return MEET
+    return [rows if any(map(f.depends, out.shape)) else FREE for out in outs]
+
+
+def encoder_layer(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """A whole layer of `torch.nn.TransformerEncoder`, which is one operator in an evaluation."""
+    names = ("src",) if call["src"] is not None else ("query", "key", "value")
+    own = all(f.label(call[name]) == Rows(0) for name in names)
+    mask = call["mask"] is None or f.label(call["mask"]) in (FREE, Rows(0))
+    if not own or not mask or not _all_free(f, call.others(*names, "mask")):
+        return MEET
+    return [Rows(0) if any(map(f.depends, out.shape)) else FREE for out in outs]
+
+
+def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Rows of a shared table. With ``scale_grad_by_freq`` samples would meet in the backward."""
+    shared = f.label(call["weight"]) is FREE and not call["scale_grad_by_freq"]
+    return f.label(call["indices"]) if shared else MEET
+
+
+def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
+    """A recurrent layer (:mod:`lightning_hybrid.graph.recurrent_layers`) and its last states."""
+    value, states, weights = args[:3]
+    states = list(states) if isinstance(states, list | tuple) else [states]
+    rows, unpacked = f.label(value), isinstance(weights, list | tuple) and len(args) == 9
+    own = unpacked and rows == Rows(0 if args[8] else 1) and value.dim() == 3
+    own = own and all(f.label(state) == Rows(1) for state in states) and _all_free(f, weights)
+    return [rows, *[Rows(1) for _ in states]] if own else [MEET, *[MEET for _ in states]]
+
+
+# ---------------------------------------------------------------- channel by channel
+
+
+def spatial(count: int) -> Rule:
+    """A rule of operators that work on the last ``count`` dimensions, such as pooling.
+
+    All tensors that they are given have the samples in one dimension before those.
+    """
+
+    def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+        first = call["self"] if call["self"] is not None else call["input"]
+        rows = _only([f.label(t) for t in call.tensors()])
+        if not isinstance(rows, Rows) or any(f.label(t) is FREE for t in call.tensors()):
+            return MEET
+        return rows if rows.dim < first.dim() - count else MEET
+
+    return rule
+
+
+# ---------------------------------------------------------------- with indices
+
+
+def gather(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, index = call["self"], call["index"]
+    rows, picked, dim = f.label(tensor), f.label(index), call["dim"] % max(tensor.dim(), 1)
+    if not isinstance(picked, Rows) or picked.places is not None:
+        return MEET
+    if rows is FREE:
+        return picked if picked.dim == dim else MEET
+    same = rows == picked and f.size(tensor.shape[picked.dim]) == f.size(index.shape[picked.dim])
+    return picked if same and picked.dim != dim else MEET
+
+
+def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
+    rows = f.label(tensor)
+    if not isinstance(rows, Rows) or rows.dim == dim:
+        return MEET
+    if call["value"] is not None and f.depends(call["value"]):
+        return MEET
+    for other in call.others("self"):
+        if f.label(other) != rows or f.size(other.shape[rows.dim]) != f.size(
+            tensor.shape[rows.dim]
+        ):
+            return MEET
+    return rows
+
+
+def index_select(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    rows, dim = f.label(call["self"]), call["dim"] % max(call["self"].dim(), 1)
+    return _picked_from(f, call["self"], rows, [dim], [call["index"]])
+
+
+def index_into(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """``index_add`` and ``index_copy``: what is put in must lie where it was picked from."""
+    tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
+    rows = f.label(tensor)
+    there = _picked_from(f, tensor, rows, [dim], [call["index"]])
+    return rows if isinstance(rows, Rows) and f.label(call["source"]) == there else MEET
+
+
+def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
+    """The dimensions that ``tensor[...]`` indexes by tensors, and these tensors."""
+    picks = list(call["indices"])
+    at = [place for place, pick in enumerate(picks) if pick is not None]
+    return at, [picks[place] for place in at]
+
+
+def index(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    at, tensors = _picks(call)
+    rows = f.label(call["self"])
+    if not any(_is_mask(t) for t in tensors):
+        return _picked_from(f, call["self"], rows, at, tensors)
+    if not _is_own_mask(f, call["self"], at, tensors):
+        return MEET
+    return Rows(at[0], picked=f.picked_by(tensors[0], outs[0].shape[at[0]]))
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bool, torch.uint8)
+
+
+def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor]) -> bool:
+    """Whether one mask has the samples of a tensor where the tensor has them."""
+    rows, own = f.label(tensor), f.label(masks[0])
+    if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
+        return False
+    same = f.size(tensor.shape[rows.dim]) == f.size(masks[0].shape[own.dim])
+    return same and rows == own.at(own.dim + at[0])
+
+
+def _picked_from(
+    f: Labelling, tensor: Tensor, rows: Label, at: list[int], tensors: list[Tensor]
+) -> Label:
+    """The label of ``tensor[...]``, indexed by tensors of integers in the dimensions ``at``."""
+    if rows is MEET or any(_is_mask(t) for t in tensors):
+        return MEET
+    count = max(t.dim() for t in tensors)
+    adjacent = at == list(range(at[0], at[-1] + 1))
+    start = at[0] if adjacent else 0
+    found = _only([_aligned(f, t, count) for t in tensors if not _has_places(f, t)])
+    places = [dim for dim, t in zip(at, tensors) if _has_places(f, t)]
+    if rows is FREE:
+        if places or not isinstance(found, Rows):
+            return MEET
+        return found.at(found.dim + start)
+    assert isinstance(rows, Rows)
+    if places:  # each sample takes of itself
+        picks = tensors[at.index(places[0])]
+        where = _aligned(f, picks, count)
+        if places != [rows.dim] or not _lead_to(f, picks, tensor) or not isinstance(where, Rows):
+            return MEET
+        where = where.at(where.dim)
+        return where.at(where.dim + start) if found in (FREE, where) else MEET
+    if found is not FREE or rows.dim in at:
+        return MEET
+    if not adjacent or rows.dim > at[-1]:
+        return rows.at(rows.dim - sum(place < rows.dim for place in at) + count)
+    return rows
+
+
+def _has_places(f: Labelling, tensor: Tensor) -> bool:
+    rows = _rows(f, tensor)
+    return rows is not None and rows.places is not None
+
+
+def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
+    """Whether the entries of ``picks`` are places in the samples' dimension of ``tensor``."""
+    label, rows = _rows(f, picks), _rows(f, tensor)
+    if label is None or rows is None:
+        return False
+    return label.places == Places(rows.outer, f.size(tensor.shape[rows.dim]), rows.picked)
+
+
+def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    tensor, value = call["self"], call["values"]
+    at, tensors = _picks(call)
+    rows = f.label(tensor)
+    if not isinstance(rows, Rows):
+        return MEET
+    if any(_is_mask(t) for t in tensors):
+        if not _is_own_mask(f, tensor, at, tensors) or at[0]:
+            return MEET
+        if value.dim() == 0 and f.label(value) is FREE:  # one number at what a mask shows
+            return rows
+        own = value.dim() == tensor.dim() - tensors[0].dim() + 1
+        shown = Rows(0, picked=f.picked_by(tensors[0], value.shape[0])) if own else None
+        return rows if shown is not None and f.label(value) == shown else MEET
+    there = _picked_from(f, tensor, rows, at, tensors)
+    count = tensor.dim() - len(at) + max(t.dim() for t in tensors)
+    if not isinstance(there, Rows) or value.dim() > count:
+        return MEET
+    if tensor.dim() == 1 and f.is_whole(there.picked, tensor.shape[0]):
+        size = f.size(tensor.shape[0])  # `inverse[order] = arange(len(order))`
+        if f.label(value) == Rows(0, 1, Places(sympy.Integer(1), size)):
+            return replace(rows, places=Places(sympy.Integer(1), size, there.picked))
+    return rows if _aligned(f, value, count) in (FREE, there) else MEET
+
+
+def nonzero(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """One row for each entry that is not zero, with its place in every dimension as columns.
+
+    The column of the samples' dimension holds places of samples.
+    """
+    mask, rows = call["self"], f.label(call["self"])
+    assert isinstance(rows, Rows)
+    places = Places(rows.outer, f.size(mask.shape[rows.dim]), rows.picked, rows.dim)
+    return Rows(0, 1, places, f.picked_by(mask, outs[0].shape[0]))
+
+
+def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """Sorting along the samples is known of 1-d tensors: the order that samples get has a name."""
+    tensor, rows = call["self"], f.label(call["self"])
+    if rows != Rows(0, getattr(rows, "outer", 1)) or tensor.dim() != 1:
+        return along(f, call, outs)
+    assert isinstance(rows, Rows)
+    picked, size = f.ordered(outs[1]), f.size(tensor.shape[0])
+    places = Places(rows.outer, size)
+    ascending = not call["descending"]
+    return [Rows(0, picked=picked, is_sorted=ascending), Rows(0, 1, places, picked)]
+
+
+def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """``places // k``: the sample of a place, where each has k entries one after the other."""
+    rows, by = f.label(call["self"]), call["other"]
+    if not isinstance(rows, Rows) or rows.places is None:
+        return pointwise(f, call, outs)
+    if isinstance(by, Tensor):
+        by = getattr(by, "constant", None)
+        by = None if by is None or by.dim() else int(by)
+    divides = isinstance(by, int) and by > 0 and rows.places.column is None
+    size = divided(rows.places.size, by) if divides else None
+    if size is None or divided(size, rows.places.outer * f.batch) is None or rows.places.picked:
+        return MEET
+    return replace(rows, places=replace(rows.places, size=size))
+
+
+def histogram(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """``histc`` of the numbers by which rows were sorted: how many rows have each of them."""
+    rows, given = f.label(call["self"]), call["min"] == 0 and call["max"] > 0
+    return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted and given else MEET
+
+
+def cumsum(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    counts = f.label(call["self"])
+    return replace(counts, summed=True) if isinstance(counts, Counts) else along(f, call, outs)
+
+
+def grouped_matrices(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """`torch.nn.functional.grouped_mm`: sorted rows, each times the matrix of its group."""
+    first = "self" if call["self"] is not None else "input"
+    rows, ends = f.label(call[first]), f.label(call["offs"])
+    if not isinstance(rows, Rows) or rows.dim or rows.picked is None or call[first].dim() != 2:
+        return MEET
+    shared = _all_free(f, call.others(first, "offs"))
+    return rows if shared and ends == Counts(rows.picked, summed=True) else MEET
+
+
+def nll_loss(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    rows = f.label(call["self"])
+    good = isinstance(rows, Rows) and rows.dim == 0 and f.label(call["target"]) == rows
+    shared = _all_free(f, call.others("self", "target"))
+    good = good and shared and call["reduction"] == 0 and call["self"].dim() > 1
+    return [rows, FREE] if good else MEET
+
+
+def distances(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """Distances between the rows of two matrices, or of batches of them."""
+    one, other = call["x1"], call["x2"]
+    p, q = f.label(one), f.label(other)
+    if isinstance(p, Rows) and p.dim < one.dim() - 2 and p == q:
+        return p
+    if isinstance(p, Rows) and p.dim == one.dim() - 2 and q is FREE:
+        return p
+    return MEET
+
+
+# ---------------------------------------------------------------- the table
+
+SHAPED = {
+    *("view", "_unsafe_view", "_reshape_alias", "expand", "repeat", "slice", "native_group_norm"),
+    *("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
+}
+"""Operators that take sizes which may follow from the batch; their rules look at them."""
+
+FACTORIES = {
+    **dict.fromkeys(("zeros", "ones", "empty", "rand", "randn", "empty_permuted"), ("size",)),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "full", "new_full"), ("size",)),
+    **dict.fromkeys(("randint", "empty_strided"), ("size", "stride")),
+    "new_empty_strided": ("size", "stride"),
+}
+"""Operators that make tensors of one kind of entries, and the arguments that are their sizes."""
+
+LIKE = {
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+    "randint_like",
+}
+"""The same, after another tensor, whose entries they do not look at."""
+
+KEEPS_POSITION = {
+    *("view", "_unsafe_view", "unsqueeze", "slice", "expand", "_to_copy", "clone", "alias"),
+    "detach",
+}
+"""Operators after which places are still places."""
+
+TAKES_PLACES = {"index", "index_put", "index_select", "index_add", "index_copy", "floor_divide"}
+"""Operators whose rules know what places are."""
+
+TAKES_COLUMNS = {"select", "unbind", "squeeze", "view"}
+"""Operators that take the places out of what `nonzero` returns."""
+
+TAKES_COUNTS = {"cumsum", "_grouped_mm", "grouped_mm_fallback"}
+
+KEEPS_ORDER = {"_to_copy", "clone", "detach", "alias"}
+"""Operators that change no value."""
+
+_ENTRY_BY_ENTRY = {
+    *("clone", "detach", "_to_copy", "alias", "lift_fresh_copy", "lift_fresh", "zero"),
+    *("native_dropout", "bernoulli", "where", "masked_fill", "_conj", "_neg_view", "gelu"),
+    *("softplus", "hardtanh", "hardswish", "glu_jvp", "logit", "polar", "complex", "prelu"),
+    *("_prelu_kernel", "rrelu_with_noise", "nan_to_num", "resolve_conj"),
+    *("log_sigmoid_forward", "bitwise_and", "pow", "poisson", "hardshrink", "softshrink"),
+}
+_NOT = {"isin", "equal", "max", "min", "copysign_", "frexp"}
+"""What torch marks as pointwise and is more, or may be."""
+
+_SPATIAL = {
+    "max_pool2d_with_indices": 2, "max_pool3d_with_indices": 3, "avg_pool2d": 2, "avg_pool3d": 3,
+    "_adaptive_avg_pool2d": 2, "_adaptive_avg_pool3d": 3, "adaptive_max_pool2d": 2,
+    "adaptive_max_pool3d": 3, "avg_pool1d": 1, "max_unpool2d": 2, "max_unpool3d": 3,
+    "upsample_linear1d": 1, "upsample_nearest1d": 1, "_upsample_nearest_exact1d": 1,
+    "upsample_nearest2d": 2, "_upsample_nearest_exact2d": 2, "upsample_bilinear2d": 2,
+    "upsample_bicubic2d": 2, "_upsample_bilinear2d_aa": 2, "_upsample_bicubic2d_aa": 2,
+    "upsample_nearest3d": 3, "_upsample_nearest_exact3d": 3, "upsample_trilinear3d": 3,
+    "im2col": 3, "col2im": 2, "grid_sampler_2d": 3, "grid_sampler_3d": 4,
+    "pixel_shuffle": 3, "pixel_unshuffle": 3, "channel_shuffle": 3, "native_channel_shuffle": 3,
+}  # fmt: skip
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ENTRY_BY_ENTRY, pointwise),
+    **dict.fromkeys(("copy", "fill", "uniform", "normal", "random", "exponential"), fills),
+    **dict.fromkeys(("log_normal", "cauchy", "geometric"), fills),
+    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias"), view),
+    "expand": expand, "repeat": repeat, "unsqueeze": unsqueeze, "squeeze": squeeze,
+    **dict.fromkeys(("permute", "transpose", "t"), permute),
+    **dict.fromkeys(("split", "split_with_sizes"), split),
+    **dict.fromkeys(("unsafe_split", "unsafe_split_with_sizes"), split),
+    **dict.fromkeys(("select", "unbind"), unbind), "slice": slicing, "cat": cat, "stack": stack,
+    "unfold": within(lambda call: [call["dimension"]]), "view_as_complex": last(1),
+    "diagonal": within(lambda call: [call["dim1"], call["dim2"]]),
+    **dict.fromkeys(
+        (
+            *("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "std_mean"),
+            *("prod", "any", "all", "argmax", "argmin", "linalg_vector_norm", "norm", "nansum"),
+            *("logsumexp", "_softmax", "_log_softmax", "_safe_softmax", "cumprod"),
+            *("cummax", "cummin", "logcumsumexp", "argsort", "topk", "median", "mode"),
+            *("kthvalue", "nanmedian", "aminmax", "count_nonzero", "glu"),
+            *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
+        ),
+        along,
+    ),
+    **dict.fromkeys(("roll", "flip"), within(lambda call: _dims(call, "dims"))),
+    **dict.fromkeys(("tril", "triu"), last(2)), "constant_pad_nd": within(_padded),
+    **{f"reflection_pad{n}d": last(n) for n in (1, 2, 3)},
+    **{f"replication_pad{n}d": last(n) for n in (1, 2, 3)},
+    **dict.fromkeys(
+        ("native_layer_norm", "_fused_rms_norm"),
+        lambda f, call, outs: last(len(call["normalized_shape"]), "input")(f, call, outs),
+    ),
+    **dict.fromkeys(
+        (
+            *("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"),
+            *("_batch_norm_with_update", "_native_batch_norm_legit_functional"),
+            *("_native_batch_norm_legit_no_training", "miopen_batch_norm", "_batch_norm_no_update"),
+        ),
+        batch_norm,
+    ),
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), matrices), "mv": last(1),
+    "linear": last(1, "input"),
+    **dict.fromkeys(("convolution", "_convolution"), within(_of_convolution, "input")),
+    "mkldnn_convolution": within(_of_convolution),
+    "native_group_norm": within(lambda call: range(1, call["input"].dim()), "input"),
+    **dict.fromkeys(
+        (
+            *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+            *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+            "_scaled_dot_product_attention_math",
+            "_scaled_dot_product_fused_attention_overrideable",
+        ),
+        attention,
+    ),
+    "_transformer_encoder_layer_fwd": encoder_layer, "_native_multi_head_attention": encoder_layer,
+    "embedding": embedding,
+    **{name: spatial(count) for name, count in _SPATIAL.items()},
+        "gather": gather, **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
+    "index_select": index_select, "index": index, "index_put": index_put, "nonzero": nonzero,
+    "sort": sort, "floor_divide": floor_divide, "histc": histogram, "cumsum": cumsum,
+    "_grouped_mm": grouped_matrices,
+    **dict.fromkeys(("index_add", "index_copy"), index_into),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
+    **dict.fromkeys(
+        (
+            *("mse_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+            *("smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+        ),
+        unreduced,
+    ),
+    **dict.fromkeys(("bucketize", "searchsorted", "view_as_real"), within(lambda call: ())),
+    "isin": within(lambda call: (), "elements"),
+    "_cdist_forward": distances, "multinomial": last(1),
+}  # fmt: skip
+
+
+def is_grouped(operator: Any) -> bool:
+    """Whether it is what transformers has in place of torch's operator where that is missing."""
+    return str(operator).startswith("transformers.grouped_mm_fallback")
+
+
+_INPLACE = re.compile(r"(?<=[a-z0-9])_$")
+
+
+def name_of(func: Any) -> str:
+    """The name of an operator, without what says that it works in place."""
+    return _INPLACE.sub("", str(schema(func).name).partition("::")[2])
+
+
+def rule_of(func: Any) -> Rule | None:
+    """The rule for an operator; ``None``: there is none, so that samples may meet in it."""
+    if func.namespace != "aten":
+        return grouped_matrices if is_grouped(func) else None
+    name = name_of(func)
+    if name in RULES:
+        return RULES[name]
+    return pointwise if torch.Tag.pointwise in func.tags and name not in _NOT else None

@@ -1,0 +1,328 @@
+"""Cut a captured network into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_hybrid._torch.graphs import exit_autocast, is_region, set_gradients
+from lightning_hybrid._torch.modules import tables
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.graph.cuts import Cuts
+from lightning_hybrid.graph.graph import NetworkGraph
+from lightning_hybrid.graph.mode_regions import Open, open_at
+from lightning_hybrid.graph.partition import NetworkPartition
+from lightning_hybrid.graph.recurrent_layers import RECURRENT
+from lightning_hybrid.graph.stage_code import GraphCode
+from lightning_hybrid.remote import materialize
+
+
+def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
+    """``code`` through ``torch.compile``, for each size by itself.
+
+    Inductor has generators of its own, but random layers are to draw what they draw uncompiled. And
+    for free sizes it cannot compile some networks that it can for fixed ones (a 3-D max pooling
+    before a convolution, for instance, in torch 2.13).
+    """
+    return torch.compile(code, dynamic=False, options={"fallback_random": True})
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """A stage as plain data, for the rank that owns it.
+
+    Attributes:
+        code: takes tensors of the network, what crosses the cut before it, and numbers; returns a
+            list of what crosses the cut after it, or of what the network returns.
+        tensors: dotted names, in the network, of the parameters and buffers that it takes.
+        numbers: which of the call's numbers it takes.
+        written: names of those parameters and buffers that it changes.
+        layers: (first, after last) number of its layers.
+        beside: names of further parameters and buffers of the modules whose tensors it takes: this
+            graph does not use them, but others will (a count of batches, in training).
+        checkpointed: whether a part of it is computed again in the backward.
+    """
+
+    code: GraphCode
+    tensors: tuple[str, ...]
+    numbers: tuple[int, ...]
+    written: frozenset[str]
+    layers: tuple[int, int]
+    beside: tuple[str, ...] = ()
+    checkpointed: bool = False
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """Names of all tensors that belong to the rank of this stage."""
+        return (*self.tensors, *self.beside)
+
+
+class Stage:
+    """The layers between two cuts, on the rank that runs them.
+
+    The parameters and buffers stay the network's own: they are looked up by name when the stage is
+    made, and each call takes what stands in that place.
+
+    Args:
+        code: what it computes.
+        network: the network, on this rank.
+        device: where it runs.
+    """
+
+    def __init__(self, code: StageCode, network: nn.Module, device: torch.device) -> None:
+        self.written, self.layers, self.tensor_names = code.written, code.layers, code.owned
+        self._numbers, self.checkpointed = code.numbers, code.checkpointed
+        self._all_places = [_place(network, name) for name in code.owned]
+        self._places = self._all_places[: len(code.tensors)]
+        self._code, self._device = code.code, device
+        self._run = code.code.function(device)
+        self.compiled = False
+
+    def compile_code(self) -> None:
+        """From now on run through ``torch.compile``."""
+        if not self.compiled:
+            self.compiled = True
+            # (AOTAutograd fails to save what the backward of a recurrent layer needs, torch 2.13)
+            self._run = compiled(self._code.function(self._device, without=RECURRENT))
+
+    def __call__(self, values: Sequence[Any], numbers: Sequence[Any] = ()) -> list[Any]:
+        """Run the layers of this stage.
+
+        Args:
+            values: what crosses the cut before it; for stage 0 what a call brings.
+            numbers: all numbers of the call.
+        """
+        tensors = [table[key] for table, key in self._places]
+        return self.run_with(tensors, values, numbers)
+
+    def run_with(
+        self, tensors: Sequence[Tensor], values: Sequence[Any], numbers: Sequence[Any] = ()
+    ) -> list[Any]:
+        """The same with other parameters and buffers, in the order of ``StageCode.tensors``."""
+        result: list[Any] = self._run(*tensors, *values, *[numbers[n] for n in self._numbers])
+        return result
+
+    def taken(self) -> dict[str, Tensor]:
+        """By name, the parameters and buffers that a call takes, in the order of `run_with`."""
+        return {name: table[key] for name, (table, key) in zip(self.tensor_names, self._places)}
+
+    def move(self, device: torch.device | str) -> None:
+        """Move the network's parameters and buffers that this stage uses."""
+        named = (*self.named_parameters(), *self.named_buffers())
+        materialize([tensor for _, tensor in named])
+        for _, parameter in self.named_parameters():
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data.to(device)
+        for table, key in self._all_places:
+            if not isinstance(table[key], nn.Parameter):
+                table[key] = table[key].to(device)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The network's parameters that this stage uses, under their names in the network."""
+        return ((name, t) for name, t in self._named() if isinstance(t, nn.Parameter))
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The network's buffers that this stage uses, under their names in the network."""
+        return ((name, t) for name, t in self._named() if not isinstance(t, nn.Parameter))
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        places = zip(self.tensor_names, self._all_places)
+        return ((name, table[key]) for name, (table, key) in places)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The network's parameters that this stage uses."""
+        return (value for _, value in self.named_parameters())
+
+    @property
+    def buffer_names(self) -> tuple[str, ...]:
+        """Dotted names, in the network, of the buffers that this stage uses."""
+        return tuple(name for name, _ in self.named_buffers())
+
+
+def _place(network: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """The table of a module in which a parameter or buffer stands, and its key there."""
+    owner, _, key = name.rpartition(".")
+    parameters, buffers = tables(network.get_submodule(owner))
+    return (parameters if key in parameters else buffers), key
+
+
+def cut(
+    graph: NetworkGraph,
+    partitions: Sequence[NetworkPartition],
+    boundaries: Sequence[int],
+    device: torch.device | None = None,
+) -> list[StageCode]:
+    """Cut the network before the partitions numbered ``boundaries``.
+
+    Stage 0 takes the tensors of `NetworkGraph.bind`, each later stage what the one before it
+    returns; the last one returns `NetworkGraph.tensor_outputs` and then
+    `NetworkGraph.scalar_outputs`. A tensor that is needed further on passes through the stages
+    between.
+
+    Args:
+        graph: the captured network.
+        partitions: its partitions.
+        boundaries: rising numbers of the partitions that stages 1, 2 ... begin with; none: one
+            stage.
+        device: where the network was captured; that of the first leaf by default.
+
+    Raises:
+        NetworkError: the boundaries are out of order or out of range.
+    """
+    if list(boundaries) != sorted(set(boundaries)) or not all(
+        0 < boundary < len(partitions) for boundary in boundaries
+    ):
+        raise NetworkError(
+            f"boundaries {list(boundaries)} must rise and lie in 1..{len(partitions) - 1} "
+            f"(the network has {len(partitions)} partitions)"
+        )
+    return cut_at(graph, [partitions[b].start for b in boundaries], device)
+
+
+def cut_at(
+    graph: NetworkGraph, positions: Sequence[int], device: torch.device | None = None
+) -> list[StageCode]:
+    """Cut the network before the layers numbered ``positions``; see `cut`."""
+    cuts = Cuts(graph)
+    device = device or graph.device  # what is made on it is made on the device of each rank
+    places = [0, *positions, len(graph.layers)]
+    # what comes in, what crosses each cut, what is returned: a stage may be without layers
+    borders = [
+        list(graph.inputs),
+        *(cuts.crossing(position) for position in positions),
+        [*graph.tensor_outputs, *graph.scalar_outputs],
+    ]
+    stages = [
+        _stage(graph, layers, tensors, device)
+        for layers, tensors in zip(pairwise(places), pairwise(borders))
+    ]
+    return _with_what_is_beside(stages, graph)
+
+
+def _with_what_is_beside(stages: Sequence[StageCode], graph: NetworkGraph) -> list[StageCode]:
+    """The same, with the tensors of their modules that this graph does not use."""
+    taken = {name for stage in stages for name in stage.tensors}
+    # the first stage that uses a tensor of a module has all others of it
+    home: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        for name in stage.tensors:
+            home.setdefault(name.rpartition(".")[0], number)
+    beside: list[list[str]] = [[] for _ in stages]
+    for name, _ in (*graph.network.named_parameters(), *graph.network.named_buffers()):
+        module = name.rpartition(".")[0]
+        if name in graph.shared - taken and module and module in home:
+            beside[home[module]].append(name)
+    return [replace(stage, beside=tuple(names)) for stage, names in zip(stages, beside)]
+
+
+def make_stages(
+    codes: Iterable[StageCode], network: nn.Module, device: torch.device
+) -> list[Stage]:
+    """Stages of a network on this rank."""
+    return [Stage(code, network, device) for code in codes]
+
+
+def _stage(
+    graph: NetworkGraph,
+    span: tuple[int, int],
+    borders: tuple[Sequence[fx.Node], Sequence[fx.Node]],
+    device: torch.device,
+) -> StageCode:
+    (start, stop), (inputs, outputs) = span, borders
+    layers = graph.layers[start:stop]
+    nodes = [node for layer in layers for node in (layer.node, *layer.parts)]
+    copier = _Copier(graph, inputs, nodes, outputs)
+    copier.enter(open_at(graph, start))
+    for node in nodes:
+        copier.add(node)
+    copier.leave(open_at(graph, stop))
+    code = copier.finished(outputs)
+    return StageCode(
+        GraphCode.of(code, graph.attributes, device),
+        tuple(graph.tensors[node] for node in copier.tensors),
+        tuple(graph.numbers.index(node) for node in copier.numbers),
+        frozenset[str]().union(*(layer.written for layer in layers)),
+        (start, stop),
+        checkpointed=any(map(is_region, code.nodes)),
+    )
+
+
+class _Copier:
+    """Copies layers into the graph of one stage, with the scalars that they need."""
+
+    def __init__(
+        self,
+        graph: NetworkGraph,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+    ) -> None:
+        self.source, self.graph = graph, fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._as_numbers: dict[fx.Node, fx.Node] = {}
+        used = set(outputs)
+        # a tensor that only passes through is not computed here, a number is
+        for node in (*nodes, *filter(graph.is_scalar, outputs)):
+            used |= graph.behind(node)
+        self.tensors = [node for node in graph.tensors if node in used]
+        self.numbers = [node for node in graph.numbers if node in used]
+        for node in (*self.tensors, *inputs, *self.numbers):
+            self._copies[node] = self.graph.placeholder(node.name)
+        self._travels_as_tensor = {leaf.node for leaf in graph.leaves if leaf.number}
+
+    def add(self, node: fx.Node) -> None:
+        """Copy one node of a layer."""
+        self._copies[node] = self.graph.node_copy(node, self._copy)
+
+    def enter(self, regions: Open) -> None:
+        """Switch the modes as they are where the stage begins."""
+        if regions.gradients != self.source.differentiable:
+            self.graph.call_function(set_gradients, (regions.gradients,))
+        for node in regions.autocasts:
+            self.add(node)
+
+    def leave(self, regions: Open) -> None:
+        """Switch them back."""
+        for node in reversed(regions.autocasts):
+            self.graph.call_function(exit_autocast, (self._copies[node],))
+        if regions.gradients != self.source.differentiable:
+            self.graph.call_function(set_gradients, (self.source.differentiable,))
+
+    def finished(self, outputs: Sequence[fx.Node]) -> fx.Graph:
+        """The stage's graph, returning copies of ``outputs``."""
+        self.graph.output(
+            [self._copies[n] if n in self._travels_as_tensor else self._copy(n) for n in outputs]
+        )
+        self.graph.lint()
+        return self.graph
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node in self._travels_as_tensor:
+            if node not in self._as_numbers:
+                self._as_numbers[node] = self.graph.call_method("item", (self._copies[node],))
+            return self._as_numbers[node]
+        if node not in self._copies:  # a constant, or arithmetic on numbers
+            self._copies[node] = self.graph.node_copy(node, self._copy)
+        return self._copies[node]
+
+
+def compute_whole(graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
+    """Compute a graph on this rank, uncut.
+
+    Args:
+        graph: of a network whose weights are here.
+        values: the arguments of the graph in this call.
+    """
+    code = cut_at(graph, [])[0]
+    stage = Stage(code, graph.network, graph.device)
+    tensors = {name: values[graph.place[node]] for node, name in graph.tensors.items()}
+    leaves = graph.bind(values)
+    numbers = graph.values_of_numbers(graph.sizes(leaves))
+    outputs = stage.run_with([tensors[name] for name in code.tensors], leaves, numbers)
+    return graph.returned(outputs, numbers)

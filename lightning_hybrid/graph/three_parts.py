@@ -1,0 +1,492 @@
+"""A captured network in three parts, so that batches go through it in micro-batches.
+
+* The *prologue* is made of the call's inputs alone and needs all samples: random masks, statistics
+  of the inputs. It runs once, on the driver, and its results are split like inputs.
+* The *heavy part* treats samples one by one. It goes through the stages in micro-batches.
+* The *tail* is where samples meet, and all that follows from it: losses inside of the network. It
+  runs once, on the driver, on what the heavy part has returned for all samples.
+
+A network in which samples do not meet is all heavy part. One whose prologue and tail would hold
+more than `LIGHT` of the load takes its batches whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from sympy import sympify
+from torch import Tensor, fx, nn
+
+from lightning_hybrid._torch.graphs import copy_source, exit_autocast, set_gradients
+from lightning_hybrid._torch.modules import BatchNorm
+from lightning_hybrid._torch.symbols import is_symbolic, symbols_in, value_with
+from lightning_hybrid.graph.graph import NetworkGraph, is_symbol
+from lightning_hybrid.graph.graph_from_dynamo import describe_part, rows_of_input
+from lightning_hybrid.graph.mode_regions import Open, open_at
+from lightning_hybrid.graph.partition import layer_flops
+from lightning_hybrid.graph.reached import reached
+from lightning_hybrid.graph.row_proof import Followed, follow
+from lightning_hybrid.graph.rows import MEET, Label, Rows
+from lightning_hybrid.graph.source_places import place_of
+from lightning_hybrid.graph.stage_code import GraphCode
+
+LIGHT = 0.1
+"""Share of the load that the driver may compute for all samples, beside the stages."""
+
+LARGEST_WEIGHT = 2**20
+"""Bytes of a weight that the tail uses: it is sent with every micro-batch."""
+
+MICROBATCH_STATISTICS = (
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+)
+"""Buffers of batch normalisation, whose statistics are those of a micro-batch by agreement."""
+
+Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
+
+
+class Divided:
+    """Runs a captured graph, in three parts if need be.
+
+    Args:
+        graph: as captured.
+        divides: whether it may be divided.
+        draws: whether the heavy part may draw random numbers, for each micro-batch by itself.
+
+    Attributes:
+        heavy: what goes through the stages; all of the network, if samples do not meet in it or if
+            it cannot be divided.
+    """
+
+    def __init__(self, graph: NetworkGraph, *, divides: bool, draws: bool = True) -> None:
+        self._whole = self.heavy = graph
+        self._parts: _Parts | None = None
+        if graph.is_static or not divides:
+            return
+        plan = _divide(graph, draws)
+        if isinstance(plan, str):
+            graph.meets = plan
+            return
+        if not plan.tail and not plan.prologue:
+            _label(graph, plan, {n: n for n in graph.graph.nodes})
+            return
+        parts = _Parts(graph, plan)
+        self._parts, self.heavy = parts, parts.heavy
+
+    def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
+        """What the graph returns.
+
+        Args:
+            values: the arguments of the graph.
+            run: computes the heavy part.
+        """
+        return run(self._whole, values) if self._parts is None else self._parts(values, run)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which nodes are in which of the three parts.
+
+    Attributes:
+        followed: what is known of all nodes.
+        prologue: nodes whose results the heavy part takes, computed for all samples before it.
+        early: these, and what they are made of.
+        tail: nodes that are computed for all samples after it.
+        heavy: nodes of the heavy part, with what they take.
+        taken: nodes of the heavy part that the tail or the caller takes.
+        tried: what was only tried.
+        summary: of all this, in a few words.
+    """
+
+    followed: Followed
+    prologue: frozenset[fx.Node]
+    early: frozenset[fx.Node]
+    tail: frozenset[fx.Node]
+    heavy: frozenset[fx.Node]
+    taken: tuple[fx.Node, ...]
+    tried: tuple[str, ...]
+    summary: str
+
+
+# ---------------------------------------------------------------- which node is where
+
+
+def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
+    """How a graph is divided, or in words why its batches must stay whole."""
+    for layer in graph.layers:
+        where = f"{layer.module}.{layer.name}".removeprefix(".")
+        other = [name for name in layer.written if not _is_statistic(graph.network, name)]
+        if other:
+            return f"it changes {other[0]!r}"
+        if layer.effects.unknown is not None:
+            return f"what {where!r} does {layer.effects.unknown}"
+    for leaf in graph.written_leaves:
+        # each micro-batch would change it anew; the rows of an input are its own
+        if leaf.rows is None:
+            return f"{leaf.name} is changed in place"
+    found: list[_Plan | str] = []
+    for symbols in dict.fromkeys((graph.symbols, graph.symbols[:1])):
+        # an input may have this size by accident (weights of as many classes)
+        plan = _divided_by(graph, symbols, draws)
+        found.append(plan)
+        if not isinstance(plan, str) and not plan.tail:
+            return plan
+    return next((plan for plan in found if not isinstance(plan, str)), found[0])
+
+
+def _is_statistic(network: nn.Module, name: str) -> bool:
+    owner, _, key = name.rpartition(".")
+    return key in MICROBATCH_STATISTICS and isinstance(network.get_submodule(owner), BatchNorm)
+
+
+def _divided_by(graph: NetworkGraph, symbols: tuple[Any, ...], draws: bool) -> _Plan | str:
+    writing = {layer.node for layer in graph.layers if layer.effects.writes}
+    followed = follow(
+        graph.graph,
+        graph.attributes,
+        symbols,
+        lambda node: _of_input(graph, symbols, node),
+        kept={*graph.tensors, *writing},
+    )
+    return _Dividing(graph, followed, draws).plan()
+
+
+def _of_input(graph: NetworkGraph, symbols: Collection[Any], node: fx.Node) -> Label:
+    """Where the samples are in what a placeholder is given."""
+    example = node.meta.get("example_value")
+    if node in graph.tensors or not isinstance(example, Tensor):
+        return None
+    rows = rows_of_input(node, symbols)
+    found = {s for size in example.shape if is_symbolic(size) for s in symbols_in(size)}
+    return MEET if rows is None and not found.isdisjoint(symbols) else rows
+
+
+class _Dividing:
+    def __init__(self, graph: NetworkGraph, followed: Followed, draws: bool) -> None:
+        self.graph, self.followed, self._draws = graph, followed, draws
+        self.layers = {n: y for y in graph.layers for n in (y.node, *y.parts)}
+        self.order = {node: number for number, node in enumerate(graph.graph.nodes)}
+        self.writers: dict[int, list[fx.Node]] = {}
+        for layer in graph.layers:
+            for memory in layer.effects.writes:
+                self.writers.setdefault(memory, []).append(layer.node)
+
+    def plan(self) -> _Plan | str:
+        outputs = [node for node in self.graph.outputs if isinstance(node, fx.Node)]
+        tail = self._tail(outputs)
+        # what is drawn of no weight is drawn in the order of the graph
+        drawn = {n for n in tail if n in self.followed.early and self._is_random(n)}
+        tail, prologue = tail - drawn, frozenset(self.followed.prologue | drawn)
+        early = self._behind(prologue)
+        wanted = {*outputs, *(taken for node in tail for taken in node.all_input_nodes)}
+        # the driver has inputs, and numbers that follow from sizes, by itself
+        taken = [n for n in wanted - tail - prologue if n in self.graph.tensors or not _is_given(n)]
+        taken.sort(key=self.order.__getitem__)
+        layers = [n for layer in self.graph.layers for n in (layer.node, *layer.parts)]
+        own = [n for n in layers if n not in tail | early and not self.followed.meets(n)]
+        heavy = self._behind([*own, *taken], stop=prologue)
+        # what the driver computes for all samples, the stages wait for
+        share = self._share(tail | early)
+        if share > LIGHT:
+            return f"{self._said(tail | prologue)}, and {share:.0%} of the load follows"
+        problem = self._problem(tail, prologue, early, heavy, taken)
+        if problem is not None:
+            return problem
+        tried = tuple(sorted(self.graph.place_of(node) for node in self.followed.tried))
+        summary = self._summary(early, tail)
+        parts = prologue, frozenset(early), frozenset(tail), frozenset(heavy)
+        return _Plan(self.followed, *parts, tuple(taken), tried, summary)
+
+    def _summary(self, early: Collection[fx.Node], tail: Collection[fx.Node]) -> str:
+        words = ["proof"]
+        for name, nodes in (("prologue", early), ("tail", tail)):
+            if any(node in self.layers for node in nodes):
+                words.append(f"{name} {self._share(nodes):.1%}")
+        return ", ".join(words)
+
+    def _is_random(self, node: fx.Node) -> bool:
+        return node in self.layers and self.layers[node].effects.random
+
+    def _made_of(self, node: fx.Node) -> list[fx.Node]:
+        """What a node takes, and what has changed it in place before."""
+        found = list(node.all_input_nodes)
+        for taken in node.all_input_nodes:
+            for memory in self._memory(taken):
+                found += [
+                    w for w in self.writers.get(memory, ()) if self.order[w] < self.order[node]
+                ]
+        return found
+
+    def _memory(self, node: fx.Node) -> frozenset[int]:
+        if node in self.graph.memory:
+            return frozenset([self.graph.memory[node]])
+        layer = self.layers.get(node)
+        return frozenset() if layer is None else layer.effects.results
+
+    def _behind(self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+        """These nodes and all nodes that their values are computed from, as far as ``stop``."""
+        start = (node for node in nodes if node not in stop)
+        return reached(start, lambda node: (n for n in self._made_of(node) if n not in stop))
+
+    def _tail(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
+        """The nodes that must be computed of all samples at once, if an output needs them."""
+        changed = {w for n in outputs for m in self._memory(n) for w in self.writers.get(m, ())}
+        return reached(
+            filter(self._belongs, (*outputs, *changed)),
+            lambda node: (n for n in self._made_of(node) if self._belongs(n) or self._is_early(n)),
+        )
+
+    def _is_early(self, node: fx.Node) -> bool:
+        """Whether the tail can make a node of the inputs by itself."""
+        early = node in self.followed.early and node not in self.followed.prologue
+        return early and not _is_given(node)
+
+    def _belongs(self, node: fx.Node) -> bool:
+        """Whether the tail computes a node that it takes, or that is returned."""
+        if _is_given(node):
+            return False
+        label = self.followed.label(node)
+        is_joined = label is None or (isinstance(label, Rows) and label.plain)
+        if self.followed.meets(node) or not is_joined:
+            return True
+        # what is neither a tensor nor a number does not come back from stages
+        return node not in self.graph.info and not node.meta.get("scalar")
+
+    def _problem(
+        self,
+        tail: Collection[fx.Node],
+        prologue: Collection[fx.Node],
+        early: Collection[fx.Node],
+        heavy: Collection[fx.Node],
+        taken: Sequence[fx.Node],
+    ) -> str | None:
+        """Why these three parts would not compute what the graph does."""
+        for node in {*tail, *early} & self.layers.keys():
+            twice = node in heavy and (node in tail or node in prologue)
+            if (
+                reason := self._of_beside(node, tail if node in tail else early, twice)
+            ) is not None:
+                return f"{self._said([node])}, and {reason}"
+        if (reason := self._of_draws(tail, early, heavy)) is not None:
+            return reason
+        for node in (*taken, *prologue):
+            readers = [self.order[u] for u in node.users if u in tail] or [len(self.order)]
+            first = -1 if node in prologue else min(readers)
+            changes = [w for m in self._memory(node) for w in self.writers.get(m, ())]
+            late = [w for w in changes if self.order[w] > first and w not in early]
+            if late:
+                return f"{self.graph.place_of(late[0])} changes what is used for all samples"
+        return next(filter(None, map(self._of_taken, (*taken, *prologue))), None)
+
+    def _of_draws(
+        self, tail: Collection[fx.Node], early: Collection[fx.Node], heavy: Collection[fx.Node]
+    ) -> str | None:
+        """Why these parts would not draw the random numbers that the graph does."""
+        random = [node for node in self.order if self._is_random(node)]
+        own = [node for node in random if node in heavy and node not in early]
+        if own and not self._draws:
+            return f"{self._at(own[0])} draws random numbers that are not made of sizes alone"
+        late = next((node for node in random if node in tail), None)
+        if late is not None and any(self.order[n] > self.order[late] for n in random if n in early):
+            return f"{self._at(late)} draws random numbers before others that are drawn first"
+        return None
+
+    def _of_beside(self, node: fx.Node, own: Collection[fx.Node], twice: bool) -> str | None:
+        """Why the driver cannot compute a node for all samples."""
+        effects = self.layers[node].effects
+        if twice and (effects.random or effects.writes):
+            return "its result is used for single samples too"
+        # a copy on another rank would not see the change
+        for memory in effects.writes:
+            if not {n for n in self.order if memory in self._memory(n)}.issubset(own):
+                return "it changes what was made before"
+        return None if effects.ambient else "it is in a transformation of functions"
+
+    def _of_taken(self, node: fx.Node) -> str | None:
+        """Why what the heavy part makes cannot be joined for all samples."""
+        graph, label = self.graph, self.followed.label(node)
+        if isinstance(label, Rows) and not sympify(label.outer).is_Integer:
+            return f"samples lie inside of a dimension of {graph.place_of(node)}"
+        if node in graph.info and not graph.info[node].is_strided:
+            return f"{graph.place_of(node)} is not dense"
+        name = graph.tensors.get(node)
+        if name is not None and graph.info[node].bytes > LARGEST_WEIGHT:
+            return f"{name!r}, which is large, is used where samples have met"
+        return None
+
+    def _share(self, nodes: Collection[fx.Node]) -> float:
+        loads = {layer.node: layer_flops(self.graph, layer) for layer in self.graph.layers}
+        total = sum(loads.values()) or 1
+        return sum(load for node, load in loads.items() if node in nodes) / total
+
+    def _said(self, nodes: Iterable[fx.Node]) -> str:
+        """That samples meet, first, in one of these nodes or in what they are made of."""
+        why = self.followed.why
+        node = min(
+            (n for n in self._behind(nodes) if n in why),
+            key=self.order.__getitem__,
+            default=min(nodes, key=self.order.__getitem__),
+        )
+        how = f" ({why[node]})" if node in why else ""
+        return f"samples meet in {self._at(node, how)}"
+
+    def _at(self, node: fx.Node, how: str = "") -> str:
+        place = place_of(node)
+        return f"{self.graph.place_of(node)}{how}{f', {place}' if place else ''}"
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def _label(heavy: NetworkGraph, plan: _Plan, copies: dict[fx.Node, fx.Node]) -> None:
+    """Write into a graph where samples are in what it takes and returns."""
+    originals = {copy: node for node, copy in copies.items()}  # (clones of weights have none)
+
+    def label(node: fx.Node) -> Rows | None:
+        found = plan.followed.label(originals[node]) if node in originals else None
+        return found if isinstance(found, Rows) else None
+
+    written = {leaf.node for leaf in heavy.written_leaves}
+    heavy.leaves = tuple(replace(leaf, rows=label(leaf.node)) for leaf in heavy.leaves)
+    heavy.written_leaves = tuple(leaf for leaf in heavy.leaves if leaf.node in written)
+    heavy.rows = {node: label(node) for node in heavy.tensor_outputs}
+    heavy.meets, heavy.split_by, heavy.tried = None, plan.summary, plan.tried
+
+
+class _Parts:
+    """A graph in its three parts."""
+
+    def __init__(self, graph: NetworkGraph, plan: _Plan) -> None:
+        self._graph, self._plan = graph, plan
+        nodes = list(graph.graph.nodes)
+        prologue = [node for node in nodes if node in plan.prologue]
+        outputs = [node for node in nodes if node in plan.tail and node in graph.outputs]
+        self._prologue = _Beside(graph, plan.early, prologue)
+        self._tail = _Beside(graph, plan.tail, outputs)
+        self._inputs, self.heavy = _heavy_part(graph, plan)
+        self._shapes = {n: n.meta["example_value"] for n in nodes if n.meta.get("shape")}
+
+    def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
+        graph = self._graph
+        sizes = graph.sizes(graph.bind(values))
+        found = {node: values[place] for node, place in graph.place.items()}
+        found |= zip(graph.numbers, graph.values_of_numbers(sizes))
+        for node, shape in self._shapes.items():
+            found[node] = torch.Size(value_with(size, sizes) for size in shape)
+        found |= self._prologue(found)
+        found |= zip(self._plan.taken, run(self.heavy, [found[n] for n in self._inputs]))
+        found |= self._tail(found)
+        return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
+
+
+class _Beside:
+    """The prologue or the tail, which the driver computes like code around the network.
+
+    Args:
+        graph: the network.
+        nodes: the part.
+        returned: those of its nodes that others take.
+    """
+
+    def __init__(
+        self, graph: NetworkGraph, nodes: Collection[fx.Node], returned: Sequence[fx.Node]
+    ) -> None:
+        self._returned = returned
+        own = [n for n in graph.graph.nodes if n in nodes and not _is_given(n)]
+        takes = {taken for node in own for taken in node.all_input_nodes}
+        constants = [n for n in graph.graph.nodes if n in takes and n.op == "get_attr"]
+        self._taken = [n for n in graph.graph.nodes if n in takes - {*own, *constants}]
+        code, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self._taken:
+            copies[node] = code.placeholder(node.name)
+        for node in constants:
+            copies[node] = code.node_copy(node)
+        number = {n: i for i, y in enumerate(graph.layers) for n in (y.node, *y.parts)}
+        now = Open(graph.differentiable)
+        for node in own:
+            if node in number:
+                now = _switched(code, now, open_at(graph, number[node]))
+            copies[node] = code.node_copy(node, copies.__getitem__)
+        _switched(code, now, Open(graph.differentiable))
+        code.output([copies[node] for node in returned])
+        self._code = GraphCode.of(code, graph.attributes, graph.device).function(graph.device)
+
+    def __call__(self, found: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+        """The values of the nodes that it returns, from the values of others."""
+        if not self._returned:
+            return {}
+        return dict(zip(self._returned, self._code(*[found[n] for n in self._taken])))
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a node is an input or a constant, or a number or shape that follows from sizes."""
+    follows = node.meta.get("number") or node.meta.get("shape")
+    return node.op in ("placeholder", "get_attr") or bool(follows)
+
+
+def _switched(code: fx.Graph, now: Open, wanted: Open) -> Open:
+    """Switch modes in code from those of one place to those of another."""
+    if now == wanted:
+        return now
+    for copy in reversed(now.autocasts):
+        code.call_function(exit_autocast, (copy,))
+    if now.gradients != wanted.gradients:
+        code.call_function(set_gradients, (wanted.gradients,))
+    return replace(wanted, autocasts=tuple(code.node_copy(n) for n in wanted.autocasts))
+
+
+def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], NetworkGraph]:
+    """What the heavy part takes, in order, and its graph."""
+    nodes = list(graph.graph.nodes)
+    inputs = {n for n in plan.heavy if n.op == "placeholder"} | {*plan.taken} & {*graph.place}
+    inputs |= _with_sizes(graph, plan, inputs)
+    code, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    made = [n for n in nodes if n in plan.prologue and not plan.heavy.isdisjoint(n.users)]
+    order = [*(n for n in nodes if n in inputs), *made]
+    for node in order:
+        copies[node] = copy = code.placeholder(node.name)
+        copy.meta = {k: v for k, v in node.meta.items() if k not in ("scalar", "number")}
+        copy_source(node, copy)
+    for node in nodes:
+        if node in plan.heavy and node not in copies and node.op != "output":
+            copies[node] = code.node_copy(node, copies.__getitem__)
+    returned = []
+    for node in plan.taken:
+        copy = copies[node]
+        if node in graph.tensors:  # a weight: as an operation of the last stage
+            copy = code.call_method("clone", (copy,))
+            copy.meta = {"example_value": node.meta["example_value"]}
+        returned.append(copy)
+    code.output(tuple(returned))
+    tensors = {copies[n]: name for n, name in graph.tensors.items() if n in copies}
+    heavy = describe_part(graph, code, tensors)
+    _label(heavy, plan, copies)
+    heavy.divided, before = True, {copies[node] for node in made}
+    heavy.leaves = tuple(replace(leaf, made=leaf.node in before) for leaf in heavy.leaves)
+    return order, heavy
+
+
+def _with_sizes(graph: NetworkGraph, plan: _Plan, inputs: Collection[fx.Node]) -> set[fx.Node]:
+    """Further inputs that tell the heavy part the sizes that it computes with."""
+    needed = {graph.symbol}
+    for node in inputs:
+        if node.meta.get("number"):
+            needed |= {*symbols_in(node.meta["example_value"])}
+    for node in plan.heavy:
+        example = node.meta.get("example_value")
+        if is_symbolic(example):
+            needed |= {*symbols_in(example)}
+    found: set[fx.Node] = set()
+    tensors = [leaf.node for leaf in graph.leaves if not leaf.number]
+    tensors.sort(key=lambda node: node not in inputs)  # those that it has first
+    known: set[Any] = set()
+    for node in tensors:
+        own = {symbols_in(s)[0] for s in node.meta["example_value"].shape if is_symbol(s)}
+        if own & needed - known:
+            known |= own
+            found.add(node)
+    return found

@@ -1,0 +1,161 @@
+"""Profiles on disk, so that every run of the same network on the same machine has the same ones.
+
+A file holds what it is for in plain text (`describe`) and the profile; its name is a hash of the
+former. Files are replaced whole, so processes do not disturb each other; one that cannot be read is
+measured and written anew; where nothing can be written, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile
+from lightning_hybrid.planning.measure import device_name
+
+FORMAT = 3
+"""Raised when what is measured, or how, changes within a version of this package."""
+
+
+def cache_folder() -> Path:
+    """``$LIGHTNING_HYBRID_CACHE``, else ``lightning_hybrid`` in the user's folder for caches."""
+    own = os.environ.get("LIGHTNING_HYBRID_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lightning_hybrid"
+
+
+def cached(
+    measured: Callable[[], Profile],
+    graph: NetworkGraph,
+    partitions: Sequence[NetworkPartition],
+    leaves: Sequence[Tensor],
+    device: torch.device,
+) -> Profile:
+    """The profile from the disk, or what ``measured()`` returns, which is then kept.
+
+    Args:
+        measured: measures.
+        graph: of the network.
+        partitions: of the graph.
+        leaves: the tensors of `NetworkGraph.bind` for one micro-batch.
+        device: where it is measured.
+    """
+    what = describe(graph, partitions, leaves, device)
+    name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
+    # a home that is nobody's, a file in the way, a full disk: none is a reason to fail
+    with suppress(OSError, RuntimeError):
+        path = cache_folder() / "profiles" / f"{name}.json"
+        known = _read(path, what, len(partitions))
+        if known is not None:
+            return known
+    profile = measured()
+    with suppress(OSError, RuntimeError):
+        _write(path, {"of": what, "profile": profile.record()})
+    return profile
+
+
+def describe(
+    graph: NetworkGraph,
+    partitions: Sequence[NetworkPartition],
+    leaves: Sequence[Tensor],
+    device: torch.device,
+) -> dict[str, Any]:
+    """All that a profile depends on, in plain values: a change of any of it is another profile."""
+    return {
+        "format": FORMAT,
+        "versions": {name: _version(name) for name in ("lightning-hybrid", "torch")},
+        "network": _digest(_network(graph, partitions)),
+        "class": type(graph.network).__qualname__,
+        "inputs": [[list(leaf.shape), str(leaf.dtype), list(leaf.stride())] for leaf in leaves],
+        "device": _device(device),
+        "precision": {
+            "autocast": str(autocast_dtype(device)),
+            "matmul": torch.get_float32_matmul_precision(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "cudnn": [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark],
+            "mkldnn": torch.backends.mkldnn.enabled,
+        },
+    }
+
+
+def _network(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> list[str]:
+    """One line for each thing in the network that a time may depend on."""
+    lines = [graph.fingerprint]
+    for kind_of, tensors in (
+        ("parameter", graph.network.named_parameters()),
+        ("buffer", graph.network.named_buffers()),
+    ):
+        lines += [
+            f"{kind_of} {name} {tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad}"
+            for name, t in tensors
+        ]
+    return lines + [f"{p.name} {p.start} {p.stop} {p.layers}" for p in partitions]
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        return {"name": device_name(device), "cuda": str(torch.version.cuda)}
+    return {
+        "name": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    """The model of the CPU."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return f"{platform.machine()} {platform.processor()}".strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a clone
+        return "unknown"
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The type that autocast computes in at this moment; None: it is off."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _read(path: Path, what: dict[str, Any], partitions: int) -> Profile | None:
+    """The profile in a file; None: there is none, or it is broken or another's."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        profile = Profile.from_record(record["profile"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+    return profile if record["of"] == what and len(profile.partitions) == partitions else None
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # hosts may share the folder
+    new = path.with_suffix(f".{platform.node()}.{os.getpid()}.new")
+    try:
+        new.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)

@@ -1,0 +1,68 @@
+"""Tensors that live elsewhere, or not yet: proxies, what is fetched when, deferred weights."""
+
+from lightning_hybrid.remote.deferral import Deferral, has_loaded
+from lightning_hybrid.remote.deferred import (
+    give_up,
+    is_deferred,
+    is_of_one_rank,
+    is_offloaded,
+    is_vacant,
+    materialize,
+    materialize_here,
+    materialized,
+    materialized_with,
+    occupy,
+    offload,
+    vacate,
+    value_of,
+)
+from lightning_hybrid.remote.hollow_network import Hollow, NoMemory, watched
+from lightning_hybrid.remote.intercepted import Intercepted
+from lightning_hybrid.remote.living_views import View, views_of
+from lightning_hybrid.remote.proxy import hook_refused, read_now
+from lightning_hybrid.remote.remote import RemoteTensors
+from lightning_hybrid.remote.remote_source import Kind
+from lightning_hybrid.remote.unread import (
+    Unread,
+    is_unread,
+    leave_unread,
+    left_unread,
+    place_of,
+    streaming,
+    unread,
+)
+
+__all__ = [
+    "Deferral",
+    "Hollow",
+    "Intercepted",
+    "Kind",
+    "NoMemory",
+    "RemoteTensors",
+    "Unread",
+    "View",
+    "give_up",
+    "has_loaded",
+    "hook_refused",
+    "is_deferred",
+    "is_of_one_rank",
+    "is_offloaded",
+    "is_unread",
+    "is_vacant",
+    "leave_unread",
+    "left_unread",
+    "materialize",
+    "materialize_here",
+    "materialized",
+    "materialized_with",
+    "occupy",
+    "offload",
+    "place_of",
+    "read_now",
+    "streaming",
+    "unread",
+    "vacate",
+    "value_of",
+    "views_of",
+    "watched",
+]

@@ -1,0 +1,337 @@
+"""Builds a network without memory: deferred tensors, and how their numbers are made.
+
+Inside `Deferral.building` every new tensor is on the meta device and a `Tape` takes down what is
+done to it; random generators go on as on one device (the numbers are drawn into scratch memory and
+dropped). Afterwards the module's parameters and buffers are deferred
+(:mod:`lightning_hybrid.remote.deferred`), and playing the tape makes their numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid._torch.random_operators import draws
+from lightning_hybrid._torch.tensors import TorchDispatchMode, as_they_are, schema, swap_memory
+from lightning_hybrid._trees import rebuild, tensors_in
+from lightning_hybrid.errors import DeferredError
+from lightning_hybrid.remote.deferred import (
+    MOVES,
+    NUMBERS,
+    SEEMING,
+    defer,
+    is_deferred,
+    is_offloaded,
+    offload,
+    show,
+)
+from lightning_hybrid.remote.initialization_tape import Tape, View, memory_for
+from lightning_hybrid.remote.intercepted import ordinary
+from lightning_hybrid.remote.unread import is_unread
+
+
+def has_loaded(tensor: Any) -> bool:
+    """Whether a tensor has been loaded from a checkpoint and waits for the rank that owns it."""
+    deferral: Deferral | None = getattr(tensor, "_maker", None)
+    if deferral is None:
+        return False
+    with as_they_are():
+        return deferral.tape.is_marked(tensor)
+
+
+class Deferral:
+    """What is known of the deferred tensors of one LightningModule.
+
+    Args:
+        device: where one device would make the numbers.
+    """
+
+    on_one_rank = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.tape = Tape(device)
+        self.device = device
+        self.active = self.playing = False
+        self._shown: dict[int, list[weakref.ref[Any]]] = {}
+
+    @contextlib.contextmanager
+    def building(self, module: nn.Module) -> Iterator[None]:
+        """Inside, new tensors have no memory; afterwards those of ``module`` are deferred."""
+        with self._noting():
+            yield
+        self._take(module)
+
+    @contextlib.contextmanager
+    def loading(self, module: nn.Module, *, outlined: bool) -> Iterator[None]:
+        """Inside, what is written to tensors comes from a checkpoint.
+
+        Args:
+            module: the LightningModule, whose tensors may be on other ranks after an earlier run.
+            outlined: another rank has the numbers; else other ranks lack them: see `has_loaded`.
+        """
+        away = self._bring_back(module)
+        with self._noting(marking=not outlined):
+            yield
+        for tensor, name, where in away:
+            if not has_loaded(tensor):
+                offload(tensor, name, where)
+        self._take(module)
+
+    @contextlib.contextmanager
+    def _noting(self, *, marking: bool = False) -> Iterator[None]:
+        self.active, self.tape.marking = True, marking
+        try:
+            with _Answers(self), _Recorder(self):
+                yield
+        finally:
+            self.active = self.tape.marking = False
+
+    def _bring_back(self, module: nn.Module) -> list[tuple[Tensor, str, str]]:
+        """Let tensors that other ranks have be written to here. Returns what they were."""
+        away: list[Any] = [tensor for _, tensor in _state(module) if is_offloaded(tensor)]
+        before = [(tensor, tensor._full_name, tensor._where) for tensor in away]
+        for tensor, name, _ in before:
+            with as_they_are():
+                self.open(tensor, name)
+        return before
+
+    def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The numbers that tensors without memory would have; views of one share memory."""
+        before, self.playing = self.playing, True
+        try:
+            return self.tape.real([self.tape.view(tensor) for tensor in tensors])
+        finally:
+            self.playing = before
+
+    def pickled(self, tensor: Tensor) -> Any:
+        """As an ordinary tensor."""
+        return None
+
+    def make(self, tensor: Tensor) -> None:
+        """Give a tensor, and all that show the same memory, memory for good."""
+        self.settle(tensor, self.numbers([tensor])[0])
+
+    def settle(self, tensor: Tensor, value: Tensor) -> None:
+        """Let a tensor, and all that show the same memory, have that of ``value``."""
+        storage = value.untyped_storage()
+        for reference in self._shown.pop(self.tape.view(tensor).key, []):
+            other: Any = reference()
+            if is_deferred(other) and other._maker is self:
+                show(other, self.tape.view(other).of(storage))
+
+    def open(self, tensor: Tensor, name: str) -> None:
+        """Make a deferred tensor of one on the meta device that this tape knows."""
+        defer(tensor, self, name, "")
+        self._shown.setdefault(self.tape.view(tensor).key, []).append(weakref.ref(tensor))
+
+    def _take(self, module: nn.Module) -> None:
+        state = {id(t): (name, t) for name, t in _state(module)}
+        with as_they_are():
+            for name, tensor in state.values():
+                deferred = is_deferred(tensor) and not is_offloaded(
+                    tensor
+                )  # memory may have been replaced
+                ours = deferred or type(tensor) in (nn.Parameter, Tensor)
+                if ours and self.tape.knows(tensor):
+                    self.open(tensor, name)
+            for name, tensor in (*state.values(), *_attributes(module)):
+                if not is_deferred(tensor) and self.tape.knows(tensor):
+                    if tensor.grad_fn is None:
+                        # a class of its own, or neither parameter nor buffer: small, as a rule
+                        swap_memory(tensor, ordinary(tensor, self.numbers([tensor])[0]))
+                    else:  # a weight computed of others, before each forward
+                        self.open(tensor, name)
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors among the plain attributes of modules, in lists and dictionaries too."""
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if key not in ("_parameters", "_buffers", "_modules", "_trainer"):
+                for _, tensor in tensors_in(value):
+                    yield f"{name}.{key}".removeprefix("."), tensor
+
+
+class _Answers(TorchFunctionMode):
+    """While building: tensors seem to be on the device, and their numbers can be asked for."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        super().__init__()
+        self._deferral = deferral
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in SEEMING or func in NUMBERS:
+            with as_they_are():
+                known = isinstance(args[0], Tensor) and self._deferral.tape.knows(args[0])
+                if known and func in SEEMING:
+                    return SEEMING[func](self._deferral.device)
+                if known:
+                    return func(self._deferral.numbers(args[:1])[0], *args[1:], **kwargs)
+        if func in MOVES or func in (torch.as_tensor, torch.asarray):
+            return self._move(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What moves a tensor to where it seems to be already must not copy it."""
+        if not isinstance(args[0], Tensor) or not self._deferral.tape.knows(args[0]):
+            return func(*args, **kwargs)
+        home = self._deferral.device
+        if func in (Tensor.cpu, Tensor.cuda):
+            func, args = Tensor.to, (args[0], "cpu" if func is Tensor.cpu else "cuda", *args[1:])
+
+        def stays(value: Any) -> Any:
+            if not isinstance(value, torch.device | str):
+                return value
+            device = torch.device(value)
+            same = device.type == home.type and device.index in (None, home.index)
+            return torch.device("meta") if same else device
+
+        args, kwargs = rebuild((args, kwargs), stays)
+        return func(*args, **kwargs)
+
+
+class _Recorder(TorchDispatchMode):
+    """While building: what is done to tensors goes to the tape."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._deferral, self._tape = deferral, deferral.tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self._deferral.playing:
+            return func(*args, **(kwargs or {}))
+        with as_they_are():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        if any(map(is_unread, tensors)):  # of a checkpoint; they have no memory either
+            lifted = rebuild((args, kwargs), lambda v: self._tape.lift(v) if is_unread(v) else v)
+            return self._run(func, *lifted)
+        names = {argument.name for argument in schema(func).arguments}
+        makes = "device" in names and (not tensors or schema(func).name.startswith("aten::new_"))
+        if not makes and not any(tensor.is_meta for tensor in tensors):
+            if _is_meta(kwargs.get("device")):  # `device=weight.device`
+                kwargs = {**kwargs, "device": self._tape.device}
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if not all(tensor.is_meta for tensor in written):
+            return self._for_real(func, args, kwargs, written)
+        if "device" in names and (makes or kwargs.get("device") is not None):
+            given = kwargs.get("device")
+            device = self._tape.device if given is None or _is_meta(given) else given
+            kwargs = {**kwargs, "device": device}
+        return self._without_memory(func, args, kwargs, written)
+
+    def _without_memory(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
+    ) -> Any:
+        given = rebuild((args, kwargs), lambda v: self._lifted(v) if isinstance(v, Tensor) else v)
+        noted = rebuild(given, lambda v: self._tape.view(v) if isinstance(v, Tensor) else v)
+        places = [self._tape.view(tensor) for tensor in written]
+        hidden = {
+            name: value
+            for name, value in (("device", "meta"), ("generator", None), ("pin_memory", None))
+            if name in kwargs
+        }
+        try:
+            returned = func(*given[0], **{**given[1], **hidden})
+        except (NotImplementedError, RuntimeError) as error:
+            return self._for_real(func, args, kwargs, written, error)
+        results = [tensor for _, tensor in tensors_in(returned)]
+        if any(result.layout is not torch.strided for result in results):
+            return self._for_real(func, args, kwargs, written)
+        random = None
+        if draws(func, args, kwargs):
+            generator = kwargs.get("generator") or _default_generator(self._tape.device)
+            random = generator, generator.get_state()
+            self._draw(func, noted, places)
+        if torch.Tag.inplace_view not in func.tags:
+            self._tape.record(func, noted, results, places, random)
+        return returned
+
+    def _lifted(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else self._tape.lift(tensor)
+
+    def _draw(self, func: Any, noted: tuple[Any, Any], written: list[View]) -> None:
+        """Let the generator go on: draw the numbers and drop them."""
+        fills = schema(func).name in _FILLS
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, View):
+                return value
+            if fills and value in written:
+                return value.of(memory_for(self._tape.bytes_behind(value), self._tape.device))
+            return self._tape.real([value])[0]
+
+        args, kwargs = rebuild(noted, real)
+        func(*args, **kwargs)
+
+    def _for_real(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[Tensor],
+        reason: Exception | None = None,
+    ) -> Any:
+        """Run an operation that needs numbers, or writes to a real tensor."""
+        if any(tensor.is_meta for tensor in written):
+            raise DeferredError(
+                f"{func} in configure_model changes a weight in a way that cannot be put off until "
+                f"a rank makes its stage ({reason or 'other tensors that it changes are real'}). "
+                "Build that module in __init__, or initialise it in another way."
+            ) from reason
+        metas = [tensor for _, tensor in tensors_in((args, kwargs)) if tensor.is_meta]
+        real = iter(self._deferral.numbers(metas))
+        args, kwargs = rebuild(
+            (args, kwargs),
+            lambda v: next(real) if isinstance(v, Tensor) and v.is_meta else v,
+        )
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    given = dict(zip((argument.name for argument in schema(func).arguments), args)) | kwargs
+    found: list[Tensor] = []
+    for argument in schema(func).arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [tensor for _, tensor in tensors_in(given.get(argument.name))]
+    return found
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    generators: tuple[torch.Generator, ...] = torch.cuda.default_generators
+    return generators[device.index or 0]
+
+
+_FILLS = {
+    f"aten::{name}_"
+    for name in (
+        *("normal", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal"),
+        "bernoulli",
+    )
+}
+"""Random operations that do not look at what they overwrite."""

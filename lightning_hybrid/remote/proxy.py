@@ -1,0 +1,167 @@
+"""Tensors of another rank that look like tensors of this one.
+
+The class of a proxy intercepts the operations on it (:mod:`lightning_hybrid.remote.intercepted`):
+its source (:class:`Source`) is asked before the values are used, and told when they have changed.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.autograd import is_wrapped
+from lightning_hybrid._torch.tensors import as_they_are, version
+from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.remote.intercepted import LOOKS, Intercepted, getters, intercepted_in
+
+
+class Source(Protocol):
+    """What a proxy asks and tells.
+
+    Attributes:
+        name: dotted name of the tensor, for messages.
+    """
+
+    name: str
+
+    @property
+    def device(self) -> torch.device: ...
+    def read(self) -> None: ...
+    def touch(self) -> None: ...
+    def enter_graph(self) -> None: ...
+    def gradient(self) -> Tensor | None: ...
+    def assign_gradient(self, value: Tensor | None) -> None: ...
+
+
+class _Proxy(Intercepted):
+    """What both classes of proxies have in common."""
+
+    _source: Source
+
+    @classmethod
+    def operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], RemoteParameter):
+            source = args[0]._source
+            if func in _HOOKS:
+                raise hook_refused(source.name)
+            if func == _GET_GRADIENT:
+                return source.gradient()
+            if func in _SET_GRADIENT:
+                return source.assign_gradient(args[1] if len(args) > 1 else None)
+        if func in _PLACES:
+            return func(torch.empty(0, device=args[0]._source.device))
+        proxies = list(intercepted_in((args, kwargs), _Proxy))
+        with as_they_are():
+            for proxy in proxies:
+                proxy._source.read()
+            before = [version(proxy) for proxy in proxies]
+            result = func(*args, **kwargs)
+            for proxy, count in zip(proxies, before):
+                written = func in _NORMS and not isinstance(proxy, RemoteParameter)
+                written |= proxy.is_inference() and func not in _Proxy.looks  # nobody counts those
+                if written or version(proxy) != count or func == _SET_DATA:
+                    proxy._source.touch()
+            if torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(result)):
+                _enter_graph(proxies)
+            return _same_memory(result, proxies)
+
+    def numbers(self) -> Tensor:
+        with as_they_are():
+            self._source.read()
+            return self.detach()  # type: ignore[attr-defined,no-any-return]
+
+
+class RemoteTensor(_Proxy, Tensor):
+    """A buffer, a gradient, or memory shared with one of these or with a parameter."""
+
+
+class RemoteParameter(_Proxy, nn.Parameter):
+    """A parameter that another rank owns."""
+
+
+_made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""By identity, as long as they live: tensors do not compare as keys have to."""
+
+
+def make_proxy(tensor: Any, source: Source) -> Tensor:
+    """Make a proxy of a tensor; it stays the same object."""
+    tensor.__class__ = RemoteParameter if isinstance(tensor, nn.Parameter) else RemoteTensor
+    tensor._source = source
+    proxy: Tensor = tensor
+    _made[id(proxy)] = proxy
+    return proxy
+
+
+def proxies() -> list[Tensor]:
+    """All that were made and live, wherever the user's code keeps them; some may be plain again."""
+    return list(_made.values())
+
+
+def make_plain(tensor: Any) -> None:
+    """Make an ordinary tensor of a proxy."""
+    # one with several names is made plain once
+    plain: dict[type, type] = {RemoteParameter: nn.Parameter, RemoteTensor: Tensor}
+    tensor.__class__ = plain.get(type(tensor), type(tensor))
+    vars(tensor).pop("_source", None)
+
+
+def read_now(tensor: Tensor) -> Tensor:
+    """What a tensor without gradient holds now, as an ordinary tensor that asks nobody later."""
+    if not isinstance(tensor, _Proxy) or tensor.requires_grad:
+        return tensor
+    return tensor.numbers()
+
+
+def source_of(tensor: Any) -> Source | None:
+    """What a proxy asks; ``None``: it is none."""
+    return tensor._source if isinstance(tensor, _Proxy) else None
+
+
+def _enter_graph(proxies: Sequence[Any]) -> None:
+    for proxy in proxies:
+        if isinstance(proxy, RemoteParameter) and proxy.requires_grad:
+            proxy._source.enter_graph()
+
+
+def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
+    """A result that shows the memory of a proxy is a proxy too (``data``, ``detach()``, views).
+
+    Inside of a graph it stays as it is: there a view counts its changes for the parameter too.
+    """
+    if type(result) is not Tensor or is_wrapped(result):
+        return result
+    if not result.requires_grad and result.layout is torch.strided:
+        address = result.untyped_storage().data_ptr()
+        for proxy in proxies:
+            if address and address == proxy.untyped_storage().data_ptr():
+                return make_proxy(result, proxy._source)
+    return result
+
+
+def hook_refused(name: str) -> HybridError:
+    """What to raise where a hook cannot reach the gradient of a parameter."""
+    return HybridError(
+        f"A hook was put on parameter {name!r} in the middle of a run, but another rank owns it "
+        "and its gradient arises there. Put hooks on parameters in __init__, setup or "
+        "configure_model, which every rank runs; or read and change parameter.grad after the "
+        "backward."
+    )
+
+
+_PLACES = {*getters("device", "is_cuda", "is_cpu", "is_meta", "is_xla"), Tensor.get_device}
+_Proxy.looks = LOOKS | {Tensor.is_pinned, Tensor.retain_grad}
+
+_NORMS = {
+    *(F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm),
+    *(torch.native_batch_norm, torch.cudnn_batch_norm, torch.miopen_batch_norm),
+}
+"""They change running statistics, and the version counters of these do not tell."""
+
+_HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
+_GRADIENT: Any = Tensor.grad
+_GET_GRADIENT, _SET_GRADIENT = _GRADIENT.__get__, {_GRADIENT.__set__, _GRADIENT.__delete__}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

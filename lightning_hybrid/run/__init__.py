@@ -1,0 +1,44 @@
+"""One run: its ranks, its two ends, its sizes, and what it says of its speed."""
+
+from lightning_hybrid.run.building import (
+    BetweenRuns,
+    DeferredModule,
+    WholeModule,
+    announce_averages,
+    move_module,
+)
+from lightning_hybrid.run.replica_world import (
+    Launched,
+    ReplicaWorld,
+    ShownRanks,
+    asked_by_framework,
+    hear_of_reads,
+    refuse_other_shards,
+)
+from lightning_hybrid.run.run import Run, scalers_of
+from lightning_hybrid.run.session import DriverSession, WorkerSession
+from lightning_hybrid.run.sizing import SizeChooser, prepared_alone
+from lightning_hybrid.run.world import NoWorld, Phase, World
+
+__all__ = [
+    "BetweenRuns",
+    "DeferredModule",
+    "DriverSession",
+    "Launched",
+    "NoWorld",
+    "Phase",
+    "ReplicaWorld",
+    "Run",
+    "ShownRanks",
+    "SizeChooser",
+    "WholeModule",
+    "WorkerSession",
+    "World",
+    "announce_averages",
+    "asked_by_framework",
+    "hear_of_reads",
+    "move_module",
+    "prepared_alone",
+    "refuse_other_shards",
+    "scalers_of",
+]

@@ -1,0 +1,247 @@
+"""Who has the weights of the LightningModule while it is built, restored and saved.
+
+A network that is made in ``__init__`` is whole on every rank before a run. One that is made in
+``configure_model`` is whole on none: each rank notes down how weights are made, and makes those of
+its own stages; see :mod:`lightning_hybrid.remote.deferred`. Its checkpoint is read by rank 0, and
+the other ranks get an outline of it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hybrid._lightning import (
+    Callback,
+    LightningModule,
+    Trainer,
+    WeightAveraging,
+    rank_zero_info,
+)
+from lightning_hybrid._lightning_private import set_module_device
+from lightning_hybrid.comm import Failure
+from lightning_hybrid.planning import gigabytes
+from lightning_hybrid.remote import Deferral, is_deferred
+from lightning_hybrid.run.world import NoWorld, Phase, World
+from lightning_hybrid.stage import with_room_for
+from lightning_hybrid.state import Unfilled, outline, save_alone, whole
+
+Checkpoint = dict[str, Any]
+
+
+class WholeModule:
+    """Every rank has all weights, or is to make them as on one device.
+
+    Attributes:
+        deferred: whether each rank makes the weights of its own stages only.
+        outlined: whether the checkpoint that this rank has read last is an outline.
+    """
+
+    deferred = False
+    outlined = False
+
+    def deferred_if_apart(
+        self, trainer: Trainer, device: torch.device, stages: int
+    ) -> "WholeModule | DeferredModule":
+        """What takes its place in ``configure_model``, where weights may be made by their owners.
+
+        Args:
+            trainer: Lightning's.
+            device: where one device would make them.
+            stages: number of devices of a replica.
+        """
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # a callback that averages weights needs all of them on its rank
+        averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
+        return DeferredModule(device) if stages > 1 and not averages else self
+
+    def building(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, weights are made and changed as ever."""
+        return nullcontext()
+
+    def loading(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, weights of a checkpoint are written as ever."""
+        return nullcontext()
+
+    def read_checkpoint(self, read: Callable[[], Checkpoint], ranks: World | NoWorld) -> Checkpoint:
+        """What ``read`` gives: every rank reads for itself."""
+        return read()
+
+    def optimizer_states(
+        self, checkpoint: Mapping[str, Any], *, all_read: bool
+    ) -> Mapping[str, Any]:
+        """The checkpoint, from which every rank loads its optimizers."""
+        return checkpoint
+
+
+class DeferredModule:
+    """Weights are made by the ranks that own them.
+
+    Args:
+        device: where one device would make them.
+
+    Attributes:
+        outlined: whether the checkpoint that this rank has read last is an outline.
+    """
+
+    deferred = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._deferral = Deferral(device)
+        self.outlined = False
+        self._read: Callable[[], Checkpoint] = dict
+
+    def deferred_if_apart(
+        self, trainer: Trainer, device: torch.device, stages: int
+    ) -> "DeferredModule":
+        """Once deferred, weights stay with their owners."""
+        return self
+
+    def building(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, what is done to weights that are not made yet is noted down."""
+        return self._deferral.building(module)
+
+    @contextmanager
+    def loading(self, module: nn.Module) -> Iterator[None]:
+        """Inside, weights of a checkpoint are kept for their owners; an outline has none."""
+        unfilled: Any = Unfilled() if self.outlined else nullcontext()  # type: ignore[no-untyped-call]
+        with self._deferral.loading(module, outlined=self.outlined), unfilled:
+            yield
+
+    def read_checkpoint(self, read: Callable[[], Checkpoint], ranks: World | NoWorld) -> Checkpoint:
+        """Before a run rank 0 alone reads, and the others get an outline; all ranks call it.
+
+        Args:
+            read: reads all of it.
+            ranks: all ranks.
+        """
+        self.outlined = False
+        if not isinstance(ranks, World) or ranks.phase is not Phase.TOGETHER:
+            return read()
+        if ranks.coordinates.rank == 0:
+            checkpoint = read()
+            ranks.broadcast(outline(checkpoint))
+            return checkpoint
+        self.outlined, self._read = True, read
+        return ranks.broadcast({})
+
+    def optimizer_states(
+        self, checkpoint: Mapping[str, Any], *, all_read: bool
+    ) -> Mapping[str, Any]:
+        """The checkpoint, without the states that an outline has no numbers of.
+
+        Args:
+            checkpoint: what this rank has read, or an outline of it.
+            all_read: whether a rank that has an outline reads the file by itself.
+        """
+        if not self.outlined:
+            return checkpoint
+        if all_read:
+            return self._read()
+        states = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
+        return {**checkpoint, "optimizer_states": states}
+
+
+class BetweenRuns:
+    """Before the first run, and after each: nothing is driven, and ranks call things together.
+
+    Args:
+        ranks: all ranks.
+        building: who has the weights of the module.
+        divided: whether states of optimizers are divided over the replicas.
+    """
+
+    def __init__(
+        self,
+        ranks: World | NoWorld,
+        building: WholeModule | DeferredModule,
+        *,
+        divided: bool = False,
+    ) -> None:
+        self._ranks, self._building, self._divided = ranks, building, divided
+
+    def loading(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, weights are written to the module."""
+        return self._building.loading(module)
+
+    def state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
+        """The state dict of the whole module.
+
+        Args:
+            module: the LightningModule.
+            here: whether this rank is the one that gets it; the others get nothing.
+        """
+        if self._building.deferred:
+            return self.full_state_dict(module, here=here)
+        return module.state_dict() if here else {}
+
+    def full_state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
+        """The same, with what other ranks hold; all ranks call it together."""
+        values = self._ranks.gather_weights(module)
+        if not here:
+            return {}
+        with whole(module, values):
+            return module.state_dict()
+
+    def optimizer_state(
+        self, module: nn.Module, optimizer: Optimizer, *, here: bool
+    ) -> dict[str, Any]:
+        """The state dict of one device, with what other ranks hold; all ranks call it together."""
+        state = self._ranks.optimizer_state(module, optimizer, self._divided)
+        return state if here else {}
+
+    def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
+        """Write a sharded checkpoint: what other ranks have is mapped here, or was gathered."""
+        save_alone(checkpoint, folder)
+
+    def help_to_save_shards(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: replica 0 has brought together what there is."""
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        """Do nothing: no worker waits for this rank."""
+
+    def abort(self) -> None:
+        """Do nothing: no worker waits for this rank."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+def announce_averages(trainer: Trainer, module: LightningModule) -> None:
+    """Say what a callback needs that averages weights: it has them whole, on each driver."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging):
+            rank_zero_info(
+                f"{type(callback).__name__} averages all weights on the driver of each replica, "
+                f"where that takes {gigabytes(size)} beside the driver's own stages; no less with "
+                "more stages."
+            )
+
+
+def move_module(module: LightningModule, device: torch.device, *, all_of_it: bool) -> None:
+    """Bring a LightningModule to the device of its rank.
+
+    Args:
+        module: the LightningModule.
+        device: of this rank.
+        all_of_it: else where a GPU has not twice its size free, or some of it has no memory yet,
+            only what no network can own moves, and modules with parameters wait on the CPU until
+            they are called for the first time.
+    """
+    waits = device.type == "cpu" or with_room_for(module, device) != device
+    waits = waits or any(map(is_deferred, (*module.parameters(), *module.buffers())))
+    if all_of_it or not waits:
+        module.to(device)
+        return
+    for part in module.modules():
+        if part is not module and next(part.parameters(), None) is None:
+            part.to(device)
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        tensor.data = tensor.data.to(device)
+    set_module_device(module, device)

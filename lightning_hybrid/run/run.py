@@ -1,0 +1,197 @@
+"""What a run is made from, on drivers and workers alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_hybrid._lightning import (
+    Accelerator,
+    LightningModule,
+    MixedPrecision,
+    Precision,
+    Trainer,
+    TrainerFn,
+    rank_zero_info,
+)
+from lightning_hybrid.config import Config
+from lightning_hybrid.driver import present_bytes
+from lightning_hybrid.graph import NetworkGraph, NetworkPartition
+from lightning_hybrid.planning import Plan, make_plan
+from lightning_hybrid.process import Snapshot
+from lightning_hybrid.run.building import DeferredModule, WholeModule
+from lightning_hybrid.run.device_times import Measurement
+from lightning_hybrid.run.progress import StartProgress, display_of
+from lightning_hybrid.run.world import World
+from lightning_hybrid.stage import StageOptions, broadcast_module
+from lightning_hybrid.state import make_what_no_network_owns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One call of ``fit``, ``validate``, ``test`` or ``predict``, as this rank sees it.
+
+    Attributes:
+        config: what the user has asked for.
+        trainer: Lightning's.
+        module: the LightningModule.
+        world: all ranks.
+        device: of this rank.
+        accelerator: Lightning's.
+        precision: Lightning's.
+        fitting: whether the run trains.
+        synchronised: whether batch statistics are taken over the replicas.
+        building: who has the weights of the module.
+        measurement: of this rank, for the log and for the check of the plan.
+        shared: names of the parameters and buffers that all ranks have.
+        before: plain data of the script before drivers and workers part.
+        plans: the plans in force, by name of the network; networks that are cut add theirs.
+        progress: shows what is done before the first step.
+    """
+
+    config: Config
+    trainer: Trainer
+    module: LightningModule
+    world: World
+    device: torch.device
+    accelerator: Accelerator
+    precision: Precision
+    fitting: bool
+    synchronised: bool
+    building: WholeModule | DeferredModule
+    measurement: Measurement
+    shared: frozenset[str]
+    before: Snapshot
+    plans: dict[str, Plan]
+    progress: StartProgress
+
+    @classmethod
+    def of(
+        cls,
+        trainer: Trainer,
+        config: Config,
+        world: World,
+        building: WholeModule | DeferredModule,
+        plans: dict[str, Plan],
+        *,
+        synchronise: bool,
+    ) -> "Run":
+        """The run that a Trainer is about to begin; see the attributes.
+
+        Args:
+            trainer: Lightning's, which has set up the accelerator and the module.
+            config: what the user has asked for.
+            world: all ranks.
+            building: who has the weights.
+            plans: in force.
+            synchronise: whether the user wants batch statistics of all replicas.
+        """
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        device = trainer.strategy.root_device
+        is_zero = world.coordinates.lightning_rank == 0
+        return cls(
+            config=config,
+            trainer=trainer,
+            module=trainer.lightning_module,
+            world=world,
+            device=device,
+            accelerator=trainer.accelerator,
+            precision=trainer.precision_plugin,
+            fitting=fitting,
+            synchronised=fitting and synchronise and world.coordinates.replicas > 1,
+            building=building,
+            measurement=Measurement(
+                device, wanted=config.log_performance or (fitting and device.type == "cpu")
+            ),
+            shared=world.shared_names(trainer.lightning_module),
+            before=Snapshot(trainer),
+            plans=plans,
+            progress=StartProgress(display_of(trainer, rank_zero_info) if is_zero else None),
+        )
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank is the driver of replica 0, which logs and saves."""
+        return self.world.coordinates.lightning_rank == 0
+
+    def stage_options(self) -> StageOptions:
+        """How stages compute. On every rank alike: it may make a group."""
+        statistics = self.world.mesh.statistics() if self.synchronised else None
+        return StageOptions(
+            self.config.compile_stages,
+            statistics,
+            self.config.settings.delayed_weights,
+            self.config.gradient_shrinking,
+        )
+
+    def device_stats(self) -> dict[str, Any]:
+        """What DeviceStatsMonitor logs of this rank's device."""
+        # not by the instance, which on a driver asks the workers too
+        return type(self.accelerator).get_device_stats(self.accelerator, self.device)
+
+    def plan_network(
+        self,
+        name: str,
+        graph: NetworkGraph,
+        partitions: Sequence[NetworkPartition],
+        *arguments: Any,
+        beside: Sequence[Plan],
+        chosen: bool,
+        optimizers: Sequence[Optimizer],
+    ) -> Plan:
+        """The plan of a network: the user's, or one that is made.
+
+        Args:
+            name: of the network.
+            graph: of it.
+            partitions: of the graph.
+            arguments: see :class:`lightning_hybrid.driver.network_options.Planner`.
+            beside: see there.
+            chosen: see there.
+            optimizers: the user's, which need memory if the run trains.
+
+        Raises:
+            PlanError: the user's plan is for another network.
+        """
+        given, settings = self.config.plan, self.config.settings
+        if given is not None and not chosen:
+            shown = f"{name or 'self'!r} ({type(graph.network).__name__})"
+            given.check_network([partition.name for partition in partitions], shown)
+            return given
+        coordinates = self.world.coordinates
+
+        def advance(number: int, count: int) -> None:
+            what = f"profiling {number} of {count} partitions of {name or 'self'!r}"
+            self.progress.doing(what, number, count)
+
+        return make_plan(
+            name,
+            graph,
+            partitions,
+            *arguments,
+            settings=replace(settings, allocation="exact") if chosen else settings,
+            replicas=coordinates.replicas,
+            stages=coordinates.ranks_per_replica,
+            backend=self.world.mesh.backend,
+            device=self.device,
+            cluster=self.world.cluster,
+            optimizers=optimizers if self.fitting else None,
+            beside=beside,
+            present_bytes=present_bytes(graph.network, self.device),
+            advance=advance,
+        )
+
+    def share_weights(self) -> None:
+        """On drivers: let all replicas begin with the weights of replica 0, on the CPU."""
+        make_what_no_network_owns(self.module)
+        broadcast_module(self.module, self.world.mesh.drivers)
+
+
+def scalers_of(precision: Precision) -> list[GradScaler]:
+    """The scaler of the loss, if there is one."""
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        return [precision.scaler]
+    return []

@@ -1,0 +1,153 @@
+"""What runs took, a line each, for ``lightning-hybrid fit-model``.
+
+With ``HybridGabraStrategy(log_performance=True)`` the driver of replica 0 adds a line to
+``hybrid_runs.csv`` at the end of a fit, in the folder of the first logger, or in
+``default_root_dir``. Its times begin after the first step, in which networks are captured and cut,
+and validation is left out.
+"""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_hybrid._lightning import CSVLogger, TensorBoardLogger, Trainer, rank_zero_info
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning import Plan
+from lightning_hybrid.run.device_times import StepWatcher
+from lightning_hybrid.run.performance_log import Window, first_size
+
+FILE_NAME = "hybrid_runs.csv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRun:
+    """A line of the table; the columns are these fields, in this order.
+
+    Attributes:
+        replicas: number of replicas.
+        stages: number of stages of a replica.
+        stages_per_device: stages / devices of a replica.
+        microbatches: number of micro-batches of a replica's batch.
+        devices: number of devices of all replicas.
+        batch_samples: mean samples of a replica in an optimizer step.
+        parameters: number of parameter elements of the LightningModule.
+        step_s: mean seconds of an optimizer step.
+        predicted_s: predicted seconds of one; None: not predicted.
+    """
+
+    replicas: int
+    stages: int
+    stages_per_device: float
+    microbatches: int
+    devices: int
+    batch_samples: float
+    parameters: int
+    step_s: float
+    predicted_s: float | None
+
+    def append_to(self, path: Path) -> None:
+        """Add the line to a table, which is made if it is not there.
+
+        Raises:
+            PlanError: the file has other columns.
+            OSError: it cannot be written.
+        """
+        columns = [field.name for field in fields(self)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+", newline="", encoding="utf-8") as file:
+            file.seek(0)
+            head = file.readline().strip()
+            if head and head != ",".join(columns):
+                raise PlanError(
+                    f"it has the columns {head}, and not {','.join(columns)}: move it away"
+                )
+            table = csv.writer(file, lineterminator="\n")
+            if not head:
+                table.writerow(columns)
+            table.writerow(astuple(self))  # (None is an empty cell)
+
+
+class RunTable(StepWatcher):
+    """Measures the steps of a fit, and adds a line to the table at its end.
+
+    Args:
+        trainer: Lightning's.
+        plans: the plans in force, by network; filled as networks are cut.
+        replicas: their number.
+        devices: that of all their devices.
+    """
+
+    def __init__(
+        self, trainer: Trainer, plans: Mapping[str, Plan], replicas: int, devices: int
+    ) -> None:
+        self._trainer, self._plans = trainer, plans
+        self._replicas, self._devices = replicas, devices
+        self._begin()
+
+    def _begin(self) -> None:
+        self._first_step: int | None = None
+        self._window: Window | None = None  # from the second step on
+
+    def batch_starts(self, batch: Any) -> None:
+        """A training batch is about to be trained on."""
+        step = self._trainer.global_step
+        if self._first_step is None:
+            self._first_step = step
+        if self._window is None and step > self._first_step:
+            self._window = Window(step)
+        if self._window is not None:
+            self._window.samples += first_size(batch) or 0
+
+    def pause(self) -> None:
+        """Validation starts."""
+        if self._window is not None:
+            self._window.pause()
+
+    def resume(self) -> None:
+        """Validation is over."""
+        if self._window is not None:
+            self._window.resume()
+
+    def end(self) -> None:
+        """Training is over. A fit does not fail because its times cannot be written."""
+        folder, window = _folder(self._trainer), self._window
+        steps = 0 if window is None else self._trainer.global_step - window.step
+        if folder is not None and window is not None and steps > 0:
+            window.pause()
+            try:
+                self._timed_run(window, steps).append_to(folder / FILE_NAME)
+            except (OSError, PlanError) as error:
+                rank_zero_info(f"{folder / FILE_NAME} gets no line of this run: {error}")
+        self._begin()  # the Tuner's trials are fits of the same run
+
+    def _timed_run(self, window: Window, steps: int) -> TimedRun:
+        """Of several networks the one with the most stages counts, and all that is predicted."""
+        plans = list(self._plans.values())
+        predicted = [plan.predicted_step_s for plan in plans if plan.predicted_step_s is not None]
+        return TimedRun(
+            replicas=self._replicas,
+            stages=max((plan.stages for plan in plans), default=1),
+            stages_per_device=max((p.stages / p.devices_per_replica for p in plans), default=1),
+            microbatches=max((plan.microbatches for plan in plans), default=1),
+            devices=self._devices,
+            batch_samples=window.samples / steps,
+            parameters=sum(p.numel() for p in self._trainer.lightning_module.parameters()),
+            step_s=window.wall_s / steps,
+            predicted_s=sum(predicted) if plans and len(predicted) == len(plans) else None,
+        )
+
+
+def _folder(trainer: Trainer) -> Path | None:
+    """`trainer.log_dir`, which only all ranks together may ask for; ``None``: nothing is written.
+
+    That is so in a trial run, and where the folder is not of this machine.
+    """
+    folder = None
+    for logger in trainer.loggers[:1]:
+        local = isinstance(logger, TensorBoardLogger | CSVLogger)
+        folder = logger.log_dir if local else logger.save_dir
+    folder = str(folder or trainer.default_root_dir)
+    trial = trainer.fast_dev_run  # type: ignore[attr-defined]
+    return None if trial or "://" in folder else Path(folder)

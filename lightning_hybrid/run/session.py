@@ -1,0 +1,492 @@
+"""A run on one rank, from ``strategy.setup`` to its end: it drives a replica, or it serves one.
+
+Sessions are created complete, so that nothing in them is ever missing. Before the first run and
+after each there is :class:`BetweenRuns`.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from threading import Event
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_hybrid._lightning import (
+    LightningModule,
+    TrainerStatus,
+    move_data_to_device,
+    rank_zero_info,
+)
+from lightning_hybrid._torch.autograd import run_backwards_by
+from lightning_hybrid._torch.optimizers import replace_unscaling
+from lightning_hybrid.comm import Failure, broadcast_object, run_pending
+from lightning_hybrid.driver import Discovery, Driver, NetworkOptions, Planner
+from lightning_hybrid.process import Results, adopt_results, collect_results, is_loss, read_fault
+from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
+from lightning_hybrid.run.device_times import StepWatcher
+from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
+from lightning_hybrid.run.plan_check import PlanCheck
+from lightning_hybrid.run.run import Run, scalers_of
+from lightning_hybrid.run.run_table import RunTable
+from lightning_hybrid.run.world import Phase
+from lightning_hybrid.stage import Synchronised
+from lightning_hybrid.state import AtomicCheckpointIO, save_alone, were_divided
+from lightning_hybrid.worker import Worker
+
+_DEVICE = "device"  # name of a worker's report
+
+T = TypeVar("T")
+
+
+class DriverSession:
+    """A run on the driver of a replica.
+
+    Args:
+        run: what it is made from.
+        driver: drives the workers.
+        networks: finds and cuts the networks.
+        statistics: entered wherever layers may compute.
+        watchers: hear of each training step.
+        batches: the training batches.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        driver: Driver,
+        networks: Discovery,
+        statistics: AbstractContextManager[Any],
+        watchers: Sequence[StepWatcher],
+        batches: ComingBatches | InOrder,
+    ) -> None:
+        self._run, self._driver, self._networks = run, driver, networks
+        self._batches = batches
+        self._statistics, self._watchers = statistics, watchers
+        self._failure = Failure("this rank has failed")
+        self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
+        self._changed = False  # whether weights or buffers are others than before the run
+        self._salvages = False  # whether the workers can be asked for their weights
+        if not run.fitting:
+            driver.weights.remember()
+        self._intercept()
+
+    @classmethod
+    def begin(cls, run: Run, planner: Planner) -> "DriverSession":
+        """Take charge of a replica. The weights are shared, and the module is on its device.
+
+        Args:
+            run: what the session is made from.
+            planner: makes the plan of a network that was found.
+        """
+        mesh, config = run.world.mesh, run.config
+        options = run.stage_options()
+        batches: ComingBatches | InOrder = InOrder()
+        streamed = config.streamed
+        if streamed is not None and run.fitting and mesh.coordinates.ranks_per_replica > 1:
+            batches = ComingBatches(run.trainer, streamed.barrier)
+        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+        driver = Driver(
+            run.module,
+            mesh,
+            run.device,
+            broadcast_object(mesh.drivers, seed),
+            options,
+            run.measurement.stopwatch,
+            shared=run.shared,
+            share=run.building.deferred,
+            batches=batches,
+            trains=run.fitting,
+            folder=run.trainer.default_root_dir,
+            say=rank_zero_info,
+            follows=config.rng == "device",
+            shards=config.shard_optimizer_states,
+            first_failure=lambda: read_fault(mesh).exception(),
+        )
+        network_options = NetworkOptions(
+            config.names,
+            config.microbatches,
+            planner,
+            training=run.fitting,
+            compiled=config.compile_stages,
+            automatic=config.may_keep_whole,
+            say=rank_zero_info,
+            progress=run.progress,
+            shared=run.shared,
+            verify=config.verify,
+        )
+        statistics = Synchronised(options.statistics) if options.statistics else nullcontext()
+        try:
+            networks = Discovery(run.module, driver, mesh, network_options, run.plans)
+        except BaseException as error:  # a name that the user has given; the workers serve already
+            driver.abort(Failure.of(error, str(mesh.coordinates)))
+            driver.close()
+            raise
+        return cls(run, driver, networks, statistics, _watchers(run, driver), batches)
+
+    def _intercept(self) -> None:
+        """Let Lightning's plugins speak of all stages, where they know of one device."""
+        if self._run.world.coordinates.ranks_per_replica == 1:  # one device knows all of it
+            return
+        run_backwards_by(self._driver.chosen_gradients)
+        optimizers = self._driver.optimizers
+        # clipping by a norm needs the gradients of all stages
+        vars(self._run.precision).update(
+            clip_grad_by_norm=optimizers.clip_norm, clip_grad_by_value=optimizers.clip_values
+        )
+        vars(self._run.accelerator)["get_device_stats"] = self._device_stats
+        for scaler in scalers_of(self._run.precision):
+            replace_unscaling(scaler, optimizers.unscale)
+
+    def _release(self) -> None:
+        """Undo :meth:`_intercept`."""
+        run_backwards_by(None)
+        vars(self._run.precision).pop("clip_grad_by_norm", None)
+        vars(self._run.precision).pop("clip_grad_by_value", None)
+        vars(self._run.accelerator).pop("get_device_stats", None)
+        for scaler in scalers_of(self._run.precision):
+            replace_unscaling(scaler, None)
+
+    def _device_stats(self, device: Any) -> dict[str, Any]:
+        """What DeviceStatsMonitor logs: the driver's, and each worker's by its stage or device."""
+        stats = self._run.device_stats()
+        several = self._run.config.several_stages_per_device
+        for stage, others in enumerate(self._driver.reports(_DEVICE)):
+            worker = f"device{stage + 1}" if several else f"stage{stage}"
+            stats |= {f"{worker}.{name}": value for name, value in others.items()}
+        return stats
+
+    def __deepcopy__(self, memo: object) -> "DriverSession":
+        """Copies of a Trainer, and of what it has patched, belong to the same run."""
+        return self
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self, train: Callable[[], T]) -> T:
+        """A training step.
+
+        Args:
+            train: runs the user's step.
+
+        Raises:
+            NetworkNotFoundError: no network was called in it.
+        """
+        self._driver.begin_step(self._run.trainer.fit_loop.epoch_loop.total_batch_idx)
+        with self._statistics, self._batches.step():
+            output = train()
+        if output is not None:
+            self._networks.require()
+        return output
+
+    def backward(self, compute: Callable[[], None]) -> None:
+        """A backward pass, after which the gradients of all replicas are averaged.
+
+        Args:
+            compute: runs autograd.
+        """
+        self._driver.gradients.before_backward()
+        with self._statistics:  # activation checkpointing runs layers again here
+            compute()
+        self._driver.gradients.after_backward()
+        if not self._run.is_global_zero and self._driver.gradients.synchronize:
+            run_pending(hold=True)  # the first driver has been here too
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, gradients stay those of each replica."""
+        self._driver.gradients.synchronize = False
+        try:
+            yield
+        finally:
+            self._driver.gradients.synchronize = True
+
+    def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers step on all ranks.
+
+        Raises:
+            HybridError: this run trains, and an earlier one has divided their states.
+        """
+        if were_divided(optimizers, trains=self._run.fitting):
+            return  # an evaluation leaves them as they are
+        self._driver.optimizers.connect(optimizers)
+
+    def train_loader(self, loader: Any) -> Any:
+        """A loader as the Trainer is to use it."""
+        return self._batches.wrap(loader)
+
+    def move_batch(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        """A batch on its device.
+
+        Args:
+            batch: where it is now.
+            move: brings it there.
+        """
+        return self._batches.arrive(batch, move)
+
+    def batch_starts(self, batch: Any) -> None:
+        """A training batch is about to be trained on."""
+        if not self._run.is_global_zero:
+            run_pending(hold=True)
+        for watcher in self._watchers:
+            watcher.batch_starts(batch)
+
+    def training_ends(self) -> None:
+        """All batches are trained on."""
+        run_pending(hold=False)
+        self._driver.interrupt()
+        for watcher in self._watchers:
+            watcher.end()
+
+    def evaluation_starts(self, *, between: bool) -> None:
+        """Hooks may exchange weights and buffers before the first batch (an average of weights).
+
+        Args:
+            between: whether it is a validation, which may come between batches of training.
+        """
+        self._buffers_agree = self._run.world.mesh.coordinates.replicas == 1
+        if between:  # those hooks are to find the buffers of replica 0
+            self._driver.interrupt()
+            self._driver.weights.broadcast_buffers()
+            for watcher in self._watchers:
+                watcher.pause()
+
+    def validation_ends(self) -> None:
+        """Training goes on, if there is any."""
+        for watcher in self._watchers:
+            watcher.resume()
+
+    def evaluates(self) -> None:
+        """An evaluation comes to a batch, or to its end: as under `ddp`, replicas agree by then."""
+        if not self._buffers_agree:
+            self._buffers_agree = True
+            self._driver.interrupt()
+            self._driver.weights.broadcast_buffers()
+
+    # ------------------------------------------------------------------ states
+
+    def state_dict(
+        self, module: LightningModule, *, here: bool, gathers: bool = False
+    ) -> dict[str, Any]:
+        """The state dict of the whole module (collective over the drivers).
+
+        Args:
+            module: the LightningModule.
+            here: whether this rank is the one that gets it; the others get nothing.
+            gathers: whether numbers of workers are brought here, also for a sharded checkpoint.
+        """
+        # else a callback saves what is left after a failure
+        if self._run.world.phase is Phase.RUNNING:
+            self._driver.interrupt()
+            self._driver.check()
+            self._driver.weights.broadcast_buffers()
+        if not here:
+            return {}
+        unread, at_once = self._saves_shards and not gathers, self._streams and not gathers
+        with self._driver.weights.whole(unread=unread, at_once=at_once):
+            return module.state_dict()
+
+    def full_state_dict(self, module: LightningModule, *, here: bool) -> dict[str, Any]:
+        """The same, with the numbers of all ranks."""
+        return self.state_dict(module, here=here, gathers=True)
+
+    def optimizer_state(
+        self, module: LightningModule, optimizer: Optimizer, *, here: bool
+    ) -> dict[str, Any]:
+        """The state dict of one device; for a sharded checkpoint as :meth:`state_dict`."""
+        if self._run.world.phase is Phase.RUNNING:
+            optimizers = self._driver.optimizers
+            return optimizers.state_dict(
+                optimizer, here=here, unread=self._saves_shards, at_once=self._streams
+            )
+        return self._driver.optimizers.left(optimizer) if here else {}
+
+    @property
+    def _streams(self) -> bool:
+        """Whether a checkpoint is written at once, tensor by tensor."""
+        io = self._run.trainer.strategy.checkpoint_io
+        return type(io) is AtomicCheckpointIO and self._run.world.phase is Phase.RUNNING
+
+    @property
+    def _saves_shards(self) -> bool:
+        return self._run.config.checkpoint != "full" and self._run.world.phase is Phase.RUNNING
+
+    def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
+        """Write a sharded checkpoint.
+
+        Args:
+            checkpoint: the ordinary one.
+            folder: that all ranks of this replica write to.
+        """
+        save = self._driver.save_shards if self._saves_shards else save_alone
+        save(checkpoint, folder)
+
+    def help_to_save_shards(self, checkpoint: Mapping[str, Any]) -> None:
+        """Where states are divided: write what this replica has of them.
+
+        Args:
+            checkpoint: without the states of any rank.
+        """
+        if self._saves_shards and self._run.config.shard_optimizer_states:
+            self._driver.save_shards(checkpoint, Path())
+
+    def stage_shards(
+        self, checkpoint: Mapping[str, Any], folder: Path, given_up: Event
+    ) -> Callable[[], None]:
+        """See :meth:`lightning_hybrid.driver.driver.Driver.stage_shards`."""
+        return self._driver.stage_shards(checkpoint, folder, given_up)
+
+    def await_shards(self) -> None:
+        """Wait until workers have written what was staged, if they are still there."""
+        if self._saves_shards:
+            self._driver.await_shards()
+
+    @contextmanager
+    def loading(self, module: LightningModule) -> Iterator[None]:
+        """Inside, weights are written to the module; then the workers get those of their stages."""
+        if self._run.building.outlined:
+            with self._run.building.loading(module):
+                yield
+            return
+        self._driver.remote.read_all()
+        with self._driver.remote.suspended(), self._run.building.loading(module):
+            yield
+        self._driver.weights.scatter()
+
+    def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The checkpoint from which this rank is to load its optimizers."""
+        divided = self._run.config.shard_optimizer_states
+        if self._run.building.deferred and not divided:
+            self._driver.expect_optimizers()
+        states = self._run.building.optimizer_states(checkpoint, all_read=divided)
+        return self._driver.optimizers.share_of(states)
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """The Trainer is done: bring the trained weights here, and leave all as it was."""
+        self._networks.close()
+        went_well = self._run.trainer.state.status != TrainerStatus.INTERRUPTED
+        # an evaluation may be in training mode, adapt batch statistics, or train at test time
+        self._changed = self._run.fitting or self._driver.weights.changed
+        if went_well and self._changed and self._run.world.phase is Phase.RUNNING:
+            if self._run.fitting:
+                self._driver.check()
+                self._driver.weights.broadcast_buffers()
+            self._driver.bring_all()
+        self._driver.close()
+        self._driver.weights.leave_inference()
+        self._release()
+
+    def end(self, returned: Any) -> None:
+        """End the run on the workers too.
+
+        Args:
+            returned: what the Trainer returns.
+        """
+        results = collect_results(self._run.trainer, returned, self._run.before)
+        results.plans.update(self._run.plans)
+        self._driver.end(results, weights=self._changed)
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        """Remember what :meth:`abort` is to tell.
+
+        Args:
+            failure: what came first.
+            error: what was raised on this rank.
+        """
+        self._failure = failure
+        # (Ctrl-C waits for the end of a pass, so that the workers are in step; a SystemExit is of
+        # whoever wants an end soon)
+        ours = isinstance(error, Exception | KeyboardInterrupt)
+        self._salvages = ours and not is_loss(error)
+
+    def abort(self) -> None:
+        """Tell the workers that the run has failed, and save what they have trained."""
+        if self._salvages and self._run.fitting:
+            self._salvages = False
+            with suppress(Exception):  # the first error is what counts
+                self._driver.salvage()
+        self._driver.abort(self._failure)
+        run_backwards_by(None)
+
+
+class WorkerSession:
+    """A run on a worker.
+
+    Args:
+        run: what it is made from.
+        worker: obeys the driver.
+    """
+
+    def __init__(self, run: Run, worker: Worker) -> None:
+        self._run, self._worker = run, worker
+
+    @classmethod
+    def begin(cls, run: Run) -> "WorkerSession":
+        """Get ready to serve."""
+        reports = {_DEVICE: run.device_stats, **run.measurement.reports}
+        options, watch = run.stage_options(), run.measurement.stopwatch
+        shards = run.config.shard_optimizer_states
+        worker = Worker(
+            *(run.module, run.world.mesh, run.device, options, watch, reports), shards=shards
+        )
+        return cls(run, worker)
+
+    @property
+    def fitting(self) -> bool:
+        """Whether the run trains."""
+        return self._run.fitting
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The user's, with the state of what this rank owns."""
+        return self._worker.optimizers
+
+    def serve(self) -> Results:
+        """Obey the driver until the run is over. Returns its results, which are adopted here.
+
+        Raises:
+            Exception: the driver's, which has failed; caused by a RemoteError.
+            ConnectionLost: the driver was lost.
+        """
+        self._run.world.serve()
+        results: Results = self._worker.serve()
+        self._run.world.stop_watching()
+        self._run.world.phase = Phase.TOGETHER
+        self._run.plans.update(results.plans)
+        self._run.module.cpu()
+        for optimizer in self.optimizers if self.fitting else ():
+            state = move_data_to_device(dict(optimizer.state), torch.device("cpu"))
+            optimizer.state.update(state)
+        adopt_results(self._run.trainer, results, self._run.before)
+        return results
+
+
+def _watchers(run: Run, driver: Driver) -> list[StepWatcher]:
+    """Who looks at the steps of a run: of the first driver only."""
+    if not run.fitting or not run.is_global_zero:
+        return []
+    config, watchers = run.config, list[StepWatcher]()
+    delayed = config.streamed is not None and config.streamed.delayed
+    options = {
+        "delayed_weights": config.settings.delayed_weights,
+        "gradient_shrinking": config.gradient_shrinking,
+    }
+    if config.log_performance or delayed:
+        names = None if config.log_performance else ("schedule", "delays")
+        watchers.append(PlanLog(run.trainer, run.plans, names, options if delayed else None))
+    if run.measurement.stopwatch is None:
+        return watchers
+    coordinates, meter = run.world.mesh.coordinates, run.measurement.meter(driver.reports)
+    replicas = coordinates.replicas
+    if config.log_performance:
+        watchers.append(PerformanceLog(run.trainer, replicas, meter.reader()))
+        devices = replicas * coordinates.ranks_per_replica
+        watchers.append(RunTable(run.trainer, run.plans, replicas, devices))
+    cluster = run.world.cluster
+    if cluster is not None and run.device.type == "cpu" and config.streamed is None:
+        chain = cluster.order[: coordinates.ranks_per_replica]
+        watchers.append(PlanCheck(run.plans, meter.reader(), chain, rank_zero_info))
+    return watchers

@@ -1,0 +1,79 @@
+"""One rank's stages at work: passes, random numbers, batch statistics, averaged gradients."""
+
+from lightning_hybrid.stage.batchnorm import Synchronised
+from lightning_hybrid.stage.calls import (
+    Call,
+    Gradients,
+    Values,
+    draw_number,
+    generators_of_microbatch,
+    microbatch_seed,
+    random_state,
+    set_random_state,
+)
+from lightning_hybrid.stage.engine import Engine
+from lightning_hybrid.stage.gradient_averaging import (
+    Broadcasts,
+    ReplicaGroup,
+    broadcast_module,
+    state_buffers,
+)
+from lightning_hybrid.stage.rank_stages import StageOptions
+from lightning_hybrid.stage.split_backward import HookWatch, input_part
+from lightning_hybrid.stage.stage_check import (
+    check,
+    fresh,
+    own_copy,
+    stays_on_cpu,
+    with_room_for,
+    with_saved,
+)
+from lightning_hybrid.stage.staged_network import (
+    StagedNetwork,
+    borrowed_parameters,
+    names_of,
+    own_buffers,
+    own_parameters,
+    tensors_of,
+    write_tensors,
+)
+from lightning_hybrid.stage.trace import Stopwatch, Trace, bubble, serial_s
+from lightning_hybrid.stage.weight_hooks import is_of_the_user
+
+__all__ = [
+    "Broadcasts",
+    "Call",
+    "Engine",
+    "Gradients",
+    "HookWatch",
+    "ReplicaGroup",
+    "StageOptions",
+    "StagedNetwork",
+    "Stopwatch",
+    "Synchronised",
+    "Trace",
+    "Values",
+    "borrowed_parameters",
+    "broadcast_module",
+    "bubble",
+    "check",
+    "draw_number",
+    "fresh",
+    "generators_of_microbatch",
+    "input_part",
+    "is_of_the_user",
+    "microbatch_seed",
+    "names_of",
+    "own_buffers",
+    "own_copy",
+    "own_parameters",
+    "random_state",
+    "serial_s",
+    "set_random_state",
+    "state_buffers",
+    "stays_on_cpu",
+    "tensors_of",
+    "with_room_for",
+    "with_saved",
+    "write_tensors",
+]

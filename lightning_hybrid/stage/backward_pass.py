@@ -1,0 +1,173 @@
+"""A backward pass of one stage, instruction by instruction."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.comm import Arriving, Pattern
+from lightning_hybrid.comm.protocol import Backward
+from lightning_hybrid.schedules import Kind
+from lightning_hybrid.stage.calls import (
+    Call,
+    Gradients,
+    Recipe,
+    Values,
+    again,
+    generators_of_microbatch,
+    set_random_state,
+)
+from lightning_hybrid.stage.forward_pass import Ahead
+from lightning_hybrid.stage.rank_stages import Pass, RankStages
+from lightning_hybrid.stage.split_backward import CANNOT_BE_SPLIT, WeightPart, input_part
+
+
+class BackwardPass(Pass):
+    """A backward pass of one stage, instruction by instruction."""
+
+    def __init__(
+        self,
+        engine: RankStages,
+        index: int,
+        call: Call,
+        mode: Backward,
+        gradients: Sequence[Gradients],
+    ) -> None:
+        super().__init__(engine, index, call)
+        self.mode = mode
+        self._reduces_last = index == 0
+        self.gradients = gradients
+        self.inputs: list[Gradients] = [[] for _ in range(call.key.microbatches)]
+        self._arrived: Gradients = []
+        self._result: Gradients = []
+        self._put_off: dict[int, WeightPart] = {}
+        self._last = call.key.microbatches - 1
+        self.links.previous.flush(engine.untaken(call))
+        schedule = engine.schedule(call.key, input_gradient=mode.input_gradient)
+        steps = schedule.backward[self.own.number]
+        # the last stage receives only the gradients of the inputs, which nobody computes with
+        kind = Kind.RECEIVE_INPUT_GRADIENT if self.own.is_last else Kind.RECEIVE_GRADIENT
+        self._ahead = Ahead(steps, kind, self._post)
+
+    def receive_gradient(self, microbatch: int) -> None:
+        present = self._hear_pattern()
+        arrived = iter(self._ahead.take(microbatch))
+        self._arrived = [self._shrunk(next(arrived)) if here else None for here in present]
+
+    def receive_input_gradient(self, microbatch: int) -> None:
+        present = self._hear_pattern()
+        arrived = iter(self._ahead.take(microbatch))
+        self.inputs[microbatch] = [next(arrived) if here else None for here in present]
+
+    def reduce(self, microbatch: int) -> None:
+        if self.mode.reduce and self._reduces_last:
+            self.engine.replica_group.arm(self.engine.done_before)
+
+    def backward(self, microbatch: int) -> None:
+        engine = self.engine
+        # the driver has the last stage, and the gradients of its outputs from autograd
+        gradients = self.gradients[microbatch] if self.own.is_last else self._arrived
+        self._result = [None] * len(self.traffic.incoming[microbatch])
+        if engine.failure is not None:
+            return
+        try:
+            # activation checkpointing runs layers again here
+            span = engine.trace.span(f"{self.own.label}backward", microbatch)
+            with span, engine.statistics(self.call.key):
+                self._result = self._run(microbatch, gradients)
+        except Exception as error:
+            self.error = error
+            engine.fail(error, self.own.number)
+
+    def weight(self, microbatch: int) -> None:
+        """Add the gradients of the weights; they are there if the backward was not split."""
+        engine, part = self.engine, self._put_off.pop(microbatch, None)
+        if part is None or engine.failure is not None:
+            return
+        try:
+            with engine.trace.span(f"{self.own.label}weight", microbatch):
+                part.run(keep=self.mode.keep)
+        except Exception as error:
+            self.error = error
+            engine.fail(error, self.own.number)
+
+    def send_gradient(self, microbatch: int) -> None:
+        traffic, links = self.traffic, self.links
+        if self.mode.exchange and microbatch == self._last:
+            pattern = [gradient is not None for gradient in self._result]
+            traffic.gradients_out[self.mode.pattern] = pattern
+            links.previous.send_word(Pattern(pattern))
+        present = traffic.gradients_out[self.mode.pattern]
+        # zeros stand for what is missing: the other side waits for as many tensors as were agreed
+        specs = list(compress(traffic.incoming[microbatch], present))
+        gradients = [
+            spec.zeros(self.engine.device) if gradient is None else gradient
+            for gradient, spec in zip(compress(self._result, present), specs)
+        ]
+        links.previous.send(gradients, specs)
+
+    def _shrunk(self, gradient: Tensor) -> Tensor:
+        return gradient if self.engine.shrink == 1 else gradient * self.engine.shrink
+
+    def _hear_pattern(self) -> list[bool]:
+        """Which of the values sent forward get a gradient: told once per pattern."""
+        known = self.traffic.gradients_in
+        if self.mode.pattern not in known:
+            known[self.mode.pattern] = self.links.next.receive_word(Pattern).present
+        return known[self.mode.pattern]
+
+    def _post(self, microbatch: int) -> Arriving:
+        inputs, outgoing = self.call.key.inputs, self.traffic.outgoing
+        sent = inputs[microbatch] if self.own.is_last else outgoing[microbatch]
+        present = self.traffic.gradients_in[self.mode.pattern]
+        return self.links.next.post(list(compress(sent, present)))
+
+    def _run(self, microbatch: int, gradients: Gradients) -> Gradients:
+        keep = self.mode.keep
+        saved = self.saved[microbatch] if keep else self.saved.pop(microbatch)
+        values, outputs = self._again(microbatch, saved) if isinstance(saved, Recipe) else saved
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients)
+            if gradient is not None and output.requires_grad
+        ]
+        wanted = [value for value in values if value.requires_grad]
+        if not pairs or not (self.mode.parameters or wanted):
+            return [None] * len(values)
+        roots, starts = [root for root, _ in pairs], [start for _, start in pairs]
+        found = iter(self._gradients(microbatch, roots, starts, wanted))
+        return [next(found) if value.requires_grad else None for value in values]
+
+    def _gradients(
+        self, microbatch: int, roots: list[Tensor], starts: list[Tensor], wanted: list[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Go back; returns the gradients of what is wanted, and adds those of weights to theirs."""
+        keep = self.mode.keep
+        if not self.mode.parameters:
+            return torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
+        # (what has been frozen since the forward is asked for where gradients are added)
+        if self.own.splits and wanted and self.mode.trainable is None:
+            parts = input_part(roots, starts, wanted)
+            if parts is not None:
+                found, self._put_off[microbatch] = parts
+                return found
+            self.own.go_back_in_one(CANNOT_BE_SPLIT)
+        torch.autograd.backward(roots, starts, retain_graph=keep)
+        gradients = [value.grad for value in wanted]
+        for value in wanted:
+            value.grad = None
+        return gradients
+
+    def _again(self, microbatch: int, recipe: Recipe) -> tuple[Values, list[Any]]:
+        """Run a forward again whose activations were not kept."""
+        engine, key = self.engine, self.call.key
+        with ExitStack() as stack:
+            stack.enter_context(key.precision.applied())
+            if recipe.states:
+                stack.enter_context(generators_of_microbatch(None, engine.device))
+                set_random_state(recipe.states, engine.device)
+            stage = engine.stage_for(self.own, key)
+            return again(stage, recipe, key.numbers[microbatch])

@@ -1,0 +1,210 @@
+"""What the stages of one rank know of a call of the network.
+
+Activation recomputation: a forward keeps its inputs, and runs again when its backward comes.
+
+It then draws the random numbers that it has drawn, and writes to copies of the buffers that it has
+written, so that nothing but memory and time is other than without.
+
+Random numbers inside the network: one generator per micro-batch, whatever the stages.
+
+A stage that draws (dropout) would draw other numbers than one device does, and other ones again
+under another number of stages. So each micro-batch has a generator of its own, seeded from the
+run's seed, the replica, the batch, the call and the micro-batch, and its *state travels with the
+activations*: stage k + 1 goes on where stage k stopped. The numbers then depend on the seed and
+on the micro-batch alone. The generators of the user's code are never touched.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid.comm import CallKey, TensorSpec
+from lightning_hybrid.graph import Stage
+
+Values = list[Tensor]
+Gradients = list[Tensor | None]
+
+
+@dataclass
+class Traffic:
+    """What one stage has learned from the headers of the first call of a key.
+
+    Attributes:
+        incoming: per micro-batch, the values that come from the previous stage.
+        outgoing: per micro-batch, the values that go to the next one.
+        uses_rng: whether a stage up to this one draws random numbers.
+        gradients_in: per pattern of gradients that the driver starts with, which of ``outgoing``
+            get a gradient.
+        gradients_out: likewise, which of ``incoming`` get one.
+    """
+
+    incoming: list[list[TensorSpec]] = field(default_factory=list)
+    outgoing: list[list[TensorSpec]] = field(default_factory=list)
+    uses_rng: bool = False
+    gradients_in: dict[int, list[bool]] = field(default_factory=dict)
+    gradients_out: dict[int, list[bool]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What it takes to run the forward of a micro-batch again.
+
+    Attributes:
+        values: its inputs.
+        states: of the generators before it; empty if it draws no random numbers.
+        buffers: by name, those that it writes as they were before it.
+    """
+
+    values: Values
+    states: Values
+    buffers: dict[str, Tensor]
+
+
+@dataclass
+class Call:
+    """One call of the network on one rank, from its forward to its last backward.
+
+    Attributes:
+        number: counts the calls of the network.
+        draw: decides the random numbers; see
+            :func:`lightning_hybrid.stage.calls.draw_number`.
+        key: decides what travels; calls with equal keys exchange no shapes.
+        exchange: headers travel with the activations.
+        uses_rng: the generators' state travels with the activations.
+        traffic: of each stage of this rank.
+        saved: of each stage of this rank, per micro-batch, its inputs and outputs, for its
+            backward.
+        states: of the generators behind the last stage, where that one is here and they travel.
+        ahead: it runs before its turn on all stages but the last; see
+            :mod:`lightning_hybrid.stage.early_forwards`.
+    """
+
+    number: int
+    draw: int
+    key: CallKey
+    exchange: bool
+    uses_rng: bool
+    traffic: list[Traffic]
+    saved: list[dict[int, tuple[Values, list[Any]] | Recipe]]
+    states: Values = field(default_factory=list)
+    ahead: bool = False
+
+
+def saving_nothing() -> AbstractContextManager[Any]:
+    """Inside, autograd keeps no activations: what is recorded can't be gone back through."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, _nothing)
+
+
+def forward(
+    stage: Stage, values: Values, numbers: Sequence[Any], states: Values
+) -> tuple[list[Any], Recipe]:
+    """Run the forward of a micro-batch, and keep what :func:`again` needs of it.
+
+    Args:
+        stage: the stage.
+        values: its inputs.
+        numbers: those of the call.
+        states: of the generators, if it draws random numbers.
+
+    Returns:
+        The outputs, and the recipe.
+    """
+    buffers = {
+        name: value.detach().clone()
+        for name, value in stage.taken().items()
+        if name in stage.written
+    }
+    # a stage may write to an input that needs no gradient
+    kept = [value if value.requires_grad else value.clone() for value in values]
+    with torch.enable_grad(), saving_nothing():
+        outputs = stage(values, numbers)
+    return outputs, Recipe(kept, states, buffers)
+
+
+def again(stage: Stage, recipe: Recipe, numbers: Sequence[Any]) -> tuple[Values, list[Any]]:
+    """Run a forward again, with the weights of now. Returns its inputs and its outputs."""
+    buffers = {name: value.clone() for name, value in recipe.buffers.items()}
+    # the recipe stays as it is: a backward with `retain_graph` runs it once more
+    values = [value if value.requires_grad else value.clone() for value in recipe.values]
+    with torch.enable_grad(), own_saved_tensors():
+        outputs = stage.run_with([*(stage.taken() | buffers).values()], values, numbers)
+    return values, outputs
+
+
+def _nothing(_: None) -> Tensor:
+    raise AssertionError("a forward that runs again keeps nothing")
+
+
+_one_at_a_time = Lock()
+"""Of two threads that ask torch for a state, both may wait for ever (torch 2.13): one has the
+generator's lock, and gives Python's to the other, which keeps that while it waits for the
+generator."""
+
+
+def draw_number(batch: int, call: int) -> int:
+    """The number of a call, for its random numbers.
+
+    Args:
+        batch: how many training batches the run has seen before; it is in the checkpoint, so that
+            a run that is resumed draws what it would have drawn.
+        call: how many differentiable calls this batch has seen before.
+    """
+    return batch << 16 | call
+
+
+def microbatch_seed(seed: int, replica: int, draw: int, microbatch: int) -> int:
+    """The seed of one micro-batch's generators (64 bits); ``draw`` as by :func:`draw_number`."""
+    text = f"{seed}/{replica}/{draw}/{microbatch}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """The states of the generators that a layer on ``device`` may draw from, as byte tensors.
+
+    They are on the CPU, and to ask a GPU's generator for its state waits for no kernel.
+    """
+    with _one_at_a_time:
+        states = [torch.get_rng_state()]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        return states
+
+
+@cache
+def state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
+    """Shapes and types of what :func:`random_state` gives, for a receiver."""
+    return tuple(TensorSpec.of(state) for state in random_state(device))
+
+
+def set_random_state(states: list[Tensor], device: torch.device) -> None:
+    """Go on from ``states``, as :func:`random_state` gave them."""
+    with _one_at_a_time:
+        torch.set_rng_state(states[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], device)
+
+
+@contextmanager
+def generators_of_microbatch(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Inside, draw from a micro-batch's generators; afterwards the old ones are back.
+
+    Args:
+        seed: where the micro-batch's generators start; ``None`` where a state follows.
+        device: the device whose generators are meant, beside the CPU's.
+    """
+    before = random_state(device)
+    try:
+        if seed is not None:
+            with _one_at_a_time:
+                torch.manual_seed(seed)
+        yield
+    finally:
+        set_random_state(before, device)

@@ -1,0 +1,194 @@
+"""Forwards that run before their turn, as streamed schedules have them.
+
+While such a forward waits for its backward, earlier batches have theirs, and optimizers may step.
+Two things need care:
+
+*Weights.* Autograd keeps the parameters that a forward has used, not what they were, and an
+optimizer changes them in place. So under a delayed schedule hooks on the tensors that are saved for
+the backward decide what it meets: a copy of the weights of the forward (``stash``), the weights of
+now beside the activations of then (``current``), or nothing, and the forward runs again
+(``recompute``). The parameters themselves stay the leaves of the graph: their gradients and their
+hooks are as ever. (Hooks take away autograd's check of changes in place; the first batch of a run
+never runs ahead, and is checked.)
+
+*Buffers.* What a forward writes (running statistics) is for all to see only in its turn: else a
+validation or a checkpoint would see batches that nobody has trained on. Each forward writes into
+copies, which begin as those of the forward before it and go to their place when ``training_step``
+makes the call, as they would on one device; a backward need not follow.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.graph import Stage
+from lightning_hybrid.schedules import DelayedWeights
+from lightning_hybrid.stage.calls import Recipe, saving_nothing
+from lightning_hybrid.stage.split_backward import operations_behind
+
+
+class EarlyForwards:
+    """Forward passes of one stage that run before their batch has its turn.
+
+    Args:
+        weights: what their backward computes with; ``None``: no optimizer steps in between.
+    """
+
+    def __init__(self, weights: DelayedWeights | None) -> None:
+        self._weights = weights
+        self._written: dict[int, dict[str, Tensor]] = {}  # by call, the oldest first
+        self._copies: dict[int, dict[int, torch.UntypedStorage]] = {}  # of weights, likewise
+        self._looked_at: set[Stage] = set()
+
+    def forward(
+        self,
+        call: int,
+        stage: Stage,
+        values: list[Tensor],
+        numbers: Sequence[Any],
+        states: list[Tensor],
+    ) -> tuple[list[Any], tuple[list[Tensor], list[Any]] | Recipe]:
+        """Run the forward of a micro-batch.
+
+        Args:
+            call: its number.
+            stage: the stage.
+            values: the inputs.
+            numbers: those of the call.
+            states: of the generators, if it draws random numbers.
+
+        Returns:
+            The outputs, and what its backward needs.
+        """
+        before = self._before(stage)
+        written = {name: value.clone() for name, value in before.items()}
+        with torch.enable_grad(), self._saving(call, stage.parameters()):
+            outputs = stage.run_with([*(stage.taken() | written).values()], values, numbers)
+        self._written.setdefault(call, {}).update(written)
+        if self._weights != "recompute":
+            return outputs, (values, outputs)
+        return outputs, Recipe(values, states, before)
+
+    def end_forward(self, call: int) -> None:
+        """All micro-batches of a call went forward: autograd has what it keeps of the weights."""
+        self._copies.pop(call, None)
+
+    def commit(self, call: int, stage: Stage) -> None:
+        """A call has its turn: what it has written to buffers is for all to see."""
+        written: dict[str, Tensor] = {}
+        for number in [number for number in self._written if number <= call]:
+            written |= self._written.pop(number)
+        places = stage.taken()
+        with torch.no_grad():
+            for name, value in written.items():
+                places[name].copy_(value)
+
+    def drop(self, call: int) -> None:
+        """Forget a call that ran ahead and will not have its turn."""
+        self._written.pop(call, None)
+
+    def refuse_kept_weights(self, stage: Stage, outputs: Sequence[Any]) -> None:
+        """Complain about operations that keep weights where no copy takes their place.
+
+        Autograd asks before it saves a tensor (``ctx.save_for_backward``); an attribute of ``ctx``
+        it does not see.
+
+        Args:
+            stage: that was computed.
+            outputs: of it.
+
+        Raises:
+            NetworkError: an operation of the user's has such an attribute.
+        """
+        if self._weights != "stash" or stage in self._looked_at:
+            return
+        self._looked_at.add(stage)
+        names = {p.untyped_storage().data_ptr(): n for n, p in stage.named_parameters()}
+        for node in operations_behind(outputs):
+            for attribute, kept in vars(node).items():
+                for tensor in _tensors_of(kept):
+                    name = names.get(tensor.untyped_storage().data_ptr())
+                    if name is not None:
+                        raise NetworkError(
+                            f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function"
+                            f", keeps parameter {name!r} as ctx.{attribute}, where "
+                            "delayed_weights='stash' cannot give its backward the weights of its "
+                            "forward. Keep it by ctx.save_for_backward, or use "
+                            "delayed_weights='recompute' or schedule='gpipe'."
+                        )
+
+    def _before(self, stage: Stage) -> dict[str, Tensor]:
+        """The buffers that a forward writes, as the forward before it has left them."""
+        later: dict[str, Tensor] = {}
+        for written in self._written.values():
+            later |= written
+        return {
+            name: later[name] if name in later else value.detach().clone()
+            for name, value in stage.taken().items()
+            if name in stage.written
+        }
+
+    def _saving(self, call: int, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+        """Inside, autograd saves for the backward what this kind of weights wants."""
+        if self._weights is None:
+            return own_saved_tensors()
+        if self._weights == "recompute":
+            return saving_nothing()
+        copies = self._copies.setdefault(call, {}) if self._weights == "stash" else None
+        return _weights_apart(parameters, copies)
+
+
+def _tensors_of(kept: Any) -> list[Tensor]:
+    """Those that an attribute holds: itself, in a collection, or in a module."""
+    if isinstance(kept, nn.Module):
+        return [*kept.parameters()]
+    if isinstance(kept, Mapping):
+        kept = [*kept.values()]
+    if isinstance(kept, list | tuple | set):
+        return [tensor for each in kept for tensor in _tensors_of(each)]
+    is_plain = isinstance(kept, Tensor) and kept.layout is torch.strided
+    return [kept] if is_plain else []
+
+
+_Apart = tuple[torch.UntypedStorage, torch.dtype, Any, Any, Any]
+"""Memory, and how a tensor lies in it: kind of number, offset, sizes, strides."""
+
+
+def _weights_apart(
+    parameters: Iterable[nn.Parameter], copies: dict[int, torch.UntypedStorage] | None
+) -> AbstractContextManager[Any]:
+    """Inside, what is saved of parameters is kept by itself, and not checked for changes.
+
+    Args:
+        parameters: that are trained.
+        copies: by address, of the memory of the parameters; filled as needed. ``None``: what is
+            saved is the memory itself.
+    """
+    trained = {p.untyped_storage().data_ptr() for p in parameters if p.requires_grad}
+
+    def pack(tensor: Tensor) -> Tensor | _Apart:
+        if tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr()
+        if place not in trained:
+            return tensor
+        if copies is not None:
+            if place not in copies:
+                copies[place] = storage.clone()
+            storage = copies[place]
+        return storage, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+def _unpack(kept: Tensor | _Apart) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    storage, dtype, *place = kept
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)

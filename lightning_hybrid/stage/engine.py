@@ -1,0 +1,141 @@
+"""The stages of one rank at work: it executes the instruction lists of a schedule.
+
+Mostly a rank has one stage. Under a free placement it has several, and their lists are merged into
+one (:mod:`lightning_hybrid.schedules.merged`); each keeps its own links, values and shapes.
+
+The driver and the workers run the same engine. They differ in what stands at the two ends: the
+driver, whose last stage is that of the network, feeds the inputs and collects the outputs.
+
+Shapes are exchanged once. The first call with a new :class:`CallKey` sends a header before each
+micro-batch; from then on both sides know what comes, a receive is posted before the computation
+that precedes it, and only numbers travel.
+
+**A failing rank keeps its appointments**, since nobody can wake a peer that waits in a receive:
+after an error it goes on to receive and send what its list says, with zeros, and the error
+travels to the driver behind the activations.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from lightning_hybrid.comm import CallKey, Status
+from lightning_hybrid.comm.protocol import Backward
+from lightning_hybrid.graph import Stage
+from lightning_hybrid.stage.backward_pass import BackwardPass
+from lightning_hybrid.stage.calls import Call, Gradients, Traffic, Values
+from lightning_hybrid.stage.forward_pass import ForwardPass
+from lightning_hybrid.stage.rank_stages import RankStages, Todo, lists_of
+
+
+class Engine(RankStages):
+    """Runs the stages of one network on one rank; see :class:`RankStages` for the arguments."""
+
+    def forward(self, call: Call, inputs: Sequence[Values] = ()) -> list[Values]:
+        """Run the forward list of this rank.
+
+        Args:
+            call: the call; what its backward needs is kept in it.
+            inputs: on the driver, per micro-batch the values for stage 0.
+
+        Returns:
+            On the driver, per micro-batch the network's outputs.
+
+        Raises:
+            Exception: on the driver, what a stage raised; caused by a RemoteError if that stage is
+                on another rank. On a worker it is kept in ``failure`` and travels to the driver.
+        """
+        self.passed = False
+        works = [ForwardPass(self, index, call, inputs) for index in range(len(self.owned))]
+        todo, _ = self._lists(call.key, input_gradient=False)
+        for index, kind, microbatch in todo:
+            works[index].do(kind, microbatch)
+        for own in self.owned:
+            own.early.end_forward(call.number)
+        error = next((work.error for work in works if work.error), None)
+        for own in self.owned:
+            if own.number > 0:
+                status = own.links.previous.receive_word(Status)
+                self.failure = self.failure or status.failure
+            if not own.is_last:
+                # what the driver's own stages raise is the driver's to deal with
+                mine = self.coordinates.is_driver and error is not None
+                own.links.next.send_word(Status(None if mine else self.failure))
+        if not self.coordinates.is_driver:
+            return []
+        if not call.ahead:
+            self.owned[-1].links.next.flush()  # from here on the user may change the inputs
+        self.passed = True
+        self._raise(error)
+        return works[-1].outputs
+
+    def backward(
+        self, call: Call, mode: Backward, gradients: Sequence[Gradients] = ()
+    ) -> list[Gradients]:
+        """Run the backward list of this rank.
+
+        Args:
+            call: the call to go back through.
+            mode: how.
+            gradients: on the driver, per micro-batch the gradients of the network's outputs.
+
+        Returns:
+            On the driver, per micro-batch the gradients of the inputs, if it wants them.
+
+        Raises:
+            Exception: on the driver, what its own stage raised. On a worker it is kept in
+                ``failure``; the driver hears of it with the next forward.
+        """
+        self.passed = False
+        works = [
+            BackwardPass(self, index, call, mode, gradients) for index in range(len(self.owned))
+        ]
+        _, todo = self._lists(call.key, input_gradient=mode.input_gradient)
+        for index, kind, microbatch in todo:
+            works[index].do(kind, microbatch)
+        if mode.reduce:
+            self.replica_group.finish()
+        self.passed = True
+        if self.coordinates.is_driver:
+            self._raise(next((work.error for work in works if work.error), None))
+        return works[-1].inputs
+
+    def send_inputs(self, key: CallKey, inputs: Sequence[Values]) -> None:
+        """On the driver: let stage 0 have the inputs of a call that runs ahead, per micro-batch."""
+        for values, specs in zip(inputs, key.inputs):
+            self.owned[-1].links.next.send(values, specs)
+
+    def discard(self, call: Call) -> None:
+        """Take off the links what the stage before this rank's has sent for a call."""
+        scratch = [Traffic() for _ in self.owned] if call.exchange else call.traffic
+        work = ForwardPass(self, 0, replace(call, traffic=scratch), ())
+        for microbatch in range(call.key.microbatches):
+            work.receive_activation(microbatch)
+        work.links.previous.receive_word(Status)
+
+    def commit(self, call: Call) -> None:
+        """A call that ran ahead and has written to buffers has its turn."""
+        for own in self.owned:
+            own.early.commit(call.number, self.stage_for(own, call.key))
+
+    def drop(self, call: Call) -> None:
+        """Forget a call that ran ahead and will not have its turn."""
+        for own in self.owned:
+            own.early.drop(call.number)
+
+    def add_specialization(self, stages: Mapping[int, Stage]) -> None:
+        """Take the stages of another graph of the same network."""
+        for own in self.owned:
+            own.specializations.append(stages[own.number])
+
+    def _lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
+        here, microbatches = self.coordinates.pp_rank, key.microbatches
+        return lists_of(
+            self._schedule_name, self._devices, here, microbatches, input_gradient, self._split
+        )
+
+    def _raise(self, error: Exception | None) -> None:
+        failure, self.failure = self.failure, None
+        if error is not None:
+            raise error  # the driver's own, as it is: the user may catch it and go on
+        if failure is not None:
+            raise failure.exception()

@@ -1,0 +1,184 @@
+"""A forward pass of one stage, instruction by instruction.
+
+Receives that are under way before they are needed.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid.comm import Arriving, Header, TensorSpec
+from lightning_hybrid.schedules import Instruction, Kind
+from lightning_hybrid.stage.calls import (
+    Call,
+    Values,
+    forward,
+    generators_of_microbatch,
+    microbatch_seed,
+    random_state,
+    set_random_state,
+    state_specs,
+)
+from lightning_hybrid.stage.rank_stages import Pass, RankStages
+
+
+class Ahead:
+    """Receives that are posted one before they are needed, so that they overlap computation."""
+
+    def __init__(
+        self, steps: Sequence[Instruction], kind: Kind, post: Callable[[int], Arriving]
+    ) -> None:
+        self._todo = [step.microbatch for step in reversed(steps) if step.kind is kind]
+        self._post = post
+        self._posted: Arriving | None = None
+
+    def take(self, microbatch: int) -> Values:
+        """Wait for this micro-batch's tensors, after posting the receive of the next one's.
+
+        Raises:
+            ValueError: it is not this one's turn in the instruction list.
+        """
+        due = self._todo.pop()
+        if microbatch != due:
+            raise ValueError(f"micro-batch {microbatch} is taken where the list has {due}")
+        arrival = self._posted or self._post(microbatch)
+        self._posted = self._post(self._todo[-1]) if self._todo else None
+        return arrival.wait()
+
+
+class ForwardPass(Pass):
+    """A forward pass of one stage, instruction by instruction."""
+
+    def __init__(
+        self, engine: RankStages, index: int, call: Call, inputs: Sequence[Values]
+    ) -> None:
+        super().__init__(engine, index, call)
+        self.inputs = inputs
+        self.outputs: list[Values] = []
+        self._values: Values | None = None
+        self._result: Values | None = None
+        self._first = self.own.number == 0
+        # what the generators' state looks like on the way; nothing if it does not travel
+        self._states = state_specs(engine.device) if call.uses_rng else ()
+        self._takes_states = call.uses_rng and (not self._first or call.key.continues)
+        self._previous_failed = False
+        self._told_failure = False
+        self.links.next.flush(engine.untaken(call))  # frees what an earlier pass sent
+        if call.exchange:
+            self.traffic.outgoing = []
+            self.traffic.incoming = (
+                [list(specs) for specs in call.key.inputs] if self._first else []
+            )
+            self._ahead = None
+        else:
+            steps = engine.schedule(call.key, input_gradient=False).forward[self.own.number]
+            self._ahead = Ahead(steps, Kind.RECEIVE_ACTIVATION, self._post)
+
+    def send_input(self, microbatch: int) -> None:
+        if not self.call.ahead:  # else they are there already
+            self.links.next.send(self.inputs[microbatch], self.call.key.inputs[microbatch])
+
+    def receive_activation(self, microbatch: int) -> None:
+        if self._ahead is not None:
+            self._values = self._ahead.take(microbatch)
+            return
+        self._values = None
+        if not self._first and not self._previous_failed:
+            header = self.links.previous.receive_word(Header)
+            if header.specs is None:
+                self._previous_failed = True
+            else:
+                self.traffic.incoming.append(header.specs)
+                self.traffic.uses_rng |= header.uses_rng
+        if not self._previous_failed:
+            self._values = self._post(microbatch).wait()
+
+    def forward(self, microbatch: int) -> None:
+        engine, self._result = self.engine, None
+        if self._values is None or engine.failure is not None:
+            return
+        try:
+            with engine.trace.span(f"{self.own.label}forward", microbatch):
+                self._result = self._run(microbatch, self._values)
+        except Exception as error:
+            self.error = error
+            engine.fail(error, self.own.number)
+        else:
+            self.outputs.append(self._result)
+
+    def send_activation(self, microbatch: int) -> None:
+        if self.call.exchange:
+            self._send_header()
+            if self._result is None:
+                return
+        specs = [*self.traffic.outgoing[microbatch], *self._states]
+        values = self._result
+        if values is None:
+            values = [spec.zeros(self.engine.device) for spec in specs]
+        self.links.next.send(values, specs)
+
+    def _post(self, microbatch: int) -> Arriving:
+        specs = self.traffic.incoming[microbatch]
+        states = () if self._first else self._states
+        return self.links.previous.post([*specs, *states])
+
+    def _send_header(self) -> None:
+        """Shapes of the values that follow; an empty header, once, if this stage has failed."""
+        if self._result is not None:
+            crossing = self._result[: len(self._result) - len(self._states)]
+            specs = [TensorSpec.of(value) for value in crossing]
+            self.traffic.outgoing.append(specs)
+            self.links.next.send_word(Header(specs, self.traffic.uses_rng))
+        elif not self._told_failure:
+            self._told_failure = True  # after the first empty header nobody listens for more
+            self.links.next.send_word(Header())
+
+    def _run(self, microbatch: int, values: Values) -> Values:
+        engine, call = self.engine, self.call
+        with ExitStack() as stack:
+            before: Values = []
+            if call.uses_rng:
+                seed = microbatch_seed(
+                    engine.seed, engine.coordinates.dp_rank, call.draw, microbatch
+                )
+                start = None if self._takes_states else seed
+                stack.enter_context(generators_of_microbatch(start, engine.device))
+                if self._takes_states:
+                    cut = len(values) - len(self._states)
+                    values, states = values[:cut], values[cut:]
+                    set_random_state(states, engine.device)
+                before = random_state(engine.device)
+            outputs = self._compute(microbatch, values, before)
+            if not call.uses_rng:
+                return outputs
+            after = random_state(engine.device)
+            self.traffic.uses_rng |= not all(torch.equal(a, b) for a, b in zip(before, after))
+            if not self.own.is_last:
+                return [*outputs, *after]
+            call.states = after
+            return outputs
+
+    def _compute(self, microbatch: int, values: Values, states: Values) -> Values:
+        stage = self.engine.stage_for(self.own, self.call.key)
+        numbers = self.call.key.numbers[microbatch]
+        if not self.call.key.grad:
+            with self.engine.statistics(self.call.key):
+                return stage(values, numbers)
+        specs = self.traffic.incoming[microbatch]
+        values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
+        if self.call.ahead and not self.own.is_last:
+            outputs, self.saved[microbatch] = self.own.early.forward(
+                self.call.number, stage, values, numbers, states
+            )
+            return outputs
+        with self.engine.statistics(self.call.key), self.own.looks_for_hooks():
+            if self.engine.recompute:
+                outputs, self.saved[microbatch] = forward(stage, values, numbers, states)
+                return outputs
+            with torch.enable_grad(), own_saved_tensors():
+                outputs = stage(values, numbers)
+        self.own.early.refuse_kept_weights(stage, outputs)
+        self.saved[microbatch] = (values, outputs)
+        return outputs

@@ -1,0 +1,336 @@
+"""The R ranks with the same stages: gradients are averaged, buffers follow replica 0.
+
+Gradients travel in buckets, in the reverse order of the parameters, which is about the order in
+which the backward pass finishes them. :meth:`ReplicaGroup.arm` is called right before the last
+micro-batch's backward; from then on a bucket leaves as soon as its last gradient is final, while
+the rest of that backward still runs. :meth:`ReplicaGroup.finish` sends what is left and waits.
+
+The algorithm is the backend's: gloo runs a ring, NCCL a ring or a tree (``NCCL_ALGO`` decides).
+A ring of m ranks moves 2 (m - 1) / m times the bytes of the gradients out of every rank.
+
+Tensors of one rank of a group on all of its ranks: small ones together, large ones as they are.
+
+They travel as bytes, since NCCL takes neither every type nor every order in memory.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lightning_hybrid._torch.modules import BatchNorm
+from lightning_hybrid._torch.tensors import copy_each
+from lightning_hybrid.comm import ANOTHER_REPLICA, Group, bytes_of, start, wait
+from lightning_hybrid.remote import is_deferred
+from lightning_hybrid.stage.trace import Trace
+
+MESSAGE_BYTES = 25 * 2**20
+"""The most that small tensors fill together."""
+_LARGE_BYTES = 2**20
+"""From here on a tensor travels by itself, from the memory that it has."""
+
+
+class Broadcasts:
+    """Broadcasts in one group, through a buffer that is kept from one to the next.
+
+    Args:
+        group: of the ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def send(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Give every rank the numbers that one has.
+
+        Autograd does not hear of it.
+
+        Args:
+            tensors: dense ones on the device of the group, on all ranks of the same sizes and types
+                and in the same order.
+            source: index of the rank that has the numbers.
+        """
+        waiting, nbytes = list[Tensor](), 0
+        # those of large numbers first, so that all lie at multiples of their size
+        for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):
+            if tensor.nbytes >= _LARGE_BYTES:
+                self._send_large(tensor.data, source)
+                continue
+            if nbytes + tensor.nbytes > MESSAGE_BYTES:
+                self._send_together(waiting, nbytes, source)
+                waiting, nbytes = [], 0
+            waiting.append(tensor.data)
+            nbytes += tensor.nbytes
+        if nbytes:
+            self._send_together(waiting, nbytes, source)
+
+    def _send_large(self, tensor: Tensor, source: int) -> None:
+        laid_out = tensor.contiguous()
+        self._broadcast(bytes_of(laid_out), source)
+        if laid_out is not tensor:
+            tensor.copy_(laid_out)
+
+    def _send_together(self, tensors: list[Tensor], nbytes: int, source: int) -> None:
+        device = tensors[0].device
+        if self._buffer.numel() < nbytes or self._buffer.device != device:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        flat = self._buffer[:nbytes]
+        parts = [
+            part.view(tensor.dtype).view(tensor.shape)
+            for tensor, part in zip(tensors, flat.split([tensor.nbytes for tensor in tensors]))
+        ]
+        here = self._group.rank() == source
+        if here:
+            copy_each(parts, tensors)
+        self._broadcast(flat, source)
+        if not here:
+            copy_each(tensors, parts)
+
+    def _broadcast(self, memory: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        wait(start(self._group.broadcast, [memory], options, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""As in DistributedDataParallel: large enough for the link, and the first one small, to start
+early."""
+
+
+_SPARSE = 256.0
+"""More than a gradient that is dense counts on all replicas together."""
+
+
+class _Bucket:
+    """Gradients of some parameters in one flat tensor, kept between steps.
+
+    Behind them stands one element per parameter: how many replicas had a gradient for it, and
+    whether that is sparse. A parameter that no replica used keeps ``grad is None``, as on one
+    device.
+    """
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        numbers = sum(parameter.numel() for parameter in parameters)
+        self.flat = torch.empty(numbers + len(parameters), dtype=first.dtype, device=first.device)
+        self.numbers, self.counts = self.flat.split([numbers, len(parameters)])
+        views = self.numbers.split([p.numel() for p in parameters])
+        self.views = [view.view_as(p) for view, p in zip(views, parameters)]
+        self.missing = set(range(len(parameters)))
+
+    def fill(self, scale: float) -> None:
+        """Take over the gradients, which are final."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        dense = [g for g in gradients if g is not None and not g.is_sparse]
+        if len(dense) == len(gradients):
+            copy_each(self.views, dense)  # one call: networks may have hundreds of small ones
+            self.counts.fill_(1.0)
+        else:
+            for index, (view, gradient) in enumerate(zip(self.views, gradients)):
+                if gradient is None:
+                    view.zero_()
+                    self.counts[index] = 0.0
+                else:
+                    view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                    self.counts[index] = _SPARSE if gradient.is_sparse else 1.0
+        self.numbers.mul_(scale)
+
+    def empty(self) -> list[tuple[Parameter, Tensor]]:
+        """Hand the averages back to the parameters.
+
+        Returns:
+            The parameters whose gradients are sparse, with the averages; on all replicas the same.
+        """
+        sparse = []
+        self.missing = set(range(len(self.parameters)))
+        gradients = [parameter.grad for parameter in self.parameters]
+        dense = [g for g in gradients if g is not None and not g.is_sparse]
+        if len(dense) == len(gradients):
+            copy_each(dense, self.views)
+            return []
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views)):
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad.copy_(view)
+            elif self.counts[index] >= _SPARSE:  # asks the device, but only for unused parameters
+                sparse.append((parameter, view))
+            elif self.counts[index] > 0:
+                parameter.grad = view.clone()
+        return sparse
+
+
+class ReplicaGroup:
+    """The data-parallel group of a rank's stages: the ranks that have them, one per replica.
+
+    Args:
+        parameters: those of the stages, in the same order on every replica.
+        buffers: gives those that the stages have now (one may be replaced), likewise.
+        group: of these ranks.
+        trace: where the all-reduces are recorded.
+        state: gives buffers that training steps read; see :func:`state_buffers`.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        buffers: Callable[[], Iterable[Tensor]],
+        group: Group,
+        trace: Trace,
+        state: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
+        self._parameters, self._buffers, self._state = list(parameters), buffers, state
+        self._group, self._trace = group, trace
+        self._size = group.size()
+        self._armed = False
+        self._buckets: list[_Bucket] = []
+        self._sent: list[dist.Work] = []  # of as many buckets, from the first on
+        self._trainable: list[bool] | None = None
+        self._place: dict[Tensor, tuple[_Bucket, int]] = {}
+        self._hooks: dict[Parameter, RemovableHandle] = {}
+
+    def arm(self, final: Iterable[Parameter] = ()) -> None:
+        """The next backward adds the last gradients of this step: send them as they come.
+
+        Args:
+            final: parameters whose gradients are final already; those of others are ignored.
+        """
+        if self._size == 1:
+            return
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._make_buckets([p for p in self._parameters if p.requires_grad])
+        self._armed = True
+        self._sent.clear()
+        for parameter in final:
+            if parameter in self._place:
+                self._gradient_ready(parameter)
+
+    def finish(self) -> None:
+        """Send the gradients that no backward touched, wait, and hand out the averages."""
+        if not self._armed:
+            return
+        self._armed = False
+        for bucket in self._buckets:
+            bucket.missing.clear()
+        self._send_full_buckets()
+        for bucket, work in zip(self._buckets, self._sent):
+            wait(work, ANOTHER_REPLICA)
+            for parameter, average in bucket.empty():
+                self._hand_out_rows(parameter, average)
+        self._sent.clear()  # what is kept of a transfer keeps its group from closing
+
+    def _hand_out_rows(self, parameter: Parameter, average: Tensor) -> None:
+        """A sparse gradient has the rows that some replica has used, zeros among them too."""
+        used = average.new_zeros(len(average))
+        if parameter.grad is not None:
+            used[parameter.grad.coalesce().indices()[0]] = 1
+        work = start(self._group.allreduce, [used], peer=ANOTHER_REPLICA)
+        wait(work, ANOTHER_REPLICA)
+        [rows] = used.nonzero(as_tuple=True)
+        parameter.grad = torch.sparse_coo_tensor(
+            rows[None], average[rows], average.shape, is_coalesced=True
+        )
+
+    def reduce(self) -> None:
+        """Average what has accumulated, without overlap."""
+        self.arm()
+        self.finish()
+
+    def broadcast_buffers(self, *, state: bool = False) -> None:
+        """Give every replica the buffers of replica 0, as DDP's running statistics are rank 0's.
+
+        Args:
+            state: only those that training steps read.
+        """
+        if self._size == 1:
+            return
+        buffers = list(self._buffers())
+        if state:
+            read = {id(buffer) for buffer in self._state()}
+            buffers = [buffer for buffer in buffers if id(buffer) in read]
+        Broadcasts(self._group).send(buffers)
+
+    def broadcast_weights(self) -> None:
+        """Give every replica the weights and buffers of replica 0."""
+        if self._size == 1:
+            return
+        self.broadcast_buffers()
+        Broadcasts(self._group).send(self._parameters)
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        if not self._armed:
+            return
+        bucket, index = self._place[parameter]
+        bucket.missing.discard(index)
+        if not bucket.missing:
+            self._send_full_buckets()
+
+    def _send_full_buckets(self) -> None:
+        # Always in order, whichever is full first: collectives pair by their order.
+        for number, bucket in enumerate(self._buckets[len(self._sent) :], len(self._sent)):
+            if bucket.missing:
+                break
+            bucket.fill(1 / self._size)
+            work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
+            if self._trace.on and bucket.flat.device.type == "cpu":
+                work.get_future().add_done_callback(self._recorder(number))
+            self._sent.append(work)
+
+    def _recorder(self, bucket: int) -> Callable[[object], None]:
+        began = time.time()
+        return lambda _: self._trace.add(f"all-reduce {bucket}", "all-reduce", began, time.time())
+
+    def _make_buckets(self, parameters: Sequence[Parameter]) -> None:
+        self._buckets, self._place = [], {}
+        waiting: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+        for parameter in reversed(parameters):
+            group = waiting.setdefault((parameter.dtype, parameter.device), [])
+            group.append(parameter)
+            limit = BUCKET_BYTES if self._buckets else FIRST_BUCKET_BYTES
+            if sum(p.numel() * p.element_size() for p in group) >= limit:
+                self._buckets.append(_Bucket(waiting.pop((parameter.dtype, parameter.device))))
+        self._buckets += [_Bucket(group) for group in waiting.values()]
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                self._place[parameter] = (bucket, index)
+                if parameter not in self._hooks:  # a frozen parameter takes none
+                    hook = parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+                    self._hooks[parameter] = hook
+
+
+def state_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers of a module that its training steps may read: codebooks, queues, prototypes.
+
+    DDP gives its replicas those of the first before each step, and so must we to have its numbers.
+    Running statistics of batch normalisation are not among them: training only writes these.
+    """
+    parts = (part for part in module.modules() if not isinstance(part, BatchNorm))
+    return [buffer for part in parts for buffer in part.buffers(recurse=False)]
+
+
+def broadcast_module(module: nn.Module, group: Group) -> None:
+    """Give every rank of a gloo ``group`` the weights and buffers of its first.
+
+    Those that no rank has made yet follow when they are; see
+    :meth:`ReplicaGroup.broadcast_weights`.
+    """
+    if group.size() == 1:
+        return
+    everything = (*module.parameters(), *module.buffers())
+    tensors = [t.detach() for t in everything if not is_deferred(t)]
+    sent = [t.cpu().contiguous() for t in tensors]
+    Broadcasts(group).send([value for value in sent if value.numel()])
+    for tensor, value in zip(tensors, sent):
+        tensor.copy_(value)

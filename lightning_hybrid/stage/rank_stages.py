@@ -1,0 +1,247 @@
+"""The stages of one network on one rank, and how they compute: what its passes have in common.
+
+What a rank knows of its stages before they run.
+
+The instruction lists of one rank, made once per number of micro-batches.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lightning_hybrid.comm import CallKey, Coordinates, Failure, Group, Links
+from lightning_hybrid.graph import Stage
+from lightning_hybrid.schedules import (
+    STREAMED,
+    DelayedWeights,
+    Kind,
+    Schedule,
+    make_schedule,
+    merge,
+)
+from lightning_hybrid.stage.batchnorm import Synchronised
+from lightning_hybrid.stage.calls import Call
+from lightning_hybrid.stage.early_forwards import EarlyForwards
+from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
+from lightning_hybrid.stage.split_backward import HookWatch
+from lightning_hybrid.stage.trace import Trace
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How the stages of a run compute, the same on all ranks.
+
+    Attributes:
+        compiled: by ``torch.compile``.
+        statistics: the group over which batch normalisation takes its statistics; ``None``: each
+            replica by itself.
+        delayed_weights: what the backward of a batch computes with under a delayed schedule.
+        shrink: what gradients are multiplied with at every cut that they cross.
+    """
+
+    compiled: bool = False
+    statistics: Group = None
+    delayed_weights: DelayedWeights = "stash"
+    shrink: float = 1.0
+
+
+@dataclass
+class OwnedStage:
+    """A stage of this rank.
+
+    Attributes:
+        number: of the stage in the network.
+        specializations: the part of the network that it is, in each of its graphs (see
+            :class:`CallKey`); the first one is enough to begin with.
+        links: to its neighbours.
+        is_last: whether it is the network's last stage.
+        label: what tells it from other stages of the rank in a trace.
+        early: its forwards that run before their turn.
+        splits: whether its backward is split; not any more once one could not be.
+    """
+
+    number: int
+    specializations: list[Stage]
+    links: Links
+    is_last: bool
+    label: str
+    early: EarlyForwards
+    splits: bool = False
+
+    @contextmanager
+    def looks_for_hooks(self) -> Iterator[None]:
+        """Inside, hooks are looked for in a forward whose backward may be split."""
+        if not self.splits:
+            yield
+            return
+        with HookWatch() as watch:
+            yield
+        if watch.seen:
+            self.go_back_in_one(
+                "its forward hooks what it computes (register_hook, retain_grad, grad_fn)"
+            )
+
+    def go_back_in_one(self, reason: str) -> None:
+        """Do not split the backward any more, and say why."""
+        self.splits = False
+        warnings.warn(
+            f"Stage {self.number} goes back in one from now on, as under schedule='gpipe': "
+            f"{reason}.",
+            stacklevel=2,
+        )
+
+
+@lru_cache(maxsize=256)
+def schedule_of(
+    name: str, stages: int, microbatches: int, input_gradient: bool, split: tuple[int, ...] = ()
+) -> Schedule:
+    return make_schedule(name, stages, microbatches, input_gradient=input_gradient, split=split)
+
+
+Todo = tuple[tuple[int, Kind, int], ...]
+"""What a rank does, in order: which of its stages, the instruction, micro-batch."""
+
+
+@lru_cache(maxsize=256)
+def lists_of(
+    name: str,
+    devices: tuple[int, ...],
+    here: int,
+    microbatches: int,
+    input_gradient: bool,
+    split: tuple[int, ...] = (),
+) -> tuple[Todo, Todo]:
+    """The forward and the backward list of the rank with this ``pp_rank``."""
+    schedule = schedule_of(name, len(devices), microbatches, input_gradient, split)
+    own = [stage for stage, device in enumerate(devices) if device == here]
+    forward, backward = (
+        tuple((own.index(stage), i.kind, i.microbatch) for stage, i in merged[here])
+        for merged in (merge(lists, devices) for lists in (schedule.forward, schedule.backward))
+    )
+    return forward, backward
+
+
+class RankStages:
+    """The stages of one network on one rank.
+
+    Args:
+        stages: this rank's stages of the network, by number.
+        devices: ``pp_rank`` of each stage of the network.
+        coordinates: this rank.
+        links: of each stage that is here, in their order.
+        replica_group: averages the gradients of this rank's stages over the replicas.
+        device: where the stages live.
+        schedule: name of the schedule.
+        seed: of the random numbers inside the network.
+        trace: where to record.
+        options: how stages compute.
+        split: numbers of the stages whose backward the schedule splits.
+        recompute: whether forwards keep no activations, and run again for their backward.
+
+    Attributes:
+        owned: the stages of this rank, in their order.
+        failure: what went wrong on this rank or before it, for the driver.
+        passed: whether the last pass came to its end: what fails in a stage does not end it.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        devices: Sequence[int],
+        coordinates: Coordinates,
+        links: Mapping[int, Links],
+        replica_group: ReplicaGroup,
+        device: torch.device,
+        schedule: str,
+        seed: int,
+        trace: Trace,
+        options: StageOptions,
+        split: Sequence[int] = (),
+        recompute: bool = False,
+    ) -> None:
+        self.coordinates, self.replica_group = coordinates, replica_group
+        self.device, self.seed, self.trace = device, seed, trace
+        self.failure: Failure | None = None
+        self.passed = True
+        streamed = STREAMED.get(schedule)
+        delayed = options.delayed_weights if streamed and streamed.delayed else None
+        self._ahead = streamed.look_aheads(len(devices))[0] if streamed else 0
+        self.shrink, self.recompute = options.shrink, recompute
+        self.owned = [
+            OwnedStage(
+                number,
+                [stages[number]],
+                both,
+                number == len(devices) - 1,
+                f"stage {number} " if len(links) > 1 else "",
+                EarlyForwards(delayed),
+                # what is computed again in the backward would be so for each part
+                splits=number in split
+                and not (options.compiled or recompute or stages[number].checkpointed),
+            )
+            for number, both in links.items()
+        ]
+        # the first stage of the rank is the last to have its gradients
+        first, *others = (dict.fromkeys(own.specializations[0].parameters()) for own in self.owned)
+        self.done_before = [p for other in others for p in other if p not in first]
+        self._schedule_name, self._devices = schedule, tuple(devices)
+        self._split = tuple(split)
+        self._compiled = options.compiled
+        self._statistics = options.statistics and Synchronised(options.statistics)
+
+    def untaken(self, call: Call) -> int:
+        """How many messages of a call's kind may wait for a neighbour before a stage waits too."""
+        return self._ahead * call.key.microbatches
+
+    def schedule(self, key: CallKey, *, input_gradient: bool) -> Schedule:
+        """The instruction lists of all stages for a call of this kind."""
+        return schedule_of(
+            self._schedule_name, len(self._devices), key.microbatches, input_gradient, self._split
+        )
+
+    def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
+        """The code of a stage for a call of this kind, compiled where that is asked for."""
+        stage = own.specializations[key.specialization]
+        if self._compiled:
+            stage.compile_code()
+        return stage
+
+    def statistics(self, key: CallKey) -> AbstractContextManager[Any]:
+        """Inside, batch normalisation in training takes its statistics over the replicas."""
+        if self._statistics is None or not key.training:
+            return nullcontext()
+        return self._statistics
+
+    def fail(self, error: Exception, stage: int) -> None:
+        """Note an error of a stage; from now on this rank only keeps its appointments."""
+        where = f"in stage {stage}" if self.coordinates.free else ""
+        # the first one: what fails after it mostly fails by it
+        self.failure = self.failure or Failure.of(error, str(self.coordinates), where)
+
+
+class Pass:
+    """A pass of one stage; each of its public methods carries out the instruction of its name.
+
+    Args:
+        engine: the stages of the rank.
+        index: which of them.
+        call: what passes.
+
+    Attributes:
+        error: what the stage has raised.
+    """
+
+    def __init__(self, engine: RankStages, index: int, call: Call) -> None:
+        self.engine, self.own, self.call = engine, engine.owned[index], call
+        self.links, self.traffic = self.own.links, call.traffic[index]
+        self.saved = call.saved[index]
+        self.error: Exception | None = None
+
+    def do(self, kind: Kind, microbatch: int) -> None:
+        """Carry out an instruction."""
+        getattr(self, kind.value)(microbatch)

@@ -1,0 +1,253 @@
+"""A backward in two parts: first the gradients of the inputs, later those of the weights.
+
+A backward that is asked for the gradients of the inputs alone computes, of each operation on the
+way, only what leads there. What arrives at the operations that weights flow into is kept, and the
+weight part goes on from there: from each such operation to its weights, and not a step further down
+the way, which has been gone. So nothing is computed twice except what an operation cannot compute
+apart (batch normalisation, for one, sums up the same numbers for both).
+
+That is exact as long as it can be told which operation leads to which weights, and as long as an
+operation may run twice. Not so, and therefore not split:
+
+* operations of the user's (``autograd.Function``), which may do more than to return gradients;
+* one of torch's that ends the process where it is asked for the gradients of its weights alone;
+* tensors that the network itself hooks or wants the gradients of, which would hear of them twice
+  (:class:`HookWatch`);
+* weights that two operations use of which one leads to the other (a recurrent layer).
+
+Hooks on parameters are called once, as ever, with the weight part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid._torch.autograd import fails_apart
+from lightning_hybrid.graph import reached
+
+CANNOT_BE_SPLIT = (
+    "it has an autograd.Function, a weight that is used twice, one after the other, or group "
+    "normalisation in channels-last"
+)
+"""Why :func:`input_part` splits no backward."""
+
+
+def operations_behind(outputs: Sequence[Any]) -> list[Node]:
+    """The operations of the user's (``autograd.Function``) that outputs were computed with."""
+    start = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
+    nodes = reached(start, lambda node: (n for n, _ in node.next_functions if n is not None))
+    return [node for node in nodes if isinstance(node, BackwardCFunction)]
+
+
+class HookWatch(TorchFunctionMode):
+    """Looks out for hooks in a forward, on what it computes.
+
+    Attributes:
+        seen: whether there was one.
+    """
+
+    _GRAD_FN: Any = Tensor.grad_fn
+    # who asks for an operation of the graph may hook it
+    _HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad, _GRAD_FN.__get__})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen |= func in self._HOOKS
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class WeightPart:
+    """The second part of a backward, which is still to be done.
+
+    Attributes:
+        groups: edges of the graph to go on from, what arrived there, and the weights behind them.
+    """
+
+    groups: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]]
+
+    def run(self, *, keep: bool = False) -> None:
+        """Add the gradients to those of the weights.
+
+        Args:
+            keep: whether the graph is to go back through again.
+        """
+        for edges, gradients, weights in self.groups:
+            torch.autograd.backward(edges, gradients, retain_graph=keep, inputs=weights)
+
+
+def input_part(
+    roots: Sequence[Tensor], starts: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[list[Tensor | None], WeightPart] | None:
+    """Compute the gradients of the inputs, and keep what those of the weights need.
+
+    Args:
+        roots: what was computed; each wants a gradient.
+        starts: the gradients of these.
+        inputs: leaves of the graph; each wants a gradient.
+
+    Returns:
+        The gradients of the inputs (None: none leads there) and what is left to do; ``None``: the
+        backward cannot be split, and nothing was done.
+    """
+    way = _Way(roots, inputs)
+    groups = way.groups()
+    if groups is None:
+        return None
+    edges = dict.fromkeys(edge for edges, _ in groups for edge in edges)
+    wanted = [edge for edge in edges if way.leads(edge.node)]
+    leading = [n for n, edge in enumerate(way.roots) if way.leads(edge.node)]
+    found: Sequence[Tensor | None] = [None] * (len(inputs) + len(wanted))
+    ends: list[Any] = [*inputs, *wanted]  # tensors and edges
+    if leading:
+        found = torch.autograd.grad(
+            [roots[n] for n in leading],
+            ends,
+            [starts[n] for n in leading],
+            retain_graph=True,
+            allow_unused=True,
+        )
+    arrived = dict(zip(wanted, found[len(inputs) :]))
+    # roots that no input leads to: the weight part has them to itself
+    for edge, start in zip(way.roots, starts):
+        if not way.leads(edge.node):
+            so_far = arrived.get(edge)
+            arrived[edge] = start if so_far is None else so_far + start
+    left = []
+    for edges_of_group, weights in groups:
+        present = [(e, g) for e in edges_of_group if (g := arrived.get(e)) is not None]
+        if present:
+            left.append(([e for e, _ in present], [g for _, g in present], weights))
+    return list(found[: len(inputs)]), WeightPart(left)
+
+
+@dataclass
+class _Node:
+    """An operation, as the walk has found it.
+
+    Attributes:
+        children: where its gradients go: operation, and number of the output of that one.
+        reaches: set of the weights behind it, as bits.
+        leads: whether an input is behind it.
+        outputs: numbers of its outputs that are used.
+    """
+
+    children: list[tuple[Node, int]]
+    reaches: int = 0
+    leads: bool = False
+    outputs: set[int] = field(default_factory=set)
+
+
+class _Way:
+    """Which operations lead to the inputs, and which weights flow into them.
+
+    Args:
+        roots: where the backward begins.
+        inputs: where its first part ends.
+    """
+
+    def __init__(self, roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        self.roots = [GradientEdge(*get_gradient_edge(root)[:2]) for root in roots]
+        self._inputs = {get_gradient_edge(value).node for value in inputs}
+        self._weights: list[Tensor] = []
+        self._nodes: dict[Node, _Node] = {}  # children before their parents
+        self._leader: dict[Node, Node] = {}  # of sets of operations that grow together
+        self._splits = True
+        for edge in self.roots:
+            self._walk(edge.node)
+        for edge in self.roots:
+            self._nodes[edge.node].outputs.add(edge.output_nr)
+        for node in self._nodes.values():
+            for child, number in node.children:
+                self._nodes[child].outputs.add(number)
+
+    def leads(self, node: Node) -> bool:
+        return self._nodes[node].leads
+
+    def groups(self) -> list[tuple[list[GradientEdge], list[Tensor]]] | None:
+        """Edges to start the weight part from, with the weights behind them; None: no way.
+
+        What two operations need both (a cast of a weight) can run only once, so they are a group.
+        """
+        if not self._splits:
+            return None
+        beginnings = {edge.node for edge in self.roots}
+        bounds = [n for n in self._nodes if (self.leads(n) or n in beginnings) and self._aside(n)]
+        for node in bounds:
+            for behind in self._behind(node):
+                self._leader[self._find(behind)] = self._find(node)
+        members: dict[Node, list[Node]] = {}
+        for node in bounds:
+            members.setdefault(self._find(node), []).append(node)
+        found = []
+        for nodes in members.values():
+            own = self._reached(child for node in nodes for child in self._aside(node))
+            # weights that the way of one of them leads to as well would get their gradients twice
+            children = [child for node in nodes for child, _ in self._nodes[node].children]
+            if own & self._reached(filter(self.leads, children)):
+                return None
+            edges = [GradientEdge(n, nr) for n in nodes for nr in sorted(self._nodes[n].outputs)]
+            found.append((edges, [w for n, w in enumerate(self._weights) if own >> n & 1]))
+        return found
+
+    def _reached(self, nodes: Iterable[Node]) -> int:
+        return reduce(or_, (self._nodes[node].reaches for node in nodes), 0)
+
+    def _aside(self, node: Node) -> list[Node]:
+        """Operations behind this one that lead to weights and not to the inputs.
+
+        One that does not lead to the inputs is all aside.
+        """
+        found = [child for child, _ in self._nodes[node].children] if self.leads(node) else [node]
+        return [n for n in found if self._nodes[n].reaches and not self.leads(n)]
+
+    def _behind(self, node: Node) -> set[Node]:
+        """All operations that the weight part of this one runs."""
+
+        def children(node: Node) -> Iterable[Node]:
+            return (child for child, _ in self._nodes[node].children if self._nodes[child].reaches)
+
+        return reached(self._aside(node), children)
+
+    def _find(self, node: Node) -> Node:
+        """The operation that represents the group of this one (union-find)."""
+        while (leader := self._leader.setdefault(node, node)) is not node:
+            node = leader
+        return node
+
+    def _walk(self, root: Node) -> None:
+        """Note all operations behind one, without recursion: networks are deep."""
+        todo = [(root, False)]
+        while todo:
+            node, done = todo.pop()
+            if done:
+                record = self._nodes[node]
+                for child, _ in record.children:
+                    record.reaches |= self._nodes[child].reaches
+                    record.leads |= self._nodes[child].leads
+            elif node not in self._nodes:
+                children = [(child, n) for child, n in node.next_functions if child is not None]
+                record = self._nodes[node] = _Node(children)
+                self._splits &= not isinstance(node, BackwardCFunction) and not fails_apart(node)
+                if node in self._inputs:
+                    record.leads = True
+                elif not children and isinstance(leaf := getattr(node, "variable", None), Tensor):
+                    record.reaches = 1 << len(self._weights)
+                    self._weights.append(leaf)
+                todo.append((node, True))
+                todo += [(child, False) for child, _ in children]

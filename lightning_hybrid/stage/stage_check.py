@@ -1,0 +1,270 @@
+"""Check stages against the network that they were cut from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid.errors import StitchError
+from lightning_hybrid.graph import Leaf, NetworkGraph, Stage, StageCode, cut_at, make_stages
+from lightning_hybrid.remote import is_deferred, value_of
+
+Result = TypeVar("Result")
+
+_ALIGNMENT = 64
+"""Torch's memory begins at a multiple of so many bytes, so that so many numbers are one, too."""
+
+
+_ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""Of the largest number, what two runs on a GPU may differ by; 5 % in shorter types."""
+
+
+def with_room_for(module: nn.Module, device: torch.device) -> torch.device:
+    """Where the whole of a network is computed: on the CPU, unless a GPU has twice its size free.
+
+    What is there already needs no more.
+
+    Args:
+        module: the network.
+        device: of this rank.
+    """
+    if device.type != "cuda":
+        return device
+    tensors = (*module.parameters(), *module.buffers())
+    size = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
+    return device if 2 * size <= torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
+
+
+def check(
+    graph: NetworkGraph,
+    codes: Sequence[StageCode],
+    leaves: Sequence[Tensor],
+    device: torch.device | None = None,
+) -> None:
+    """Run the captured network and its stages on the same inputs and compare bit for bit.
+
+    (On a GPU up to rounding: it does not always add in the same order.) Both start from the same
+    random state and the same buffers, without gradients; nothing of it remains. Stages get copies,
+    as over a wire, by which only the numbers of a slice come and not what lies between them. Here
+    it is exchanged and not left out, since the same numbers in another order may be rounded
+    otherwise.
+
+    Args:
+        graph: the captured network.
+        codes: its stages.
+        leaves: from `NetworkGraph.bind`, on the device where the network is.
+        device: where to compute; by default there. Elsewhere copies are computed with.
+
+    Raises:
+        StitchError: the outputs differ, or stages fail.
+    """
+    device = device or next((leaf.device for leaf in leaves), torch.device("cpu"))
+    leaves = [
+        value if stays_on_cpu(graph, leaf) else value.to(device)
+        for leaf, value in zip(graph.leaves, leaves)
+    ]
+    whole, parts = (make_stages(some, graph.network, device) for some in (cut_at(graph, []), codes))
+    received = _Received()
+    expected = _once(graph, whole, leaves, lambda value: value, device)
+    try:
+        found = _once(graph, parts, leaves, received, device)
+    except Exception as error:
+        raise _refusal(graph, f"they fail with {error}", received.parts) from error
+    names = [node.name for node in (*graph.tensor_outputs, *graph.scalar_outputs)]
+    for name, one, other in zip(names, expected, found, strict=True):
+        if (differs := _difference(one, other, exact=device.type == "cpu")) is not None:
+            raise _refusal(graph, f"output {name!r} {differs}", received.parts)
+
+
+def _refusal(graph: NetworkGraph, what: str, parts: Sequence[tuple[int, ...]]) -> StitchError:
+    advice = "and please report this network"
+    if parts:
+        advice = (
+            f"or call .contiguous() on what is a part of a larger tensor (one of shape {parts[0]} "
+            "crosses a cut: a slice, or expanded) before code reads beyond that part, as "
+            "torch.as_strided can"
+        )
+    return StitchError(
+        f"the stages of {type(graph.network).__name__} do not compute what the network computes: "
+        f"{what}. Give other cut points (HybridGabraStrategy(allocation=[...])), {advice}."
+    )
+
+
+def run(
+    graph: NetworkGraph,
+    stages: Sequence[Stage],
+    leaves: Sequence[Tensor],
+    received: Callable[[Any], Any] = lambda value: value,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> list[Any]:
+    """Run stages one after the other.
+
+    Args:
+        graph: the captured network.
+        stages: its stages.
+        leaves: from `NetworkGraph.bind`.
+        received: makes what a stage gets of what was sent.
+        tensors: parameters and buffers by name; ``None``: the network's own.
+    """
+    numbers = graph.values_of_numbers(graph.sizes(leaves))
+    values: list[Any] = list(leaves)
+    for stage in stages:
+        own = stage.taken()
+        taken = [own[name] if tensors is None else tensors[name] for name in own]
+        values = stage.run_with(taken, [received(value) for value in values], numbers)
+    return values
+
+
+class _Received:
+    """Copies of tensors that lie in memory as these do, with other numbers between theirs.
+
+    Attributes:
+        parts: shapes of those that do not fill their memory.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, ...]] = []
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        copy = value.clone()
+        if copy.stride() == value.stride():
+            return copy
+        self.parts.append(tuple(value.shape))
+        return _among_others(value)
+
+
+def _among_others(value: Tensor) -> Tensor:
+    shape, strides = value.shape, value.stride()
+    # sums may be rounded by where a tensor begins
+    start = value.storage_offset() % _ALIGNMENT
+    end = start + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
+    is_number = value.is_floating_point() or value.is_complex()
+    other = torch.nan if is_number else ~value.flatten()[0]
+    memory = torch.empty((int(end),), dtype=value.dtype, device=value.device).fill_(other)
+    # what is expanded can be written once
+    once = tuple(slice(0, None if stride else 1) for stride in strides)
+    memory.as_strided(shape, strides, start)[once].copy_(value[once])
+    return memory.as_strided(shape, strides, start)
+
+
+def _once(
+    graph: NetworkGraph,
+    stages: Sequence[Stage],
+    leaves: Sequence[Tensor],
+    received: Callable[[Any], Any],
+    device: torch.device,
+) -> list[Any]:
+    tensors = _copies(stages, device)
+
+    def forward() -> list[Any]:
+        grad = torch.set_grad_enabled(graph.differentiable)
+        forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with _put_back(graph.network, graph.written), forked, grad:
+            found = run(graph, stages, fresh(graph, leaves), received, tensors)
+            # (copies: a buffer that is written and returned is put back now)
+            return [v.detach().clone() if isinstance(v, Tensor) else v for v in found]
+
+    # no backward follows, so that no activation of the whole network needs to be kept
+    return with_saved(forward, lambda _: None, _was_dropped)
+
+
+def with_saved(
+    run: Callable[[], Result], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Result:
+    """Run code with hooks on what autograd saves in it, and without them if it takes none.
+
+    `torch.func` goes together with no such hooks, and a forward may go back through a part of it.
+    """
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return run()
+    except RuntimeError as error:
+        if "saved tensor" not in str(error):
+            raise
+    return run()
+
+
+@contextmanager
+def _put_back(network: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Undo what the block writes to the parameters and buffers of these names."""
+    tensors = dict((*network.named_parameters(), *network.named_buffers()))
+    written = [tensors[name] for name in names if not is_deferred(tensors[name])]
+    with as_they_are():
+        kept = [(tensor, tensor.detach().clone()) for tensor in written]
+    try:
+        yield
+    finally:
+        with torch.no_grad(), as_they_are():
+            for tensor, copy in kept:
+                tensor.copy_(copy)
+
+
+def _was_dropped(_: None) -> Tensor:
+    raise RuntimeError("this saved tensor was dropped")
+
+
+def fresh(graph: NetworkGraph, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs of a graph, those that the network writes to as copies."""
+    written = {leaf.node for leaf in graph.written_leaves}
+    return [
+        tensor.detach().clone() if leaf.node in written else tensor
+        for leaf, tensor in zip(graph.leaves, leaves)
+    ]
+
+
+def stays_on_cpu(graph: NetworkGraph, leaf: Leaf) -> bool:
+    """Whether an input was on the CPU when the network was captured elsewhere.
+
+    (Where it is now says nothing: before a network is cut it waits on the CPU, with its inputs.)
+    """
+    example = leaf.node.meta.get("example_value")
+    return isinstance(example, Tensor) and example.device.type == "cpu" != graph.device.type
+
+
+def _copies(stages: Sequence[Stage], device: torch.device) -> dict[str, Tensor] | None:
+    """What stages take of their network, on another device; ``None``: it is there."""
+    named = {name: tensor for stage in stages for name, tensor in stage.taken().items()}
+    with as_they_are():
+        if all(tensor.device == device for tensor in named.values()):
+            return None
+    return {name: own_copy(tensor, device) for name, tensor in named.items()}
+
+
+def own_copy(value: Tensor, device: torch.device) -> Tensor:
+    """A copy of a parameter or buffer that nobody else sees."""
+    with as_they_are():
+        wanted = value.requires_grad
+        copy = value_of(value).detach().to(device, copy=True)
+    return copy.requires_grad_(wanted)
+
+
+def _difference(one: Any, other: Any, *, exact: bool) -> str | None:
+    """How two results differ, the first of which is right; ``None``: they do not.
+
+    Args:
+        one: a tensor or a number.
+        other: what should be the same.
+        exact: bit for bit; else up to rounding.
+    """
+    if not isinstance(one, Tensor):
+        same = one == other or (one != one and other != other)
+        return None if same else f"is {other} and not {one}"
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"is {tuple(other.shape)} {other.dtype} and not {tuple(one.shape)} {one.dtype}"
+    if torch.equal(one, other):
+        return None
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    right, found = one.to(wide), other.to(wide)
+    if one.is_floating_point() or one.is_complex():
+        share = 0.0 if exact else _ROUNDED.get(one.abs().dtype, 0.05)
+        largest = right.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+        if torch.allclose(found, right, rtol=0.0, atol=share * largest, equal_nan=True):
+            return None
+    return f"differs by up to {(right - found).abs().max().item():.3g}"

@@ -1,0 +1,163 @@
+"""A network that has been cut, as one rank sees it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid.comm import CallKey
+from lightning_hybrid.graph import Stage
+from lightning_hybrid.remote import is_deferred, occupy
+from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
+from lightning_hybrid.stage.engine import Engine
+from lightning_hybrid.stage.weight_hooks import WeightHooks
+
+
+class StagedNetwork:
+    """One network on one rank: the module, this rank's stages of it, its calls.
+
+    Args:
+        number: of the network, the same on all ranks.
+        name: dotted name in the LightningModule; empty for the LightningModule itself.
+        module: the whole network. Only the tensors of this rank's stages are up to date.
+        engine: this rank's stages at work.
+        borrowed: names in the network of parameters that another rank owns and this one uses too:
+            their values come from there, and their gradients go there.
+
+    Attributes:
+        weight_hooks: the user's, on gradients.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        module: nn.Module,
+        engine: Engine,
+        borrowed: frozenset[str] = frozenset(),
+    ) -> None:
+        self.number, self.name, self.module, self.engine = number, name, module, engine
+        self.borrowed = borrowed
+        self.calls: dict[int, Call] = {}
+        self.keys: dict[int, CallKey] = {}
+        self._traffic: dict[int, list[Traffic]] = {}
+        self._parameters = list(module.parameters())
+        self.weight_hooks = WeightHooks(module)
+
+    def add_key(self, key: CallKey, number: int | None = None) -> int:
+        """Note a new kind of calls, by what travels in them.
+
+        Args:
+            key: the key.
+            number: on a worker, the driver's for it. Those of calls that have failed on the driver
+                before the worker has heard of them are left out.
+
+        Returns:
+            Its number.
+        """
+        number = len(self.keys) if number is None else number
+        self.keys[number] = key
+        self._traffic[number] = [Traffic() for _ in self.engine.owned]
+        return number
+
+    def uses_rng(self, key: int) -> bool:
+        """Whether a stage up to the last one of this rank draws random numbers."""
+        return self._traffic[key][-1].uses_rng
+
+    def open(
+        self,
+        number: int,
+        draw: int,
+        key: int,
+        *,
+        exchange: bool,
+        uses_rng: bool,
+        ahead: bool = False,
+    ) -> Call:
+        """Begin a call; a differentiable one stays open until its backward."""
+        saved: list[dict[int, tuple[Values, list[Any]] | Recipe]] = [{} for _ in self.engine.owned]
+        traffic = self._traffic[key]
+        call = Call(number, draw, self.keys[key], exchange, uses_rng, traffic, saved, ahead=ahead)
+        if call.key.grad:
+            self.calls[number] = call
+        return call
+
+    def trainable(self) -> tuple[bool, ...]:
+        """``requires_grad`` of every parameter."""
+        with as_they_are():
+            return tuple([parameter.requires_grad for parameter in self._parameters])
+
+    def set_trainable(self, flags: Sequence[bool]) -> None:
+        """On a worker: the flags that the driver's network has."""
+        for parameter, trainable in zip(self._parameters, flags):
+            parameter.requires_grad_(trainable)
+
+    def owned(self) -> list[str]:
+        """Names, in the LightningModule, of the tensors that this rank owns."""
+        prefix = f"{self.name}." if self.name else ""
+        names = names_of([own.specializations[0] for own in self.engine.owned])
+        return [prefix + name for name in names if name not in self.borrowed]
+
+
+def names_of(stages: Sequence[Stage]) -> list[str]:
+    """Names in the network of the parameters and buffers that some of its stages use."""
+    named = (pair for s in stages for pair in (*s.named_parameters(), *s.named_buffers()))
+    return list(dict.fromkeys(name for name, _ in named))
+
+
+def borrowed_parameters(
+    stages: Sequence[Sequence[str]], devices: Sequence[int]
+) -> list[frozenset[str]]:
+    """Per rank of a replica, the names of the parameters that it uses and another one owns.
+
+    The owner is the rank of the earliest stage that uses a parameter, but the driver only if no
+    other rank uses it: what the driver borrows it sees through its proxies.
+
+    Args:
+        stages: of each stage of the network, the names of the parameters that it uses.
+        devices: of each of them the ``pp_rank`` of its rank.
+    """
+    used: list[set[str]] = [set() for _ in range(max(devices) + 1)]
+    owner: dict[str, int] = {}
+    for names, device in zip(stages, devices):
+        used[device] |= {*names}
+        for name in names:
+            # (the driver is rank 0, which is false)
+            owner[name] = owner.get(name) or device
+    return [
+        frozenset(name for name in names if owner[name] != rank) for rank, names in enumerate(used)
+    ]
+
+
+def own_parameters(stages: Sequence[Stage], borrowed: frozenset[str]) -> list[nn.Parameter]:
+    """The parameters that no stage of another rank uses."""
+    named = {name: value for stage in stages for name, value in stage.named_parameters()}
+    return [value for name, value in named.items() if name not in borrowed]
+
+
+def own_buffers(stages: Sequence[Stage]) -> list[Tensor]:
+    """The buffers that the stages of a rank use."""
+    return list({name: value for s in stages for name, value in s.named_buffers()}.values())
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by name; looked up anew, since a buffer may be replaced."""
+    named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return named | dict(module.named_buffers(remove_duplicate=False))
+
+
+def write_tensors(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy ``values`` into the parameters and buffers of these names, where they have memory."""
+    tensors = tensors_of(module)
+    with torch.no_grad(), as_they_are():
+        for name, value in values:
+            tensor = tensors[name]
+            if is_deferred(tensor):
+                continue
+            if tensor.shape == value.shape and value.layout is torch.strided:
+                occupy(tensor)
+                tensor.copy_(value)
+            else:  # a buffer that has grown, or that holds places as well as values
+                tensor.data = value.to(tensor.device, tensor.dtype)

@@ -1,0 +1,145 @@
+"""A record of what a rank did when, in the format that ``chrome://tracing`` and Perfetto show.
+
+On CPUs. On a GPU a span is the time in which the host queues the work, and not that of the work
+itself, which ``torch.profiler`` shows; all-reduces are left out there.
+
+Switched on by ``LIGHTNING_HYBRID_TRACE=DIR`` in the environment: each rank then writes
+``DIR/rank<N>.json`` when its run ends. Off, a span costs one comparison.
+
+How long this rank's device computes, for ``HybridGabraStrategy(log_performance=True)``.
+"""
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.cuda import Event
+
+Mark = float | Event
+"""When a span began: seconds, or an event on the device's current stream."""
+
+
+class Stopwatch:
+    """Adds up the time of spans of computation without waiting for any.
+
+    On CPUs a span lasts from call to return. On CUDA it lasts from event to event on the current
+    stream; it is counted in the first reading after it has passed, so that reading does not
+    synchronise with the device either.
+
+    Args:
+        device: what computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: deque[tuple[Event, Event]] | None = None
+        if device.type == "cuda":
+            self._events = deque()
+        self._seconds = 0.0
+
+    def start(self) -> Mark:
+        """Begin a span; its end is told by the mark that is returned."""
+        return time.perf_counter() if self._events is None else _passing()
+
+    def stop(self, mark: Mark) -> None:
+        """End the span that began with this mark."""
+        if isinstance(mark, float):
+            self._seconds += time.perf_counter() - mark
+        elif self._events is not None:
+            self._events.append((mark, _passing()))
+
+    def read(self) -> float:
+        """Seconds of the spans that have ended since the last reading."""
+        while self._events and self._events[0][1].query():
+            begin, end = self._events.popleft()
+            self._seconds += begin.elapsed_time(end) / 1e3
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def _passing() -> Event:
+    event = Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def bubble(busy_s: list[float], wall_s: float) -> float:
+    """Share of the stages' time in which they run neither forward nor backward.
+
+    Args:
+        busy_s: seconds of forward and backward of each stage of a replica.
+        wall_s: how long it took.
+    """
+    return 1.0 - sum(busy_s) / (len(busy_s) * wall_s)
+
+
+def serial_s(busy_s: list[float], replicas: int) -> float:
+    """T_s of Eq. 14 of Akintoye et al. 2022, seconds on one device; a reconstruction.
+
+    It is not known while several devices work. Taken for it are the forwards and backwards of all
+    stages of all replicas, one after the other, as long as they take here. What one device needs
+    for loading, losses and optimizer steps is left out of it, but not of the T_p beside it.
+
+    Args:
+        busy_s: seconds of forward and backward of each stage of a replica.
+        replicas: number of replicas; each is taken to be as busy.
+    """
+    return replicas * sum(busy_s)
+
+
+VARIABLE = "LIGHTNING_HYBRID_TRACE"
+
+
+class Trace:
+    """The spans of one rank.
+
+    Args:
+        rank: number of the rank, the "process" of the trace.
+        name: what to call it.
+        watch: adds up the time of all spans, if that is asked for.
+    """
+
+    def __init__(self, rank: int, name: str, watch: Stopwatch | None = None) -> None:
+        self._watch = watch
+        folder = os.environ.get(VARIABLE)
+        self._path = Path(folder) / f"rank{rank}.json" if folder else None
+        self._rank, self._name = rank, name
+        self._events: list[dict[str, object]] = []
+
+    @property
+    def on(self) -> bool:
+        return self._path is not None
+
+    @contextmanager
+    def span(self, name: str, microbatch: int) -> Iterator[None]:
+        """Record the time spent inside, on the row "compute"."""
+        if self._path is None and self._watch is None:
+            yield
+            return
+        # two clocks: the watch is exact, the trace is compared over ranks
+        mark = self._watch.start() if self._watch else None
+        start = time.time()
+        try:
+            yield
+        finally:
+            if self._watch and mark is not None:
+                self._watch.stop(mark)
+            if self.on:
+                self.add(f"{name} {microbatch}", "compute", start, time.time())
+
+    def add(self, name: str, row: str, start: float, end: float) -> None:
+        """Record a span with given ends, in seconds since the epoch (one clock per host)."""
+        times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+        self._events.append({"name": name, "ph": "X", "pid": self._rank, "tid": row, **times})
+
+    def write(self) -> None:
+        """Write what was recorded so far."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        title = {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": self._name}}
+        self._path.write_text(json.dumps({"traceEvents": [title, *self._events]}))

@@ -1,0 +1,309 @@
+"""Networks that are whole on no rank: who makes which weights, who brings them where.
+
+Each rank makes the weights of its own stage (:mod:`lightning_hybrid.remote.deferred`). What only
+the driver of replica 0 has, a loaded checkpoint, travels from there: to the workers of its replica
+when the network is cut, and to the other replicas from rank to rank of each stage.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid._torch.tensors import TorchDispatchMode
+from lightning_hybrid._trees import rebuild, tensors_in
+from lightning_hybrid.comm import (
+    ANOTHER_REPLICA,
+    Answer,
+    Coordinates,
+    Group,
+    Mesh,
+    broadcast_object,
+    start,
+    wait,
+)
+from lightning_hybrid.errors import DeferredError
+from lightning_hybrid.remote import (
+    has_loaded,
+    is_deferred,
+    is_of_one_rank,
+    is_offloaded,
+    is_unread,
+    left_unread,
+    materialize,
+    materialize_here,
+    materialized,
+    materialized_with,
+    occupy,
+    offload,
+    vacate,
+)
+from lightning_hybrid.stage import tensors_of
+from lightning_hybrid.state.gathered_states import gather_states
+from lightning_hybrid.state.optimizer_state import placed
+from lightning_hybrid.state.optimizers import complete, state_of
+from lightning_hybrid.state.tensor_file import read_files
+from lightning_hybrid.state.worker_files import FilesOfWorker
+
+
+def where(coordinates: Coordinates, pp_rank: int) -> str:
+    """Says which rank of a replica owns something."""
+    return f"on {coordinates.at(pp_rank)}"
+
+
+def make_what_no_network_owns(module: nn.Module) -> None:
+    """Make the LightningModule's own tensors, and those of modules without parameters.
+
+    All others are weights of modules, and wait until a call tells whose stage they belong to.
+    """
+    materialize((*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    for part in module.modules():
+        if part is not module and next(part.parameters(), None) is None:
+            materialize(part.buffers())
+
+
+def to_send(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """What a worker cannot make by itself, of the tensors that it owns."""
+    owned = {name: tensors[name] for name in names}
+    return {name: t for name, t in owned.items() if not is_deferred(t) or has_loaded(t)}
+
+
+def leave_to_worker(
+    tensors: Mapping[str, Tensor], names: Iterable[str], coordinates: Coordinates, pp_rank: int
+) -> None:
+    """On a driver: free what a worker owns from here on."""
+    for name in names:
+        if is_of_one_rank(tensors[name]):
+            offload(tensors[name], name, where(coordinates, pp_rank))
+            tensors[name]._trained_elsewhere = True  # type: ignore[attr-defined]
+
+
+def refuse_tied(
+    name: str, tensors: Mapping[str, Tensor], borrowed: Sequence[Iterable[str]]
+) -> None:
+    """A borrower needs its owner's weights from the start, and these have no memory yet.
+
+    Args:
+        name: of the network.
+        tensors: of the LightningModule, by name.
+        borrowed: per rank of a replica, names in the network of what another one owns.
+
+    Raises:
+        DeferredError: a parameter made in ``configure_model`` is in stages of several ranks.
+    """
+    prefix = f"{name}." if name else ""
+    for device, names in enumerate(borrowed):
+        for parameter in sorted(prefix + n for n in names if is_of_one_rank(tensors[prefix + n])):
+            raise DeferredError(
+                f"device {device} of a replica shares {parameter!r} of network {name!r} with "
+                f"another one, and {parameter!r} is made in configure_model, by one rank alone. "
+                "Cut elsewhere (HybridGabraStrategy(allocation=[...])), so that one stage has both "
+                "uses, or make the network in __init__."
+            )
+
+
+class Takeover:
+    """On the owner of a stage: take charge of its weights.
+
+    Args:
+        module: the LightningModule.
+        names: of the weights and buffers of the stage.
+        others: of those of the other stages.
+        coordinates: this rank.
+        vacates: whether parameters of the other stages give their memory back.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        others: Iterable[str],
+        coordinates: Coordinates,
+        *,
+        vacates: bool = False,
+    ) -> None:
+        tensors = tensors_of(module)
+        missing = {id(tensor) for tensor in materialize_here(tensors[name] for name in names)}
+        self._missing = [name for name in names if id(tensors[name]) in missing]
+        self._coordinates = coordinates
+        mine = {id(tensors[name]) for name in names}
+        for name in set(others) - set(names):
+            if id(tensors[name]) in mine:  # another name of a tied one
+                continue
+            if is_of_one_rank(tensors[name]):
+                offload(tensors[name], name, f"on another rank of replica {coordinates.dp_rank}")
+            elif vacates and isinstance(tensors[name], nn.Parameter):
+                vacate(tensors[name])
+        for name in names:
+            occupy(tensors[name])
+
+    def settle(self, arrived: Iterable[str]) -> None:
+        """Check that this rank has a value for each of its weights, after all transfers.
+
+        Raises:
+            DeferredError: a weight is on another rank still.
+        """
+        left = set(self._missing) - set(arrived)
+        if left and self._coordinates.dp_rank == 0:
+            raise DeferredError(
+                f"{sorted(left)[0]!r} is on another rank: an earlier run has cut the network at "
+                "other places. Give this run the same plan (HybridGabraStrategy(plan=...)), or a "
+                "checkpoint (ckpt_path=...)."
+            )
+
+
+@contextmanager
+def whole(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the module has all weights: its own, and ``values`` where it has none."""
+    tensors = tensors_of(module)
+    with ExitStack() as stack:
+        for name, value in values.items():
+            if is_offloaded(tensors[name]):
+                shown = (
+                    left_unread(tensors[name], name, value)
+                    if is_unread(value)
+                    else materialized_with(tensors[name], value)
+                )
+                stack.enter_context(shown)
+        rest = {
+            id(t): t
+            for t in tensors_of(module).values()
+            if is_deferred(t) and not (is_offloaded(t) or is_unread(t))
+        }
+        stack.enter_context(materialized(rest.values()))
+        yield
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def outline(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint without the numbers of weights and optimizers, for ranks that need none."""
+    parts = ("state_dict", "optimizer_states")
+    return {
+        key: rebuild(value, _without_memory) if key in parts else value
+        for key, value in checkpoint.items()
+    }
+
+
+def _without_memory(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+class Unfilled(TorchDispatchMode):
+    """Inside, copying from an :func:`outline` changes nothing: the numbers come later."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def share_optimizers(
+    optimizers: Sequence[Optimizer], names: Mapping[int, str], group: Group, device: torch.device
+) -> None:
+    """Give every rank of a data-parallel group the optimizer states of the one in replica 0."""
+    if group.size() == 1:
+        return
+    parameters = {names[id(p)]: p for o in optimizers for g in o.param_groups for p in g["params"]}
+    for optimizer in optimizers:
+        own = state_of(optimizer, names) if group.rank() == 0 else {}
+        outlined = broadcast_object(group, rebuild(own, _without_memory), device=device)
+        numbers = iter([tensor for _, tensor in tensors_in(own)])
+
+        def arrive(value: Any, numbers: Iterator[Tensor] = numbers) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            tensor = next(numbers, None)
+            if tensor is None:
+                tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            moved = tensor.to(device).contiguous()
+            work = start(group.broadcast, [moved], peer=ANOTHER_REPLICA)
+            wait(work, ANOTHER_REPLICA)
+            return moved
+
+        for name, state in outlined.items():
+            arrived = rebuild(state, arrive)
+            if group.rank():
+                optimizer.state[parameters[name]] = placed(arrived, parameters[name])
+
+
+# ---------------------------------------------------------------- after a run
+
+
+def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+    """The weights of the other stages, on the driver of replica 0; all ranks call it together."""
+    if mesh.coordinates.dp_rank or mesh.coordinates.ranks_per_replica == 1:
+        return {}
+    tensors = tensors_of(module)
+    if not mesh.coordinates.is_driver:
+        mine = {n: t for n, t in tensors.items() if is_of_one_rank(t) and not is_deferred(t)}
+        _answer_driver(mesh, mine)
+        return {}
+    return {name: tensor for named in _hear_workers(mesh) for name, tensor in named.items()}
+
+
+def gather_optimizer_after_run(
+    module: nn.Module, optimizer: Optimizer, mesh: Mesh, *, divided: bool
+) -> dict[str, Any]:
+    """The state dict of one device, on the driver of replica 0; all ranks call it together.
+
+    Args:
+        module: the LightningModule.
+        optimizer: one of its.
+        mesh: the groups.
+        divided: whether replicas divide the states of optimizers, of which some may be whole.
+    """
+    if mesh.coordinates.dp_rank and not divided:
+        return {}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    if not mesh.coordinates.is_driver:
+        states = optimizer.state.items()
+        _answer_driver(mesh, {names[id(p)]: dict(state) for p, state in states if state})
+        return {}
+    remote: dict[str, dict[str, Any]] = {}
+    for states_there in _hear_workers(mesh):
+        remote |= states_there
+    here = {names.get(id(p), ""): state for p, state in optimizer.state.items()}
+    others = getattr(optimizer.state, "others", None)
+    gathered = nullcontext() if others is None else others.gathered()
+    remote = {name: state for name, state in remote.items() if name not in here}
+    if others is not None:
+        remote |= gather_states(mesh.drivers, remote | here, "")
+    if mesh.coordinates.dp_rank:
+        return {}
+    with gathered:
+        state_dict = optimizer.state_dict()
+    # one that has all of its states here has perhaps a form of its own for them
+    return complete(optimizer, state_dict, names, remote) if remote else state_dict
+
+
+def _answer_driver(mesh: Mesh, value: Any) -> None:
+    """Leave something to the driver in a file, or send it, if it cannot read that."""
+    channel = mesh.channel(0)
+    with closing(FilesOfWorker(nn.Module())) as file:
+        channel.send(Answer(value=file.write(value, "")))
+        is_read = channel.receive(Answer).value
+    if not is_read:
+        channel.send(Answer(value=rebuild(value, lambda v: v.cpu() if _is_tensor(v) else v)))
+        channel.flush()
+
+
+def _hear_workers(mesh: Mesh) -> Iterator[Any]:
+    for worker in range(1, mesh.coordinates.ranks_per_replica):
+        channel = mesh.channel(worker)
+        ticket = channel.receive(Answer).value
+        files = None if ticket is None else read_files([ticket])
+        channel.send(Answer(value=files is not None))
+        yield channel.receive(Answer).value if files is None else files[0]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

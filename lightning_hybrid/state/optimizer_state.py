@@ -1,0 +1,134 @@
+"""``optimizer.state`` on the driver, of an optimizer whose states lie on several ranks.
+
+Users log the states of an optimizer, halve its momentum, clear all of it; schedule-free optimizers
+exchange weights with theirs. So the first look at the mapping (outside of steps and state dicts)
+fetches what the workers have; before the next step it goes back to them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm import TensorSpec
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.remote import is_unread
+from lightning_hybrid.state.state_shares import OtherReplicas
+
+States = dict[Parameter, dict[str, Any]]
+
+
+class DriverState(defaultdict[Any, Any]):
+    """What this rank has, and on demand the states of the parameters of other ranks.
+
+    Args:
+        here: what this rank has.
+        fetch: adds what the other ranks have to what this one has.
+        others: which states are on other replicas, if any are.
+
+    Attributes:
+        away: whether other ranks have states that are not here.
+        others: as given.
+    """
+
+    def __init__(
+        self,
+        here: Mapping[Any, Any],
+        fetch: Callable[[States], States],
+        others: OtherReplicas | None = None,
+    ) -> None:
+        super().__init__(dict, here)
+        self._fetch, self._quiet, self.away = fetch, False, True
+        self.others = others
+
+    def __missing__(self, key: Any) -> Any:
+        if self.others is not None and not self._quiet:
+            self.others.refuse(key)
+        return super().__missing__(key)
+
+    def arrive(self) -> None:
+        """Fetch the states that the workers have, if that was not done yet."""
+        if self.away and not self._quiet:
+            found = self._fetch(self.own())
+            self.away = False
+            super().clear()
+            super().update(found)
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Inside, a look at the states fetches nothing from the workers."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    def own(self) -> defaultdict[Any, Any]:
+        """The states that this rank has, as an ordinary mapping."""
+        with self.quietly():
+            return defaultdict(dict, self)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def _arriving(name: str) -> Callable[..., Any]:
+    method = getattr(defaultdict, name)
+
+    def arrives_first(self: DriverState, *arguments: Any, **keywords: Any) -> Any:
+        self.arrive()
+        return method(self, *arguments, **keywords)
+
+    return arrives_first
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__"),
+    *("__eq__", "__repr__", "__or__", "__ior__", "__reversed__", "__copy__", "copy"),
+    *("get", "setdefault", "pop", "popitem", "clear", "update", "keys", "values", "items"),
+):
+    setattr(DriverState, _name, _arriving(_name))
+
+
+def placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
+    """As optimizers keep it: step counts on the CPU, all else beside the parameter."""
+    return {
+        key: value.to(parameter.device)
+        if isinstance(value, Tensor) and value.dim() and not (parameter.is_meta or is_unread(value))
+        else value
+        for key, value in state.items()
+    }
+
+
+def were_divided(optimizers: Iterable[Optimizer], *, trains: bool) -> bool:
+    """Whether there are optimizers of an earlier run that has divided their states.
+
+    Raises:
+        HybridError: there are, and this run trains.
+    """
+    states = ((optimizer, getattr(optimizer.state, "others", None)) for optimizer in optimizers)
+    divided = [optimizer for optimizer, others in states if others is not None and others.over]
+    if divided and trains:
+        raise HybridError(
+            f"configure_optimizers has returned the {type(divided[0]).__name__} of an earlier "
+            "run, and shard_optimizer_states=True has left each replica a part of its states. "
+            "Make a new one, and give trainer.fit(ckpt_path=...) to go on with its states."
+        )
+    return bool(divided)
+
+
+def outlined(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Large tensors as their specs; what else there is, itself."""
+    return {
+        key: TensorSpec.of(value, gradient=False)
+        if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided
+        else value.detach().cpu()
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }

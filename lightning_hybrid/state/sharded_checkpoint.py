@@ -1,0 +1,382 @@
+"""A checkpoint in a folder, to which each rank writes what it owns: torch's distributed checkpoint.
+
+As Lightning's strategies for FSDP have it::
+
+    .metadata       what is where, as `torch.distributed.checkpoint` writes it
+    __0_0.distcp    the tensors of rank 0, then a file for each further rank
+    meta.pt         the rest of the checkpoint, and an outline of it all: tensors without numbers
+
+The keys of tensors are those of the ordinary checkpoint, dotted: ``state_dict.net.weight``,
+``optimizer_0.state.3.exp_avg``. Ranks need no process group to write it: each one plans its own
+part, and the driver joins the parts to the metadata. Who reads it goes by the outline, tensor by
+tensor, whatever the ranks that have written it.
+"""
+
+import dataclasses
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+    SavePlan,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_hybrid._torch.tensors import as_they_are, storage_key
+from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.comm import TensorSpec, bytes_of
+from lightning_hybrid.errors import DeferredError, HybridError
+from lightning_hybrid.remote import Unread, is_deferred, materialize, place_of, streaming, unread
+
+META = "meta.pt"
+"""The file with the rest; Lightning's own name."""
+_METADATA = ".metadata"
+_OUTLINE = "lightning_hybrid"
+_DIVIDED = ("state_dict", "optimizer_states")
+_SMALL_BYTES = 2**16
+"""A tensor of at most this is read at once."""
+
+_POLL_S = 0.02
+LAST_S = 10.0
+"""So long ranks that have failed go on writing a checkpoint that was begun before."""
+
+Key = tuple[str, ...]
+"""Of a tensor in the folder; joined by dots it is the name that torch knows it by."""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A tensor that another rank has.
+
+    Attributes:
+        rank: its number in the mesh, replica by replica; in replica 0 that is its ``pp_rank``.
+        name: of the parameter or buffer, dotted.
+        optimizer: number of the optimizer whose state it is; ``None``: it is the weight itself.
+        state: its name among the states of the parameter.
+    """
+
+    rank: int
+    name: str
+    optimizer: int | None = None
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A checkpoint, by who writes which part of it.
+
+    Attributes:
+        here: tensors that this rank writes.
+        elsewhere: tensors that other ranks write, by their numbers in the mesh.
+        rest: what `meta.pt` holds.
+    """
+
+    here: dict[Key, Tensor]
+    elsewhere: dict[int, dict[Key, Owned]]
+    rest: dict[str, Any]
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any]) -> "Divided":
+        """Divide an ordinary checkpoint of Lightning's."""
+        here, elsewhere = dict[Key, Tensor](), dict[int, dict[Key, Owned]]()
+        rest, outlined = dict(checkpoint), dict[str, Any]()
+        known: dict[Any, Tensor] = {}  # what is there twice, as a tied weight, is written once
+        for part, value in checkpoint.items():
+            outlines: dict[int, Any] = {}
+            for steps, tensor in tensors_in(value):
+                owned = place_of(tensor)
+                if owned is None and not (part in _DIVIDED and _is_plain(tensor)):
+                    continue
+                same = owned or _memory(tensor)
+                if same not in known:
+                    known[same] = _outline(tensor)
+                    key = _key(part, [step for _, step in steps])
+                    if owned is None:
+                        here[key] = tensor
+                    else:
+                        elsewhere.setdefault(owned.rank, {})[key] = owned
+                outlines[id(tensor)] = known[same]
+            if outlines:
+                outlined[part] = deepcopy(rest.pop(part), outlines)
+        return cls(here, elsewhere, {**rest, _OUTLINE: outlined})
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    known = type(tensor) in (Tensor, nn.Parameter) or is_deferred(tensor)
+    dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
+    return known and dense
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    with as_they_are():
+        place = storage_key(tensor.untyped_storage()), tensor.storage_offset()
+        return *place, tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _outline(tensor: Tensor) -> Tensor:
+    with as_they_are():
+        spec = TensorSpec.of(tensor, gradient=False)
+        return dataclasses.replace(spec, on_cpu=False).empty(torch.device("meta"))
+
+
+def unread_there(spec: TensorSpec, owned: Owned | None, read: Callable[[], Tensor]) -> Tensor:
+    """A tensor without memory, which is read where it is.
+
+    Args:
+        spec: of the tensor.
+        owned: for :class:`Divided`; ``None``: this rank writes it.
+        read: gives it, on any device.
+    """
+    form = dataclasses.replace(spec, on_cpu=False).empty(torch.device("meta"))
+
+    def numbers() -> Tensor:
+        return bytes_of(spec.laid_out(read())).cpu()
+
+    return unread(form.shape, form.stride(), form.dtype, numbers, owned)
+
+
+def refuse_later(name: str, unchanged: bool) -> None:
+    """What :func:`unread_there` has made is to be read before what it shows is another.
+
+    Raises:
+        DeferredError: it is.
+    """
+    if not unchanged:
+        raise DeferredError(
+            f"{name!r} of an earlier state dict was not read before the next step, and its rank "
+            "has newer numbers now. Copy what you keep: "
+            "{k: v.clone() for k, v in state_dict.items()}."
+        )
+
+
+def _key(part: str, steps: Sequence[Any]) -> Key:
+    if part == "optimizer_states":  # as Lightning names them there
+        number, *steps = steps
+        part = f"optimizer_{number}"
+    return part, *map(str, steps)
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank has written.
+
+    Attributes:
+        plan: its tensors.
+        written: where each is.
+    """
+
+    plan: SavePlan
+    written: list[WriteResult]
+
+
+def write_shard(folder: str | Path, rank: int, tensors: Mapping[Key, Tensor]) -> Shard:
+    """Write the part of a rank.
+
+    Args:
+        folder: that all ranks write to.
+        rank: gives the file its name.
+        tensors: its own, by key.
+
+    Raises:
+        OSError: the folder is not here, or there is no room in it.
+    """
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(
+            f"The folder {str(folder)!r}, which the driver has made for a sharded checkpoint, is "
+            "not on this host: all hosts must share its file system. Save to one that they share, "
+            "or use HybridGabraStrategy(checkpoint='full')."
+        )
+    nested: dict[str, Any] = {}
+    for (*outer, last), tensor in tensors.items():
+        inside = nested
+        for step in outer:
+            inside = inside.setdefault(step, {})
+        inside[last] = _to_write(tensor)
+    writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
+    planner.set_up_planner(nested)
+    # the writer names files by the place of a plan among those of all ranks
+    plans = [*[SavePlan([])] * rank, planner.create_local_plan()]
+    plan = writer.prepare_global_plan(plans)[rank]
+    with streaming(), _named_disk_errors(folder):
+        return Shard(plan, writer.write_data(plan, planner).wait())
+
+
+@contextmanager
+def _named_disk_errors(folder: str | Path) -> Iterator[None]:
+    """Inside, `torch.save` writes: it may say how far it has come, and not why no further."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(folder)) from None
+
+
+def _to_write(tensor: Tensor) -> Tensor:
+    if is_deferred(tensor):
+        return tensor
+    spec = TensorSpec.of(tensor, gradient=False)
+    if tensor.device.type == "cpu":
+        return spec.laid_out(tensor)
+    # the writer keeps until the end what it has brought to the CPU
+    return unread_there(spec, None, lambda: tensor)
+
+
+def staged(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    """Copies on the CPU, which are written while training goes on."""
+    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+
+
+def leave_shard(folder: str, rank: int, shard: Shard | OSError) -> None:
+    """Tell the driver what has been written later than it was told to."""
+    beside = Path(folder, f"{rank}.part")
+    beside.write_bytes(pickle.dumps(shard))
+    beside.rename(_left(folder, rank))
+
+
+def await_shard(folder: Path, rank: int, given_up: Event) -> Shard:
+    """Wait for what :func:`leave_shard` leaves.
+
+    Args:
+        folder: of the checkpoint.
+        rank: of the worker.
+        given_up: is set where the worker may be gone.
+
+    Raises:
+        OSError: that the worker has left.
+        TimeoutError: given up.
+    """
+    left = _left(folder, rank)
+    while not left.exists():
+        if given_up.wait(_POLL_S):
+            raise TimeoutError(f"rank {rank} has not written its part of {str(folder)!r}")
+    shard: Shard | OSError = pickle.loads(left.read_bytes())
+    left.unlink()
+    if isinstance(shard, OSError):
+        raise shard
+    return shard
+
+
+def _left(folder: str | Path, rank: int) -> Path:
+    return Path(folder, f"{rank}.shard")
+
+
+def write_rest(folder: Path, rest: Mapping[str, Any]) -> None:
+    """Write what no rank's file has; see :class:`Divided`."""
+    with (folder / META).open("wb") as file, _named_disk_errors(folder):
+        torch.save(rest, file)
+
+
+def finish(folder: Path, shards: Sequence[Shard]) -> None:
+    """Write what makes a checkpoint of the parts of all ranks.
+
+    Args:
+        folder: that they have written to.
+        shards: of each rank.
+    """
+    _, metadata = DefaultSavePlanner().create_global_plan([shard.plan for shard in shards])
+    FileSystemWriter(folder).finish(metadata, [shard.written for shard in shards])
+    for file in folder.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def save_alone(checkpoint: Mapping[str, Any], folder: Path) -> None:
+    """Write all of a checkpoint from this rank.
+
+    Args:
+        checkpoint: the ordinary one.
+        folder: empty.
+    """
+    divided = Divided.of(checkpoint)
+    write_rest(folder, divided.rest)
+    finish(folder, [write_shard(folder, 0, divided.here)])
+
+
+# ---------------------------------------------------------------- reading
+
+
+def is_sharded(path: str | Path) -> bool:
+    """Whether a sharded checkpoint is there."""
+    return all((Path(path) / name).is_file() for name in (META, _METADATA))
+
+
+def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """The ordinary checkpoint, its large tensors unread (:mod:`lightning_hybrid.remote.unread`).
+
+    Args:
+        folder: of the checkpoint.
+        weights_only: as in `torch.load`, of what is in `meta.pt`.
+
+    Raises:
+        HybridError: the folder holds something else.
+    """
+    if not is_sharded(folder):
+        raise HybridError(
+            f"The folder {str(folder)!r} is no sharded checkpoint: it lacks {META} or {_METADATA}. "
+            "Give a folder that HybridGabraStrategy(checkpoint='sharded') has saved, or a file."
+        )
+    rest = torch.load(Path(folder) / META, map_location="cpu", weights_only=weights_only)
+    if _OUTLINE not in rest:
+        raise HybridError(
+            f"The sharded checkpoint {str(folder)!r} was written by another strategy. Make an "
+            "ordinary file of it with "
+            "`python -m lightning.pytorch.utilities.consolidate_checkpoint`."
+        )
+    outlined, stored, seen = rest.pop(_OUTLINE), _Stored(folder), set[int]()
+    for part, value in outlined.items():
+        for steps, tensor in tensors_in(value):
+            key = ".".join(_key(part, [step for _, step in steps]))
+            if tensor.is_meta and id(tensor) not in seen and key in stored:
+                Unread(stored.reader(key, tensor)).open(tensor, key)
+                if tensor.nbytes <= _SMALL_BYTES:
+                    materialize([tensor])
+            seen.add(id(tensor))
+    return {**rest, **outlined}
+
+
+class _Stored:
+    """The tensors in a folder.
+
+    Args:
+        folder: the folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._reader = FileSystemReader(folder)
+        self._metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._metadata.state_dict_metadata
+
+    def reader(self, key: str, outline: Tensor) -> Callable[[], Tensor]:
+        """What reads a tensor, as :class:`Unread` wants it."""
+        size, stride, dtype = outline.shape, outline.stride(), outline.dtype
+
+        def read() -> Tensor:
+            tensor = torch.empty_strided(size, stride, dtype=dtype)
+            planner = DefaultLoadPlanner(flatten_state_dict=False)
+            planner.set_up_planner({key: tensor}, self._metadata)
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+            return bytes_of(tensor)
+
+        return read

@@ -1,0 +1,177 @@
+"""The states of optimizers, divided over the replicas of a stage: each rank steps its share alone.
+
+The ranks that have the same stages have the same gradients. With
+``HybridGabraStrategy(shard_optimizer_states=True)`` each of them steps some of their parameters:
+the optimizer sees no gradient of the others, so that no state of these is ever made there. Then
+the ranks give each other the new weights. Stepped in parts an optimizer does what it does as a
+whole (:mod:`lightning_hybrid.driver.optimizer_trial`), so the numbers are the same.
+
+All replicas divide alike, since they know the same names and sizes, and have gradients of the same
+parameters once these are averaged. The driver divides what its workers own, whom it sends states;
+what no worker owns is divided when it is stepped for the first time.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm import Group
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.stage import Broadcasts
+
+Replicas = dict[str, int]
+"""By name of a parameter, the replica that has its state; what is divided once stays there."""
+
+
+class Division:
+    """Divides what one rank of each replica owns.
+
+    Args:
+        replicas: how many.
+        replica_of: is added to.
+    """
+
+    def __init__(self, replicas: int, replica_of: Replicas) -> None:
+        self.replica_of = replica_of
+        self._loads = [0] * replicas
+
+    def add(self, sizes: Mapping[str, int]) -> list[str]:
+        """Give each parameter to the replica that has least, the largest first.
+
+        Args:
+            sizes: bytes by name; what was divided before is left as it is.
+
+        Returns:
+            The names that are new.
+        """
+        new = [name for name in sizes if name not in self.replica_of]
+        for name in sorted(new, key=lambda name: -sizes[name]):
+            lightest = self._loads.index(min(self._loads))
+            self.replica_of[name] = lightest
+            self._loads[lightest] += sizes[name]
+        return new
+
+
+class OtherReplicas:
+    """Which states are on other replicas, for code that looks for them here.
+
+    Args:
+        names: of the parameters, by identity.
+        replica_of: how they are divided.
+        replica: this one.
+
+    Attributes:
+        gathering: whether all replicas are about to bring their states together.
+        over: whether the run has ended.
+    """
+
+    def __init__(self, names: Mapping[int, str], replica_of: Replicas, replica: int) -> None:
+        self._names, self._replica_of, self._replica = names, replica_of, replica
+        self.gathering = self.over = False
+
+    def have(self, parameter: object) -> bool:
+        """Whether another replica has the state of a parameter."""
+        name = self._names.get(id(parameter), "")
+        return self._replica_of.get(name, self._replica) != self._replica
+
+    def refuse(self, parameter: object) -> None:
+        """Raise HybridError if another replica has the state of a parameter."""
+        if self.have(parameter):
+            name = self._names[id(parameter)]
+            raise HybridError(
+                f"The optimizer's state of {name!r} is on replica {self._replica_of[name]}, and "
+                f"this is replica {self._replica}: shard_optimizer_states=True divides states over "
+                "the replicas. trainer.strategy.optimizer_state(optimizer), called on all ranks, "
+                "gives rank 0 all of them; or leave shard_optimizer_states out."
+            )
+
+    def refuse_alone(self, optimizer: Optimizer) -> None:
+        """Raise HybridError unless all replicas are about to bring their states together."""
+        if not self.gathering:
+            raise HybridError(
+                f"{type(optimizer).__name__}.state_dict() would have the states of replica "
+                f"{self._replica} alone: shard_optimizer_states=True divides them over the "
+                "replicas. Use trainer.strategy.optimizer_state(optimizer) or "
+                "trainer.save_checkpoint(path), called on all ranks; or leave "
+                "shard_optimizer_states out."
+            )
+
+    def refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raise HybridError: the run is over, and nobody steps the rest."""
+        raise HybridError(
+            f"{type(optimizer).__name__}.step() after the fit would step what replica "
+            f"{self._replica} has of its states: shard_optimizer_states=True divides them over the "
+            "replicas. Make a new optimizer, or leave shard_optimizer_states out."
+        )
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, a state dict may be made: what other replicas have is added to it."""
+        self.gathering = True
+        try:
+            yield
+        finally:
+            self.gathering = False
+
+
+class StateShares:
+    """The share of one rank.
+
+    Args:
+        group: of the ranks with the same stages.
+        names: of the parameters that all ranks know, by identity.
+        replica_of: how they are divided as far as that is known.
+    """
+
+    def __init__(self, group: Group, names: Mapping[int, str], replica_of: Replicas) -> None:
+        self._names, self.replica_of = names, replica_of
+        self.replica, self._replicas = group.rank(), group.size()
+        self._division = Division(self._replicas, replica_of)
+        self._broadcasts = Broadcasts(group)
+        self._stepped: list[Parameter] = []
+
+    def add(self, parameters: Iterable[Parameter]) -> bool:
+        """Divide what was not divided yet. Returns whether there was anything."""
+        sizes = {self._names[id(p)]: p.nbytes for p in parameters if id(p) in self._names}
+        return bool(self._division.add(sizes))
+
+    @contextmanager
+    def alone(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, an optimizer sees the gradients of this rank's share, and steps no other."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        # (of what a replica alone knows, nobody averages the gradients: it is stepped by each)
+        known = [p for p in parameters if id(p) in self._names]
+        self._stepped = found = [p for p in known if p.grad is not None]
+        # (a checkpoint may have states of what is frozen now)
+        if self.add(found) | self.add(p for p in known if p in optimizer.state):
+            self.drop(optimizer)
+        hidden = [(p, p.grad) for p in found if self._where(p) != self.replica]
+        for parameter, _ in hidden:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in hidden:
+                parameter.grad = gradient
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Forget the states of what other replicas step, as those of a loaded checkpoint."""
+        for parameter in list(optimizer.state):
+            if self._where(parameter) not in (None, self.replica):
+                del optimizer.state[parameter]
+
+    def exchange(self) -> None:
+        """After a step: have the new weights of all shares (collective over the group)."""
+        stepped, self._stepped = self._stepped, []
+        for replica in range(self._replicas):
+            theirs = [p for p in stepped if self._where(p) == replica]
+            self._broadcasts.send(theirs, replica)
+            if replica != self.replica:
+                increment_version(theirs)
+
+    def _where(self, parameter: object) -> int | None:
+        return self.replica_of.get(self._names.get(id(parameter), ""))

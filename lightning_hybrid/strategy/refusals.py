@@ -1,0 +1,313 @@
+"""What of Lightning does not go together with stages, refused before anything is trained."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from inspect import signature
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, SGD, Optimizer
+
+from lightning_hybrid._lightning import (
+    Accelerator,
+    BatchSizeFinder,
+    Callback,
+    CheckpointIO,
+    CPUAccelerator,
+    CUDAAccelerator,
+    LayerSync,
+    MixedPrecision,
+    ModelPruning,
+    TorchSyncBatchNorm,
+    Trainer,
+    is_overridden,
+    rank_zero_info,
+)
+from lightning_hybrid._torch.optimizers import unscales_by_itself
+from lightning_hybrid._torch.private_names import lacking, lost
+from lightning_hybrid.config import Checkpoint
+from lightning_hybrid.driver import present_bytes
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning import gigabytes
+from lightning_hybrid.run import Run, scalers_of
+from lightning_hybrid.schedules import LookAhead
+from lightning_hybrid.stage import state_buffers
+
+TRIED = "2.13.0, 2.14.1 and 2.15.0"
+
+
+def refuse_version() -> None:
+    """A torch without what nothing works without; what another one goes without is said."""
+    names = lacking()
+    if names:
+        raise PlanError(
+            f"hybrid_gabra cannot work with torch {torch.__version__}, which has no "
+            f"{', '.join(sorted(names))}. It was tried with torch {TRIED}: install one of these, "
+            "or a newer lightning-hybrid."
+        )
+    for loss in lost():
+        rank_zero_info(f"With torch {torch.__version__} {loss}.")
+
+
+def refuse_interactive(*, works: bool) -> None:
+    """A notebook is no script that could be started again."""
+    if hasattr(sys, "ps1") and not works:
+        raise PlanError(
+            "hybrid_gabra starts the script anew for each rank, which a notebook or a prompt does "
+            "not have. Use Trainer(strategy='hybrid_gabra_notebook'), or "
+            "HybridGabraStrategy(start_method='fork'), or run a script."
+        )
+
+
+def refuse_accelerator(accelerator: Accelerator) -> None:
+    """Only CPUs and CUDA devices have the process groups that links are made of."""
+    if not isinstance(accelerator, CPUAccelerator | CUDAAccelerator):
+        raise PlanError(
+            f"hybrid_gabra runs on CPUs and CUDA devices, not on "
+            f"{type(accelerator).__name__}. Use Trainer(accelerator='cpu' | 'cuda')."
+        )
+
+
+def refuse_copies(module: nn.Module, others: int, free: int | None) -> None:
+    """Other processes of a host build the network, too; a kill for memory would not say why.
+
+    Args:
+        module: the LightningModule, as it stands in this process.
+        others: processes that are about to start.
+        free: bytes that they may take together; None: not known.
+
+    Raises:
+        PlanError: they have no room for it.
+    """
+    size = _nbytes(module)
+    if free is None or others * size <= free:
+        return
+    raise PlanError(
+        f"{type(module).__name__} has {gigabytes(size)} of weights, and every rank of this host "
+        f"begins with all of them, as they are made in __init__: the other {others} would need "
+        f"{gigabytes(others * size)}, and {gigabytes(free)} is free. {_made_later(module)}"
+    )
+
+
+def refuse_no_room(module: nn.Module, left: int | None) -> None:
+    """Where a network leaves no room to begin, its run would end in threads and groups.
+
+    Args:
+        module: the LightningModule, as it stands in this process.
+        left: bytes that this process may still take; None: not known.
+
+    Raises:
+        PlanError: there is no room, and there would be without the weights.
+    """
+    if left is None or left >= _BEGIN_BYTES:
+        return
+    size = _nbytes(module)
+    if left + size < _BEGIN_BYTES:
+        return
+    raise PlanError(
+        f"{type(module).__name__} has {gigabytes(size)} of weights, and every rank begins with all "
+        f"of them, as they are made in __init__: that leaves {gigabytes(left)} of what this "
+        f"process may take, and a run takes {gigabytes(_BEGIN_BYTES)} to begin. "
+        f"{_made_later(module)}"
+    )
+
+
+_BEGIN_BYTES = 2**28
+"""Threads, process groups and the capture, before the weights of other ranks are given back."""
+
+
+def _made_later(module: nn.Module) -> str:
+    name, _ = max(module.named_children(), key=lambda child: _nbytes(child[1]), default=("net", 0))
+    return (
+        "Make them in configure_model, where each rank makes those of its own stages alone:\n"
+        "    def configure_model(self):\n"
+        f"        if self.{name} is None:  # what __init__ sets\n"
+        f"            self.{name} = ..."
+    )
+
+
+def _nbytes(module: nn.Module) -> int:
+    return present_bytes(module, torch.device("cpu"))
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Shares of the work follow from the sizes of parameters; `DDPStrategy` asks for them, too."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise PlanError(
+            f"{lazy[0]!r} has no size before the first call (nn.LazyLinear and its like). Call the "
+            "network once with an example before the fit: at the end of `__init__`, in "
+            "`configure_model` or in `setup`."
+        )
+
+
+def refuse_layer_sync(layer_sync: LayerSync | None, *, compile_stages: bool) -> None:
+    """Batch statistics are taken over replicas by our own means, outside of compiled code."""
+    if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
+        raise PlanError(
+            f"{type(layer_sync).__name__} replaces modules, and hybrid_gabra cannot know "
+            "which ranks they speak to. Use Trainer(sync_batchnorm=True), which takes batch "
+            "statistics over the replicas of each stage."
+        )
+    if layer_sync is not None and compile_stages:
+        raise PlanError(
+            "sync_batchnorm=True and compile_stages=True do not go together: torch.compile "
+            "does not follow the exchange of statistics. Leave one of them out."
+        )
+
+
+def refuse_callbacks(trainer: Trainer, replicas: int, stages: int) -> None:
+    """Callbacks that would decide, or change weights, on one rank alone."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, BatchSizeFinder) and replicas > 1:
+            raise PlanError(
+                f"{name} tries batches until one does not fit, and {replicas} replicas would "
+                "not agree on which. Look for the size with data_parallel_size=1 on "
+                f"{stages} device{'s' if stages > 1 else ''}, then train with it."
+            )
+        if isinstance(callback, ModelPruning) and stages > 1:
+            raise PlanError(
+                f"{name} replaces parameters by others while they are trained on other ranks. "
+                "Prune the trained network with torch.nn.utils.prune after fit, or use "
+                "pipeline_parallel_size=1."
+            )
+
+
+def callbacks_allow(trainer: Trainer, replicas: int, stages: int) -> bool:
+    """Whether sizes may be chosen for these callbacks."""
+    try:
+        refuse_callbacks(trainer, replicas, stages)
+    except PlanError:
+        return False
+    return True
+
+
+def refuse_checkpoint_io(io: CheckpointIO | None, checkpoint: Checkpoint) -> None:
+    """A sharded checkpoint goes through no plugin, which would need all of it on one rank."""
+    if io is not None and checkpoint != "full":
+        raise PlanError(
+            f"checkpoint={checkpoint!r} uses no CheckpointIO, and {type(io).__name__} was given: "
+            "each rank writes its own part. Leave one of them out."
+        )
+
+
+def refuse_optimizers(
+    optimizers: Iterable[Optimizer], replicas: int, stages: int, *, scaled: bool
+) -> None:
+    """Optimizers that would decide by rank whether a step is skipped, or how often it evaluates.
+
+    Args:
+        optimizers: the user's.
+        replicas: how many.
+        stages: number of devices of a replica.
+        scaled: whether the loss is scaled.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS) and replicas > 1:
+            search = optimizer.param_groups[0].get("line_search_fn")
+            if search is not None:
+                raise PlanError(
+                    f"{type(optimizer).__name__}(line_search_fn={search!r}) searches by the loss "
+                    "of its own replica's batch, so one replica would evaluate more often than "
+                    "another one and wait for it for ever, as under DDP. Use "
+                    "data_parallel_size=1."
+                )
+        if scaled and unscales_by_itself(optimizer) and stages > 1:
+            raise PlanError(
+                f"{type(optimizer).__name__}(fused=True) takes the loss scale into its step, "
+                "and each stage would decide by itself whether to skip it. With "
+                "precision='16-mixed' use fused=False."
+            )
+
+
+def refuse_streaming(run: Run) -> None:
+    """What does not go together with forwards that begin before their batch has its turn.
+
+    What only the network's first call tells is refused then: see
+    :mod:`lightning_hybrid.driver.streamed_calls`.
+
+    Args:
+        run: that is about to begin.
+    """
+    schedule = run.config.streamed
+    if schedule is None or not run.fitting or run.world.coordinates.ranks_per_replica == 1:
+        return
+    for reason in chain(_unknown_batches(run), _unknown_weights(run, schedule)):
+        raise PlanError(
+            f"schedule={schedule.name!r} begins with later batches early, and {reason}; or use "
+            "schedule='gpipe'."
+        )
+
+
+def _unknown_batches(run: Run) -> Iterator[str]:
+    """Why it is not known what later batches are, and when they step."""
+    module = run.module
+    if not module.automatic_optimization:
+        yield (
+            "with manual optimization it is not known when a batch steps. Use automatic "
+            "optimization (automatic_optimization = True)"
+        )
+    if scalers_of(run.precision):
+        yield (
+            "the scale of the loss (precision='16-mixed') decides on each step only when all "
+            "stages are done with it. Use precision='bf16-mixed'"
+        )
+    for owner in (module, getattr(run.trainer, "datamodule", None)):
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            if owner is not None and is_overridden(hook, owner):
+                yield (
+                    f"{type(owner).__name__}.{hook} would be called before the steps of earlier "
+                    "batches. Move its work to the dataset, or into the network"
+                )
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        yield ("training_step(dataloader_iter) fetches its batches itself. Let it take a batch")
+
+
+def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:
+    """Why stages could not run ahead, or not with the right weights and buffers."""
+    config = run.config
+    if config.several_stages_per_device:
+        yield "each device must have one stage. Use contiguous=True, or such a plan"
+    if config.compile_stages and schedule.delayed:
+        yield (
+            "compiled stages (compile_stages=True) do not say which weights their backward needs. "
+            "Leave it out"
+        )
+    weights = config.settings.delayed_weights
+    if weights == "current" and isinstance(run.precision, MixedPrecision):
+        yield (
+            "delayed_weights='current' is not what autocast does, which keeps its own copies of "
+            "the weights. Use delayed_weights='stash'"
+        )
+    if run.synchronised:
+        yield (
+            "batch statistics over the replicas (sync_batchnorm=True) need them in step. Leave "
+            "it out"
+        )
+    if run.world.coordinates.replicas > 1 and state_buffers(run.module):
+        yield (
+            "the network reads buffers in training that each step gives to all replicas "
+            "(codebooks, queues, spectral norms). Use data_parallel_size=1"
+        )
+
+
+def refuse_all_but_plain_sgd(optimizers: Iterable[Optimizer], schedule: str) -> None:
+    """A schedule whose formulas are those of gradient descent alone.
+
+    Args:
+        optimizers: the user's.
+        schedule: its name.
+    """
+    for optimizer in optimizers:
+        groups = optimizer.param_groups if isinstance(optimizer, SGD) else [{}]
+        if any(group.get("momentum") != 0 or group.get("weight_decay") != 0 for group in groups):
+            raise PlanError(
+                f"schedule={schedule!r} is plain gradient descent, w - rate * gradient (Eq. 2), "
+                f"and {type(optimizer).__name__} does something else. Use torch.optim.SGD without "
+                "momentum and weight decay; or schedule='fdg', which has the same delays."
+            )

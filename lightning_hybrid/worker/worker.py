@@ -1,0 +1,333 @@
+"""A worker: it owns stages of each network, not the last one, and obeys its driver."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm import (
+    Answer,
+    ConnectionLost,
+    Failure,
+    Guard,
+    Heartbeat,
+    Mesh,
+    link_stages,
+    signals_ignored,
+)
+from lightning_hybrid.comm.protocol import (
+    Backward,
+    Check,
+    Command,
+    Commit,
+    Cut,
+    Drop,
+    End,
+    ForgetFailure,
+    Forward,
+    Free,
+    HoldHooks,
+    Reduce,
+    ReleaseHooks,
+    Report,
+    Share,
+    Skip,
+    Step,
+    SynchronizeBuffers,
+)
+from lightning_hybrid.graph import Stage
+from lightning_hybrid.planning import free_on
+from lightning_hybrid.remote import give_up
+from lightning_hybrid.stage import (
+    Engine,
+    ReplicaGroup,
+    StagedNetwork,
+    StageOptions,
+    Stopwatch,
+    Trace,
+    names_of,
+    own_buffers,
+    own_parameters,
+    state_buffers,
+)
+from lightning_hybrid.state import FilesOfWorker, Takeover, share_optimizers
+from lightning_hybrid.worker.worker_optimizers import WorkerOptimizers
+from lightning_hybrid.worker.worker_shards import WorkerShards
+from lightning_hybrid.worker.worker_weights import WorkerWeights
+
+DRIVER = 0
+
+
+class Worker:
+    """Serves the commands of one run.
+
+    Args:
+        module: the LightningModule of this rank. Its training flags and weights follow the
+            driver's for the stages that this rank owns.
+        mesh: the groups.
+        device: where the stages go.
+        options: how they compute.
+        watch: adds up the time in which this rank computes.
+        reports: what the driver may ask this rank for, by name.
+        shards: whether states of optimizers are divided over the replicas.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        device: torch.device,
+        options: StageOptions,
+        watch: Stopwatch | None = None,
+        reports: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
+        *,
+        shards: bool = False,
+    ) -> None:
+        self._options = options
+        self._module, self._mesh, self._device = module, mesh, device
+        self._channel = mesh.channel(DRIVER)
+        self._trace = Trace(mesh.coordinates.rank, str(mesh.coordinates), watch)
+        self._reports: dict[str, Callable[[], Any]] = {"free": partial(free_on, device), **reports}
+        self._networks: list[StagedNetwork] = []
+        # a weight that is tied may be asked for under any of its names
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._files = FilesOfWorker(module)
+        here = mesh.coordinates
+        group = mesh.data_parallel if shards and here.replicas > 1 else None
+        self._optimizers = WorkerOptimizers(parameters, self._files, group)
+        self._weights = WorkerWeights(module, parameters, self._networks, self._files, here.pp_rank)
+        self._shards = WorkerShards(module, self._optimizers, here.index)
+        self._trainable: tuple[int, tuple[bool, ...]] | None = None
+        self._failure: Failure | None = None
+        self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
+            Cut: self._cut,
+            Forward: self._forward,
+            Backward: self._backward,
+            Free: self._free,
+            Commit: self._commit,
+            Drop: self._drop,
+            Skip: self._skip,
+            Reduce: self._reduce,
+            HoldHooks: self._hold_hooks,
+            ReleaseHooks: self._release_hooks,
+            SynchronizeBuffers: self._synchronize_buffers,
+            Share: self._share_weights,
+            **self._optimizers.handlers(),
+            **self._weights.handlers(),
+            **self._shards.handlers(),
+            Check: self._answer_only,
+            Report: self._report,
+            ForgetFailure: self._forget_failure,
+            End: self._answer_only,
+        }
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The user's, with the state of what this rank owns."""
+        return self._optimizers.all
+
+    def serve(self) -> Any:
+        """Obey until the run ends.
+
+        Returns:
+            What the driver sends at the end: its results.
+
+        Raises:
+            Exception: the driver's, which has failed; caused by a RemoteError. Or this rank's, in
+                the middle of what ranks do together.
+            ConnectionLost: the driver was lost.
+        """
+        self._heartbeat = Heartbeat([self._channel], self._mesh.timeout)
+        guard, failed = Guard.where_needed(self._mesh), True
+        with signals_ignored():
+            try:
+                results = self._serve()
+                failed = False
+                return results
+            finally:
+                for name, parameter in self._module.named_parameters():
+                    give_up(parameter, name)
+                self._files.close()
+                self._shards.close()
+                self._heartbeat.close()
+                if guard is not None:
+                    guard.close(failed=failed)
+                self._trace.write()
+                for network in self._networks:
+                    network.engine.replica_group.close()
+
+    def _serve(self) -> Any:
+        while True:
+            self._heartbeat.on = False
+            command = self._channel.receive(Command)
+            self._heartbeat.on = command.answered
+            answer = self._carry_out(command)
+            if command.answered:
+                self._channel.send(answer)
+            if isinstance(command, End) and self._failure is None:
+                self._channel.flush()
+                return command.results
+
+    def _carry_out(self, command: Command) -> Answer:
+        answer = None
+        if self._failure is not None and isinstance(command, Step):
+            self._optimizers.attend(command)
+            return Answer(self._failure)  # its gradients are not those of the step
+        try:
+            answer = self._handlers[type(command)](command)
+        except ConnectionLost:
+            raise
+        except Exception as error:
+            if command.joint:  # nobody would wake those who wait for this rank in it
+                if self._failure is None:
+                    raise
+                first = self._failure.exception()
+                raise first from first.__cause__
+            self._fail(error)
+        return answer or Answer() if self._failure is None else Answer(self._failure)
+
+    def _fail(self, error: Exception) -> None:
+        """Note an error, for the next answer; the first one counts."""
+        self._failure = self._failure or Failure.of(error, str(self._mesh.coordinates))
+
+    def _answer_only(self, _: Command) -> None:
+        """All that there is to do: tell whether all went well up to here."""
+
+    # -- the network
+
+    def _cut(self, order: Cut) -> None:
+        # first of all: the others wait for this rank in it
+        known = order.network < len(self._networks)
+        links = {} if known else link_stages(self._mesh, order.devices, self._device)
+        network = self._module.get_submodule(order.name)
+        stages = {n: Stage(code, network, self._device) for n, code in order.stages.items()}
+        if known:
+            self._networks[order.network].engine.add_specialization(stages)
+            return
+        mine = [stages[number] for number in links]
+        prefix = f"{order.name}." if order.name else ""
+        names = [prefix + n for n in names_of(mine)]
+        whole = [*network.named_parameters(), *network.named_buffers()]
+        others = (prefix + name for name, _ in whole)
+        takeover = Takeover(
+            *(self._module, names, others, self._mesh.coordinates), vacates=order.vacates
+        )
+        self._weights.expect(takeover)
+        for stage in mine:
+            stage.move(self._device)
+        own = own_parameters(mine, order.borrowed)
+        state, buffers = partial(state_buffers, network), partial(own_buffers, mine)
+        replica_group = ReplicaGroup(own, buffers, self._mesh.data_parallel, self._trace, state)
+        engine = Engine(
+            stages,
+            order.devices,
+            self._mesh.coordinates,
+            links,
+            replica_group,
+            self._device,
+            order.schedule,
+            order.seed,
+            self._trace,
+            self._options,
+            order.split,
+            order.recompute,
+        )
+        staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
+        self._networks.append(staged)
+
+    def _forward(self, command: Forward) -> None:
+        network = self._networks[command.network]
+        self._hear_key(network, command)
+        opened = network.open(
+            command.call,
+            command.draw,
+            command.key,
+            exchange=command.exchange,
+            uses_rng=command.uses_rng,
+            ahead=command.ahead,
+        )
+        before, key = self._failure, opened.key
+        with ExitStack() as surroundings:
+            try:
+                surroundings.enter_context(key.precision.applied())
+                self._set_trainable(network, key.trainable)
+            except Exception as error:  # the other stages wait for this one all the same
+                self._fail(error)
+            network.engine.failure = self._failure
+            with torch.set_grad_enabled(key.grad):
+                network.engine.forward(opened)
+        # what fails in a forward the driver hears of at its end: the user may catch it and go on
+        self._failure = before
+
+    def _backward(self, command: Backward) -> None:
+        network = self._networks[command.network]
+        calls = network.calls
+        opened = calls[command.call] if command.keep else calls.pop(command.call)
+        now = command.trainable
+        self._set_trainable(network, opened.key.trainable if now is None else now)
+        network.engine.failure = self._failure
+        network.engine.backward(opened, command)
+        self._failure = network.engine.failure
+
+    def _set_trainable(self, network: StagedNetwork, flags: tuple[bool, ...]) -> None:
+        if self._trainable != (network.number, flags):
+            network.set_trainable(flags)
+            self._trainable = (network.number, flags)
+
+    def _hear_key(self, network: StagedNetwork, command: Forward | Skip) -> None:
+        # of several calls that are under way with a new key, the first one brings it
+        if command.new_key is not None and command.key not in network.keys:
+            network.add_key(command.new_key, command.key)
+
+    def _free(self, command: Free) -> None:
+        self._networks[command.network].calls.pop(command.call, None)
+
+    def _commit(self, command: Commit) -> None:
+        network = self._networks[command.network]
+        network.engine.commit(network.calls[command.call])
+
+    def _drop(self, command: Drop) -> None:
+        network = self._networks[command.network]
+        network.engine.drop(network.calls.pop(command.call))
+
+    def _skip(self, command: Skip) -> None:
+        network = self._networks[command.network]
+        self._hear_key(network, command)
+        call = network.open(
+            command.call, 0, command.key, exchange=command.exchange, uses_rng=command.uses_rng
+        )
+        del network.calls[command.call]
+        network.engine.discard(call)
+
+    def _reduce(self, command: Reduce) -> None:
+        self._networks[command.network].engine.replica_group.reduce()
+
+    def _hold_hooks(self, command: HoldHooks) -> None:
+        self._networks[command.network].weight_hooks.hold()
+
+    def _release_hooks(self, command: ReleaseHooks) -> None:
+        hooks = self._networks[command.network].weight_hooks
+        hooks.release(command.chosen, late=command.late)
+
+    def _synchronize_buffers(self, command: SynchronizeBuffers) -> None:
+        for network in self._networks:
+            network.engine.replica_group.broadcast_buffers(state=command.state)
+
+    def _share_weights(self, command: Share) -> None:
+        self._networks[command.network].engine.replica_group.broadcast_weights()
+        if command.optimizers:
+            optimizers, names = self._optimizers.all, self._optimizers.names
+            share_optimizers(optimizers, names, self._mesh.data_parallel, self._device)
+
+    # -- the run
+
+    def _report(self, command: Report) -> Answer:
+        return Answer(value=self._reports[command.name]())
+
+    def _forget_failure(self, _: ForgetFailure) -> None:
+        self._failure = None

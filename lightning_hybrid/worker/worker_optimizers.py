@@ -1,0 +1,149 @@
+"""The optimizers of a worker, which does with its share what its driver has done."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.comm import Answer, Group, Precision
+from lightning_hybrid.comm.protocol import (
+    ClipValues,
+    Command,
+    GiveOptimizer,
+    GradientNorm,
+    KeepStates,
+    ScaleGradients,
+    Step,
+    TakeGroups,
+    TakeOptimizers,
+    Unscale,
+    ZeroGrad,
+)
+from lightning_hybrid.state import (
+    FilesOfWorker,
+    StateShares,
+    gradient_norms,
+    gradients_of,
+    state_of,
+    take_groups,
+    unscale,
+    unship,
+)
+
+
+class WorkerOptimizers:
+    """The user's optimizers on a worker, with the state of what it owns.
+
+    Args:
+        parameters: all of the LightningModule, by name; a tied one under each of its names.
+        files: for what other ranks map.
+        shares_over: the ranks with the same stages, where they divide states.
+
+    Attributes:
+        all: the optimizers, in the user's order.
+        names: of the parameters, by their identities; of a tied one the first, as on the driver.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        files: FilesOfWorker,
+        shares_over: Group | None = None,
+    ) -> None:
+        self._files = files
+        self.all: list[Optimizer] = []
+        self._parameters = parameters
+        self._precision: Precision | None = None  # that of the driver
+        self.names: dict[int, str] = {}
+        for name, parameter in parameters.items():
+            self.names.setdefault(id(parameter), name)
+        self._shares = shares_over and StateShares(shares_over, self.names, {})
+
+    def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
+        """What carries out each command."""
+        return {
+            TakeOptimizers: self._take_optimizers,
+            TakeGroups: self._take_groups,
+            GiveOptimizer: self._give_optimizer,
+            KeepStates: self._keep_states,
+            ZeroGrad: self._zero_grad,
+            Step: self._step,
+            GradientNorm: self._gradient_norm,
+            ScaleGradients: self._scale_gradients,
+            ClipValues: self._clip_values,
+            Unscale: self._unscale,
+        }
+
+    def _take_optimizers(self, command: TakeOptimizers) -> None:
+        before = self.all
+        for index, old in enumerate(before):
+            if command.fresh >> index & 1:  # room for what comes
+                old.state.clear()
+        self.all = unship(command.data, command.tensors, self._parameters)
+        for old, new in zip(before, self.all):
+            for parameter, state in old.state.items():
+                new.state.setdefault(parameter, state)
+        if self._shares:
+            self._shares.replica_of.update(command.replica_of)
+
+    def _take_groups(self, command: TakeGroups) -> None:
+        if self._shares:
+            self._shares.replica_of.update(command.replica_of)
+        take_groups(self.all[command.optimizer], command.groups, self._parameters)
+
+    def _give_optimizer(self, command: GiveOptimizer) -> Answer:
+        return Answer(value=state_of(self.all[command.optimizer], self.names, command.of))
+
+    def states(self, index: int) -> dict[str, dict[str, Any]]:
+        """The states of an optimizer, by name of the parameter."""
+        states = self.all[index].state.items()
+        return {self.names[id(parameter)]: dict(state) for parameter, state in states if state}
+
+    def _keep_states(self, command: KeepStates) -> Answer:
+        return Answer(value=self._files.write(self.states(command.optimizer), command.folder))
+
+    def _zero_grad(self, command: ZeroGrad) -> None:
+        self.all[command.optimizer].zero_grad(command.set_to_none)
+
+    def _step(self, command: Step) -> None:
+        optimizer = self.all[command.optimizer]
+        if command.groups is not None:
+            take_groups(optimizer, command.groups, self._parameters)
+        self._precision = command.precision or self._precision
+        if self._shares is None:
+            self._compute(optimizer)
+            return
+        try:
+            with self._shares.alone(optimizer):
+                self._compute(optimizer)
+        finally:  # the other replicas wait for it
+            self._shares.exchange()
+
+    def _compute(self, optimizer: Optimizer) -> None:
+        with self._precision.applied() if self._precision else nullcontext():
+            optimizer.step()
+
+    def attend(self, command: Step) -> None:
+        """A step that this rank cannot take, and in which other replicas may wait for it."""
+        if self._shares:
+            with self._shares.alone(self.all[command.optimizer]):
+                pass
+            self._shares.exchange()
+
+    def _gradient_norm(self, command: GradientNorm) -> Answer:
+        optimizer = self.all[command.optimizer]
+        return Answer(value=gradient_norms(optimizer, self.names, command.order))
+
+    def _scale_gradients(self, command: ScaleGradients) -> None:
+        for gradient in gradients_of(self.all[command.optimizer]):
+            gradient.mul_(command.factor)
+
+    def _clip_values(self, command: ClipValues) -> None:
+        for gradient in gradients_of(self.all[command.optimizer]):
+            gradient.clamp_(-command.bound, command.bound)
+
+    def _unscale(self, command: Unscale) -> Answer:
+        gradients = gradients_of(self.all[command.optimizer])
+        return Answer(value=unscale(gradients, command.factor))

@@ -1,0 +1,84 @@
+"""The part of a worker in a sharded checkpoint."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hybrid.comm import Answer
+from lightning_hybrid.comm.protocol import AwaitShards, Command, OutlineStates, SaveShard
+from lightning_hybrid.stage import tensors_of
+from lightning_hybrid.state import (
+    LAST_S,
+    Background,
+    Key,
+    Owned,
+    Shard,
+    leave_shard,
+    outlined,
+    staged,
+    write_shard,
+)
+from lightning_hybrid.worker.worker_optimizers import WorkerOptimizers
+
+
+class WorkerShards:
+    """Writes what a worker owns.
+
+    Args:
+        module: the LightningModule of this rank.
+        optimizers: of this rank.
+        rank: number of this one in the mesh.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: WorkerOptimizers, rank: int) -> None:
+        self._module, self._optimizers, self._rank = module, optimizers, rank
+        self._background = Background()
+
+    def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
+        """What carries out each command."""
+        return {
+            OutlineStates: self._outline_states,
+            SaveShard: self._save_shard,
+            AwaitShards: self._await_shards,
+        }
+
+    def close(self) -> None:
+        """The run has ended, or failed: finish what is being written, for a while."""
+        with suppress(Exception):  # the first error is what counts
+            self._background.wait(LAST_S)
+
+    def _await_shards(self, _: AwaitShards) -> None:
+        self._background.wait()
+
+    def _outline_states(self, command: OutlineStates) -> Answer:
+        states = self._optimizers.states(command.optimizer).items()
+        return Answer(value={name: outlined(state) for name, state in states})
+
+    def _save_shard(self, command: SaveShard) -> Answer:
+        weights, states = tensors_of(self._module), dict[int, Any]()
+
+        def find(owned: Owned) -> Tensor:
+            if owned.optimizer is None:
+                return weights[owned.name]
+            if owned.optimizer not in states:
+                states[owned.optimizer] = self._optimizers.states(owned.optimizer)
+            found: Tensor = states[owned.optimizer][owned.name][owned.state]
+            return found
+
+        tensors = {key: find(owned) for key, owned in command.part.items()}
+        if not command.staged:
+            return Answer(value=self._write(command.folder, tensors))
+        self._background.wait()  # there are copies of one checkpoint at most
+        copies = staged(tensors)
+        self._background.submit(
+            lambda: leave_shard(command.folder, self._rank, self._write(command.folder, copies))
+        )
+        return Answer()
+
+    def _write(self, folder: str, tensors: dict[Key, Tensor]) -> Shard | OSError:
+        try:
+            return write_shard(folder, self._rank, tensors)
+        except OSError as error:  # of this save alone: the run may go on
+            return error

@@ -1,0 +1,132 @@
+"""The weights and gradients of a worker, as its driver's proxies show and change them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid.comm import Answer
+from lightning_hybrid.comm.protocol import (
+    ClearGradients,
+    Command,
+    GiveBorrowedGradients,
+    GiveGradients,
+    GiveWeights,
+    KeepTensors,
+    MapTensors,
+    NameGradients,
+    TakeGradients,
+    TakeWeights,
+)
+from lightning_hybrid.remote import is_of_one_rank
+from lightning_hybrid.stage import StagedNetwork, tensors_of, write_tensors
+from lightning_hybrid.state import FilesOfWorker, Takeover
+
+
+class WorkerWeights:
+    """What the driver reads and writes on a worker.
+
+    Args:
+        module: the LightningModule of this rank.
+        parameters: all of its parameters, by name.
+        networks: those that are cut; the list grows.
+        files: for what other ranks map.
+        rank: ``pp_rank`` of this one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        networks: Sequence[StagedNetwork],
+        files: FilesOfWorker,
+        rank: int,
+    ) -> None:
+        self._files, self._rank = files, rank
+        self._module, self._parameters, self._networks = module, parameters, networks
+        self._takeover: Takeover | None = None
+
+    def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
+        """What carries out each command."""
+        return {
+            GiveWeights: self._give_weights,
+            KeepTensors: self._keep_tensors,
+            MapTensors: self._map_tensors,
+            TakeWeights: self._take_weights,
+            NameGradients: self._name_gradients,
+            GiveGradients: self._give_gradients,
+            GiveBorrowedGradients: self._give_borrowed_gradients,
+            TakeGradients: self._take_gradients,
+            ClearGradients: self._clear_gradients,
+        }
+
+    def expect(self, takeover: Takeover) -> None:
+        """The next weights that arrive are those of a stage that this rank takes over."""
+        self._takeover = takeover
+
+    def _give_weights(self, command: GiveWeights) -> Answer:
+        tensors = tensors_of(self._module)
+        return Answer(tensors=[(name, tensors[name]) for name in command.names])
+
+    def _take_weights(self, command: TakeWeights) -> None:
+        arrived: list[str] = []
+
+        def each() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, value in command.tensors:
+                yield name, value
+                arrived.append(name)
+
+        write_tensors(self._module, each())
+        if self._takeover is not None:
+            takeover, self._takeover = self._takeover, None
+            takeover.settle(arrived)
+
+    def _keep_tensors(self, command: KeepTensors) -> Answer:
+        tensors, owned = tensors_of(self._module), self._owned()
+        kept = {name: tensors[name] for name in owned}
+        gradients: dict[str, torch.Tensor] = {}
+        if command.at_end:
+            kept = {name: tensor for name, tensor in kept.items() if not is_of_one_rank(tensor)}
+            gradients = {name: g for name in kept if (g := kept[name].grad) is not None}
+        value = {"weights": kept, "gradients": gradients}
+        return Answer(value=self._files.write(value, command.folder))
+
+    def _map_tensors(self, command: MapTensors) -> Answer:
+        others = [ticket for rank, ticket in command.tickets.items() if rank != self._rank]
+        return Answer(value=self._files.read(others, self._owned()))
+
+    def _owned(self) -> list[str]:
+        return [name for network in self._networks for name in network.owned()]
+
+    def _name_gradients(self, _: NameGradients) -> Answer:
+        named = self._parameters
+        return Answer(value=[n for n in self._owned() if n in named and named[n].grad is not None])
+
+    def _give_gradients(self, command: GiveGradients) -> Answer:
+        gradients = [(name, self._parameters[name].grad) for name in command.names]
+        return Answer(tensors=[(name, grad) for name, grad in gradients if grad is not None])
+
+    def _give_borrowed_gradients(self, _: GiveBorrowedGradients) -> Answer:
+        gradients: dict[str, torch.Tensor] = {}
+        for network in self._networks:
+            prefix = f"{network.name}." if network.name else ""
+            for name in sorted(network.borrowed):
+                parameter = self._parameters[prefix + name]
+                if parameter.grad is not None:
+                    gradients[prefix + name], parameter.grad = parameter.grad, None
+        return Answer(tensors=gradients.items())
+
+    def _take_gradients(self, command: TakeGradients) -> None:
+        for name, value in command.tensors:
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = value.to(parameter.device)
+            elif command.add:
+                parameter.grad.add_(value.to(parameter.device))
+            else:
+                parameter.grad.copy_(value)
+
+    def _clear_gradients(self, command: ClearGradients) -> None:
+        for name in command.names:
+            self._parameters[name].grad = None

@@ -1,0 +1,308 @@
+"""After a run each rank finds all weights, and changes its own; files need not be readable."""
+
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+from driven import Replica, batches, loss_of, model
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.driver import after_run, bring_here
+from lightning_hybrid.driver import weights as files
+from lightning_hybrid.errors import DeferredError
+from lightning_hybrid.remote import is_deferred, is_unread, is_vacant
+from lightning_hybrid.state import tensor_file
+from lightning_hybrid.state.checkpoints import AtomicCheckpointIO
+from lightning_hybrid.worker import worker
+
+DEVICES = [(1, 0), (1, 2, 0)]
+
+
+@pytest.fixture(params=[True, False], ids=["one host", "several hosts"])
+def _hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.param:
+        monkeypatch.setattr(files, "read_files", lambda _: None)
+
+
+class Trained:
+    """One step of a replica and of one device, and the end of the run."""
+
+    def __init__(self, replicas: Any, devices: tuple[int, ...]) -> None:
+        self.module, self.reference = model(), model()
+        self.replica: Replica = replicas(self.module, devices, trains=True)
+        self.mine = AdamW(self.module.parameters(), lr=0.1)
+        self.theirs = AdamW(self.reference.parameters(), lr=0.1)
+        self.replica.driver.optimizers.connect([self.mine])
+        [value] = batches(1)
+        loss_of(self.module, self.replica(value)).backward()
+        self.replica.driver.gradients.after_backward()
+        loss_of(self.reference, self.reference.net(value)).backward()
+        self.mine.step()
+        self.theirs.step()
+
+    def end(self) -> None:
+        self.replica.driver.bring_all()
+        self.replica.driver.close()
+        self.replica.driver.end("results", weights=True)
+        self.states = self.mine.state_dict()
+        self.replica.close()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Of all ranks."""
+        return [self.module, *self.replica.modules.values()]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_in_training_a_rank_has_memory_for_what_it_owns_alone(
+    replicas: Any, devices: tuple[int, ...]
+) -> None:
+    trained = Trained(replicas, devices)
+    trained.replica.driver.commands.ask(Check())  # the workers have come as far
+    with trained.replica.driver.remote.suspended():
+        held = [
+            {name for name, p in module.named_parameters() if not is_vacant(p)}
+            for module in trained.modules
+        ]
+    owned = [
+        {n for n, p in m.named_parameters() if p.grad is not None} for m in trained.modules[1:]
+    ]
+    for mine, theirs in zip(held[1:], owned, strict=True):
+        assert mine == theirs | {"scale"}
+    everything = {name for name, _ in trained.module.named_parameters()}
+    assert held[0] == everything - set().union(*owned)
+
+
+def test_a_parameter_of_another_rank_has_memory_while_it_is_read(replicas: Any) -> None:
+    trained = Trained(replicas, (1, 0))
+    found = [parameter.norm().item() for parameter in trained.module.parameters()]
+    assert_same(found, [parameter.norm().item() for parameter in trained.reference.parameters()])
+    remote = trained.replica.driver.remote
+    assert remote.absent_bytes("net.") == 0
+    trained.mine.step()  # now it is another one
+    assert remote.absent_bytes("net.") == 2 * (9 + 3) * 8
+    trained.theirs.step()
+    assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
+
+
+@pytest.mark.usefixtures("_hosts")
+@pytest.mark.parametrize("devices", DEVICES)
+def test_all_ranks_find_the_weights_and_the_driver_the_rest(
+    replicas: Any, devices: tuple[int, ...]
+) -> None:
+    trained = Trained(replicas, devices)
+    trained.end()
+    for module in trained.modules:
+        assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+    gradients = [[p.grad for p in m.parameters()] for m in (trained.module, trained.reference)]
+    assert_same(*gradients)
+    assert_same(trained.states, trained.theirs.state_dict())
+    assert set(trained.replica.results.values()) == {"results"}
+
+
+@pytest.mark.usefixtures("_hosts")
+def test_what_a_rank_changes_afterwards_the_others_do_not_see(replicas: Any) -> None:
+    trained = Trained(replicas, (1, 0))
+    trained.end()
+    for factor, module in enumerate(trained.modules, start=2):
+        for parameter in module.parameters():
+            parameter.data.mul_(factor)
+    for factor, module in enumerate(trained.modules, start=2):
+        for found, expected in zip(module.parameters(), trained.reference.parameters()):
+            assert_same(found.detach(), factor * expected.detach())
+
+
+@pytest.mark.usefixtures("_hosts")
+@pytest.mark.parametrize("layer", [0, -2])
+def test_a_change_by_a_hook_at_the_end_is_on_all_ranks(replicas: Any, layer: int) -> None:
+    trained = Trained(replicas, (1, 0))
+    trained.replica.driver.bring_all()
+    trained.replica.driver.close()
+    with torch.no_grad():
+        for module in (trained.module, trained.reference):
+            module.net[layer].weight.fill_(7)
+    trained.replica.driver.end("results", weights=True)
+    trained.replica.close()
+    for module in trained.modules:
+        assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+
+
+@pytest.fixture
+def no_room_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file all cannot be mapped, and a part can."""
+    monkeypatch.setattr(tensor_file, "free_addresses", lambda: 0)
+
+
+@pytest.mark.usefixtures("no_room_for_files")
+@pytest.mark.parametrize("devices", DEVICES)
+def test_where_no_file_may_be_mapped_each_tensor_arrives_when_it_is_read(
+    replicas: Any, devices: tuple[int, ...]
+) -> None:
+    trained = Trained(replicas, devices)
+    trained.end()
+    for module in trained.modules:
+        here = [is_unread(parameter) for parameter in module.parameters()]
+        assert any(here)
+        assert not all(here)
+        assert_same(
+            {name: t.clone() for name, t in module.state_dict().items()},
+            dict(trained.reference.state_dict()),
+        )
+        assert [is_unread(parameter) for parameter in module.parameters()] == here
+    for mine, theirs in zip(trained.module.parameters(), trained.reference.parameters()):
+        assert mine.grad is not None
+        assert_same(mine.grad.clone(), theirs.grad)
+        for key, value in trained.theirs.state[theirs].items():
+            assert_same(trained.mine.state[mine][key].clone(), value)
+
+
+@pytest.mark.usefixtures("no_room_for_files")
+def test_what_has_no_memory_is_trained_on_by_the_script(replicas: Any) -> None:
+    trained = Trained(replicas, (1, 0))
+    trained.end()
+    [value] = batches(1)
+    for module, optimizer in ((trained.module, trained.mine), (trained.reference, trained.theirs)):
+        loss_of(module, module.net(value)).backward()  # on top of the gradients that are left
+        optimizer.step()
+    assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
+    assert not any(map(is_unread, trained.module.parameters()))
+
+
+@pytest.mark.usefixtures("no_room_for_files")
+def test_another_run_begins_with_memory_for_all(replicas: Any) -> None:
+    trained = Trained(replicas, (1, 0))
+    trained.end()
+    for module in trained.modules:
+        bring_here(module)
+        assert not any(map(is_unread, module.parameters()))
+        assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+
+
+@pytest.mark.usefixtures("no_room_for_files")
+@pytest.mark.parametrize("layer", [0, -2])
+def test_a_change_at_the_end_of_what_has_no_memory_is_on_all_ranks(
+    replicas: Any, layer: int
+) -> None:
+    trained = Trained(replicas, (1, 0))
+    trained.replica.driver.bring_all()
+    trained.replica.driver.close()
+    with torch.no_grad():
+        for module in (trained.module, trained.reference):
+            module.net[layer].weight.fill_(7)
+    trained.replica.driver.end("results", weights=True)
+    trained.replica.close()
+    for module in trained.modules:
+        found = {name: t.clone() for name, t in module.state_dict().items()}
+        assert_same(found, dict(trained.reference.state_dict()))
+
+
+@pytest.mark.usefixtures("no_room_for_files")
+def test_a_checkpoint_reads_each_tensor_when_it_writes_it(
+    replicas: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained(replicas, (1, 2, 0))
+    living: WeakSet[Any] = WeakSet()
+    most = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal most
+        living.add(found := map_part(*arguments))
+        most = max(most, len(living))
+        return found
+
+    map_part = tensor_file._map
+    monkeypatch.setattr(tensor_file, "_map", counted)
+    with trained.replica.driver.weights.whole():
+        state = trained.module.state_dict()
+    checkpoint = {"state_dict": state, "optimizer_states": [trained.mine.state_dict()]}
+    assert any(is_unread(value) for value in state.values())
+    AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "saved.ckpt")
+    assert most == 1
+    found = torch.load(tmp_path / "saved.ckpt")
+    assert_same(found["state_dict"], dict(trained.reference.state_dict()))
+    assert_same(found["optimizer_states"], [trained.theirs.state_dict()])
+    trained.mine.step()  # the run goes on
+    trained.theirs.step()
+    trained.end()
+    assert_same(
+        {n: t.clone() for n, t in trained.module.state_dict().items()},
+        dict(trained.reference.state_dict()),
+    )
+
+
+@pytest.mark.usefixtures("_hosts")
+def test_what_was_taken_of_a_weight_shows_it_afterwards_too(replicas: Any) -> None:
+    taken: list[Tensor] = []
+
+    def take(module: nn.Module) -> None:
+        taken.extend(parameter.detach() for parameter in module.parameters())
+
+    module = model()
+    take(module)
+    replica: Replica = replicas(module, (1, 0), trains=True)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(3)
+    replica.driver.bring_all()
+    replica.driver.close()
+    replica.driver.end("results", weights=True)
+    replica.close()
+    assert_same(taken, [torch.full_like(t, 3) for t in taken])
+
+
+@pytest.fixture
+def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file of another rank can be read."""
+    monkeypatch.setattr(files, "read_files", lambda _: None)
+
+
+@pytest.mark.usefixtures("several_hosts")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_not_all_have_room_each_rank_keeps_what_it_owns(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    module = after_run if rank == 0 else worker
+    monkeypatch.setattr(module, "free_on", lambda _: 100)
+    trained = Trained(replicas, (1, 0))
+    said: list[str] = []
+    monkeypatch.setattr(trained.replica.driver, "_say", said.append)
+    trained.end()
+    [line] = said
+    assert f"on rank {rank} of a replica, which has 1e-07 GB" in line
+    for rank_module in trained.modules:
+        for name, expected in trained.reference.named_parameters():
+            found = rank_module.get_parameter(name)
+            if is_deferred(found):
+                with pytest.raises(DeferredError, match=name):
+                    found.sum().item()
+            else:
+                assert_same(found.detach(), expected.detach())
+    here = [{n for n, p in m.named_parameters() if not is_deferred(p)} for m in trained.modules]
+    assert set.union(*here) == dict(trained.reference.named_parameters()).keys()
+    assert all(names != set.union(*here) for names in here)
+
+
+@pytest.mark.usefixtures("several_hosts")
+def test_a_checkpoint_is_fetched_tensor_by_tensor_and_before_the_next_step(
+    replicas: Any, tmp_path: Path
+) -> None:
+    trained = Trained(replicas, (1, 2, 0))
+    driver = trained.replica.driver
+    with driver.weights.whole(at_once=True), driver.optimizers.unread(always=False):
+        saved = {"state_dict": trained.module.state_dict(), "states": trained.mine.state_dict()}
+    assert any(map(is_unread, saved["state_dict"].values()))
+    AtomicCheckpointIO().save_checkpoint(saved, tmp_path / "saved.ckpt")
+    found = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    assert_same(dict(found["state_dict"]), dict(trained.reference.state_dict()))
+    assert_same(found["states"], trained.theirs.state_dict())
+    trained.mine.step()
+    with pytest.raises(DeferredError, match="not read before the next step"):
+        saved["state_dict"]["net.0.weight"].sum().item()

@@ -1,0 +1,165 @@
+"""What the user is told of networks, and how often."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.driver.announcements import Announcements
+from lightning_hybrid.driver.found_network import FoundNetwork
+from lightning_hybrid.planning.plan import Plan
+
+PLAN = Plan(replicas=1, stages=2, microbatches=4, schedule="gpipe", cuts=("1",))
+
+
+class Told:
+    """Announcements of a run, and the lines."""
+
+    def __init__(self, *, training: bool = True, compiled: bool = False) -> None:
+        self.lines: list[str] = []
+        self.progress: list[str] = []
+        progress = SimpleNamespace(
+            doing=self.progress.append, over=lambda: self.progress.append("over")
+        )
+        options: Any = SimpleNamespace(
+            say=self.lines.append, training=training, progress=progress, compiled=compiled
+        )
+        self.announcements = Announcements(options)
+
+
+def found(module: nn.Module, name: str = "net", *, whole: bool = True) -> FoundNetwork:
+    capture: Any = SimpleNamespace(reason=None)
+    nothing: Any = None
+    return FoundNetwork(name, module, module.forward, nothing, whole, "", capture)
+
+
+def test_a_line_is_said_once_for_each_network() -> None:
+    told, one, two = Told(), found(nn.Linear(2, 2)), found(nn.Linear(2, 2), "")
+    for network in (one, one, two):
+        told.announcements.takes_batches_whole(network, "it sorts the batch")
+    assert [line.split(" takes")[0] for line in told.lines] == [
+        "Network 'net' (Linear)",
+        "Network 'self' (Linear)",
+    ]
+    assert "(num_microbatches=1): it sorts the batch, so the numbers" in told.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "tried", "lines"),
+    [
+        ("proof", (), []),
+        ("proof, tail 1.0%", (), ["(proof, tail 1.0%): what needs all"]),
+        ("proof", ("'own'",), ["meet in 'own'. If"]),
+    ],
+)
+def test_what_was_only_tried_is_named(how: str, tried: tuple[str, ...], lines: list[str]) -> None:
+    told = Told()
+    graph: Any = SimpleNamespace(split_by=how, tried=tried)
+    told.announcements.is_split(found(nn.Linear(2, 2)), graph)
+    assert len(told.lines) == len(lines)
+    assert all(part in line for part, line in zip(lines, told.lines))
+
+
+def test_a_number_that_grows_is_no_news() -> None:
+    told, one = Told(), found(nn.Linear(2, 2))
+    for reason in (None, "len(self.seen) == 1", "len(self.seen) == 2", "self.flag is True"):
+        one.capture.reason = reason
+        told.announcements.captured_again(one)
+    assert [line.partition("again: ")[2] for line in told.lines] == [
+        "len(self.seen) == 1",
+        "self.flag is True",
+    ]
+
+
+def test_a_network_that_is_captured_in_every_step_is_told_what_that_costs() -> None:
+    told, one = Told(), found(nn.Linear(2, 2))
+    for length in range(20):
+        one.capture.reason = f"len(self.seen) == {length}"
+        told.announcements.captured_again(one)
+    assert [line.partition(": ")[2] for line in told.lines] == [
+        "len(self.seen) == 0",
+        "len(self.seen) == 7",
+    ]
+    assert "8 times" in told.lines[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "training", "lines"),
+    [
+        (nn.BatchNorm1d(2), True, 2),
+        (nn.BatchNorm1d(2), False, 1),
+        (nn.Linear(2, 2), True, 1),
+    ],
+)
+def test_statistics_of_micro_batches_are_told_where_they_matter(
+    module: nn.Module, training: bool, lines: int
+) -> None:
+    told = Told(training=training)
+    told.announcements.planned(found(module), PLAN)
+    assert len(told.lines) == lines
+    assert lines == 1 or "statistics are those of a micro-batch (1/4 " in told.lines[1]
+
+
+def test_a_delayed_schedule_says_in_training_what_it_trades() -> None:
+    for schedule, training, lines in (("fdg", True, 2), ("fdg", False, 1), ("1f1b", True, 1)):
+        told = Told(training=training)
+        plan = Plan(replicas=1, stages=3, microbatches=1, schedule=schedule, cuts=("1", "2"))
+        told.announcements.planned(found(nn.Linear(2, 2)), plan)
+        assert len(told.lines) == lines, schedule
+        assert lines == 1 or "'fdg' is not exact: stage k of K runs on weights" in told.lines[1]
+        assert lines == 1 or "(here 3, 1, 0)" in told.lines[1]
+
+
+@pytest.mark.parametrize(
+    ("reason", "alone", "line"),
+    [
+        (
+            "takes no tensor",
+            True,
+            "Network 'net' (Linear) takes no tensor: it stays on the driver, as under ddp over the "
+            "replicas.",
+        ),
+        (
+            "takes no tensor",
+            False,
+            "Network 'net' (Linear) takes no tensor: it stays on the driver.",
+        ),
+        (
+            "has\n  two lines",
+            False,
+            "Network 'net' (Linear) has\n  two lines\nIt stays on the driver.",
+        ),
+    ],
+)
+def test_a_network_that_stays_is_told_with_its_reason(reason: str, alone: bool, line: str) -> None:
+    told = Told()
+    told.announcements.stays("net", nn.Linear(2, 2), reason, alone=alone)
+    assert told.lines == [line]
+
+
+def test_progress_ends_with_the_only_graph_and_goes_on_in_a_chain() -> None:
+    told = Told()
+    told.announcements.captured(found(nn.Linear(2, 2)))
+    told.announcements.captured(found(nn.Linear(2, 2), whole=False))
+    assert told.progress == ["over", "capturing 'net'"]
+
+
+def compiled_in_place() -> nn.Module:
+    network = nn.Sequential(nn.Linear(2, 2))
+    network[0].compile(backend="eager")
+    return network
+
+
+@pytest.mark.parametrize(
+    "module", [torch.compile(nn.Linear(2, 2), backend="eager"), compiled_in_place()]
+)
+def test_a_network_that_its_user_has_compiled_is_told_how_its_stages_are(module: nn.Module) -> None:
+    for compiled in (False, True):
+        told = Told(compiled=compiled)
+        told.announcements.planned(found(module), PLAN)
+        assert any("compile_stages=True" in line for line in told.lines) is not compiled
+    told = Told()
+    told.announcements.planned(found(nn.Linear(2, 2)), PLAN)
+    assert not any("compile_stages" in line for line in told.lines)

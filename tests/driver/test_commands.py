@@ -1,0 +1,84 @@
+"""What workers are told and asked, and what must have happened on the driver before."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from crew import Crew
+
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.protocol import Answer, Check, Free, Report, Step
+from lightning_hybrid.driver.commands import Commands
+from lightning_hybrid.errors import HybridError, RemoteError
+from lightning_hybrid.remote.remote_source import Kind
+
+
+class Proxies:
+    """Notes what commands have them do."""
+
+    def __init__(self) -> None:
+        self.notes: list[Any] = []
+
+    def flush(self) -> None:
+        self.notes.append("flush")
+
+    def outdate(self, *kinds: Kind) -> None:
+        self.notes += kinds
+
+
+def passing(stages: int, *, passed: bool = True) -> Any:
+    return SimpleNamespace(owned=[None] * stages, passed=passed)
+
+
+def test_changes_travel_before_a_command_which_makes_stale_what_it_changes(crew: Crew) -> None:
+    proxies: Any = Proxies()
+    Commands(crew.workers, proxies).tell(Step(1))
+    assert proxies.notes == ["flush", Kind.PARAMETER, Kind.PARAMETER]  # of either worker
+    assert [crew.heard(rank) for rank in (1, 2)] == [Step(1), Step(1)]
+
+
+def test_answers_come_in_the_order_of_the_ranks(crew: Crew) -> None:
+    for rank in (2, 1):
+        crew.answer(rank, Answer(value=f"of {rank}"))
+    proxies: Any = Proxies()
+    answers = Commands(crew.workers, proxies).ask(Report("name"))
+    assert [answer.value for answer in answers] == ["of 1", "of 2"]
+
+
+def test_the_failure_of_any_worker_is_raised(crew: Crew) -> None:
+    crew.answer(1, Answer())
+    crew.answer(2, Answer(Failure.of(ValueError("on purpose"), "rank 2")))
+    proxies: Any = Proxies()
+    with pytest.raises(ValueError, match="on purpose") as found:
+        Commands(crew.workers, proxies).ask(Check())
+    assert isinstance(found.value.__cause__, RemoteError)
+
+
+def test_where_workers_wait_for_another_stage_of_this_rank_nothing_is_sent(crew: Crew) -> None:
+    proxies: Any = Proxies()
+    commands = Commands(crew.workers, proxies)
+    with crew.workers.passing(passing(2)):
+        with pytest.raises(HybridError, match="in the middle of a pass"):
+            commands.tell(Free(0, 1))
+        with pytest.raises(HybridError, match="in the middle of a pass"):
+            crew.workers.send(1, Free(0, 1))
+    assert proxies.notes == []  # what was changed here is not lost
+    with crew.workers.passing(passing(1)):  # a worker hears it after the pass
+        commands.tell(Free(0, 2))
+    assert crew.heard(1) == Free(0, 2)
+
+
+def test_a_pass_that_fails_is_over(crew: Crew) -> None:
+    with pytest.raises(KeyError), crew.workers.passing(passing(2)):
+        raise KeyError
+    crew.workers.send(1, Check())
+    assert crew.heard(1) == Check()
+    assert crew.workers.in_step
+
+
+def test_workers_are_out_of_step_once_a_pass_was_left_in_its_middle(crew: Crew) -> None:
+    with pytest.raises(KeyError), crew.workers.passing(passing(1, passed=False)):
+        raise KeyError
+    with crew.workers.passing(passing(1)):
+        pass
+    assert not crew.workers.in_step

@@ -1,0 +1,115 @@
+"""Nested results are equal up to rounding, and what differs is named."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hybrid.driver.differences import differences, epsilon_of, first_samples, numbers_in
+
+EPSILON = torch.finfo(torch.float64).eps
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    more: Any = None
+
+
+def result(shift: float = 0.0, **others: Any) -> dict[str, Any]:
+    logits = torch.linspace(-1, 1, 8, dtype=torch.float64).view(4, 2) + shift
+    return {"output": Output(logits, [logits.sin(), ("text", 3)]), **others}
+
+
+def test_equal_results_have_no_differences_whatever_their_structure() -> None:
+    assert differences(result(), result(), EPSILON) == []
+    nan = {"output": torch.tensor([float("nan"), float("inf")])}
+    assert differences(nan, {"output": nan["output"].clone()}, EPSILON) == []
+    other_objects = {"output": object()}
+    assert differences(other_objects, {"output": object()}, EPSILON) == []
+
+
+def test_what_differs_is_named_as_code_writes_it() -> None:
+    found = differences(result(0.5), result(), EPSILON)
+    assert [text.partition(" of shape (4, 2) differs by up to ")[0] for text in found] == [
+        "output.logits",
+        "output.more[0]",
+    ]
+    assert "0.5, where the largest number is 1" in found[0]
+    one, other = {"a": [1, True, "x"]}, {"a": [2, True, "y"]}
+    assert differences(one, other, EPSILON) == [
+        "a[0] is 1 and should be 2",
+        "a[2] is 'x' and should be 'y'",
+    ]
+    assert differences({"a": 1}, {"b": None}, EPSILON) == [
+        "a should not be there",
+        "b is missing",
+    ]
+    assert differences({"a": torch.ones(2)}, {"a": 1.0}, EPSILON) == [
+        "a is a tensor and should be 1.0"
+    ]
+    [line] = differences({"a": torch.ones(3, 2)}, {"a": torch.ones(3, 2).half()}, EPSILON)
+    assert (
+        line == "a is of shape (3, 2) and torch.float32 and should be of (3, 2) and torch.float16"
+    )
+    [line] = differences({"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])}, EPSILON)
+    assert line == "a of shape (2,) differs in 1 of 2 numbers"
+
+
+def test_the_order_of_an_ordered_dictionary_counts() -> None:
+    one, other = OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)
+    [line] = differences({"self.order": one}, {"self.order": other}, EPSILON)
+    assert line.startswith("the order of self.order is ")
+    assert differences({"x": {**one}}, {"x": {**other}}, EPSILON) == []
+
+
+def test_rounding_is_no_difference() -> None:
+    assert differences(result(1e-12), result(), EPSILON) == []
+    zero = {"large": torch.ones(1), "zero": torch.zeros(2)}
+    noise = {"large": torch.ones(1), "zero": torch.full((2,), 1e-12)}
+    assert differences(noise, zero, 1e-7) == []
+    assert differences({"a": 1.0 + 1e-12}, {"a": 1.0}, EPSILON) == []
+    assert differences(result(1e-12), result(), EPSILON, bits=True)
+    sparse = torch.eye(2).to_sparse()
+    assert differences({"a": sparse}, {"a": sparse.clone()}, 1e-7) == []
+    turned = torch.ones(2, dtype=torch.complex64)
+    assert differences({"a": turned * 1j}, {"a": turned}, 1e-7)
+
+
+def test_the_first_samples_are_compared_with_a_part_and_numbers_are_not() -> None:
+    whole = result(size=4, first=torch.arange(6).view(2, 3), feature=torch.eye(3))
+    part = {
+        "output": Output(whole["output"].logits[:2], [whole["output"].more[0][:2], ("text", 2)]),
+        "size": 2,
+        "first": whole["first"][:, :2],
+        "feature": torch.eye(3),
+    }
+    assert differences(whole, part, EPSILON, part=True) == []
+    part["output"].logits = part["output"].logits + 1
+    [line] = differences(whole, part, EPSILON, part=True)
+    assert line.startswith("output.logits")
+    sizes = {path: tuple(value.shape) for path, value in first_samples(whole, part).items()}
+    assert sizes["output.logits"] == (2, 2)
+    assert sizes["first"] == (2, 2)
+    assert numbers_in(whole) == {"output.more[1][0]": "text", "output.more[1][1]": 3, "size": 4}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "expected"),
+    [
+        (torch.float32, False, torch.float32),
+        (torch.float32, True, torch.bfloat16),
+        (torch.float64, False, torch.float64),
+    ],
+)
+def test_the_precision_is_the_lowest_of_those_that_a_call_may_compute_in(
+    dtype: torch.dtype, autocast: bool, expected: torch.dtype
+) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        epsilon = epsilon_of({"a": torch.ones(1, dtype=dtype), "b": torch.ones(1).bool()}, CPU)
+    assert epsilon == torch.finfo(expected).eps
+    assert epsilon_of({"a": 1}, CPU) == 0

@@ -1,0 +1,269 @@
+"""Which networks are cut, which stay on the driver, which are refused."""
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.driver.discovery import Discovery
+from lightning_hybrid.driver.network_options import NetworkOptions
+from lightning_hybrid.errors import NetworkNotFoundError, PlanError
+from lightning_hybrid.run.progress import StartProgress
+
+X = torch.ones(4, 6)
+
+
+class Watched:
+    """The networks of a module, on the driver of a replica of three stages; nothing is cut."""
+
+    def __init__(self, *, automatic: bool, training: bool = True, **networks: nn.Module) -> None:
+        self.lines: list[str] = []
+        self.settled = 0
+        self.module = nn.ModuleDict(networks)
+        driver: Any = SimpleNamespace(
+            device=torch.device("cpu"),
+            settle=self.settle,
+            keep=lambda module: None,
+            have_here=lambda module, whole=False: None,
+            remote=SimpleNamespace(suspended=nullcontext, places=SimpleNamespace(names=set)),
+            calls=SimpleNamespace(
+                one_stream=nullcontext, in_region=lambda _: nullcontext(), follows=False
+            ),
+        )
+        mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 3), drivers=None)
+        self.networks = Discovery(
+            self.module,
+            driver,
+            mesh,
+            NetworkOptions(
+                None,
+                2,
+                self.plan,
+                training=training,
+                compiled=False,
+                automatic=automatic,
+                say=self.lines.append,
+                progress=StartProgress(None),
+            ),
+            {},
+        )
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def plan(self, name: str, *_: Any, **how: Any) -> Any:
+        raise PlanError(f"asked for a plan of {name}")
+
+
+def large() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+
+
+def test_what_cannot_be_cut_stays_on_the_driver_if_no_number_of_stages_was_asked_for() -> None:
+    watched = Watched(automatic=True, net=nn.Linear(6, 3))
+    assert watched.module["net"](X).shape == (4, 3)
+    assert watched.module["net"](X).requires_grad
+    [line] = watched.lines
+    assert "'net' (Linear) has 1 network partition, fewer than 3 stages" in line
+    assert "as under ddp" in line
+    watched.networks.require()
+    assert watched.settled == 1
+
+
+def test_a_module_without_parameters_is_refused_where_it_is_to_be_trained() -> None:
+    with pytest.raises(NetworkNotFoundError, match="ModuleDict owns no module with parameters"):
+        Watched(automatic=False, net=nn.Tanh())
+    watched = Watched(automatic=False, training=False, net=nn.Tanh())
+    assert torch.equal(watched.module["net"](X), X.tanh())
+    watched.networks.require()
+
+
+def test_what_cannot_be_cut_is_refused_if_a_number_of_stages_was_asked_for() -> None:
+    watched = Watched(automatic=False, net=nn.Linear(6, 3))
+    with pytest.raises(PlanError, match=r"1 network partition, fewer .*=3\. Use at most 1 stage,"):
+        watched.module["net"](X)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_small_network_before_a_large_one_stays_on_the_driver(automatic: bool) -> None:
+    watched = Watched(automatic=automatic, stem=nn.Linear(6, 6), net=large())
+    hidden = watched.module["stem"](X)
+    [line] = watched.lines
+    assert line.endswith("it stays on the driver.")
+    with pytest.raises(PlanError, match="asked for a plan of net"):
+        watched.module["net"](hidden)
+
+
+def lend(watched: Watched) -> Tensor:
+    net = watched.module["net"]
+    made = {name: p.detach() * 2 for name, p in net.named_parameters()}
+    output: Tensor = torch.func.functional_call(net, made, (X,))
+    return output
+
+
+def test_a_call_before_training_leaves_the_modules_inside_watched() -> None:
+    part = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)])
+    run = Watched(automatic=False, net=nn.Sequential(part, nn.Linear(6, 6)))
+    for _ in range(2):
+        with torch.no_grad():
+            run.module["net"](X)
+    with pytest.raises(PlanError, match=r"asked for a plan of net\.0$"):  # which training calls
+        part(X)
+
+
+def test_a_call_on_other_weights_computes_with_these_and_is_not_taken_for_the_networks() -> None:
+    network = large()
+    made = {name: p.detach() * 2 for name, p in network.named_parameters()}
+    expected = torch.func.functional_call(network, made, (X,))
+    watched = Watched(automatic=True, net=network)
+    assert torch.equal(lend(watched), expected)
+    with pytest.raises(PlanError, match="asked for a plan of net"):
+        watched.module["net"](X)
+
+
+def test_a_network_that_is_only_called_on_other_weights_stays_on_the_driver_or_is_refused() -> None:
+    watched = Watched(automatic=True, net=large())
+    lend(watched)
+    watched.networks.require()
+    [line] = watched.lines
+    assert "'net' (Sequential) is called on other weights than its own" in line
+    watched = Watched(automatic=False, net=large())
+    lend(watched)
+    with pytest.raises(NetworkNotFoundError, match=r"'net' is called on other weights than its ow"):
+        watched.networks.require()
+
+
+class Doubles(TorchFunctionMode):
+    """Every linear layer gives the double."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.linear else result
+
+
+@pytest.mark.parametrize("mode", [Doubles, lambda: FlopCounterMode(display=False)])
+def test_a_call_inside_of_a_mode_runs_in_it_and_is_not_taken_for_the_networks(mode: Any) -> None:
+    network = large()
+    with mode():
+        expected = network(X)
+    watched = Watched(automatic=False, net=network)
+    with mode():
+        assert torch.equal(watched.module["net"](X), expected)
+    with pytest.raises(NetworkNotFoundError, match=r"'net' is called inside of a mode that sees"):
+        watched.networks.require()
+    with torch.device("cpu"), pytest.raises(PlanError, match="asked for a plan of net"):
+        watched.module["net"](X)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        x = self.two(x) if x.sum() > 0 else -self.two(x)
+        return self.three(x)
+
+
+def test_a_chain_of_graphs_is_announced_with_the_line_that_makes_it_one() -> None:
+    network = Branches()
+    expected = network(X)
+    watched = Watched(automatic=True, net=network)
+    assert torch.equal(watched.module["net"](X), expected)
+    [line] = watched.lines
+    assert line.startswith("Network 'net' (Branches) becomes several graphs")
+    assert "self.two(x) if x.sum() > 0" in line
+
+
+class SkipsLayers(nn.Module):
+    """Layers that are left out at random, by Python's or torch's generator."""
+
+    def __init__(self, keeps: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layers, self.keeps = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.keeps():
+                x = layer(x)
+        return x
+
+
+def keeps_by_python() -> bool:
+    return random.random() < 0.9
+
+
+def keeps_by_torch() -> Tensor:
+    return torch.rand(()) < 0.9
+
+
+def refusal(network: nn.Module, call: Callable[[nn.Module], Any]) -> str:
+    """The first line of what is said of a network that cannot be cut."""
+    watched = Watched(automatic=False, net=network)
+    call(watched.module["net"])
+    with pytest.raises(NetworkNotFoundError) as error:
+        watched.networks.require()
+    return str(error.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("keeps", "causes"),
+    [
+        # (torch 2.15 follows Python's generator, up to the branch)
+        (
+            keeps_by_python,
+            ("TorchDynamo does not follow 'Random.random'", "Data-dependent branching"),
+        ),
+        (keeps_by_torch, ("Data-dependent branching",)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")  # (as an error it would be the cause)
+def test_layers_left_out_at_random_are_named_first_with_their_line(
+    keeps: Any, causes: tuple[str, ...]
+) -> None:
+    line = refusal(SkipsLayers(keeps), lambda net: net(X.clone().requires_grad_()))
+    refused = "'net' cannot be captured as one graph:"
+    assert line.startswith(tuple(f"{refused} {cause} ({__file__}:" for cause in causes))
+
+
+@pytest.mark.filterwarnings("ignore")  # (torch.ao is on its way out)
+def test_a_network_that_is_prepared_for_quantisation_is_refused_for_its_observers() -> None:
+    network = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 6))
+    network.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")  # type: ignore
+    line = refusal(torch.ao.quantization.prepare_qat(network.train()), lambda net: net(X))
+    assert line.startswith("'net' cannot be captured as one graph: TorchDynamo does not follow 'F")
+    assert f"FakeQuantize.forward' (called in {__file__}:" in line
+    assert "use_reentrant" not in line
+
+
+def test_only_a_checkpoint_is_told_to_be_of_the_other_kind() -> None:
+    def without_gradients(net: nn.Module) -> None:
+        with torch.no_grad():
+            net(X)
+
+    def in_a_checkpoint(net: nn.Module) -> None:
+        checkpoint(net, X.clone().requires_grad_(), use_reentrant=True)
+
+    said = f"'net' was called without gradients only ({__file__}:"
+    plain, of_checkpoint = refusal(large(), without_gradients), refusal(large(), in_a_checkpoint)
+    assert plain.startswith(said)
+    assert "use_reentrant" not in plain
+    assert of_checkpoint.startswith(said)
+    assert "use_reentrant=False" in of_checkpoint
+
+
+def test_a_large_network_that_is_never_called_is_missed() -> None:
+    watched = Watched(automatic=False, stem=nn.Linear(6, 6), net=large())
+    watched.module["stem"](X)
+    with pytest.raises(NetworkNotFoundError, match="that can be cut"):
+        watched.networks.require()

@@ -1,0 +1,49 @@
+"""Each rank of a replica gets the code and the weights of its stages, and no others."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from driven import Model, batches, model
+from torch import nn
+
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.driver.distribution import Distribution
+from lightning_hybrid.driver.driven_network import Placement
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.stage.rank_stages import StageOptions
+
+
+def test_workers_own_what_their_stages_use(replicas: Any) -> None:
+    module = model()
+    replica = replicas(module, (1, 2, 1, 0))
+    for rank, layers in ((1, (0, 4)), (2, (2,))):
+        names = {f"net.{n}.{kind}" for n in layers for kind in ("weight", "bias")}
+        assert set(replica.driver._ownership.tensors_of(rank)) == names
+    assert replica.network.owned() == ["net.6.weight", "net.6.bias"]
+    assert replica.network.placement.devices == (1, 2, 1, 0)
+
+
+def test_the_drivers_weights_are_those_that_workers_begin_with(replicas: Any) -> None:
+    torch.manual_seed(1)
+    module, [value] = model(), batches(1)
+    expected = module.net(value)
+    replica = replicas(module, (1, 0))
+    for other in replica.modules.values():
+        assert torch.equal(other.net[0].weight, module.net[0].weight)
+    torch.testing.assert_close(replica(value), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_compiled_stages_of_the_driver_share_no_weight_with_another_rank() -> None:
+    network = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
+    nothing: Any = None
+    commands: Any = SimpleNamespace(workers=nothing)
+    mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 2))
+    options = StageOptions(compiled=True)
+    distribution = Distribution(
+        *(Model(network), mesh, torch.device("cpu"), 0, options, commands, nothing), vacates=False
+    )
+    codes: Any = [SimpleNamespace(owned=("first.weight",))] * 2
+    with pytest.raises(NetworkError, match=r"compile_stages=True.*'net' shares 'first\.weight'"):
+        distribution.distribute(0, "net", network, codes, Placement.of(codes, (1, 0), "gpipe"))

@@ -1,0 +1,85 @@
+"""From which worker tensors come, and to which ones changes go."""
+
+import pytest
+import torch
+from crew import Crew
+
+from lightning_hybrid.comm.protocol import (
+    Answer,
+    ClearGradients,
+    GiveGradients,
+    GiveWeights,
+    NameGradients,
+    TakeGradients,
+    TakeWeights,
+)
+from lightning_hybrid.driver.ownership import Ownership, Unsettled
+from lightning_hybrid.remote.remote_source import Kind
+
+ONE, TWO = torch.ones(1), torch.full((2,), 2.0)
+
+
+@pytest.fixture
+def unsettled() -> Unsettled:
+    return Unsettled()
+
+
+@pytest.fixture
+def ownership(crew: Crew, unsettled: Unsettled) -> Ownership:
+    made = Ownership(crew.workers, unsettled)
+    assert not made.any_network
+    made.add(0, {1: ("a", "mask"), 2: ("b", "mask")})
+    made.add(1, {1: ("c",), 2: ()})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"), [(Kind.PARAMETER, GiveWeights), (Kind.GRADIENT, GiveGradients)]
+)
+def test_each_worker_is_asked_once_for_what_it_owns(
+    crew: Crew, ownership: Ownership, kind: Kind, command: type
+) -> None:
+    crew.answer(1, Answer(tensors=[("a", ONE), ("c", TWO)]))
+    crew.answer(2, Answer(tensors=[("b", TWO)]))
+    values = ownership.give(kind, ["a", "b", "c"])
+    torch.testing.assert_close(values, {"a": ONE, "c": TWO, "b": TWO})
+    assert crew.heard(1) == command(["a", "c"])
+    assert crew.heard(2) == command(["b"])
+
+
+def test_a_constant_of_several_workers_changes_on_all_of_them(
+    crew: Crew, ownership: Ownership
+) -> None:
+    ownership.take(Kind.BUFFER, {"mask": ONE, "a": TWO})
+    first, second = crew.heard(1), crew.heard(2)
+    assert isinstance(first, TakeWeights)
+    assert isinstance(second, TakeWeights)
+    assert sorted(name for name, _ in first.tensors) == ["a", "mask"]
+    assert [name for name, _ in second.tensors] == ["mask"]
+
+
+def test_networks_whose_gradients_are_added_to_are_averaged_again(
+    crew: Crew, ownership: Ownership, unsettled: Unsettled
+) -> None:
+    ownership.take(Kind.GRADIENT, {"b": TWO})
+    assert unsettled.networks == set()
+    ownership.take(Kind.GRADIENT, {"c": TWO}, add=True)
+    assert unsettled.networks == {1}
+    command = crew.heard(1)
+    assert isinstance(command, TakeGradients)
+    assert command.add
+
+
+def test_gradients_are_cleared_and_found_where_they_are(crew: Crew, ownership: Ownership) -> None:
+    ownership.clear_gradients(["c", "b"])
+    assert crew.heard(1) == ClearGradients(["c"])
+    assert crew.heard(2) == ClearGradients(["b"])
+    crew.answer(1, Answer(value=["a"]))
+    crew.answer(2, Answer(value=["b"]))
+    assert ownership.gradient_names() == {"a", "b"}
+    assert crew.heard(1) == NameGradients()
+
+
+def test_a_worker_owns_tensors_of_all_networks(ownership: Ownership) -> None:
+    assert ownership.any_network
+    assert [ownership.tensors_of(rank) for rank in (1, 2)] == [["a", "mask", "c"], ["b", "mask"]]

@@ -1,0 +1,66 @@
+"""Which random numbers the calls of a step draw."""
+
+import pytest
+import torch
+
+from lightning_hybrid.driver import step_calls
+from lightning_hybrid.driver.step_calls import StepCalls
+
+
+def calls() -> StepCalls:
+    return StepCalls(7, 0, torch.device("cpu"))
+
+
+def test_two_calls_of_a_step_that_stages_do_not_run_draw_other_numbers() -> None:
+    def uses_rng() -> list[float]:
+        made = calls()
+        made.begin(3)
+        found = []
+        for _ in range(2):
+            with made.one_stream():
+                found.append(torch.rand(()).item())
+        return found
+
+    before = torch.get_rng_state()
+    first, second = uses_rng()
+    assert first != second
+    assert uses_rng() == [first, second]  # of the same step, resumed
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_calls_without_gradients_never_draw_what_training_draws() -> None:
+    made = calls()
+    training, evaluation = set(), set()
+    for batch in range(3):
+        made.begin(batch)
+        for _ in range(4):
+            training.add(made.draw_number(grad=True))
+            made.note()
+            evaluation.add(made.draw_number(grad=False))
+    assert len(training) == len(evaluation) == 12
+    assert training.isdisjoint(evaluation)
+
+
+class Region:
+    """Stands for a checkpointed region."""
+
+
+def test_a_region_that_runs_again_draws_what_it_drew(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, one, other = calls(), Region(), Region()
+
+    def numbers(region: Region, *, again: bool, count: int = 2) -> list[int]:
+        found = []
+        for _ in range(count):
+            with made.in_region((region, again)):
+                found.append(made.draw_number(grad=True))
+                made.note()
+        return found
+
+    made.begin(3)
+    first, second = numbers(one, again=False), numbers(other, again=False)
+    assert len({*first, *second}) == 4
+    for number in (11, 12):  # two backward passes through a graph that is kept
+        monkeypatch.setattr(step_calls, "pass_number", lambda number=number: number)
+        assert numbers(other, again=True) == second
+        assert numbers(one, again=True, count=1) == first[:1]
+    assert made.draw_number(grad=True) not in {*first, *second}

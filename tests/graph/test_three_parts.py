@@ -1,0 +1,580 @@
+"""Networks in which samples meet: in micro-batches they compute what the whole batch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capturing import InParts, outputs_and_gradients
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_hybrid.graph.rows import Rows
+
+Code = Callable[..., Any]
+BATCH = 6
+
+
+class Net(nn.Module):
+    """Three layers that make nearly all of the load, and a function that uses them."""
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.c = nn.Linear(8, 512), nn.Linear(512, 512), nn.Linear(512, 8)
+        self.scale = nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("state", torch.zeros(8))
+        self.code = code
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+    def forward(self, *args: Any) -> Any:
+        return self.code(self, *args)
+
+
+def inputs(*more: Any) -> tuple[Any, ...]:
+    return torch.randn(BATCH, 8, dtype=torch.float64), *more
+
+
+# ---------------------------------------------------------------- split, with a tail
+
+
+def loss_inside(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    h = net.body(x)
+    return F.cross_entropy(h, y), h
+
+
+def class_weights(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    weight = torch.arange(1.0, 9, dtype=x.dtype)
+    return F.cross_entropy(net.body(x), y, weight)
+
+
+def token_weighted(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    h = net.body(x)
+    kept = (y > 3).to(h.dtype)
+    return (h.sum(1) * kept).sum() / kept.sum(), h.square().mean()
+
+
+def contrastive(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    one, other = net.body(x), net.body(x.flip(-1))
+    logits = net.scale.exp() * one @ other.T
+    labels = torch.arange(len(x))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def two_views(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(net.body(torch.cat([x, x.flip(1)])), dim=1)
+    one, other = z[: len(x)], z[len(x) :]
+    return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(x)))
+
+
+def barlow(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    h = net.body(x)
+    n = (h - h.mean(0)) / (h.var(0) + 1e-3).sqrt()
+    return h, net.scale * (n.T @ n / len(x) - torch.eye(8, dtype=x.dtype)).square().sum()
+
+
+def own_position(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.body(x)[torch.arange(len(x)), y]
+
+
+def in_place_at_the_end(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.body(x)
+    similar = h @ h.T
+    similar[:, 0] = 0
+    return similar
+
+
+def without_gradients(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.body(x)
+    with torch.no_grad():
+        mean = h.mean(0)
+    return (h * mean).sum()
+
+
+def checkpointed(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = checkpoint(net.body, x, use_reentrant=False)
+    return F.cross_entropy(h, y) + checkpoint(net.body, x + 1, use_reentrant=False).mean()
+
+
+def read(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+    h = net.body(x)
+    return h, h.detach().sum().item()
+
+
+def shifted_labels(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    labels = y.new_zeros(len(y), 2)
+    labels[:, 1:] = y[:, None].clone()
+    labels[:, 0] = 1
+    return F.cross_entropy(net.body(x).view(-1, 4), labels.view(-1) % 4)
+
+
+def number_of_picked(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+    at = torch.where(y > 3)[0]
+    h = net.body(x)
+    return h.index_add(0, at, net.body(h[at])), at.shape[0]
+
+
+def picked_at_the_end(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    h = net.body(x)
+    return h[y > 3], F.cross_entropy(h[y > 2], y[y > 2])
+
+
+def mean_of_positions(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return (net.body(x).sum(1) * torch.arange(len(x))).sum()
+
+
+def weak(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.body(x)
+    return h - 1e-9 * h.mean(0)
+
+
+def in_the_backward(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.body(x)
+    mean = h.mean(0)
+    return h + (mean - mean.detach())
+
+
+TAILS: list[Code] = [
+    loss_inside, class_weights, token_weighted, contrastive, two_views, barlow, own_position,
+    in_place_at_the_end, without_gradients, checkpointed, read, shifted_labels, mean_of_positions,
+    weak, in_the_backward, number_of_picked, picked_at_the_end,
+]  # fmt: skip
+
+# ---------------------------------------------------------------- split, with a prologue
+
+
+def mixup(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.body(0.7 * x + 0.3 * x[torch.randperm(len(x))])
+
+
+def random_mask(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    noise = torch.rand(len(x), 8, dtype=x.dtype)
+    kept = noise.argsort(1) < 5
+    h = net.body(x * kept)
+    return (h - x).square().sum() / (~kept).sum(), kept
+
+
+def standardised(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.body((x - x.mean(0)) / x.std(0))
+
+
+def one_draw_for_all(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.body(x * torch.rand(8, dtype=x.dtype))
+
+
+def near_ones(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    near = torch.cdist(x, x) < 4
+    h = net.body(x)
+    return (h @ h.T).masked_fill(near, 0.0).square().sum()
+
+
+PROLOGUES: list[Code] = [mixup, random_mask, standardised, one_draw_for_all, near_ones]
+
+
+def compared(network: nn.Module, *args: Any, microbatches: int = 2) -> InParts:
+    """Compare calls in micro-batches with those of a twin, and with another batch size."""
+    network = network.double()
+    twin, parts = deepcopy(network), InParts(network, microbatches)
+    for size in (BATCH, BATCH - 1, BATCH):
+        some = [arg[:size] if arg.dim() and len(arg) == BATCH else arg for arg in args]
+        compared_once(network, twin, parts, *some)
+    return parts
+
+
+def compared_once(network: nn.Module, twin: nn.Module, parts: InParts, *args: Tensor) -> None:
+    expected = outputs_and_gradients(twin, twin, *args)
+    found = outputs_and_gradients(network, parts, *args)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("code", TAILS + PROLOGUES, ids=lambda code: code.__name__)
+def test_what_needs_all_samples_is_computed_beside_the_micro_batches(code: Code) -> None:
+    parts = compared(Net(code), *inputs(torch.randint(8, (BATCH,))))
+    assert parts.why_whole is None
+    assert parts.counted == 2
+
+
+# ---------------------------------------------------------------- split by proof alone
+
+
+def folded_behind_time(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x).view(len(x), 8, 64).transpose(0, 1).reshape(-1, 64)
+    h = (h - h.mean(1, keepdim=True)).view(8, -1, 64)
+    return net.c(net.b(h.transpose(0, 1).flatten(1)))
+
+
+def repeated(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(net.a(x).repeat(2, 1)[len(x) :]))
+
+
+def samples_as_channels(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(F.instance_norm(net.a(x).view(len(x), 8, 64)).flatten(1)))
+
+
+@pytest.mark.parametrize(
+    "code", [folded_behind_time, repeated, samples_as_channels], ids=lambda code: code.__name__
+)
+def test_samples_inside_of_dimensions_are_followed(code: Code) -> None:
+    parts = compared(Net(code), *inputs(torch.randint(8, (BATCH,))))
+    assert (parts.why_whole, parts.division) == (None, "proof")
+
+
+class TimeMajor(nn.Module):
+    """The batch is put behind time and back; two layers that want it there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+        self.gru = nn.GRU(8, 4, bidirectional=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        states, last = self.gru(self.layer(x.transpose(0, 1)))
+        return states.transpose(0, 1), last
+
+
+class Masked(nn.Module):
+    """A mask of the second input, positions, and an embedding, as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.tokens, self.layer = nn.Embedding(9, 8), nn.TransformerEncoderLayer(8, 2, 16, 0.0)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        rows, places = torch.arange(len(ids)), torch.arange(ids.shape[1])
+        allowed = mask[rows[:, None], places][:, None, None] > 0
+        h = self.tokens(ids).view(len(ids), -1, 2, 4).transpose(1, 2)
+        h = F.scaled_dot_product_attention(h, h, h, allowed).transpose(1, 2).flatten(2)
+        return self.head(h)[rows, mask.sum(1) - 1]
+
+
+def test_samples_behind_time_are_split() -> None:
+    parts = compared(TimeMajor(), torch.randn(BATCH, 5, 8, dtype=torch.float64))
+    assert parts.why_whole is None
+
+
+class TimeFirst(nn.Module):
+    """The batch is dimension 1 of both inputs, or 0 of a mask."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        h = self.layer(x, *more)
+        return self.head(h[0] if isinstance(h, tuple) else h)
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.parametrize("time", [BATCH, 5], ids=["as long as the batch", "shorter"])
+@pytest.mark.parametrize(
+    ("make", "shapes"),
+    [
+        (encoder_layer, ["tb8"]),
+        (encoder_layer, ["tb8", "tt", "bt"]),
+        (lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0), ["tb8", "3b8"]),
+        (lambda: nn.LSTM(8, 8), ["tb8"]),
+    ],
+    ids=["encoder", "masks", "decoder", "LSTM"],
+)
+def test_a_batch_in_dimension_1_is_split_there(
+    make: Callable[[], nn.Module], shapes: list[str], time: int
+) -> None:
+    torch.manual_seed(1)
+    sizes = {"t": time, "b": BATCH, "3": 3, "8": 8}
+    args = [torch.randn([sizes[d] for d in shape], dtype=torch.float64) for shape in shapes]
+    network = TimeFirst(make()).double()
+    twin, parts = deepcopy(network), InParts(network)
+    compared_once(network, twin, parts, *args)
+    assert (parts.why_whole, parts.counted) == (None, 2)
+    assert parts.graph is not None
+    assert list(parts.graph.rows.values()) == [Rows(1)]
+
+
+def test_where_samples_meet_in_both_dimensions_the_batch_goes_whole() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = encoder_layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x).transpose(0, 1))
+
+    parts = InParts(Both().double())
+    parts(torch.randn(5, BATCH, 8, dtype=torch.float64))
+    assert parts.why_whole is not None
+    assert parts.graph is not None
+    assert parts.graph.batch == 5  # of dimension 0, as ever
+
+
+def test_two_inputs_of_one_size_are_one_batch() -> None:
+    mask = (torch.arange(5) < torch.tensor([[2], [5], [3], [4], [1], [5]])).long()
+    parts = compared(Masked(), torch.randint(9, (BATCH, 5)), mask, microbatches=3)
+    assert parts.why_whole is None
+    assert parts.counted == 3
+
+
+def test_inputs_of_several_sizes_are_taken_whole() -> None:
+    def code(net: Any, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        return net.body(x), net.body(table)
+
+    network = Net(code).double()
+    parts = InParts(network)
+    x = torch.randn(BATCH, 8, dtype=torch.float64)
+    parts(x, x + 1)
+    assert parts.counted == 2
+    parts(x, x[:4])
+    assert parts.why_whole == "its inputs have several batch sizes"
+
+
+# ---------------------------------------------------------------- whole
+
+
+def among_samples(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    q = net.a(x)[None, None]
+    return net.c(net.b(F.scaled_dot_product_attention(q, q, q)[0, 0]))
+
+
+def centred(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    return net.c(net.b(h - h.mean(0)))
+
+
+def sorted_away(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    return net.c(net.b(h[h[:, 0].argsort()]))
+
+
+def permuted_by_argument(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(net.a(x)[y % len(x)]))
+
+
+def divided_by_size(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(net.a(x) / len(x)))
+
+
+def shared_by_size(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    return net.c(net.b(h + net.b.weight[len(x) : len(x) + 1]))
+
+
+def written_buffer(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.body(x)
+    with torch.no_grad():
+        net.state.mul_(0.9).add_(h.mean(0), alpha=0.1)
+    return h - net.state
+
+
+def drops_weights(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(F.linear(net.a(x), F.dropout(net.b.weight)))
+
+
+def changed_through_a_view(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x).clone()
+    h[0] = 1
+    return net.c(net.b(h))
+
+
+def batch_in_the_last_dimension(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(F.layer_norm(net.a(x).t(), (len(x),)).t()))
+
+
+def folded_wrongly(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x).view(len(x), 8, 64).transpose(0, 1).reshape(len(x), 8, 64)
+    return net.c(net.b(h.flatten(1)))
+
+
+def next_position(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(net.a(x)[(torch.arange(len(x)) + 1) % len(x)]))
+
+
+def mean_of_a_class(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    return net.c(net.b(h.new_zeros(8, 512).index_add(0, y, h)[y]))
+
+
+def capacity(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    order = F.one_hot(h[:, :4].argmax(1), 4).cumsum(0)
+    return net.c(net.b(h * (order.amax(1) < 3)[:, None]))
+
+
+def descending(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    numbers, order = h[:, :2].argmax(1).sort(descending=True)
+    ends = torch.histc(numbers.double(), 2, 0, 1).cumsum(0)
+    return net.c(net.b((h[order] * ends[0]).index_add(0, order, h)))
+
+
+def mean_of_picked(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    at = torch.where(h[:, 0] > 0)[0]
+    return net.c(net.b(h.index_add(0, at, h[at] - h[at].mean(0))))
+
+
+def sized_by_picked(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    at = torch.where(h[:, 0] > 0)[0]
+    return net.c(net.b(h.index_add(0, at, h[at] / (at.shape[0] + 1))))
+
+
+def of_another_mask(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    mask = h[:, 0] > 0
+    h = h.clone()
+    h[mask.flip(0)] = h[mask].tanh()
+    return net.c(net.b(h))
+
+
+def written_through_a_fold(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    halves = h.view(2, -1, 512)
+    halves[0] += halves[1]
+    return net.c(net.b(h))
+
+
+def written_through_a_transpose(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.a(x)
+    h.t()[:, 0] = 0
+    return net.c(net.b(h))
+
+
+def cut_out_of_repeated(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return net.c(net.b(net.a(x).repeat(2, 1)[1 : len(x) + 1]))
+
+
+WHOLE = [
+    among_samples, centred, sorted_away, permuted_by_argument, divided_by_size, shared_by_size,
+    written_buffer,
+    drops_weights, changed_through_a_view,
+    batch_in_the_last_dimension, folded_wrongly, next_position, mean_of_a_class, capacity,
+    descending, mean_of_picked, sized_by_picked, of_another_mask,
+    written_through_a_fold, written_through_a_transpose, cut_out_of_repeated,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", WHOLE, ids=lambda code: code.__name__)
+def test_where_much_follows_after_samples_have_met_the_batch_goes_whole(code: Code) -> None:
+    parts = InParts(Net(code).double())
+    parts(*inputs(torch.randint(8, (BATCH,))))
+    assert parts.why_whole is not None
+    assert "samples meet" in parts.why_whole or "changes" in parts.why_whole, parts.why_whole
+
+
+def test_the_reason_names_the_operator_its_place_and_the_load_behind_it() -> None:
+    parts = InParts(Net(centred).double())
+    parts(*inputs(torch.randint(8, (BATCH,))))
+    words = parts.why_whole or ""
+    assert words.startswith("samples meet in 'mean' (mean), ")
+    assert "test_three_parts.py:" in words
+    assert words.endswith("% of the load follows")
+
+
+# ---------------------------------------------------------------- operations that are tried
+
+
+@torch.library.custom_op("lightning_hybrid_tests::halved", mutates_args=())
+def halved(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale / 2
+
+
+@torch.library.custom_op("lightning_hybrid_tests::recentred", mutates_args=())
+def recentred(x: Tensor, scale: Tensor) -> Tensor:
+    return (x - x.mean(0)) * scale
+
+
+@torch.library.custom_op("lightning_hybrid_tests::meets_backwards", mutates_args=())
+def meets_backwards(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _halved_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, scale = ctx.saved_tensors
+    return gradient * scale / 2, (gradient * x / 2).sum()
+
+
+def _met_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, scale = ctx.saved_tensors
+    return (gradient - gradient.mean(0)) * scale, (gradient * x).sum()
+
+
+for _operator, _back in (
+    (halved, _halved_back), (recentred, _halved_back), (meets_backwards, _met_back)
+):  # fmt: skip
+    _operator.register_fake(lambda x, scale: torch.empty_like(x))
+    _operator.register_autograd(_back, setup_context=_keep)
+
+
+class Rounds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Bounds(torch.autograd.Function):
+    """Its backward bounds the norm of the whole batch's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * (1e3 / gradients[0].norm().clamp(min=1e3))
+
+
+class Overflows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def applied(function: Code) -> Code:
+    return lambda net, x, y: net.c(net.b(function(net, net.a(x))))
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("function", "splits"),
+    [
+        (lambda net, h: halved(h, net.scale), True),
+        (lambda net, h: Rounds.apply(h * 3), True),
+        (lambda net, h: recentred(h, net.scale), False),
+        (lambda net, h: meets_backwards(h, net.scale), False),
+        (lambda net, h: Bounds.apply(h), False),
+        (lambda net, h: Overflows.apply(h), False),
+    ],
+    ids=["operator", "Function", "meets forwards", "meets backwards", "bounds", "overflows"],
+)
+def test_an_operation_of_the_user_s_own_is_tried(function: Code, splits: bool) -> None:
+    parts = compared(Net(applied(function)), *inputs(torch.randint(8, (BATCH,))))
+    assert (parts.why_whole is None) is splits, parts.why_whole
+    assert parts.graph is not None
+    assert len(parts.graph.tried) == splits

@@ -1,0 +1,191 @@
+"""A network built without memory gets the numbers that one device would draw."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from deferring import build, made, pair
+from monai.networks.nets import DenseNet, SwinUNETR, UNet, ViT, resnet18
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from lightning_hybrid.errors import DeferredError
+from lightning_hybrid.remote.deferral import has_loaded
+from lightning_hybrid.remote.deferred import (
+    is_deferred,
+    is_offloaded,
+    materialize,
+    offload,
+    value_of,
+)
+from lightning_hybrid.remote.unread import unread
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # weight_norm as it was
+
+
+class Computed(nn.Module):
+    """Values read while the network is made, a table of positions, a tensor as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(1, 7, 12))
+        nn.init.trunc_normal_(self.position, std=0.02)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 5)]
+        self.listed = nn.Parameter(torch.tensor(torch.linspace(0, 1, 4).tolist()))
+        grid = torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij")
+        self.register_buffer("grid", torch.stack(grid).flatten(1))
+        self.constant = torch.arange(3.0) * 2
+
+
+def initialised(function: Callable[[Tensor], object]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        layer = nn.Linear(20, 30)
+        function(layer.weight)
+        nn.init.constant_(layer.bias, 0.5)
+        return layer
+
+    return build
+
+
+def tied() -> nn.Module:
+    network = nn.Sequential(nn.Embedding(10, 6, padding_idx=2), nn.Linear(6, 10))
+    network[1].weight = network[0].weight
+    return network
+
+
+def loaded() -> nn.Module:
+    layer = nn.Linear(5, 5)
+    layer.load_state_dict({"weight": torch.full((5, 5), 3.0), "bias": torch.arange(5.0)})
+    return layer
+
+
+def changed() -> nn.Module:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(9, 9))
+
+    def change(module: nn.Module) -> None:
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(torch.as_tensor(module.weight))
+            module.weight.data.mul_(2)
+            module.bias.data[1:3] = 7
+
+    return network.apply(change).double().to("cpu")
+
+
+def own_generator() -> nn.Module:
+    generator = torch.Generator().manual_seed(3)
+    layer = nn.Linear(9, 9)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(9, 9, generator=generator))
+        layer.bias.copy_(torch.rand(9) + torch.randperm(9))
+    return layer
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(100, 50),
+    "convolution": lambda: nn.Conv3d(3, 8, 3),
+    "batch norm": lambda: nn.BatchNorm2d(5),
+    "layer norm": lambda: nn.LayerNorm(7),
+    "attention": lambda: nn.MultiheadAttention(16, 4),
+    "transformer": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2
+    ),
+    "lstm": lambda: nn.LSTM(4, 5, 2),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(5, 6)),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(5, 6)),
+    "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(5, 6)),
+    "computed": Computed,
+    "orthogonal": initialised(nn.init.orthogonal_),
+    "sparse": initialised(lambda weight: nn.init.sparse_(weight, 0.3)),
+    "tied": tied,
+    "loaded": loaded,
+    "changed": changed,
+    "own generator": own_generator,
+    "resnet": lambda: resnet18(
+        spatial_dims=3, n_input_channels=1, num_classes=2, widen_factor=0.125
+    ),
+    "densenet": lambda: DenseNet(3, 1, 2, 8, growth_rate=4, block_config=(2, 2)),
+    "unet": lambda: UNet(3, 1, 2, (4, 8, 16), (2, 2)),
+    "vit": lambda: ViT(
+        1, (32, 32, 32), (16, 16, 16), 48, 64, num_layers=2, num_heads=4, classification=True
+    ),
+    "swin": lambda: SwinUNETR(in_channels=1, out_channels=2, feature_size=12),
+}
+
+
+def tensors_of(network: nn.Module) -> dict[str, Tensor]:
+    return dict([*network.named_parameters(), *network.named_buffers()])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_numbers_and_generator_are_those_of_one_device(name: str) -> None:
+    if name == "vit":
+        pytest.importorskip("einops", reason="MONAI's patch embedding wants it")
+    expected = made(NETWORKS[name])
+    state = torch.get_rng_state()
+    network, _ = build(NETWORKS[name])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(is_deferred(parameter) or name == "computed" for parameter in network.parameters())
+    identities = {key: id(value) for key, value in tensors_of(network).items()}
+    # each for itself, in any order
+    values = {key: value_of(value) for key, value in reversed(tensors_of(network).items())}
+    materialize(tensors_of(network).values())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {key: id(value) for key, value in tensors_of(network).items()} == identities
+    for key, value in tensors_of(expected).items():
+        for found in (values[key], tensors_of(network)[key]):
+            assert torch.equal(found, value)
+            assert (found.dtype, found.stride()) == (value.dtype, value.stride())
+    assert all(type(parameter) is nn.Parameter for parameter in network.parameters())
+    assert list(network.state_dict()) == list(expected.state_dict())
+    if name == "computed":
+        assert network.rates == expected.rates
+        assert torch.equal(network.constant, expected.constant)
+
+
+def test_only_what_was_loaded_must_travel() -> None:
+    network, deferral = build(pair)
+    offload(network[1].bias, "1.bias", "on rank 1")
+    state = {"0.weight": torch.ones(5, 4)}
+    with deferral.loading(network, outlined=False):
+        network.load_state_dict(state, strict=False)
+    assert [has_loaded(p) for p in network.parameters()] == [True, False, False, False]
+    assert is_offloaded(network[1].bias)
+    assert torch.equal(value_of(network[0].weight), state["0.weight"])
+
+
+def test_what_is_loaded_from_a_file_is_read_when_its_rank_makes_it() -> None:
+    network, deferral = build(pair)
+    value, reads = torch.arange(20.0).view(5, 4), list[bool]()
+
+    def read() -> Tensor:
+        reads.append(True)
+        return value.clone().view(-1).view(torch.uint8)
+
+    state = {"0.weight": unread(value.shape, value.stride(), value.dtype, read)}
+    with deferral.loading(network, outlined=False):
+        network.load_state_dict(state, strict=False)
+    assert reads == []
+    assert has_loaded(network[0].weight)
+    assert torch.equal(value_of(network[0].weight), value)
+
+
+def test_an_initialisation_that_needs_numbers_to_go_on_is_refused_by_name() -> None:
+    def resized() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        with torch.no_grad():
+            layer.weight.masked_scatter_(layer.weight > 0, torch.ones(16)).data.set_()
+            torch.sort(layer.bias, out=(layer.bias.data, torch.tensor([0, 0, 0, 0])))
+        return layer
+
+    with pytest.raises(DeferredError, match=r"sort.*__init__"):
+        build(resized)
+
+
+def test_after_a_build_that_failed_new_tensors_have_their_memory() -> None:
+    def broken() -> nn.Module:
+        nn.Linear(2, 2)
+        raise KeyError("on purpose")
+
+    with pytest.raises(KeyError):
+        build(broken)
+    assert torch.equal(nn.init.ones_(nn.Linear(2, 2).weight), torch.ones(2, 2))

@@ -1,0 +1,34 @@
+"""Tensors of other ranks, over the in-memory channels of a driver and two workers."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from driven import Replica, batches, let_go, model
+
+from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.remote.remote_source import Kind
+
+
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    made = Replica(model(), batches(1)[0], (1, 2, 0))
+    yield made
+    let_go(made)
+
+
+def test_weights_of_other_ranks_are_read_and_written_over_their_channels(replica: Replica) -> None:
+    replica.driver.commands.ask(Check())  # until here the workers take in their stages
+    names = sorted(replica.driver.remote.places.names(Kind.PARAMETER))
+    theirs = [dict(module.named_parameters()) for module in replica.modules.values()]
+    first = {name: theirs[0][name].detach().clone() for name in names}
+    mine = dict(replica.model.named_parameters())
+    with torch.no_grad():
+        for worker in theirs:
+            [worker[name].add_(1) for name in names]
+        assert names
+        assert all(torch.equal(mine[name] + 0, first[name] + 1) for name in names)
+        [mine[name].mul_(2) for name in names]
+    replica.end()
+    for worker in theirs:
+        assert all(torch.equal(worker[name], 2 * (first[name] + 1)) for name in names)

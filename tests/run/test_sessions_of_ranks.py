@@ -1,0 +1,315 @@
+"""What a run does on a driver and on a worker, with a driver, a worker and ranks that only note."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import nn
+from torch.optim import SGD
+
+import lightning_hybrid.run.session as sessions
+from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.transport import ConnectionLost
+from lightning_hybrid.config import Config
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.process.run_results import Snapshot, collect_results
+from lightning_hybrid.run.building import BetweenRuns, DeferredModule, WholeModule
+from lightning_hybrid.run.coming_batches import InOrder
+from lightning_hybrid.run.device_times import Measurement
+from lightning_hybrid.run.progress import StartProgress
+from lightning_hybrid.run.run import Run
+from lightning_hybrid.run.session import DriverSession, WorkerSession
+from lightning_hybrid.run.world import NoWorld, Phase
+
+# Lightning's advice on unused devices and loggers
+pytestmark = pytest.mark.filterwarnings("ignore")
+PLAN = Plan(replicas=1, stages=2, microbatches=2, schedule="gpipe", cuts=("b",))
+FAILURE = Failure("rank 1 failed")
+
+
+class Notes:
+    """Notes every call of a method, as its name; contexts as their name and its end."""
+
+    CONTEXTS = ("whole", "suspended", "statistics")
+
+    def __init__(self, notes: list[Any]) -> None:
+        self.notes, self.synchronize = notes, True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.context(name) if name in self.CONTEXTS else self.method(name)
+
+    def method(self, name: str) -> Any:
+        return lambda *_, **__: self.notes.append(name)
+
+    def context(self, name: str) -> Any:
+        @contextmanager
+        def entered(**_: Any) -> Iterator[None]:
+            self.notes.append(name)
+            yield
+            self.notes.append(f"end of {name}")
+
+        return entered
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
+    module = Net()
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(module)
+    trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
+    world: Any = SimpleNamespace(
+        coordinates=coordinates or Coordinates(0, 1, 2), phase=Phase.RUNNING
+    )
+    fields = {
+        "config": Config.resolve(),
+        "trainer": trainer,
+        "module": module,
+        "world": world,
+        "device": torch.device("cpu"),
+        "accelerator": trainer.accelerator,
+        "precision": trainer.precision_plugin,
+        "fitting": True,
+        "synchronised": False,
+        "building": WholeModule(),
+        "measurement": Measurement(torch.device("cpu"), wanted=False),
+        "shared": frozenset(module.state_dict()),
+        "before": Snapshot(trainer),
+        "plans": {"net": PLAN},
+        "progress": StartProgress(None),
+    }
+    return Run(**{**fields, **changes})
+
+
+class Driven:
+    """A driver's session, and the notes of all that it calls."""
+
+    def __init__(self, run: Run | None = None) -> None:
+        self.notes: list[Any] = []
+        self.run, self.driver = run or make_run(), Notes(self.notes)
+        for part in ("remote", "weights", "gradients", "optimizers"):
+            setattr(self.driver, part, Notes(self.notes))
+        self.driver.weights.changed = False
+        statistics = Notes(self.notes).statistics()
+        self.session = DriverSession(
+            self.run, self.driver, Notes(self.notes), statistics, [], InOrder()
+        )
+
+
+def test_a_step_calls_the_users_code_inside_the_statistics() -> None:
+    driven = Driven()
+    assert driven.session.step(lambda: driven.notes.append("user") or 1.0) == 1.0
+    assert driven.notes == ["begin_step", "statistics", "user", "end of statistics", "require"]
+
+
+def test_a_step_without_a_loss_needs_no_network() -> None:
+    driven = Driven()
+    assert driven.session.step(lambda: None) is None
+    assert "require" not in driven.notes
+
+
+def test_gradients_are_averaged_after_a_backward() -> None:
+    driven = Driven()
+    driven.session.backward(lambda: driven.notes.append("autograd"))
+    order = ["before_backward", "statistics", "autograd", "end of statistics", "after_backward"]
+    assert driven.notes == order
+
+
+def test_gradients_are_averaged_again_after_an_accumulation_that_failed() -> None:
+    driven = Driven()
+    context = driven.session.accumulating()
+    context.__enter__()
+    assert not driven.driver.gradients.synchronize
+    assert not context.__exit__(KeyError, KeyError(), None)
+    assert driven.driver.gradients.synchronize
+
+
+def test_a_state_dict_is_of_replicas_that_are_well() -> None:
+    driven = Driven()
+    state = driven.session.state_dict(driven.run.module, here=True)
+    assert driven.notes == ["interrupt", "check", "broadcast_buffers", "whole", "end of whole"]
+    torch.testing.assert_close(state, driven.run.module.state_dict())
+
+
+def test_after_a_failure_a_state_dict_is_what_is_left() -> None:
+    driven = Driven()
+    driven.run.world.phase = Phase.FAILED
+    driven.session.state_dict(driven.run.module, here=True)
+    assert driven.notes == ["whole", "end of whole"]
+
+
+def test_other_drivers_take_part_in_a_state_dict_and_get_none() -> None:
+    driven = Driven()
+    assert driven.session.state_dict(driven.run.module, here=False) == {}
+    assert driven.notes == ["interrupt", "check", "broadcast_buffers"]
+
+
+def test_loaded_weights_go_to_the_workers() -> None:
+    driven = Driven()
+    with driven.session.loading(driven.run.module):
+        driven.notes.append("load")
+    assert driven.notes == ["read_all", "suspended", "load", "end of suspended", "scatter"]
+
+
+@pytest.mark.parametrize(
+    ("status", "phase", "fitting", "changed", "gathers"),
+    [
+        (TrainerStatus.RUNNING, Phase.RUNNING, True, False, True),
+        (TrainerStatus.RUNNING, Phase.RUNNING, False, False, False),
+        (TrainerStatus.RUNNING, Phase.RUNNING, False, True, True),
+        (TrainerStatus.INTERRUPTED, Phase.RUNNING, True, False, False),
+        (TrainerStatus.RUNNING, Phase.FAILED, True, False, False),
+    ],
+)
+def test_weights_come_back_after_a_run_that_went_well_and_may_have_changed_them(
+    status: TrainerStatus, phase: Phase, fitting: bool, changed: bool, gathers: bool
+) -> None:
+    driven = Driven(make_run(fitting=fitting))
+    driven.driver.weights.changed = changed
+    driven.run.trainer.state.status, driven.run.world.phase = status, phase
+    driven.session.close()
+    assert ("bring_all" in driven.notes) is gathers
+    assert ("check" in driven.notes) is (gathers and fitting)  # which all drivers do together
+    assert driven.notes[-2:] == ["close", "leave_inference"]
+
+
+def test_what_was_put_into_lightning_is_taken_out_again() -> None:
+    run = make_run()
+    before = set(vars(run.precision)), set(vars(run.accelerator))
+    driven = Driven(run)
+    run.precision.clip_grad_by_norm(None, 1.0)
+    assert driven.notes == ["clip_norm"]
+    driven.session.close()
+    assert (set(vars(run.precision)), set(vars(run.accelerator))) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "fitting", "salvages"),
+    [
+        (ValueError("mine"), True, True),
+        (ValueError("mine"), False, False),
+        (ConnectionLost("rank 1 is gone"), True, False),
+        (KeyboardInterrupt(), True, True),
+        (SystemExit(1), True, False),
+    ],
+)
+def test_what_was_trained_is_saved_where_workers_can_answer(
+    error: BaseException, fitting: bool, salvages: bool
+) -> None:
+    driven = Driven(make_run(fitting=fitting))
+    driven.notes.clear()
+    told: list[Failure] = []
+    driven.driver.abort = told.append
+    driven.session.fail(FAILURE, error)
+    driven.session.abort()
+    driven.session.abort()
+    assert driven.notes == ["salvage"] * salvages
+    assert told == [FAILURE] * 2
+
+
+def test_workers_hear_of_a_failure_before_the_session_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_such_name(*_: Any) -> None:
+        raise HybridError("no module is named 'nowhere'")
+
+    driver = Notes([])
+    run = make_run()
+    run.world.mesh = SimpleNamespace(coordinates=run.world.coordinates, drivers=None)
+    monkeypatch.setattr(sessions, "Driver", lambda *_, **__: driver)
+    monkeypatch.setattr(sessions, "Discovery", no_such_name)
+    monkeypatch.setattr(sessions, "broadcast_object", lambda _, value: value)
+    with pytest.raises(HybridError, match="nowhere"):
+        DriverSession.begin(run, None)
+    assert driver.notes == ["abort", "close"]
+
+
+def test_the_workers_get_the_results_and_the_plans() -> None:
+    driven = Driven()
+    ended: list[Any] = []
+    driven.driver.end = lambda results, weights: ended.append((results, weights))
+    driven.session.close()
+    driven.session.end([1.5])
+    [(results, weights)] = ended
+    assert (results.value(), dict(results.plans), weights) == ([1.5], {"net": PLAN}, True)
+
+
+class Obedient:
+    """A worker whose driver ends the run at once."""
+
+    def __init__(self, run: Run) -> None:
+        self.world, self.phases = run.world, []
+        self.optimizers = [SGD(run.module.parameters(), lr=0.1)]
+        self.results = collect_results(run.trainer, None, run.before)
+        self.results.plans["net"] = PLAN
+
+    def serve(self) -> Any:
+        self.phases.append(self.world.phase)
+        return self.results
+
+
+def test_a_worker_goes_on_with_what_its_driver_has_found() -> None:
+    run, watched = make_run(Coordinates(1, 1, 2), plans={}), []
+    run.world.stop_watching = lambda: watched.append("stopped")
+
+    def serve() -> None:
+        watched.append("serves")
+        run.world.phase = Phase.SERVING
+
+    run.world.serve = serve
+    worker = Obedient(run)
+    worker.results.callback_metrics["loss"] = torch.tensor(0.5)
+    session = WorkerSession(run, worker)
+    assert session.serve() is worker.results
+    assert watched == ["serves", "stopped"]
+    assert run.plans == {"net": PLAN}
+    assert run.trainer.callback_metrics["loss"] == 0.5
+    assert session.optimizers is worker.optimizers
+    # one that fails while it serves waits for no meeting: nobody would come
+    assert [*worker.phases, run.world.phase] == [Phase.SERVING, Phase.TOGETHER]
+
+
+def test_between_runs_a_module_is_whole_on_the_rank_that_saves() -> None:
+    module = Net()
+    between = BetweenRuns(NoWorld(), WholeModule())
+    torch.testing.assert_close(between.state_dict(module, here=True), module.state_dict())
+    assert between.state_dict(module, here=False) == {}
+    optimizer = SGD(module.parameters(), lr=0.1)
+    state = between.optimizer_state(module, optimizer, here=True)
+    assert state == optimizer.state_dict()
+    assert between.optimizer_state(module, optimizer, here=False) == {}
+
+
+def test_after_a_run_what_other_ranks_made_is_gathered() -> None:
+    asked: list[Any] = []
+    ranks: Any = SimpleNamespace(gather_weights=lambda module: asked.append(module) or {})
+    module = Net()
+    between = BetweenRuns(ranks, DeferredModule(torch.device("cpu")))
+    assert between.state_dict(module, here=False) == {}
+    assert asked == [module]  # all ranks take part
+
+
+def test_what_needs_a_run_says_so_outside_of_it() -> None:
+    strategy = HybridGabraStrategy()
+    Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
+    with pytest.raises(HybridError, match="is in no run"):
+        strategy.training_step()
+    with pytest.raises(HybridError, match="has not met the other ranks"):
+        strategy.on_train_start()
+    with pytest.raises(HybridError, match="lightning_module is not set"):
+        strategy.full_state_dict()
+    assert strategy.broadcast("alone") == "alone"
+    strategy.barrier()

@@ -1,0 +1,44 @@
+"""What a rank does is what the schedule says of its stages."""
+
+import pytest
+
+from lightning_hybrid.schedules.gpipe import gpipe
+from lightning_hybrid.stage.rank_stages import lists_of, schedule_of
+
+
+def spelled(todo: tuple[tuple[int, str, int], ...]) -> list[str]:
+    return [f"{stage} {name} {microbatch}" for stage, name, microbatch in todo]
+
+
+def test_of_two_stages_on_two_ranks() -> None:
+    forward, backward = lists_of("gpipe", (1, 0), 1, 2, True)
+    assert spelled(forward) == [
+        *("0 receive_activation 0", "0 forward 0", "0 send_activation 0"),
+        *("0 receive_activation 1", "0 forward 1", "0 send_activation 1"),
+    ]
+    assert spelled(backward) == [
+        *("0 receive_gradient 1", "0 backward 1", "0 send_gradient 1"),
+        *("0 receive_gradient 0", "0 reduce 0", "0 backward 0", "0 send_gradient 0"),
+    ]
+
+
+@pytest.mark.parametrize("devices", [(1, 0), (2, 1, 0), (1, 2, 1, 0), (0, 1, 0), (0, 0)])
+@pytest.mark.parametrize("input_gradient", [False, True])
+def test_each_stage_does_on_its_rank_what_it_would_do_alone(
+    devices: tuple[int, ...], input_gradient: bool
+) -> None:
+    schedule = gpipe(len(devices), 3, input_gradient=input_gradient)
+    for device in set(devices):
+        own = [stage for stage, owner in enumerate(devices) if owner == device]
+        todo = lists_of("gpipe", devices, device, 3, input_gradient)
+        for lists, found in zip((schedule.forward, schedule.backward), todo):
+            assert {index for index, _, _ in found} == {*range(len(own))}
+            for index, stage in enumerate(own):
+                steps = [(name, m) for which, name, m in found if which == index]
+                assert steps == [(str(step.kind), step.microbatch) for step in lists[stage]]
+
+
+def test_they_are_made_once_for_each_number_of_micro_batches() -> None:
+    assert lists_of("gpipe", (1, 0), 0, 4, False) is lists_of("gpipe", (1, 0), 0, 4, False)
+    assert schedule_of("gpipe", 2, 4, True) == gpipe(2, 4, input_gradient=True)
+    assert schedule_of("gpipe", 2, 4, True) is schedule_of("gpipe", 2, 4, True)

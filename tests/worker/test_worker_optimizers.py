@@ -1,0 +1,97 @@
+"""A worker's optimizers do what one device's do."""
+
+from typing import Any
+
+import pytest
+import torch
+from served import GRADIENTS, Service
+from torch import nn
+
+from lightning_hybrid.comm.protocol import (
+    ClipValues,
+    Command,
+    GiveGradients,
+    GiveOptimizer,
+    GradientNorm,
+    ScaleGradients,
+    Step,
+    TakeGradients,
+    TakeGroups,
+    TakeOptimizers,
+    Unscale,
+    ZeroGrad,
+)
+from lightning_hybrid.comm.tensor_specs import Precision
+from lightning_hybrid.state.optimizers import groups_of, ship
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@pytest.mark.parametrize(
+    ("commands", "change"),
+    [
+        ([], lambda o: None),
+        ([ScaleGradients(0, 0.5)], lambda o: [p.grad.mul_(0.5) for p in parameters(o)]),
+        ([ClipValues(0, 2.0)], lambda o: nn.utils.clip_grad_value_(parameters(o), 2.0)),
+        ([ZeroGrad(0, False)], lambda o: o.zero_grad(False)),
+        ([ZeroGrad(0, True)], lambda o: o.zero_grad(True)),
+    ],
+    ids=["plain", "scaled", "clipped", "zeroed", "none"],
+)
+def test_steps_are_those_of_one_device(
+    service: Service, trained: Any, commands: list[Command], change: Any
+) -> None:
+    optimizer = trained()
+    for command in (*commands, Step(0), Step(0)):
+        service.driver.send(command)
+    change(optimizer)
+    optimizer.step()
+    optimizer.step()
+    for found, wanted in zip(service.weights().values(), parameters(optimizer)):
+        assert torch.equal(found, wanted)
+
+
+def test_a_step_is_surrounded_by_the_precision_of_the_driver(service: Service) -> None:
+    twin = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(twin.parameters())
+    shipped = ship([optimizer], dict(twin.named_parameters()), set())
+    service.driver.send(TakeOptimizers(-1, *shipped))
+    service.driver.send(TakeGradients(False, GRADIENTS.items()))
+    double = Precision("cpu", torch.bfloat16, autocast=False, default_dtype=torch.float64)
+    for command in (Step(0, precision=double), Step(0)):
+        service.driver.send(command)
+        for state in service.ask(GiveOptimizer(0)).value.values():
+            assert state["step"].dtype is torch.float64
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_other_groups_come_with_a_step_or_before_it(service: Service, trained: Any) -> None:
+    optimizer, names = trained(), {}
+    names = {id(p): name for p, name in zip(parameters(optimizer), ("weight", "bias"))}
+    for learning_rate in (0.2, 0.3):
+        optimizer.param_groups[0]["lr"] = learning_rate
+        groups = groups_of(optimizer, names)
+        if learning_rate == 0.2:
+            service.driver.send(Step(0, groups))
+        else:
+            service.driver.send(TakeGroups(0, groups))
+            service.driver.send(Step(0))
+        optimizer.step()
+    for found, wanted in zip(service.weights().values(), parameters(optimizer)):
+        assert torch.equal(found, wanted)
+    state = service.ask(GiveOptimizer(0)).value
+    momentum = optimizer.state[parameters(optimizer)[1]]["momentum_buffer"]
+    assert torch.equal(state["bias"]["momentum_buffer"], momentum)
+
+
+@pytest.mark.usefixtures("trained")
+def test_norms_and_infinities_of_gradients_are_told(service: Service) -> None:
+    norms = service.ask(GradientNorm(0, 2.0)).value
+    assert norms["weight"].item() == pytest.approx(GRADIENTS["weight"].norm().item())
+    assert service.ask(Unscale(0, torch.tensor(0.5))).value is False
+    found = dict(service.ask(GiveGradients(["bias"])).tensors)
+    assert torch.equal(found["bias"], GRADIENTS["bias"] / 2)
+    service.driver.send(TakeGradients(False, [("bias", torch.tensor([torch.inf, 0.0]))]))
+    assert service.ask(Unscale(0, torch.tensor(0.5))).value is True
