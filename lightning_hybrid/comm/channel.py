@@ -1,9 +1,7 @@
 """Messages between two ranks: commands and answers of a driver and a worker, words of neighbours.
 
-A message is a frame of integers, and pickled bytes and tensors behind it only where it needs them:
-a training step in its steady state pickles nothing (:mod:`lightning_hybrid.comm.channel`).
-
-Messages as they travel: a frame of integers, and behind it what does not fit into one.
+A message travels as a frame of integers. Pickled bytes and tensors follow it only where it needs
+them: a training step in its steady state pickles nothing.
 """
 
 import pickle

@@ -1,17 +1,7 @@
-"""What a driver asks of its workers: one frozen dataclass each, known to both ends.
+"""What ranks of a replica tell each other: one frozen dataclass each, known to both ends.
 
-A :class:`Command` goes from a driver to its workers, which carry commands out in order; one that is
-``answered`` gets an :class:`~lightning_hybrid.comm.protocol.Answer` back.
-
-To add a command: define its class here, name it in ``MESSAGES``, and give it a handler in the table
-of :mod:`~lightning_hybrid.worker.worker`, :mod:`~lightning_hybrid.worker.worker_weights` or
-:mod:`~lightning_hybrid.worker.worker_optimizers`.
-
-What one rank sends to another, beside the commands of a driver.
-
-Those are in :mod:`lightning_hybrid.comm.protocol`.
-
-* An :class:`Answer` goes from a worker to its driver.
+* A :class:`Command` goes from a driver to its workers, which carry commands out in order; one that
+  is ``answered`` gets an :class:`Answer` back.
 * A :class:`Word` goes from a stage to the one before or behind it, on the queue of their link.
 * :class:`StillAlive` and :class:`Leaving` may come between all others and are dealt with by the
   channel itself.
@@ -19,6 +9,10 @@ Those are in :mod:`lightning_hybrid.comm.protocol`.
 Messages with ``in_frame`` are part of every training step: their integers travel in a frame of
 fixed size. All other fields are pickled together, and only where one of them differs from its
 default. A field ``tensors`` is neither: specs are pickled, then the tensors follow as they are.
+
+To add a command: define its class here, name it in ``MESSAGES``, and give it a handler in the table
+of :mod:`~lightning_hybrid.worker.worker`, :mod:`~lightning_hybrid.worker.worker_weights` or
+:mod:`~lightning_hybrid.worker.worker_optimizers`.
 """
 
 from collections.abc import Iterable, Mapping

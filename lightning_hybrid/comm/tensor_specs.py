@@ -1,7 +1,4 @@
-"""What a receiver must know of a tensor before it comes.
-
-What all ranks of a replica must know of a call of the network before it runs.
-"""
+"""What a receiver must know before tensors come: of each tensor, and of a call of the network."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,10 +1,9 @@
 """A network that has been cut, on its driver, which tells the workers what to run.
 
+:class:`Specialization` is one captured graph of it, and how a batch is split for that graph.
 :class:`DrivenNetwork` numbers calls and their keys, tells the workers
 (:mod:`lightning_hybrid.driver.commands`) and runs this rank's stages
 (:mod:`lightning_hybrid.stage.engine`).
-
-One captured graph of a network, and how a batch is split for it.
 """
 
 from collections import deque

@@ -1,6 +1,6 @@
 """A module that the user's code calls, and what has become of its calls.
 
-Micro-batches without stages: the reference that a pipeline is compared with.
+Beside it, a network in micro-batches without stages: what a pipeline is compared with.
 """
 
 import textwrap

@@ -2,15 +2,13 @@
 
 Parameters are shared with the module (a forward reads them), so that a copy needs no memory for
 them where they are. Buffers, attributes and arguments are copied; code, data sets, loaders and
-optimizers are not. What the forward prints, logs, warns of and draws is swallowed, and what hooks
-keep outside of the module is put back (:mod:`lightning_hybrid.driver.module_copy`).
+optimizers are not. What the forward prints, logs, warns of and draws is swallowed.
 
-Put back what code of the user's has changed in objects that a copy of a module shares.
-
-A forward hook keeps a feature in an attribute of the LightningModule, in what its closure holds or
-in a global dictionary; a class counts its calls. Attributes of modules and of objects whose methods
-are hooks, the containers in them, closures and globals of hooks and forwards, and attributes of the
-modules' classes are put back; what those functions call elsewhere, and files, are not looked at.
+Objects that a copy shares with the module are put back as they were: a forward hook keeps a feature
+in an attribute of the LightningModule, in what its closure holds or in a global dictionary; a class
+counts its calls. Attributes of modules and of objects whose methods are hooks, the containers in
+them, closures and globals of hooks and forwards, and attributes of the modules' classes are put
+back; what those functions call elsewhere, and files, are not looked at.
 """
 
 import copy

@@ -1,6 +1,7 @@
 """Which worker owns which tensor, and how the driver reads and changes it there.
 
-Which gradients are not final yet, between a backward pass and their averaging.
+Between a backward pass and the averaging over replicas gradients are not final; which ones is noted
+here too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,11 +1,9 @@
 """The weights of all stages of one replica, brought to this rank and from it.
 
-What the workers of a replica own, as their driver maps it from files that they write.
-
-See :mod:`lightning_hybrid.state.tensor_file`. A rank that cannot read the file of another one, as
-on another host, is told so, and what it needs travels.
-
-What a driver has that the other replicas have too: its stages, and what no network owns.
+Where all ranks of a replica share a file system, workers write what they own to files, which the
+driver maps (:mod:`lightning_hybrid.state.tensor_file`); a rank that cannot read the file of another
+one, as on another host, is told so, and the weights travel. What each driver has for itself, its
+own stages and what no network owns, is the same on all replicas (:class:`Replicated`).
 """
 
 from collections.abc import Collection, Iterable, Iterator

@@ -3,9 +3,7 @@
 The first two need no sizes (:func:`gather`); the mesh is for replicas and stages that are known
 (:func:`join`), which may be as late as the set-up of a run. What this process has joined is kept
 between Trainers: a second run uses the same group of all ranks, and with the same sizes the same
-mesh.
-
-The store by which ranks find each other, and its end.
+mesh. The store ends with the process that has opened it.
 """
 
 import atexit

@@ -1,6 +1,7 @@
-"""A network with deferred tensors, as TorchDynamo can look at it.
+"""A network with deferred tensors, as TorchDynamo can look at it: with sizes, and no numbers.
 
-What the Python between two graphs computes with, and tensors that it must not compute with.
+Where a network is captured as a chain of graphs, the Python between two of them must not compute
+with such tensors. Whatever it would read there is noticed.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""One tensor of another rank, as the source of its proxies, and what is asked of its owner.
-
-What a tensor of another rank is.
-"""
+"""One tensor of another rank: its kind, and the source of its proxies, which asks its owner."""
 
 from collections.abc import Callable, Mapping
 from enum import Enum

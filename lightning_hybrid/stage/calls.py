@@ -1,17 +1,14 @@
-"""What the stages of one rank know of a call of the network.
-
-Activation recomputation: a forward keeps its inputs, and runs again when its backward comes.
-
-It then draws the random numbers that it has drawn, and writes to copies of the buffers that it has
-written, so that nothing but memory and time is other than without.
-
-Random numbers inside the network: one generator per micro-batch, whatever the stages.
+"""What the stages of one rank know of a call of the network: inputs, random numbers, recomputation.
 
 A stage that draws (dropout) would draw other numbers than one device does, and other ones again
 under another number of stages. So each micro-batch has a generator of its own, seeded from the
 run's seed, the replica, the batch, the call and the micro-batch, and its *state travels with the
 activations*: stage k + 1 goes on where stage k stopped. The numbers then depend on the seed and
 on the micro-batch alone. The generators of the user's code are never touched.
+
+With recomputation of activations a forward keeps its inputs, and runs again when its backward
+comes. It then draws the random numbers that it has drawn, and writes to copies of the buffers that
+it has written, so that nothing but memory and time is other than without.
 """
 
 import hashlib

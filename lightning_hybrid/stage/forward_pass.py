@@ -1,7 +1,4 @@
-"""A forward pass of one stage, instruction by instruction.
-
-Receives that are under way before they are needed.
-"""
+"""A forward pass of one stage, by its instructions; receives begin before they are needed."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

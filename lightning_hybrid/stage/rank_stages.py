@@ -1,8 +1,6 @@
-"""The stages of one network on one rank, and how they compute: what its passes have in common.
+"""The stages of one network on one rank: what it knows of them, and their lists of instructions.
 
-What a rank knows of its stages before they run.
-
-The instruction lists of one rank, made once per number of micro-batches.
+Lists are made once per number of micro-batches; forward and backward passes share what is here.
 """
 
 import warnings

@@ -1,12 +1,11 @@
-"""A record of what a rank did when, in the format that ``chrome://tracing`` and Perfetto show.
-
-On CPUs. On a GPU a span is the time in which the host queues the work, and not that of the work
-itself, which ``torch.profiler`` shows; all-reduces are left out there.
+"""A record of what a rank did when, and for how long its device computed.
 
 Switched on by ``LIGHTNING_HYBRID_TRACE=DIR`` in the environment: each rank then writes
-``DIR/rank<N>.json`` when its run ends. Off, a span costs one comparison.
+``DIR/rank<N>.json`` when its run ends, in the format that ``chrome://tracing`` and Perfetto show.
+Off, a span costs one comparison. On a GPU a span is the time in which the host queues the work, and
+not that of the work itself, which ``torch.profiler`` shows; all-reduces are left out there.
 
-How long this rank's device computes, for ``HybridGabraStrategy(log_performance=True)``.
+:class:`Stopwatch` adds up computing time for ``HybridGabraStrategy(log_performance=True)``.
 """
 
 import json

@@ -1,6 +1,7 @@
 """How a checkpoint reaches the disk: a kill in the middle of it leaves the previous file whole.
 
-Two paths change places at once: a kill finds both as before, or both exchanged.
+Where a file or folder is replaced, the two paths change places at once: a kill finds both as
+before, or both exchanged.
 """
 
 import ctypes
