@@ -50,5 +50,5 @@ def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
         return all(
             given.get(each) is not False and given.get(each) != 0 for each in _IN_TRAINING[name]
         )
-    # attention, of which some kinds draw inside; those that do not know dropout do not
+    # what is left is attention, which draws only where it has a dropout of more than zero
     return any(given.get(each) for each in _DROPOUT)

@@ -310,7 +310,7 @@ def _refined(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch
     except PlanError:
         return shape
     if shape.fits and step_s >= shape.step_s:
-        return replace(shape, search="dynamic")  # no chain is faster
+        return replace(shape, search="dynamic")  # the exact search found no faster chain
     refined = _shape(problem, ends, shape.devices, shape.replicas, batch, "dynamic")
     return replace(refined, recompute=shape.recompute)
 

@@ -71,7 +71,7 @@ class Study:
 
 
 def add_study_options(parser: argparse.ArgumentParser) -> None:
-    """The options of a study."""
+    """Add what `plan` and `simulate` share: target, cluster, optimizer, measuring."""
     add_target_options(parser)
     parser.add_argument(
         "--cluster",

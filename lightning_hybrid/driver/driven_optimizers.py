@@ -325,7 +325,10 @@ class DrivenOptimizers:
                 return complete(link.optimizer, optimizer.state_dict(), self._names, others)
 
     def left(self, optimizer: Optimizer) -> dict[str, Any]:
-        """After a failure: the state dict of one device; if states are divided, without them."""
+        """The state dict of one device after a failed run.
+
+        Where replicas divide the states it has none: the others can no longer be asked.
+        """
         if self._others is None:
             return optimizer.state_dict()
         with self._others.gathered():

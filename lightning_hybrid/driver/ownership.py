@@ -71,7 +71,7 @@ class Ownership:
         self._tensors: dict[int, list[str]] = {rank: [] for rank in workers.ranks}
 
     def add(self, network: int, names: Mapping[int, Sequence[str]]) -> None:
-        """A network has been cut.
+        """Register a network that was cut: workers own some of its tensors from here on.
 
         Args:
             network: its number.

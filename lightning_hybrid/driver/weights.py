@@ -103,7 +103,7 @@ class Replicated:
         self.rest = self._make_rest()
 
     def add(self, replica_group: ReplicaGroup, names: Iterable[str]) -> None:
-        """A network has been cut.
+        """Register a network that was cut: its tensors belong to a group of stages from here on.
 
         Args:
             replica_group: of this rank's stages.

@@ -1,4 +1,7 @@
-"""Cut another graph of a network where the tensors are."""
+"""Cut a further graph of a network so that each stage uses tensors that its rank already has.
+
+A network has several captured graphs: another mode, size or value of Python gives another one.
+"""
 
 from __future__ import annotations
 

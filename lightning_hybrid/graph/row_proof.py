@@ -350,7 +350,7 @@ class Labelling(TorchDispatchMode):
         return self._labels.get(id(tensor))
 
     def size(self, number: Any) -> Any:
-        """A size as an expression, in which the batch has one symbol."""
+        """A size as an expression in which one symbol stands for the batch wherever it occurs."""
         if not is_symbolic(number):
             return sympy.sympify(number)
         return expression(number, self._same)

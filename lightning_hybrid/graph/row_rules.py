@@ -1,8 +1,9 @@
 """What torch's operators make of the rows of their inputs: one rule per kind of operator.
 
 A rule is given a call on tensors of which at least one has rows, and none in which samples have met
-(:mod:`lightning_hybrid.graph.row_proof`), and says where the rows of the results are. It must
-look at every tensor and number that the call takes; what it does not know is ``MEET``. An operator
+(:mod:`lightning_hybrid.graph.rows` has these words), and says where the rows of the results are. It
+must look at every tensor and number that the call takes; what it does not know is ``MEET``: samples
+have met, and the batch cannot be split there. An operator
 without a rule is ``MEET`` too, so the table may be incomplete, but must not be wrong.
 """
 

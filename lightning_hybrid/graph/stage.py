@@ -95,7 +95,7 @@ class Stage:
 
         Args:
             values: what crosses the cut before it; for stage 0 what a call brings.
-            numbers: all numbers of the call.
+            numbers: the values of the graph's numbers in this call, the same for every stage.
         """
         tensors = [table[key] for table, key in self._places]
         return self.run_with(tensors, values, numbers)

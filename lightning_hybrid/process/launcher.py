@@ -136,7 +136,7 @@ class Part:
 def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
     """Raise ``error``, or what came first if that was on another rank."""
     if is_loss(error) and not isinstance(error, ConnectionLost):
-        # from a collective of Lightning or torchmetrics: the backend's own text is for nobody
+        # from a collective of Lightning or torchmetrics, whose text does not say who is lost
         error = connection_lost(ANOTHER_REPLICA, cast(RuntimeError, error))
     first = strategy.fail(error)
     Children.failed = type(error).__name__

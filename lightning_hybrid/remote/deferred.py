@@ -121,7 +121,7 @@ class _Deferred(Intercepted):
 
 
 class DeferredTensor(_Deferred, Tensor):  # type: ignore[misc]
-    """A buffer, or memory shared with one or with a parameter."""
+    """A buffer without memory on this rank, or a tensor in the memory of a deferred one."""
 
 
 class DeferredParameter(_Deferred, nn.Parameter):  # type: ignore[misc]

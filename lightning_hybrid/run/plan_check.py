@@ -64,7 +64,7 @@ class PlanCheck(StepWatcher):
             self._look(plan, time.perf_counter() - self._since)
 
     def pause(self) -> None:
-        """Validation starts: what it takes is no training."""
+        """Forget the running window: validation starts, whose time is not that of training."""
         if self._since is not None:
             self._since, self._batches = None, FIRST
 

@@ -2,6 +2,7 @@
 
 from lightning_hybrid.state.background import Background
 from lightning_hybrid.state.checkpoints import AtomicCheckpointIO, ShardedSaves, with_atomic_writes
+from lightning_hybrid.state.clipping import clip_factor, gradient_norms, gradients_of, unscale
 from lightning_hybrid.state.deferred_weights import (
     Takeover,
     Unfilled,
@@ -19,17 +20,13 @@ from lightning_hybrid.state.gathered_states import States, gather_states
 from lightning_hybrid.state.mapped_checkpoint import let_go_of_checkpoints
 from lightning_hybrid.state.optimizer_state import DriverState, outlined, placed, were_divided
 from lightning_hybrid.state.optimizers import (
-    clip_factor,
     complete,
-    gradient_norms,
-    gradients_of,
     groups_of,
     kind_of_group,
     record_of,
     ship,
     state_of,
     take_groups,
-    unscale,
     unship,
     write_records,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.state.optimizers import clip_factor, gradient_norms, gradients_of
+from lightning_hybrid.state.clipping import clip_factor, gradient_norms, gradients_of
 
 
 def network(scale: float = 1.0) -> nn.Module:

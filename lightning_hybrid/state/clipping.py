@@ -1,0 +1,81 @@
+"""Clipping by norm, and one loss scale, over all stages.
+
+Each rank measures its own gradients; the driver hears all norms, and one factor goes to all ranks.
+The scaler of ``precision="16-mixed"`` lives on the driver: gradients are unscaled where they are,
+and one that is not finite, on any rank, makes the step be skipped on all.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
+    """Multiply gradients with ``factor``, in place. Whether one of them was not finite.
+
+    Raises:
+        ValueError: a gradient is float16, and would lose what scaling has saved.
+    """
+    if any(gradient.dtype == torch.float16 for gradient in gradients):
+        raise ValueError(
+            "gradients in float16 cannot be unscaled: with precision='16-mixed' the weights are "
+            "to be float32. Is a part of the network cast by hand (.half())?"
+        )
+    if not gradients:
+        return False
+    finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
+    factor = factor.to(gradients[0].device)
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return not bool(finite)
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that this rank has, in the order of the groups."""
+    return [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+
+
+def gradient_norms(
+    optimizer: Optimizer, names: Mapping[int, str], order: float = 2.0
+) -> dict[str, Tensor]:
+    """Norm of each gradient that this rank has, by parameter name, on the CPU.
+
+    They come from a GPU in one copy, for which the host waits once.
+    """
+    norms = {
+        names.get(id(parameter), f"unnamed{id(parameter)}"): torch.linalg.vector_norm(
+            parameter.grad, order
+        )
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    }
+    device = next((norm.device for norm in norms.values()), None)
+    together = [norm.to(device) for norm in norms.values()]
+    return dict(zip(norms, torch.stack(together).cpu().unbind() if together else ()))
+
+
+def clip_factor(
+    norms: Mapping[str, Tensor], names: Iterable[str], max_norm: float, order: float = 2.0
+) -> float:
+    """What to multiply all gradients with, as ``torch.nn.utils.clip_grad_norm_`` computes it.
+
+    Args:
+        norms: norm of each gradient of each rank, by parameter name.
+        names: of all parameters, in the order of one device (sums are rounded in that order).
+        max_norm: the bound.
+        order: of the norm.
+    """
+    rank = {name: index for index, name in enumerate(names)}
+    ordered = sorted(norms, key=lambda name: rank.get(name, len(rank)))
+    if not ordered:
+        return 1.0
+    total = torch.linalg.vector_norm(torch.stack([norms[name] for name in ordered]), order)
+    return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
