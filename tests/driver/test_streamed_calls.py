@@ -228,7 +228,7 @@ def test_paper_two_is_fdg_that_recomputes_on_merged_partitions(
         stages=3,
         microbatches=1,
         schedule="fdg",
-        method="merging",
+        allocation="merging",
         bandwidth_bytes_per_s=1.0,
     )
     assert plan.cuts == ("2", "6")
