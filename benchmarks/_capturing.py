@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_hybrid.capture import Capture
 from lightning_hybrid.capture.watched_calls import own_forward
 from lightning_hybrid.graph import NetworkGraph, Stage, StageCode
-from lightning_hybrid.graph.stage import cut_at
+from lightning_hybrid.graph.cut_stages import cut_at
 from lightning_hybrid.stage.stage_check import run
 
 

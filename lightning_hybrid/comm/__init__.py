@@ -1,14 +1,22 @@
 """Who can speak to whom: process groups, channels for commands, links for tensors."""
 
+from lightning_hybrid.comm.activation_links import Arriving, Links, link_stages
 from lightning_hybrid.comm.collectives import (
     broadcast_object,
     fail_next_meeting,
     gather_objects,
     meet,
 )
+from lightning_hybrid.comm.connections import (
+    ANOTHER_REPLICA,
+    UNKNOWN_PEER,
+    ConnectionLost,
+    Group,
+    connection_lost,
+    start,
+    wait,
+)
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure, is_gone, is_late, raised, told_text
-from lightning_hybrid.comm.guard import Guard
 from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.link_probe import (
     LARGE_BYTES,
@@ -18,7 +26,7 @@ from lightning_hybrid.comm.link_probe import (
     probe_flops,
     probe_pair,
 )
-from lightning_hybrid.comm.links import Arriving, Links, link_stages
+from lightning_hybrid.comm.lost_rank_guard import Guard
 from lightning_hybrid.comm.mesh import GroupHandle, Mesh, backend_on, make_world
 from lightning_hybrid.comm.network_interface import bound_to, choose_interface, chosen_interface
 from lightning_hybrid.comm.protocol import Answer, Header, Pattern, Status, Tensors
@@ -31,15 +39,7 @@ from lightning_hybrid.comm.signals import (
 )
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec, bytes_of
 from lightning_hybrid.comm.threads import BackgroundThread
-from lightning_hybrid.comm.transport import (
-    ANOTHER_REPLICA,
-    UNKNOWN_PEER,
-    ConnectionLost,
-    Group,
-    connection_lost,
-    start,
-    wait,
-)
+from lightning_hybrid.comm.travelling_errors import Failure, is_gone, is_late, raised, told_text
 
 __all__ = [
     "ANOTHER_REPLICA",

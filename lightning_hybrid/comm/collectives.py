@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.comm.transport import UNKNOWN_PEER, ConnectionLost, Group, start, wait
+from lightning_hybrid.comm.connections import UNKNOWN_PEER, ConnectionLost, Group, start, wait
 from lightning_hybrid.errors import HybridError
 
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-from lightning_hybrid.comm.channel import Channel
+from lightning_hybrid.comm.connections import ConnectionLost
+from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.stuck_sends import SENDS
 from lightning_hybrid.comm.threads import BackgroundThread
-from lightning_hybrid.comm.transport import ConnectionLost
 
 _BEATS_PER_TIMEOUT = 4
 

@@ -16,11 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid._torch.distributed import set_timeout
-from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.network_interface import chosen_interface
-from lightning_hybrid.comm.replica_channels import EdgeWires, Lines
-from lightning_hybrid.comm.threads import BackgroundThread
-from lightning_hybrid.comm.transport import (
+from lightning_hybrid.comm.connections import (
     UNKNOWN_PEER,
     ConnectionLost,
     Group,
@@ -29,6 +25,10 @@ from lightning_hybrid.comm.transport import (
     start,
     wait,
 )
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.network_interface import chosen_interface
+from lightning_hybrid.comm.replica_channels import EdgeWires, Lines
+from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.errors import PlanError
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
+from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.graph import StageCode
 from lightning_hybrid.remote import Kind
 

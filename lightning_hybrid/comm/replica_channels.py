@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from lightning_hybrid.comm.channel import Channel
+from lightning_hybrid.comm.connections import Wire
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.protocol import Leaving
-from lightning_hybrid.comm.transport import Wire
+from lightning_hybrid.comm.travelling_errors import Failure
 
 
 class EdgeWires(NamedTuple):

@@ -18,8 +18,8 @@ from torch import Tensor
 from lightning_hybrid._torch.autograd import is_in_backward
 from lightning_hybrid._torch.tensors import as_the_user_sees_them
 from lightning_hybrid.driver.driven_network import DrivenNetwork
-from lightning_hybrid.driver.gradients import ReplicaGradients
 from lightning_hybrid.driver.held_hooks import HeldHooks
+from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import place_now
 from lightning_hybrid.remote import is_deferred

@@ -18,10 +18,10 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import CallKey, Precision, TensorSpec, signals_deferred
 from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free
 from lightning_hybrid.driver.commands import Commands
-from lightning_hybrid.driver.gradients import ReplicaGradients
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches, Calls, Stream
 from lightning_hybrid.driver.weights import Weights
+from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.graph import NetworkGraph, StageCode, fits
 from lightning_hybrid.remote import read_now
 from lightning_hybrid.schedules import STREAMED

@@ -26,7 +26,6 @@ from lightning_hybrid.comm.protocol import (
     ZeroGrad,
 )
 from lightning_hybrid.driver.commands import Commands
-from lightning_hybrid.driver.gradients import ReplicaGradients
 from lightning_hybrid.driver.optimizer_link import OptimizerLink
 from lightning_hybrid.driver.optimizer_trial import (
     announce,
@@ -36,6 +35,7 @@ from lightning_hybrid.driver.optimizer_trial import (
 )
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.weights import FilesOfWorkers
+from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.remote import Kind
 from lightning_hybrid.state import (

@@ -35,18 +35,18 @@ from lightning_hybrid.comm.protocol import (
     Share,
 )
 from lightning_hybrid.driver.after_run import AfterRun
-from lightning_hybrid.driver.borrowing import Borrowing
 from lightning_hybrid.driver.chosen_gradients import ChosenGradients
 from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.distribution import Distributed, Distribution
 from lightning_hybrid.driver.driven_network import DrivenNetwork, Placement
 from lightning_hybrid.driver.driven_optimizers import ALL, DrivenOptimizers
-from lightning_hybrid.driver.gradients import ReplicaGradients
 from lightning_hybrid.driver.held_hooks import HeldHooks
 from lightning_hybrid.driver.ownership import Ownership, Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
+from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
+from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import StageCode
 from lightning_hybrid.remote import RemoteTensors, View, is_deferred, materialize, views_of

@@ -2,7 +2,7 @@
 
 A worker carries out commands in order, and the driver does not wait for most of them. So the driver
 launches the forward of a later batch early: it tells stage k to run up to ``a_k`` batches ahead
-(:mod:`lightning_hybrid.schedules.look_ahead`) and sends the inputs along. When the user's
+(:mod:`lightning_hybrid.schedules.streamed`) and sends the inputs along. When the user's
 ``training_step`` then calls the network on that batch, the call *collects* what is on its way:
 outputs, loss, logs and step are those of the batch, in its turn.
 

@@ -20,9 +20,9 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm import Coordinates, Group, TensorSpec, signals_deferred
 from lightning_hybrid.comm.protocol import KeepStates, KeepTensors, SynchronizeBuffers, TakeWeights
-from lightning_hybrid.driver.borrowing import Borrowing
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
+from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.graph import NetworkGraph
 from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank
 from lightning_hybrid.stage import ReplicaGroup, Trace, state_buffers, tensors_of, write_tensors

@@ -1,19 +1,6 @@
 """A captured network as data: where samples are, partitions, cuts, the code of a stage."""
 
-from lightning_hybrid.graph.batch_splitting import fits, why_whole
-from lightning_hybrid.graph.cuts import Cuts
-from lightning_hybrid.graph.dropout_masks import with_masks
-from lightning_hybrid.graph.graph import Leaf, NetworkGraph
-from lightning_hybrid.graph.graph_from_dynamo import describe
-from lightning_hybrid.graph.input_views import views_of_inputs
-from lightning_hybrid.graph.matching_cuts import CannotFollow, follow
-from lightning_hybrid.graph.partition import NetworkPartition, find_boundary, network_partitions
-from lightning_hybrid.graph.profile import PartitionProfile, Profile, count, parameter_bytes
-from lightning_hybrid.graph.reached import reached
-from lightning_hybrid.graph.recurrent_layers import captured_recurrence
-from lightning_hybrid.graph.rows import joined, slices
-from lightning_hybrid.graph.source_places import FAILS, place_now, place_of, reason_in
-from lightning_hybrid.graph.stage import (
+from lightning_hybrid.graph.cut_stages import (
     Stage,
     StageCode,
     compiled,
@@ -22,6 +9,19 @@ from lightning_hybrid.graph.stage import (
     cut_at,
     make_stages,
 )
+from lightning_hybrid.graph.cuts import Cuts
+from lightning_hybrid.graph.dropout_masks import with_masks
+from lightning_hybrid.graph.graph import Leaf, NetworkGraph
+from lightning_hybrid.graph.graph_from_dynamo import describe
+from lightning_hybrid.graph.input_views import views_of_inputs
+from lightning_hybrid.graph.matching_cuts import CannotFollow, follow
+from lightning_hybrid.graph.may_split import fits, why_whole
+from lightning_hybrid.graph.partition import NetworkPartition, find_boundary, network_partitions
+from lightning_hybrid.graph.profile import PartitionProfile, Profile, count, parameter_bytes
+from lightning_hybrid.graph.reached import reached
+from lightning_hybrid.graph.recurrent_layers import captured_recurrence
+from lightning_hybrid.graph.rows import joined, slices
+from lightning_hybrid.graph.source_places import FAILS, place_now, place_of, reason_in
 from lightning_hybrid.graph.stage_code import held_by
 from lightning_hybrid.graph.three_parts import Divided
 

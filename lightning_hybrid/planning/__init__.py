@@ -13,13 +13,9 @@ from lightning_hybrid.planning.cluster import (
 )
 from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
 from lightning_hybrid.planning.measure import device_name
-from lightning_hybrid.planning.memory import ASSUMED_TENSORS, optimizer_bytes
-from lightning_hybrid.planning.memory_limits import (
-    free_addresses,
-    free_bytes,
-    free_of_host,
-    free_on,
-)
+from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lacks, what_would_fit
+from lightning_hybrid.planning.memory_free import free_addresses, free_bytes, free_of_host, free_on
+from lightning_hybrid.planning.memory_needed import ASSUMED_TENSORS, optimizer_bytes
 from lightning_hybrid.planning.partition_table import PartitionTable, measured_table
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
@@ -29,7 +25,6 @@ from lightning_hybrid.planning.sizes import Machine, Sizes, choose
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import speedup
 from lightning_hybrid.planning.units import parse, spell
-from lightning_hybrid.planning.would_fit import Fit, Way, gigabytes, what_lacks, what_would_fit
 
 __all__ = [
     "ASSUMED_TENSORS",

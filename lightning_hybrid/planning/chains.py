@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from lightning_hybrid.allocation import SLACK, Floats, Ints
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.memory_check import gigabytes, least_lacks
 from lightning_hybrid.planning.step_problem import StepProblem
-from lightning_hybrid.planning.would_fit import gigabytes, least_lacks
 
 _F, _FMAX, _B, _BMAX, _W = range(5)
 _FEW = 8

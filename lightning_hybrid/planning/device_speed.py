@@ -17,7 +17,7 @@ import torch
 
 from lightning_hybrid.planning.cluster import Device
 from lightning_hybrid.planning.measure import clock_of, device_name
-from lightning_hybrid.planning.memory_limits import host_bytes, memory_limits
+from lightning_hybrid.planning.memory_free import host_bytes, memory_limits
 
 WINDOW_S = 0.1
 """The period of Linux' CPU quotas, and many turns of its scheduler."""

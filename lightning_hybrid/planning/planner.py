@@ -18,7 +18,8 @@ from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile, coun
 from lightning_hybrid.planning.cache import cached
 from lightning_hybrid.planning.cluster import Cluster
 from lightning_hybrid.planning.measure import measure
-from lightning_hybrid.planning.memory import (
+from lightning_hybrid.planning.memory_check import Fit, Way, check_memory
+from lightning_hybrid.planning.memory_needed import (
     Held,
     Life,
     held_in_training,
@@ -29,7 +30,6 @@ from lightning_hybrid.planning.memory import (
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import AUTO, PlanSettings, plan_stages
-from lightning_hybrid.planning.would_fit import Fit, Way, check_memory
 from lightning_hybrid.schedules import STREAMED
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}

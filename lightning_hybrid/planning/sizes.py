@@ -17,12 +17,12 @@ from functools import cache
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import Cluster, Device, Rates, make_cluster
-from lightning_hybrid.planning.memory import remaining
+from lightning_hybrid.planning.memory_check import Fit, Way, what_lacks, what_would_fit
+from lightning_hybrid.planning.memory_needed import remaining
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import plan_within
 from lightning_hybrid.planning.search import PlanSettings
-from lightning_hybrid.planning.would_fit import Fit, Way, what_lacks, what_would_fit
 
 SPARE = 0.1
 """Share of a device's memory that chosen sizes leave free, where they can: what a step holds is

@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, execute_merged
-from lightning_hybrid.schedules.look_ahead import (
+from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order, looped
+from lightning_hybrid.schedules.merged import merge
+from lightning_hybrid.schedules.streamed import (
     STREAMED,
     DelayedWeights,
     LookAhead,
@@ -12,8 +14,6 @@ from lightning_hybrid.schedules.look_ahead import (
     Part,
     Work,
 )
-from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order, looped
-from lightning_hybrid.schedules.merged import merge
 from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {

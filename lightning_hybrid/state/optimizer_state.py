@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import TensorSpec
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_unread
-from lightning_hybrid.state.state_shares import OtherReplicas
+from lightning_hybrid.state.divided_optimizer_states import OtherReplicas
 
 States = dict[Parameter, dict[str, Any]]
 

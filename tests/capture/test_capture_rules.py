@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hybrid.capture import NotCaptured
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage, cut, network_partitions, why_whole
+from lightning_hybrid.graph.cut_stages import cut_at
 from lightning_hybrid.graph.cuts import Cuts
 from lightning_hybrid.graph.mode_regions import open_at
-from lightning_hybrid.graph.stage import cut_at
 
 X = torch.linspace(-1, 1, 20).view(5, 4)
 Code = Callable[..., Any]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from prepared import prepared
 
 from lightning_hybrid.comm.collectives import meet
-from lightning_hybrid.comm.failure import is_gone, is_late
-from lightning_hybrid.comm.transport import ConnectionLost, start, wait
+from lightning_hybrid.comm.connections import ConnectionLost, start, wait
+from lightning_hybrid.comm.travelling_errors import is_gone, is_late
 
 ZERO = torch.zeros(1)
 

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hybrid.comm import channel as frames
-from lightning_hybrid.comm.channel import FRAME, decode, encode, ready
-from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm import message_channel as frames
+from lightning_hybrid.comm.message_channel import FRAME, decode, encode, ready
 from lightning_hybrid.comm.protocol import (
     Answer,
     Backward,
@@ -31,6 +30,7 @@ from lightning_hybrid.comm.protocol import (
     ZeroGrad,
 )
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
+from lightning_hybrid.comm.travelling_errors import Failure
 
 SPEC = TensorSpec((2, 3), torch.float64, requires_grad=True)
 KEY = CallKey(0, ((SPEC,),), ((1,),), True, True, (True,), Precision.current(torch.device("cpu")))

@@ -6,10 +6,10 @@ from in_memory import MemoryReplica, memory_channels
 from nccl_rules import StrictReplica
 from ranks import together
 
-from lightning_hybrid.comm.links import link_stages
+from lightning_hybrid.comm.activation_links import link_stages
+from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.protocol import Answer, Check
 from lightning_hybrid.comm.tensor_specs import TensorSpec
-from lightning_hybrid.comm.transport import ConnectionLost
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec((1,), torch.float32)

@@ -11,14 +11,14 @@ from nccl_rules import USUAL, strict
 from ranks import together
 
 from lightning_hybrid.comm import mesh as module
+from lightning_hybrid.comm.activation_links import link_stages
 from lightning_hybrid.comm.collectives import meet
+from lightning_hybrid.comm.connections import ConnectionLost, start
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.links import link_stages
 from lightning_hybrid.comm.mesh import Mesh, backend_on, make_world
 from lightning_hybrid.comm.protocol import Answer, Check, Message, Status
 from lightning_hybrid.comm.tensor_specs import TensorSpec
-from lightning_hybrid.comm.transport import ConnectionLost, start
+from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import PlanError, RemoteError
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from ranks import together
 
-from lightning_hybrid.comm.channel import Channel
-from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.protocol import Answer, Header, Message, Pattern, Status, Word
 from lightning_hybrid.comm.tensor_specs import TensorSpec
+from lightning_hybrid.comm.travelling_errors import Failure
 
 FAILURE = Failure.of(ValueError("on purpose"), "rank 1")
 SPEC = TensorSpec.of(torch.zeros(3, 4, dtype=torch.float64).T)

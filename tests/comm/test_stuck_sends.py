@@ -8,8 +8,8 @@ import torch
 from ranks import GlooWires
 
 from lightning_hybrid.comm import stuck_sends
+from lightning_hybrid.comm.connections import GroupWire
 from lightning_hybrid.comm.stuck_sends import StuckSends
-from lightning_hybrid.comm.transport import GroupWire
 
 WAIT_S = 30
 

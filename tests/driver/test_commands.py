@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from crew import Crew
 
-from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.protocol import Answer, Check, Free, Report, Step
+from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.remote.remote_source import Kind

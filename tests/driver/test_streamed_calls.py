@@ -16,9 +16,9 @@ from planned import planned
 from serial_schedules import in_stages, train_serially
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.protocol import Check
-from lightning_hybrid.comm.transport import ConnectionLost
+from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.schedules import STREAMED, Part

@@ -6,8 +6,8 @@ from typing import Any
 
 from in_memory import memory_channels
 
-from lightning_hybrid.comm.channel import Channel
 from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.protocol import Answer, Command
 from lightning_hybrid.driver.commands import Workers
 

@@ -1,6 +1,6 @@
 """Wires, channels and links within one process, for tests: ranks are threads.
 
-They keep the promises of the real ones (:class:`~lightning_hybrid.comm.transport.Wire`): order,
+They keep the promises of the real ones (:class:`~lightning_hybrid.comm.connections.Wire`): order,
 sends that end when the peer begins to receive, receives that block, a peer that is gone
 (:meth:`MemoryWire.close`), and one that does not answer within the time-out, after which the
 connection is closed, as gloo does it. And like those of gloo, a transfer that is dropped before its
@@ -15,10 +15,10 @@ from weakref import ref
 
 from torch import Tensor
 
-from lightning_hybrid.comm.channel import Channel
+from lightning_hybrid.comm.connections import Transfer, Wire, connection_lost
 from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.replica_channels import EdgeWires, Lines
-from lightning_hybrid.comm.transport import Transfer, Wire, connection_lost
 
 TIMEOUT_S = 30.0
 """How long a rank waits for another one: longer than any test."""

@@ -19,8 +19,8 @@ from in_memory import MemoryLines, MemoryReplica, MemoryWire
 from torch import Tensor
 
 from lightning_hybrid.comm import mesh
+from lightning_hybrid.comm.connections import Transfer, connection_lost
 from lightning_hybrid.comm.replica_channels import EdgeWires
-from lightning_hybrid.comm.transport import Transfer, connection_lost
 
 CPU = torch.device("cpu")
 TYPES = {

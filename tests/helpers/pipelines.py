@@ -9,7 +9,7 @@ import torch
 from nccl_rules import StrictReplica
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.links import link_stages
+from lightning_hybrid.comm.activation_links import link_stages
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
 from lightning_hybrid.stage.calls import Call, Traffic

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from in_memory import MemoryWire
 
+from lightning_hybrid.comm.connections import GroupWire, Wire
 from lightning_hybrid.comm.mesh import GroupHandle
-from lightning_hybrid.comm.transport import GroupWire, Wire
 
 NAMES = ("rank 0", "rank 1")
 

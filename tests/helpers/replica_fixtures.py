@@ -10,8 +10,8 @@ from driven import Model, Ranks, Replica, batches, let_go
 from served import GRADIENTS, Service
 from torch import nn
 
-from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.protocol import Leaving, TakeGradients, TakeOptimizers
+from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.state.optimizers import ship
 
 

@@ -10,7 +10,7 @@ from planned import simulate
 from timed_orders import time_orders
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.memory import in_flight
+from lightning_hybrid.planning.memory_needed import in_flight
 from lightning_hybrid.schedules import Part, Work
 from lightning_hybrid.schedules.gpipe import gpipe
 

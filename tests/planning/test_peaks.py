@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lightning_hybrid.planning.memory import DRIVER_BYTES, WORKER_BYTES, Life, with_peaks
+from lightning_hybrid.planning.memory_needed import DRIVER_BYTES, WORKER_BYTES, Life, with_peaks
 from lightning_hybrid.planning.plan import Plan, StagePlan
 
 GB = 10**9

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.process import faults
 from lightning_hybrid.process.faults import Watch, first_fault
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.transport import ConnectionLost
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.process.launcher import _raise_first
 

@@ -14,9 +14,9 @@ from torch.optim import SGD
 
 import lightning_hybrid.run.session as sessions
 from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.transport import ConnectionLost
+from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.process.run_results import Snapshot, collect_results

@@ -18,7 +18,7 @@ from pipelines import (
 )
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.transport import ConnectionLost, start
+from lightning_hybrid.comm.connections import ConnectionLost, start
 from lightning_hybrid.errors import HybridError, RemoteError
 
 

@@ -14,7 +14,7 @@ from prepared import start_ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_hybrid.comm.transport import ConnectionLost
+from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.stage import gradient_averaging
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, broadcast_module
 from lightning_hybrid.stage.trace import Trace

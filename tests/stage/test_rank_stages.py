@@ -3,7 +3,7 @@
 import pytest
 from pipelines import Pipeline, chain, slices
 
-from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.travelling_errors import Failure
 
 
 def test_the_first_failure_is_the_one_that_is_told() -> None:

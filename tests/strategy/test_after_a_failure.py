@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.run.world import Phase, World
 

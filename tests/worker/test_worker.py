@@ -4,7 +4,6 @@ import pytest
 import torch
 from served import Service
 
-from lightning_hybrid.comm.failure import Failure
 from lightning_hybrid.comm.protocol import (
     MESSAGES,
     Check,
@@ -20,6 +19,7 @@ from lightning_hybrid.comm.protocol import (
     SynchronizeBuffers,
     TakeWeights,
 )
+from lightning_hybrid.comm.travelling_errors import Failure
 
 
 def test_every_command_has_a_handler(service: Service) -> None:

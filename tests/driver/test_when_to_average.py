@@ -10,9 +10,9 @@ from crew import Crew
 
 from lightning_hybrid.comm.protocol import Free, Reduce
 from lightning_hybrid.driver.commands import Commands
-from lightning_hybrid.driver.gradients import ReplicaGradients
 from lightning_hybrid.driver.ownership import Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
+from lightning_hybrid.driver.when_to_average import ReplicaGradients
 
 
 class Notes:

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from lightning_hybrid.comm.failure import Failure, raised, told_text
+from lightning_hybrid.comm.travelling_errors import Failure, raised, told_text
 from lightning_hybrid.errors import PlanError, RemoteError
 
 WHERE = "rank 0 (driver, replica 0, stage 1)"

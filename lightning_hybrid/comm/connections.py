@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid._torch.distributed import unrecorded
-from lightning_hybrid.comm.failure import is_late
 from lightning_hybrid.comm.stuck_sends import SENDS
+from lightning_hybrid.comm.travelling_errors import is_late
 from lightning_hybrid.errors import HybridError, RemoteError
 
 Group = Any

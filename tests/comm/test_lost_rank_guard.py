@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 from ranks import together
 
+from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.guard import Guard
+from lightning_hybrid.comm.lost_rank_guard import Guard
 from lightning_hybrid.comm.mesh import Mesh, make_world
-from lightning_hybrid.comm.transport import ConnectionLost
 
 
 class Guarded:

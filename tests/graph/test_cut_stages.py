@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph, Stage, cut, make_stages, network_partitions
-from lightning_hybrid.graph.stage import cut_at
+from lightning_hybrid.graph.cut_stages import cut_at
 from lightning_hybrid.graph.stage_code import GraphCode
 from lightning_hybrid.stage.stage_check import run
 

@@ -12,12 +12,12 @@ from ranks import NAMES, together
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_hybrid.comm.channel import Channel
-from lightning_hybrid.comm.failure import Failure
-from lightning_hybrid.comm.links import Link, LocalLink, PeerLink
+from lightning_hybrid.comm.activation_links import Link, LocalLink, PeerLink
+from lightning_hybrid.comm.connections import ConnectionLost
+from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.protocol import Answer, Header, Pattern, Status
 from lightning_hybrid.comm.tensor_specs import TensorSpec
-from lightning_hybrid.comm.transport import ConnectionLost
+from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError
 
 Wires = Callable[..., Any]

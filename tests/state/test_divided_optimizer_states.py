@@ -9,7 +9,7 @@ from ranks import gloo_groups, together
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.state.state_shares import Division, OtherReplicas, StateShares
+from lightning_hybrid.state.divided_optimizer_states import Division, OtherReplicas, StateShares
 
 KINDS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda parameters: torch.optim.Adam(parameters, lr=0.1, weight_decay=0.1),

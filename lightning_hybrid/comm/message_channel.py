@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.connections import Transfer, Wire
 from lightning_hybrid.comm.protocol import MESSAGES, Leaving, Message, StillAlive, Tensors
 from lightning_hybrid.comm.tensor_specs import TensorSpec
-from lightning_hybrid.comm.transport import Transfer, Wire
+from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import value_of
 

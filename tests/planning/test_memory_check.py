@@ -4,7 +4,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from lightning_hybrid.planning.would_fit import Fit, Way, least_lacks, what_would_fit
+from lightning_hybrid.planning.memory_check import Fit, Way, least_lacks, what_would_fit
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 from lightning_hybrid.comm import signals_deferred
 from lightning_hybrid.comm.protocol import Reduce
-from lightning_hybrid.driver.borrowing import Borrowing
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
+from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.weights import Replicated
 
 

@@ -7,9 +7,9 @@ from torch import nn
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph.profile import PartitionProfile, Profile
-from lightning_hybrid.planning.memory import in_flight, optimizer_bytes, remaining
+from lightning_hybrid.planning.memory_check import Fit, Way, check_memory
+from lightning_hybrid.planning.memory_needed import in_flight, optimizer_bytes, remaining
 from lightning_hybrid.planning.plan import Plan, StagePlan
-from lightning_hybrid.planning.would_fit import Fit, Way, check_memory
 from lightning_hybrid.schedules.gpipe import gpipe
 
 GB = 10**9

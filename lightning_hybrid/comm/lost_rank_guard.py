@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import torch
 
+from lightning_hybrid.comm.connections import ConnectionLost, Transfer
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.threads import BackgroundThread
-from lightning_hybrid.comm.transport import ConnectionLost, Transfer
 
 _TAG = 2**12 - 1  # of no word and of no placement
 

@@ -8,11 +8,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_hybrid.comm.channel import Channel
+from lightning_hybrid.comm.connections import Transfer, Wire
+from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.protocol import Word
 from lightning_hybrid.comm.replica_channels import Lines
 from lightning_hybrid.comm.tensor_specs import TensorSpec, bytes_of
-from lightning_hybrid.comm.transport import Transfer, Wire
 from lightning_hybrid.errors import HybridError
 
 W = TypeVar("W", bound=Word)

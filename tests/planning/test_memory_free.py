@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hybrid.planning.cluster import Device, memory_of_rank
-from lightning_hybrid.planning.memory_limits import (
+from lightning_hybrid.planning.memory_free import (
     free_bytes,
     free_of_host,
     host_bytes,

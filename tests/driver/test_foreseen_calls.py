@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.driver.look_ahead import LookAhead
+from lightning_hybrid.driver.foreseen_calls import LookAhead
 from lightning_hybrid.errors import NetworkNotFoundError
 
 

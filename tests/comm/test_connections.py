@@ -8,7 +8,7 @@ import torch
 from ranks import together
 from torch._C._profiler import _ExperimentalConfig
 
-from lightning_hybrid.comm.transport import ConnectionLost, connection_lost, start
+from lightning_hybrid.comm.connections import ConnectionLost, connection_lost, start
 from lightning_hybrid.errors import HybridError
 
 Wires = Callable[..., Any]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from ranks import together
 
-from lightning_hybrid.comm.channel import Channel
-from lightning_hybrid.comm.failure import Failure
+from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.heartbeat import Heartbeat
+from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.protocol import (
     Answer,
     Check,
@@ -21,7 +21,7 @@ from lightning_hybrid.comm.protocol import (
     Status,
     TakeWeights,
 )
-from lightning_hybrid.comm.transport import ConnectionLost
+from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError, RemoteError
 
 Wires = Callable[..., Any]
