@@ -7,11 +7,10 @@ if that is what is imported by then, with ``pytorch_lightning``.
 
 from lightning_hybrid._lightning import StrategyRegistry
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.process import refuse_in_other_package, watch_parent
+from lightning_hybrid.process import refuse_in_other_package
 from lightning_hybrid.strategy import NAMES, HybridGabraStrategy
 
 __all__ = ["HybridGabraStrategy", "Plan"]
 
-watch_parent()
 HybridGabraStrategy.register_strategies(StrategyRegistry)
 refuse_in_other_package(NAMES)

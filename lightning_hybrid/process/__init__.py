@@ -1,6 +1,5 @@
 """Processes start, find each other, are watched, and end."""
 
-from lightning_hybrid.process.children import watch_parent
 from lightning_hybrid.process.device_survey import look_around
 from lightning_hybrid.process.faults import (
     Watch,
@@ -52,5 +51,4 @@ __all__ = [
     "read_fault",
     "refuse_in_other_package",
     "say_at_next_meeting",
-    "watch_parent",
 ]

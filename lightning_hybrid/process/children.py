@@ -1,24 +1,25 @@
 """The processes that a script starts as ranks: they end with it, and it sees who has ended.
 
-Before they have met, a started rank watches the process that has started it: who imports while rank
-0 is killed would wait for the store of a process that is gone, for as long as a store may take to
-begin. From there on connections tell.
+Once all ranks have met, connections tell who is gone. Before, a rank that imports would wait for
+the store of a process that was killed, for as long as a store may take to begin; while it imports
+it cannot look after anything. So a shell does (:func:`keep_ranks`).
 """
 
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from threading import Event, Thread
+from collections.abc import Sequence
+from contextlib import suppress
 
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.process.faults import GRACE_S
 
-_PARENT = "LIGHTNING_HYBRID_STARTED_BY"
-_LOOK_EVERY_S = 0.5
+# reads a line from the process that has started it; finds the end of its pipe if that is gone
+_KEEPER = (
+    'read -r met || { echo "Ranks that have not met yet end (processes $*): the process that has '
+    'started them is gone." >&2; kill -9 "$@" 2>/dev/null; }'
+)
 
 
 class Children:
@@ -78,42 +79,21 @@ def _exists(pid: int) -> bool:
     return True
 
 
-class _Process:
-    """What ends the watch of this process; set: nobody watches."""
-
-    met = Event()
+class _Keeper:
+    process: "subprocess.Popen[bytes] | None" = None
 
 
-@contextmanager
-def starting_ranks() -> Iterator[None]:
-    """Inside, processes that this one starts are to watch it."""
-    os.environ[_PARENT] = str(os.getpid())
-    try:
-        yield
-    finally:
-        os.environ.pop(_PARENT, None)
-
-
-def watch_parent() -> None:
-    """In a started process: end with the one that has started it, until :func:`have_met`."""
-    parent = os.environ.pop(_PARENT, None)
-    if parent is not None and int(parent) != os.getpid():
-        _Process.met.clear()  # a forked process has that of its parent, which may have met others
-        Thread(target=_watch, args=(int(parent),), daemon=True, name="hybrid-orphans").start()
+def keep_ranks(children: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """See to it that started ranks end with this process, however it ends, until `have_met`."""
+    if children and os.name == "posix":
+        pids = [str(child.pid) for child in children]
+        _Keeper.process = subprocess.Popen(
+            ["sh", "-c", _KEEPER, "sh", *pids], stdin=subprocess.PIPE, start_new_session=True
+        )
 
 
 def have_met() -> None:
     """All ranks have met: connections tell who is gone, and scripts may end one by one."""
-    _Process.met.set()
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        if _Process.met.wait(_LOOK_EVERY_S):
-            return
-    print(
-        f"Process {os.getpid()} ends: process {parent}, which has started it as a rank, is gone.",
-        file=sys.stderr,
-        flush=True,
-    )
-    os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+    keeper, _Keeper.process = _Keeper.process, None
+    if keeper is not None:
+        keeper.communicate(b"met\n")

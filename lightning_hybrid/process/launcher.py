@@ -44,10 +44,10 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.process.children import (
     Children,
+    keep_ranks,
     leave_nobody,
     miss_nobody,
     not_caught,
-    starting_ranks,
 )
 from lightning_hybrid.process.faults import GRACE_S, is_loss, is_unnamed_loss
 from lightning_hybrid.process.run_results import Results, adopt_attributes
@@ -185,8 +185,8 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
             if self.num_processes > 1:
                 _require_script()
                 self.before_start()
-            with starting_ranks():
-                self._call_children_scripts()
+            self._call_children_scripts()
+            keep_ranks(self.procs)
             Children.processes = self.procs
             atexit.register(leave_nobody)
         set_num_threads(self.num_processes)
