@@ -31,7 +31,7 @@ OUTERMOST = {
     "lightning_hybrid/strategy/strategy.py",
     "lightning_hybrid/process/launcher.py",
     "lightning_hybrid/run/building.py",
-    "lightning_hybrid/state/checkpoints.py",
+    "lightning_hybrid/state/atomic_checkpoints.py",
     "lightning_hybrid/run/coming_batches.py",
     "lightning_hybrid/_lightning_private.py",
     "lightning_hybrid/run/performance_log.py",

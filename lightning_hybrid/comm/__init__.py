@@ -17,7 +17,6 @@ from lightning_hybrid.comm.connections import (
     wait,
 )
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.link_probe import (
     LARGE_BYTES,
     PairProbe,
@@ -26,8 +25,8 @@ from lightning_hybrid.comm.link_probe import (
     probe_flops,
     probe_pair,
 )
-from lightning_hybrid.comm.lost_rank_guard import Guard
 from lightning_hybrid.comm.mesh import GroupHandle, Mesh, backend_on, make_world
+from lightning_hybrid.comm.nccl_guard import Guard
 from lightning_hybrid.comm.network_interface import bound_to, choose_interface, chosen_interface
 from lightning_hybrid.comm.protocol import Answer, Header, Pattern, Status, Tensors
 from lightning_hybrid.comm.signals import (
@@ -37,6 +36,7 @@ from lightning_hybrid.comm.signals import (
     signals_deferred,
     signals_ignored,
 )
+from lightning_hybrid.comm.still_alive import Heartbeat
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec, bytes_of
 from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.comm.travelling_errors import Failure, is_gone, is_late, raised, told_text

@@ -1,7 +1,11 @@
 """Weights and the states of optimizers, as each rank owns them and as files."""
 
+from lightning_hybrid.state.atomic_checkpoints import (
+    AtomicCheckpointIO,
+    ShardedSaves,
+    with_atomic_writes,
+)
 from lightning_hybrid.state.background import Background
-from lightning_hybrid.state.checkpoints import AtomicCheckpointIO, ShardedSaves, with_atomic_writes
 from lightning_hybrid.state.clipping import clip_factor, gradient_norms, gradients_of, unscale
 from lightning_hybrid.state.deferred_weights import (
     Takeover,

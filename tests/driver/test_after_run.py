@@ -16,7 +16,7 @@ from lightning_hybrid.driver import weights as files
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import is_deferred, is_unread, is_vacant
 from lightning_hybrid.state import tensor_file
-from lightning_hybrid.state.checkpoints import AtomicCheckpointIO
+from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO
 from lightning_hybrid.worker import worker
 
 DEVICES = [(1, 0), (1, 2, 0)]

@@ -14,7 +14,7 @@ from lightning_hybrid.comm import TensorSpec
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_unread
 from lightning_hybrid.state import sharded_checkpoint
-from lightning_hybrid.state.checkpoints import AtomicCheckpointIO
+from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO
 from lightning_hybrid.state.sharded_checkpoint import (
     Divided,
     Owned,

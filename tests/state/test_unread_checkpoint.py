@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_hybrid.remote import is_unread
 from lightning_hybrid.state import tensor_file
-from lightning_hybrid.state.checkpoints import AtomicCheckpointIO
+from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO
 from lightning_hybrid.state.tensor_file import NoAddresses, load_unread
 
 

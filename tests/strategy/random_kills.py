@@ -336,7 +336,7 @@ class Undisturbed:
 
 
 def _load(path: Path) -> Any:
-    from lightning_hybrid.state.checkpoints import AtomicCheckpointIO
+    from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO
 
     loaded = AtomicCheckpointIO().load_checkpoint(path, weights_only=True)
     for callback in loaded["callbacks"].values():  # paths of this run

@@ -17,8 +17,8 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from training_script import train
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.state import checkpoints
-from lightning_hybrid.state.checkpoints import AtomicCheckpointIO
+from lightning_hybrid.state import atomic_checkpoints as checkpoints
+from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO
 
 pytestmark = [
     pytest.mark.distributed,

@@ -11,8 +11,8 @@ from ranks import together
 
 from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.lost_rank_guard import Guard
 from lightning_hybrid.comm.mesh import Mesh, make_world
+from lightning_hybrid.comm.nccl_guard import Guard
 
 
 class Guarded:
