@@ -85,11 +85,11 @@ class _Keeper:
 
 def keep_ranks(children: Sequence["subprocess.Popen[bytes]"]) -> None:
     """See to it that started ranks end with this process, however it ends, until `have_met`."""
-    if children and os.name == "posix":
-        pids = [str(child.pid) for child in children]
-        _Keeper.process = subprocess.Popen(
-            ["sh", "-c", _KEEPER, "sh", *pids], stdin=subprocess.PIPE, start_new_session=True
-        )
+    if not children:
+        return
+    command = ["sh", "-c", _KEEPER, "sh", *(str(child.pid) for child in children)]
+    with suppress(OSError):  # a system without a shell goes without
+        _Keeper.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def have_met() -> None:
