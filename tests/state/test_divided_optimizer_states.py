@@ -54,11 +54,12 @@ def test_shares_differ_by_no_more_than_the_largest_parameter(replicas: int) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_state_is_on_one_rank_and_the_weights_are_those_of_one(kind: Any) -> None:
-    groups, alone = gloo_groups(60), network()
+    # made here: ranks that are threads share the generator that draws weights
+    groups, alone, modules = gloo_groups(60), network(), (network(), network())
     wanted = kind(alone.parameters())
 
     def train(rank: int) -> tuple[nn.Module, set[str]]:
-        module = network()
+        module = modules[rank]
         optimizer, names = kind(module.parameters()), names_of(module)
         shares = StateShares(groups[rank], names, {})
         for step in range(4):
@@ -86,10 +87,10 @@ def test_each_state_is_on_one_rank_and_the_weights_are_those_of_one(kind: Any) -
 
 
 def test_a_rank_whose_step_fails_keeps_nobody_waiting() -> None:
-    groups = gloo_groups(60)
+    groups, modules = gloo_groups(60), (network(), network())
 
     def step(rank: int) -> list[Tensor]:
-        module = network()
+        module = modules[rank]
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         shares = StateShares(groups[rank], names_of(module), {})
         give_gradients(module, 2)
@@ -104,10 +105,10 @@ def test_a_rank_whose_step_fails_keeps_nobody_waiting() -> None:
 
 
 def test_what_one_replica_alone_knows_it_steps_by_itself() -> None:
-    groups = gloo_groups(60)
+    groups, modules = gloo_groups(60), (network(), network())
 
     def step(rank: int) -> float:
-        module, extra = network(), nn.Parameter(torch.zeros(()))
+        module, extra = modules[rank], nn.Parameter(torch.zeros(()))
         optimizer = torch.optim.SGD([*module.parameters(), extra], lr=1.0)
         shares = StateShares(groups[rank], names_of(module), {})
         extra.grad = torch.tensor(float(rank))
