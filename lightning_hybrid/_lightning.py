@@ -121,6 +121,7 @@ Trainer = pytorch.Trainer
 TrainerFn = pytorch.trainer.states.TrainerFn
 TrainerStatus = pytorch.trainer.states.TrainerStatus
 WeightAveraging = pytorch.callbacks.WeightAveraging
+extract_batch_size = pytorch.utilities.data.extract_batch_size
 is_param_in_hook_signature = pytorch.utilities.signature_utils.is_param_in_hook_signature
 is_overridden = pytorch.utilities.model_helpers.is_overridden
 move_data_to_device = fabric.utilities.move_data_to_device

@@ -1,6 +1,6 @@
 """The private names of Lightning that this package uses, each with its reason, all in this file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import device
@@ -13,6 +13,10 @@ from lightning_hybrid._lightning import (
     fabric,
     pytorch,
 )
+
+# a loader of the user's class, made again with other batches, as Lightning does for its sampler
+_get_dataloader_init_args_and_kwargs = pytorch.utilities.data._get_dataloader_init_args_and_kwargs
+_reinstantiate_wrapped_cls = fabric.utilities.data._reinstantiate_wrapped_cls
 
 _set_num_threads_if_needed = fabric.utilities.distributed._set_num_threads_if_needed
 
@@ -66,6 +70,7 @@ __all__ = [
     "load_as_ever",
     "loaders_of",
     "random_states",
+    "rebuilt_loader",
     "set_batch_counts",
     "set_loaders",
     "set_module_device",
@@ -130,6 +135,20 @@ def loaders_of(trainer: Trainer) -> list[tuple[str, Any]]:
     found = [getattr(loop._combined_loader, "iterables", None) for loop in _loaded_loops(trainer)]
     names = ("train_dataloader", "predict_dataloaders", "val_dataloaders", "val_dataloaders")
     return list(zip((*names, "test_dataloaders"), found))
+
+
+def rebuilt_loader(loader: Any, batches: Iterable[list[Any]]) -> Any:
+    """A ``DataLoader`` like another one, whose batches are made of other samples.
+
+    Args:
+        loader: the other one.
+        batches: a batch sampler.
+    """
+    arguments, keywords = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
+    for name in ("batch_size", "shuffle", "sampler", "drop_last"):  # which the batches decide
+        keywords.pop(name, None)
+    keywords["batch_sampler"] = batches
+    return _reinstantiate_wrapped_cls(loader, *arguments, **keywords)
 
 
 LOADING = "train_dataloader()"

@@ -16,6 +16,7 @@ ScheduleName = Literal[
 ]
 
 Rng = Literal["microbatch", "device"]
+Balance = Literal["equal", "speed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Config:
         rng: whose random numbers networks draw.
         checkpoint: whether a checkpoint is a file, or a folder to which each rank writes its part.
         shard_optimizer_states: whether the replicas of a stage divide its optimizer states.
+        balance: whether replicas take equal parts of each global batch, or parts by their speed.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -56,6 +58,7 @@ class Config:
     rng: Rng
     checkpoint: Checkpoint = "full"
     shard_optimizer_states: bool = False
+    balance: Balance = "equal"
     chosen: bool = False
 
     @classmethod
@@ -81,6 +84,7 @@ class Config:
         rng: Rng = "microbatch",
         checkpoint: Checkpoint = "full",
         shard_optimizer_states: bool = False,
+        balance: Balance = "equal",
         seed: int = 0,
     ) -> "Config":
         """Check the arguments of the strategy, which documents them, and load the plan.
@@ -108,6 +112,7 @@ class Config:
         _check_verify(verify)
         _check_rng(rng, chosen)
         _check_kind("checkpoint", checkpoint, get_args(Checkpoint))
+        _check_kind("balance", balance, get_args(Balance))
         if shard_optimizer_states and checkpoint == "sharded_async":
             raise PlanError(
                 "checkpoint='sharded_async' makes copies on replica 0, and shard_optimizer_states="
@@ -139,6 +144,7 @@ class Config:
             rng=rng,
             checkpoint=checkpoint,
             shard_optimizer_states=shard_optimizer_states,
+            balance=balance,
         )
 
     @property
@@ -217,12 +223,15 @@ class Config:
             return self.plan.devices != (*range(1, self.plan.stages), 0)
         return not self.settings.contiguous
 
-    def needs_survey(self, stages: int) -> bool:
+    def needs_survey(self, replicas: int, stages: int) -> bool:
         """Whether there is anything to decide for which the devices must be known.
 
         Args:
-            stages: number of devices of a replica, as :meth:`shape` gives it.
+            replicas: their number, as :meth:`shape` gives it.
+            stages: number of devices of each, likewise.
         """
+        if self.balance == "speed" and replicas > 1:
+            return True
         given = self.plan is not None or not isinstance(self.settings.allocation, str)
         return stages > 1 and (self.capacity is not None or not given)
 

@@ -47,6 +47,7 @@ OUTERMOST = {
     "lightning_hybrid/run/run.py",
     "lightning_hybrid/run/run_table.py",
     "lightning_hybrid/run/session.py",
+    "lightning_hybrid/run/unequal_shares.py",
     "lightning_hybrid/process/wrong_package.py",
 }
 WITH_PRIVATE_NAMES = {

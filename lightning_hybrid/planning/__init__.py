@@ -21,6 +21,7 @@ from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
 from lightning_hybrid.planning.planner import make_plan
 from lightning_hybrid.planning.search import AUTO, Method, PlanSettings
+from lightning_hybrid.planning.shares import batch_sizes, deal
 from lightning_hybrid.planning.sizes import Machine, Sizes, choose
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import speedup
@@ -44,8 +45,10 @@ __all__ = [
     "Sizes",
     "StepProblem",
     "Way",
+    "batch_sizes",
     "best_chain",
     "choose",
+    "deal",
     "device_name",
     "free_addresses",
     "free_bytes",

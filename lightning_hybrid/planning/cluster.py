@@ -128,6 +128,19 @@ class Cluster:
         return tuple(min(self.speeds[rank] for rank in ranks) for ranks in self._by_pp_rank())
 
     @property
+    def replica_speeds(self) -> tuple[float, ...]:
+        """Speed of each replica; 1 is one whose every device is the slowest of its stage.
+
+        All replicas have the same stages, so a replica is as fast as the stage whose device has
+        the least to spare.
+        """
+        chains = zip(*[iter(self.order)] * self.stages)
+        slowest = self.capacities
+        return tuple(
+            min(self.speeds[rank] / slow for rank, slow in zip(chain, slowest)) for chain in chains
+        )
+
+    @property
     def memory_limits(self) -> tuple[int, ...] | None:
         """Bytes by ``pp_rank``, of the smallest of the replicas; None: not known of all."""
         if None in self.memory_bytes:

@@ -12,6 +12,7 @@ from threading import Event
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
@@ -31,6 +32,7 @@ from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
 from lightning_hybrid.run.plan_check import PlanCheck
 from lightning_hybrid.run.run import Run, scalers_of
 from lightning_hybrid.run.run_table import RunTable
+from lightning_hybrid.run.unequal_shares import UnequalShares
 from lightning_hybrid.run.world import Phase
 from lightning_hybrid.stage import Synchronised
 from lightning_hybrid.state import AtomicCheckpointIO, save_alone, were_divided
@@ -51,6 +53,7 @@ class DriverSession:
         statistics: entered wherever layers may compute.
         watchers: hear of each training step.
         batches: the training batches.
+        shares: of the replicas in a global batch; ``None``: all have the same.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class DriverSession:
         statistics: AbstractContextManager[Any],
         watchers: Sequence[StepWatcher],
         batches: ComingBatches | InOrder,
+        shares: UnequalShares | None,
     ) -> None:
         self._run, self._driver, self._networks = run, driver, networks
-        self._batches = batches
+        self._batches, self._shares = batches, shares
         self._statistics, self._watchers = statistics, watchers
         self._failure = Failure("this rank has failed")
         self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
@@ -124,7 +128,8 @@ class DriverSession:
             driver.abort(Failure.of(error, str(mesh.coordinates)))
             driver.close()
             raise
-        return cls(run, driver, networks, statistics, _watchers(run, driver), batches)
+        shares = UnequalShares.of(run) if run.fitting and config.balance == "speed" else None
+        return cls(run, driver, networks, statistics, _watchers(run, driver), batches, shares)
 
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
@@ -180,6 +185,10 @@ class DriverSession:
             self._networks.require()
         return output
 
+    def weighted(self, loss: Tensor) -> Tensor:
+        """A loss whose gradients, averaged over the replicas, are those of the global batch."""
+        return loss if self._shares is None else self._shares.weighted(loss)
+
     def backward(self, compute: Callable[[], None]) -> None:
         """A backward pass, after which the gradients of all replicas are averaged.
 
@@ -214,6 +223,8 @@ class DriverSession:
 
     def train_loader(self, loader: Any) -> Any:
         """A loader as the Trainer is to use it."""
+        if self._shares is not None and self._run.trainer.training:
+            loader = self._shares.deal(loader)
         return self._batches.wrap(loader)
 
     def move_batch(self, batch: Any, move: Callable[[Any], Any]) -> Any:
@@ -229,6 +240,8 @@ class DriverSession:
         """A training batch is about to be trained on."""
         if not self._run.is_global_zero:
             run_pending(hold=True)
+        if self._shares is not None:
+            self._shares.weigh(batch)
         for watcher in self._watchers:
             watcher.batch_starts(batch)
 

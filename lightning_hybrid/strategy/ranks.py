@@ -326,7 +326,7 @@ class ReplicaStrategy(DDPStrategy):
             backend=named,
             timeout=self._timeout or timedelta(minutes=30),
             device=self.root_device,
-            survey=look if self._config.needs_survey(stages) else None,
+            survey=look if self._config.needs_survey(replicas, stages) else None,
             capacity=self._config.capacity,
         )
         world.take_coordinates(joined)
@@ -360,6 +360,15 @@ class ReplicaStrategy(DDPStrategy):
         if self._world.phase is Phase.RUNNING:
             return super().broadcast(obj, src)
         return self._world.broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        """Lightning cuts the mean of whole numbers, such as samples of batches, to a whole one.
+
+        That is right where all replicas have as many.
+        """
+        if self._config.balance == "speed" and reduce_op in ("mean", "avg"):
+            tensor = tensor if tensor.is_floating_point() else tensor.double()
+        return super().reduce(tensor, group, reduce_op)
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False

@@ -81,8 +81,9 @@ class SteppingStrategy(ReplicaStrategy):
         """As in every strategy, and gradients are averaged before any hook sees them."""
         module, precision = self._module, self.precision_plugin
         loss = precision.pre_backward(closure_loss, module)
+        weighted = self._driving.weighted(loss)
         self._driving.backward(
-            partial(precision.backward, loss, module, optimizer, *args, **kwargs)
+            partial(precision.backward, weighted, module, optimizer, *args, **kwargs)
         )
         return precision.post_backward(loss, module)
 

@@ -29,7 +29,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._lightning_private import forget_loaded_checkpoint, load_as_ever
 from lightning_hybrid.comm import Failure, backend_on, restore_handlers
-from lightning_hybrid.config import Checkpoint, Config, Count, Rng, ScheduleName
+from lightning_hybrid.config import Balance, Checkpoint, Config, Count, Rng, ScheduleName
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.planning import Plan, free_bytes, free_of_host
 from lightning_hybrid.process import HybridSubprocessLauncher, Parted, Results, has_met, look_around
@@ -143,6 +143,13 @@ class HybridGabraStrategy(SavingStrategy):
             and gets the new weights of the others. The numbers and the ordinary checkpoint are
             those without it. An optimizer that must step as a whole keeps all of its states on each
             replica, with a line that says so.
+        balance: whether each replica takes as many samples of a global batch as the others
+            (``"equal"``, as under ``ddp``), or a part by the measured speed of its devices
+            (``"speed"``), for devices that are not alike. The global batch stays what it is under
+            ``ddp``: the loader's batch size for each replica. Every sample is then in one batch of
+            an epoch, and gradients are weighted by the samples that they come from, so that they
+            are those of one device with the whole batch. A loss that is no mean over samples says
+            by ``hybrid_weight(batch) -> float`` in the LightningModule what a batch weighs.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -183,6 +190,7 @@ class HybridGabraStrategy(SavingStrategy):
         rng: Rng = "microbatch",
         checkpoint: Checkpoint = "full",
         shard_optimizer_states: bool = False,
+        balance: Balance = "equal",
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -213,6 +221,7 @@ class HybridGabraStrategy(SavingStrategy):
             rng=rng,
             checkpoint=checkpoint,
             shard_optimizer_states=shard_optimizer_states,
+            balance=balance,
             seed=seed,
         )
         super().__init__(

@@ -85,19 +85,21 @@ def test_whether_a_device_may_have_several_stages(arguments: dict[str, Any], sev
 
 
 @pytest.mark.parametrize(
-    ("arguments", "stages", "needed"),
+    ("arguments", "shape", "needed"),
     [
-        ({}, 2, True),
-        ({}, 1, False),
-        ({"allocation": ["b"]}, 2, False),
-        ({"plan": CHAIN}, 2, False),
-        ({"plan": CHAIN, "device_capacity": (1.0, 2.0)}, 2, True),  # who sits where
+        ({}, (1, 2), True),
+        ({}, (2, 1), False),
+        ({"balance": "speed"}, (2, 1), True),
+        ({"balance": "speed"}, (1, 1), False),
+        ({"allocation": ["b"]}, (1, 2), False),
+        ({"plan": CHAIN}, (1, 2), False),
+        ({"plan": CHAIN, "device_capacity": (1.0, 2.0)}, (1, 2), True),  # who sits where
     ],
 )
 def test_devices_are_looked_at_where_it_decides_something(
-    arguments: dict[str, Any], stages: int, needed: bool
+    arguments: dict[str, Any], shape: tuple[int, int], needed: bool
 ) -> None:
-    assert Config.resolve(**arguments).needs_survey(stages) is needed
+    assert Config.resolve(**arguments).needs_survey(*shape) is needed
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""How many samples of a global batch each replica takes, by its speed."""
+
+import heapq
+from collections.abc import Sequence
+
+
+def deal(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Whole samples in proportion to speeds: each goes to the replica that would finish it first.
+
+    Each replica gets one at least. With fewer samples in all, no replica gets more than before.
+
+    Args:
+        samples: in the global batch, as many as there are replicas or more.
+        speeds: (R,) of the replicas, relative to each other.
+
+    Returns:
+        (R,) samples of each replica.
+    """
+    shares = [1] * len(speeds)
+    finish = [(2 / speed, replica) for replica, speed in enumerate(speeds)]
+    heapq.heapify(finish)
+    for _ in range(samples - len(speeds)):
+        _, replica = finish[0]
+        shares[replica] += 1
+        heapq.heapreplace(finish, ((shares[replica] + 1) / speeds[replica], replica))
+    return tuple(shares)
+
+
+def batch_sizes(samples: int, batch: int, replicas: int, *, drop_last: bool) -> list[int]:
+    """Sizes of the global batches of an epoch, each of one sample per replica at least.
+
+    Where the samples that are left are fewer than the replicas, the last batch takes as many of the
+    one before as it lacks.
+
+    Args:
+        samples: of the epoch, as many as there are replicas or more.
+        batch: size of a global batch: two samples per replica or more.
+        replicas: number of replicas.
+        drop_last: whether the samples that do not fill a batch are left out.
+    """
+    whole, left = divmod(samples, batch)
+    sizes = [batch] * whole
+    if left and not drop_last:
+        sizes.append(left)
+        if left < replicas:
+            sizes[-2:] = [batch + left - replicas, replicas]
+    return sizes
