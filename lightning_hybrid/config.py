@@ -118,6 +118,8 @@ class Config:
                 "checkpoint='sharded_async' makes copies on replica 0, and shard_optimizer_states="
                 "True leaves it a part of the states. Use checkpoint='sharded' or 'full'."
             )
+        if loaded and loaded.shares:
+            balance = "speed"
         names = [network] if isinstance(network, str) else network
         return cls(
             replicas=replicas,
@@ -230,7 +232,7 @@ class Config:
             replicas: their number, as :meth:`shape` gives it.
             stages: number of devices of each, likewise.
         """
-        if self.balance == "speed" and replicas > 1:
+        if self.balance == "speed" and replicas > 1 and not (self.plan and self.plan.shares):
             return True
         given = self.plan is not None or not isinstance(self.settings.allocation, str)
         return stages > 1 and (self.capacity is not None or not given)

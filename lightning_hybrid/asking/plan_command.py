@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
         f"{short(best.samples_per_s)} samples/s, {study.speed_up(best):.2f} times one device; "
         f"bubble {best.bubble:.1%}.",
         *_alone(study, best),
+        *_left_out(study, best, count),
         study.origin,
     )
     console = terminal()
@@ -64,6 +65,18 @@ def _alone(study: Study, best: Shape) -> list[str]:
     return [] if alone is None else ["One of these devices alone is faster than all of them."]
 
 
+def _left_out(study: Study, best: Shape, count: int) -> list[str]:
+    """What to say of devices that are too slow to help, and how to leave them out."""
+    used = best.replicas * best.devices_per_replica
+    if used == count:
+        return []
+    names = ", ".join(f"{k} ({study.cluster.devices[k].name})" for k in range(used, count))
+    return [
+        f"Without device {names} it is fastest: in no shape would all {count} be as fast. Use "
+        f"Trainer(devices={used})."
+    ]
+
+
 def _count(asked: int | None, study: Study) -> int:
     """How many devices to plan for: the option's, else the configuration's, else the cluster's."""
     if asked is not None and asked < 1:
@@ -77,14 +90,19 @@ def _count(asked: int | None, study: Study) -> int:
 
 
 def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
-    """The fastest shape for each number of replicas, stages and stages per device."""
-    seen: dict[tuple[int, int, int], Shape] = {}
+    """The fastest shape for each number of replicas, stages and stages per device.
+
+    Beside the number of replicas is what they take of a batch, where that is not as much each.
+    """
+    seen: dict[tuple[object, ...], Shape] = {}
     for shape in shapes:
-        key = (shape.replicas, shape.devices_per_replica, shape.stages_per_device)
+        equal = not shape.shares
+        key = shape.replicas, shape.devices_per_replica, shape.stages_per_device, equal
         seen.setdefault(key, shape)
     return [
         {
-            "replicas": str(shape.replicas),
+            "replicas": f"{shape.replicas}{': ' * bool(shape.shares)}"
+            + ", ".join(map(str, shape.shares)),
             "stages": str(shape.devices_per_replica),
             "a device": str(shape.stages_per_device),
             "micro-batches": str(shape.microbatches),
@@ -107,7 +125,7 @@ def _memory(shape: Shape) -> str:
 def _page(
     study: Study, plan: Plan, shapes: Sequence[Shape], count: int, facts: Sequence[str]
 ) -> str:
-    cluster = study.cluster.take(count)
+    cluster = study.cluster.take(plan.world_size)
     limits = cluster.memory_limits
     devices = plan.devices_per_replica
     # the page shows one replica, whose devices are as large as the smallest of all

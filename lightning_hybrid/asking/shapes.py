@@ -7,6 +7,8 @@ per second and not by the time of a step.
 
 First all shapes are cut by `balanced`, then the fastest ones with v = 1 by the dynamic programme of
 `chains`, where it is quick. The ranks of a replica are neighbours, in the order of the devices.
+Where devices are not alike, the replicas may take unequal parts of their R batches together, by
+their speed (``balance="speed"``), and the last devices may be left out (``Trainer(devices=...)``).
 Where stages do not fit, a shape is tried once more with stages that run their forward again for the
 backward and hold the activations of one micro-batch.
 """
@@ -14,6 +16,7 @@ backward and hold the activations of one micro-batch.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import truediv
 
 import numpy as np
 
@@ -28,6 +31,7 @@ from lightning_hybrid.planning import (
     StepProblem,
     Way,
     best_chain,
+    deal,
     gigabytes,
     what_lacks,
     what_would_fit,
@@ -64,6 +68,7 @@ class Shape:
         search: what found the cuts: `balanced` or `dynamic`.
         lacking_bytes: what the fullest device lacks; 0: it fits.
         recompute: whether stages run their forward again for the backward.
+        shares: samples that each replica takes in a step; empty: all take as many.
         fit: of what does not fit, what lacks if each device has one stage.
     """
 
@@ -79,6 +84,7 @@ class Shape:
     search: str
     lacking_bytes: float = 0.0
     recompute: bool = False
+    shares: tuple[int, ...] = ()
     fit: Fit | None = None
 
     @property
@@ -91,10 +97,15 @@ class Shape:
         """Throughput of all replicas."""
         return self.samples / self.step_s if self.step_s else float("inf")
 
+    @property
+    def _taking(self) -> str:
+        return f" with {', '.join(map(str, self.shares))} samples" if self.shares else ""
+
     def __str__(self) -> str:
         loop = f" x {self.stages_per_device} a device" if self.stages_per_device > 1 else ""
         return (
-            f"{self.replicas} replica{'s' * (self.replicas > 1)} x {self.devices_per_replica} "
+            f"{self.replicas} replica{'s' * (self.replicas > 1)}{self._taking} x "
+            f"{self.devices_per_replica} "
             f"stage{'s' * (self.devices_per_replica > 1)}{loop}, "
             f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
             f"{', activations computed again' * self.recompute}"
@@ -104,14 +115,14 @@ class Shape:
 def rank_shapes(
     costs_of: CostsOf, cluster: ClusterDescription, batch: int, *, splits: bool = True
 ) -> list[Shape]:
-    """All shapes on all devices of a cluster, the fastest first; then those that do not fit.
+    """All shapes on the devices of a cluster, the fastest first; then those that do not fit.
 
     Micro-batches are of equal size, so M divides the batch, and S divides the number of devices;
     M is at most 64.
 
     Args:
         costs_of: The costs of the network's partitions.
-        cluster: The devices, all of them used.
+        cluster: The devices. All are used; where they are not alike, also the first ones alone.
         batch: Samples of one replica in a step.
         splits: Whether the network takes batches of other sizes, so that there are micro-batches.
 
@@ -120,6 +131,17 @@ def rank_shapes(
     """
     if batch < 1:
         raise PlanError(f"a replica takes {batch} samples a step: at least 1 is needed")
+    count = len(cluster.devices)
+    alike = len(set(cluster.devices)) == 1
+    used = [cluster] if alike else [cluster.take(k) for k in range(1, count + 1)]
+    found = [shape for some in used for shape in _shapes(costs_of, some, batch, splits)]
+    return sorted(found, key=_rank)
+
+
+def _shapes(
+    costs_of: CostsOf, cluster: ClusterDescription, batch: int, splits: bool
+) -> list[Shape]:
+    """All shapes that use all devices of a cluster, the fastest first."""
     count = len(cluster.devices)
     found: list[Shape] = []
     for devices in _divisors(count):
@@ -144,7 +166,44 @@ def rank_shapes(
     chains = [k for k, s in enumerate(found) if s.stages_per_device == 1 < s.devices_per_replica]
     for number in chains[:_REFINED]:
         found[number] = _refined(found[number], costs_of, cluster, batch)
-    return sorted(found, key=_rank)
+    dealt = (_dealt(shape, costs_of, cluster, batch) for shape in found)
+    return [*found, *filter(None, dealt)]
+
+
+def _dealt(
+    shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int
+) -> Shape | None:
+    """The same shape, whose replicas take samples by their speed; None: they are alike."""
+    devices, slices = shape.devices_per_replica, shape.microbatches
+    speeds = cluster.relative_speeds
+    chains = [speeds[k : k + devices] for k in range(0, len(speeds), devices)]
+    slowest = [min(column) for column in zip(*chains)]
+    rates = [min(map(truediv, chain, slowest)) for chain in chains]
+    shares = deal(shape.replicas * batch, rates)
+    if len(set(shares)) == 1 or min(shares) < slices:
+        return None
+    costs = costs_of(batch // slices).divided(shape.replicas)
+    links = links_of(cluster, devices)
+    parts = [
+        problem_of(
+            *(costs.scaled(share / batch), cluster, devices, slices, links, shape.recompute),
+            replica=replica,
+        )
+        for replica, share in enumerate(shares)
+    ]
+    found = [
+        _shape(part, shape.ends, shape.devices, shape.replicas, batch, shape.search)
+        for part in parts
+    ]
+    step_s = max(each.step_s for each in found)
+    busy_s = sum((1 - each.bubble) * each.step_s for each in found)
+    return replace(
+        shape,
+        step_s=step_s,
+        bubble=max(0.0, 1 - busy_s / (len(found) * step_s)) if step_s else 0.0,
+        lacking_bytes=max(each.lacking_bytes for each in found),
+        shares=shares,
+    )
 
 
 def fastest(shapes: Sequence[Shape]) -> Shape:
@@ -169,7 +228,8 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
 
 def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Plan:
     """The plan of a shape from `rank_shapes`, which was given the same."""
-    problem = _problem_of_shape(shape, costs_of, cluster, batch)
+    used = cluster.take(shape.replicas * shape.devices_per_replica)
+    problem = _problem_of_shape(shape, costs_of, used, batch)
     table = problem.table
     return Plan(
         replicas=shape.replicas,
@@ -184,6 +244,7 @@ def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch:
         objective="step",
         allocation=shape.search,
         recompute=shape.recompute,
+        shares=shape.shares,
     )
 
 
@@ -202,6 +263,7 @@ def problem_of(
     microbatches: int,
     links: Links | None = None,
     recompute: bool = False,
+    replica: int | None = None,
 ) -> StepProblem:
     """The step of replicas with so many devices each, on all devices of a cluster.
 
@@ -209,10 +271,13 @@ def problem_of(
     inputs (at most what crosses the widest cut), and the activations of one.
 
     All replicas wait for each other, so a ``pp_rank`` is as fast and as large as its smallest
-    device, and a link as slow as its slowest.
+    device, and a link as slow as its slowest; with the number of a `replica`, its devices count.
     """
     replicas = len(cluster.devices) // devices
     speeds, limits = cluster.relative_speeds, cluster.memory_limits
+    if replica is not None:
+        mine = slice(replica * devices, (replica + 1) * devices)
+        speeds, limits = speeds[mine], limits and limits[mine]
     table = replace(
         costs,
         memory_bytes=costs.held_bytes(1 if recompute else microbatches),

@@ -100,6 +100,9 @@ class Plan:
             Empty: all equal, or not known.
         data_parallel_sizes: size of the data-parallel group of each stage: `replicas` for all.
             Empty: filled in.
+        shares: samples that each replica takes of a global batch. Empty: all take as many. Devices
+            that are not alike take unequal ones under `balance="speed"`, which such a plan asks
+            for.
         split: numbers of the stages whose backward schedule `zero_bubble` splits. None: of all but
             the first.
         recompute: whether stages keep no activations, and run their forward again for the backward.
@@ -127,6 +130,7 @@ class Plan:
     devices: tuple[int, ...] = ()
     capacities: tuple[float, ...] = ()
     data_parallel_sizes: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
     split: tuple[int, ...] | None = None
     recompute: bool = False
     split_by: str = ""
@@ -156,6 +160,7 @@ class Plan:
             # each stage has a copy in every replica, so the size of its group is their number
             "data_parallel_sizes": tuple(self.data_parallel_sizes)
             or (self.replicas,) * self.stages,
+            "shares": tuple(self.shares),
             "rows": tuple(self.rows),
             "tried": tuple(self.tried),
             "split": self._splits(),
@@ -212,6 +217,11 @@ class Plan:
             )
         if self.capacities and len(self.capacities) != count:
             raise PlanError(f"devices({count}) != {len(self.capacities)} capacities")
+        if self.shares and (len(self.shares) != self.replicas or min(self.shares) < 1):
+            raise PlanError(
+                f"shares{self.shares} must be one number of samples, at least 1, for each of "
+                f"replicas({self.replicas})"
+            )
         rows = tuple(row.device for row in self.rows)
         if rows and rows != self.devices:
             raise PlanError(f"devices{self.devices} contradict the rows of the stages, {rows}")
@@ -393,6 +403,7 @@ class Plan:
             f"{_counted(self.microbatches, 'micro-batch', 'es')}, {self.schedule}\n"
             f"allocation: {self.allocation} ({self.objective})"
             + (", activations are computed again" if self.recompute else "")
+            + (f", shares of a batch: {', '.join(map(str, self.shares))}" if self.shares else "")
             + ("" if predicted is None else f", predicted step: {predicted:.4g} s")
             + (f"\n{_OF_GABRA}" if bred else "")
             + (f"\nsamples do not meet: {self.split_by}" if self.split_by else "")

@@ -16,10 +16,12 @@ def deal(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
     Returns:
         (R,) samples of each replica.
     """
-    shares = [1] * len(speeds)
-    finish = [(2 / speed, replica) for replica, speed in enumerate(speeds)]
+    # nobody ends with less than the whole part of its quota of what is left after one sample each
+    quota = max(0, samples - len(speeds)) / sum(speeds)
+    shares = [max(1, int(quota * speed)) for speed in speeds]
+    finish = [((n + 1) / speed, r) for r, (n, speed) in enumerate(zip(shares, speeds))]
     heapq.heapify(finish)
-    for _ in range(samples - len(speeds)):
+    for _ in range(samples - sum(shares)):
         _, replica = finish[0]
         shares[replica] += 1
         heapq.heapreplace(finish, ((shares[replica] + 1) / speeds[replica], replica))

@@ -118,10 +118,13 @@ class UnequalShares:
         Raises:
             PlanError: batch statistics are taken over replicas whose micro-batches may not meet.
         """
-        mesh, cluster = run.world.mesh, run.world.cluster
+        mesh, cluster, plan = run.world.mesh, run.world.cluster, run.config.plan
         replicas, stages = mesh.coordinates.replicas, mesh.coordinates.ranks_per_replica
-        if replicas == 1 or cluster is None:
+        if replicas == 1:
             return None
+        speeds = cluster.replica_speeds if cluster else (1.0,) * replicas
+        if plan is not None and plan.shares:
+            speeds = tuple(map(float, plan.shares))
         if run.synchronised and stages > 1 and run.config.microbatches != 1:
             raise PlanError(
                 "sync_batchnorm=True takes statistics over micro-batches of the same number on all "
@@ -130,7 +133,7 @@ class UnequalShares:
             )
         return cls(
             run.module,
-            cluster.replica_speeds,
+            speeds,
             mesh.coordinates.dp_rank,
             mesh.drivers,
             partial(_position, run.trainer),
