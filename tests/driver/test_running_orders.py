@@ -109,7 +109,7 @@ def train_noting_steps(replica: Replica, coming: Coming, window: int = 1) -> lis
     return found
 
 
-# batches by which stages 1, 2, 3 of 3 are ahead: papers.md 5.1 (K - k), 5.2 (2 (K - k) - 1, and 0)
+# batches by which stages k = 1, 2, 3 of K = 3 are ahead: DDG's K - k; FDG's 2 (K - k) - 1, and 0
 AHEAD = {"pipedream": (2, 1, 0), "ddg": (2, 1, 0), "fdg": (3, 1, 0), "akintoye": (3, 1, 0)}
 
 
