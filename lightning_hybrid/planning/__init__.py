@@ -21,7 +21,7 @@ from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
 from lightning_hybrid.planning.planner import make_plan
 from lightning_hybrid.planning.search import AUTO, Method, PlanSettings
-from lightning_hybrid.planning.shares import batch_sizes, deal
+from lightning_hybrid.planning.shares import batch_sizes, deal, without_the_slowest
 from lightning_hybrid.planning.sizes import Machine, Sizes, choose
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import speedup
@@ -71,4 +71,5 @@ __all__ = [
     "what_lacks",
     "what_would_fit",
     "with_second_look",
+    "without_the_slowest",
 ]

@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Sequence
+from operator import truediv
 
 
 def deal(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -47,3 +48,22 @@ def batch_sizes(samples: int, batch: int, replicas: int, *, drop_last: bool) -> 
         if left < replicas:
             sizes[-2:] = [batch + left - replicas, replicas]
     return sizes
+
+
+def without_the_slowest(batch: int, speeds: Sequence[float]) -> tuple[int, float]:
+    """How many of the fastest replicas take the most samples a second, links left out.
+
+    Args:
+        batch: samples of a replica in a step, on average.
+        speeds: (R,) of the replicas.
+
+    Returns:
+        Their number, and how many times as many samples a second they take as all replicas.
+    """
+    ranked = sorted(speeds, reverse=True)
+    rates = [
+        batch * count / max(map(truediv, deal(batch * count, ranked[:count]), ranked))
+        for count in range(1, len(ranked) + 1)
+    ]
+    best = max(range(len(rates)), key=lambda index: (rates[index], index))
+    return best + 1, rates[best] / rates[-1]

@@ -23,6 +23,7 @@ from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import plan_within
 from lightning_hybrid.planning.search import PlanSettings
+from lightning_hybrid.planning.shares import deal
 
 SPARE = 0.1
 """Share of a device's memory that chosen sizes leave free, where they can: what a step holds is
@@ -89,12 +90,14 @@ class Candidate:
             one.
         recompute: whether stages run their forward again for the backward, since it does not fit
             otherwise.
+        shares: samples that each replica takes in a step; empty: all take as many.
     """
 
     sizes: Sizes
     step_s: float
     divided: int = 1
     recompute: bool = False
+    shares: tuple[int, ...] = ()
 
     @property
     def batches(self) -> float:
@@ -145,6 +148,8 @@ def _predicted(candidate: Candidate) -> str:
     text = f"Predicted step: {_seconds(candidate.step_s)}"
     if candidate.recompute:
         text = f"Activations are computed again, as it does not fit otherwise. {text}"
+    if candidate.shares:
+        text = f"The replicas take {', '.join(map(str, candidate.shares))} samples. {text}"
     if candidate.batches == 1:
         return f"{text}."
     return f"{text} for {candidate.batches:g} batches, {_seconds(candidate.batch_s)} each."
@@ -165,6 +170,7 @@ def choose(
     allowed: Callable[[int, int], bool] = lambda replicas, stages: True,
     settings: PlanSettings | None = None,
     present_bytes: int = 0,
+    by_speed: bool = False,
 ) -> Choice:
     """The sizes with the shortest predicted time of a batch.
 
@@ -178,6 +184,7 @@ def choose(
         allowed: whether numbers of replicas and stages may be taken.
         settings: what the user has asked for.
         present_bytes: of the networks, which each device had when it was asked what it may take.
+        by_speed: whether replicas take samples by their speed.
 
     Raises:
         PlanError: no sizes are allowed, or the devices cannot hold the network in any of them.
@@ -191,6 +198,7 @@ def choose(
         asked=asked,
         settings=settings or PlanSettings(),
         present_bytes=present_bytes,
+        by_speed=by_speed,
     )
     count = len(machine.devices)
     possible = [s for s in prediction.sizes() if allowed(s.replicas, s.stages)]
@@ -257,6 +265,7 @@ class _Prediction:
         asked: number of micro-batches that the user wants; None: it is chosen too.
         settings: what the user has asked for.
         present_bytes: of the networks, which each device gives back where another one owns it.
+        by_speed: whether replicas take samples by their speed.
         spare: share of the memory of the devices that is left free.
         short: what lacks in the sizes that do not fit.
     """
@@ -269,6 +278,7 @@ class _Prediction:
     asked: int | None
     settings: PlanSettings
     present_bytes: int
+    by_speed: bool = False
     spare: float = SPARE
     short: list[Fit] = field(default_factory=list)
 
@@ -327,21 +337,66 @@ class _Prediction:
         return computed + self.machine.rates.update_s_per_byte * trained
 
     def _candidate(self, networks: Sequence[PartitionTable], sizes: Sizes) -> Candidate:
-        plans: list[Plan] = []
         cluster = self.machine.cluster(sizes.replicas, sizes.stages)
-        # replicas that divide states hold less the more there are
-        networks = [each.divided(sizes.replicas) for each in networks]
-        for parts in networks if sizes.replicas == 1 else [each.averaged() for each in networks]:
-            # one with too few parts for the stages stays on the driver
-            here = sizes if len(parts.names) >= sizes.stages else replace(sizes, stages=1)
-            limits = remaining(self._limits(cluster), plans)
-            plans.append(self._plan(parts, here, cluster.capacities, limits))
+        if self.by_speed and len(set(cluster.replica_speeds)) > 1:
+            return self._dealt(networks, sizes, cluster)
+        plans = self._plans(networks, sizes, cluster.capacities, self._limits(cluster))
         return Candidate(
             sizes=sizes,
             step_s=sum(plan.step_s for plan in plans),
             divided=self.divided(sizes.replicas),
             recompute=any(plan.recompute for plan in plans),
         )
+
+    def _dealt(
+        self, networks: Sequence[PartitionTable], sizes: Sizes, cluster: Cluster
+    ) -> Candidate:
+        """A step in which replicas take samples by their speed: it ends with the last of them.
+
+        Each replica is planned as if it might have cuts of its own. All have the same, for the
+        slowest device of each stage; where chains are not in proportion, a step takes longer.
+        """
+        batch = self.batch_of(sizes.replicas)
+        shares = deal(max(sizes.replicas, sizes.replicas * batch), cluster.replica_speeds)
+        found: list[list[Plan]] = []
+        for replica, share in enumerate(shares):
+            mine = cluster.order[replica * sizes.stages : (replica + 1) * sizes.stages]
+            parts = [each.scaled(share / batch) for each in networks]
+            # what the slowest has room for, all are given
+            limits = self._limits(cluster)
+            found.append(self._plans(parts, sizes, [cluster.speeds[r] for r in mine], limits))
+        slowest = max(found, key=lambda plans: sum(plan.step_s for plan in plans))
+        return Candidate(
+            sizes=sizes,
+            step_s=sum(plan.step_s for plan in slowest),
+            divided=self.divided(sizes.replicas),
+            recompute=any(plan.recompute for plans in found for plan in plans),
+            shares=shares,
+        )
+
+    def _plans(
+        self,
+        networks: Sequence[PartitionTable],
+        sizes: Sizes,
+        capacities: Sequence[float],
+        room: tuple[int, ...] | None,
+    ) -> list[Plan]:
+        """A plan for each network, on the same devices.
+
+        Args:
+            networks: what a micro-batch takes.
+            sizes: of the run.
+            capacities: speeds of the devices of a replica.
+            room: bytes that each of them may take; None: not known.
+        """
+        plans: list[Plan] = []
+        # replicas that divide states hold less the more there are
+        networks = [each.divided(sizes.replicas) for each in networks]
+        for parts in networks if sizes.replicas == 1 else [each.averaged() for each in networks]:
+            # one with too few parts for the stages stays on the driver
+            here = sizes if len(parts.names) >= sizes.stages else replace(sizes, stages=1)
+            plans.append(self._plan(parts, here, capacities, remaining(room, plans)))
+        return plans
 
     def _limits(self, cluster: Cluster) -> tuple[int, ...] | None:
         """What each device may take, but for what is spared."""

@@ -122,6 +122,7 @@ class SizeChooser:
                     allowed=self._allowed,
                     settings=config.settings,
                     present_bytes=present_bytes(module, self._device),
+                    by_speed=config.balance == "speed",
                 )
         finally:
             self._progress.over()

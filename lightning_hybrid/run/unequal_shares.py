@@ -25,9 +25,11 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._lightning_private import rebuilt_loader
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import batch_sizes, deal
+from lightning_hybrid.planning import batch_sizes, deal, without_the_slowest
 from lightning_hybrid.run.run import Run
 
+WORTHWHILE = 1.05
+"""Gain from which on it is said that replicas without the slowest would be faster."""
 Position = Callable[[int], tuple[int, int]]
 
 
@@ -191,6 +193,13 @@ class UnequalShares:
             f"balance='speed': the replicas take {shares} of each {size * replicas} samples "
             f"(relative speeds {speeds})."
         )
+        fastest, gain = without_the_slowest(size, self._speeds)
+        if gain > WORTHWHILE:
+            self._say(
+                f"The {fastest} fastest of the {replicas} replicas alone would take {gain:.2f} "
+                "times as many samples a second: one sample is too much for the others. Leave "
+                "their devices out of Trainer(devices=...), or give a larger batch_size."
+            )
         return rebuilt_loader(loader, batches)
 
     def weigh(self, batch: Any) -> None:

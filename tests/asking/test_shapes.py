@@ -161,3 +161,34 @@ def test_a_ring_moves_twice_what_is_not_ones_own() -> None:
     level = Level(name="l", devices=4, bandwidth_bytes_per_s=1e9, latency_s=0.0)
     assert ring_s(level, 1e9, 4) == pytest.approx(1.5)
     assert ring_s(level, 1e9, 1) == 0.0
+
+
+def unlike(*speeds: float) -> ClusterDescription:
+    devices = tuple(DeviceSpec(name=f"of {speed}", speed=speed) for speed in speeds)
+    return replace(cluster(len(speeds)), devices=devices)
+
+
+def test_replicas_on_unlike_devices_share_by_their_speed() -> None:
+    [dealt] = [
+        shape
+        for shape in rank_shapes(costs_of, unlike(1.0, 0.5, 0.25), 28)
+        if shape.shares and (shape.replicas, shape.microbatches) == (3, 1)
+    ]
+    assert dealt.shares == (48, 24, 12)
+    # all three take the time of 48 samples on the first; the ring runs beside the backward
+    assert dealt.step_s == pytest.approx(48 * 8 * 3e-3)
+    assert dealt.bubble == pytest.approx(0)
+    plan = plan_of(dealt, costs_of, unlike(1.0, 0.5, 0.25), 28)
+    assert plan.shares == (48, 24, 12)
+    assert "shares of a batch: 48, 24, 12" in plan.describe()
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_no_shape_is_slower_than_the_first_devices_alone() -> None:
+    for speeds in ((1.0, 0.02), (1.0, 0.9, 0.01), (1.0, 1.0, 1.0)):
+        best = fastest(rank_shapes(costs_of, unlike(*speeds), 2))
+        for count in range(1, len(speeds) + 1):
+            alone = fastest(rank_shapes(costs_of, unlike(*speeds).take(count), 2))
+            assert best.samples_per_s >= alone.samples_per_s
+    best = fastest(rank_shapes(costs_of, unlike(1.0, 0.9, 0.01), 2))
+    assert best.replicas * best.devices_per_replica == 2

@@ -322,3 +322,19 @@ def test_what_fits_only_with_activations_computed_again_is_told_so() -> None:
         choose(small, [Network(parts)], batch=8, settings=PlanSettings(recompute=False))
     with pytest.raises(PlanError, match="memory"):  # 158 MB with the inputs that are kept
         choose(small, [Network(wide)], batch=8)
+
+
+def test_replicas_that_take_samples_by_their_speed_are_rated_so() -> None:
+    unlike = replace(machine(2), capacity=(1.0, 0.4))
+    network = Network(CONVOLUTIONS)
+    equal, dealt = (
+        choose(unlike, [network], batch=28, allowed=lambda r, s: s == 1, by_speed=by_speed).best
+        for by_speed in (False, True)
+    )
+    after_s = equal.step_s - 18 * 75 * MS / 0.4
+    assert dealt.shares == (40, 16)
+    assert equal.shares == ()
+    # 40 of 28 samples on the first, 16 of 28 on the second at 0.4: equally long
+    assert dealt.step_s == pytest.approx(18 * 75 * MS * 40 / 28 + after_s)
+    choice = choose(unlike, [network], batch=28, by_speed=True)
+    assert "The replicas take 40, 16 samples. Predicted step" in choice.describe()
