@@ -25,9 +25,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
         ((), "large_model.py", ()),
         ((), "fine_tune_bert.py", ()),
         (TORCHRUN, "two_hosts.py", ()),
+        ((), "unlike_devices.py", ()),
         ((), "cli.py", CLI),
     ],
-    ids=["one_argument", "large_model", "fine_tune_bert", "two_hosts", "cli"],
+    ids=["one_argument", "large_model", "fine_tune_bert", "two_hosts", "unlike_devices", "cli"],
 )
 def test_an_example_trains(
     tmp_path: Path, before: tuple[str, ...], name: str, after: tuple[str, ...]

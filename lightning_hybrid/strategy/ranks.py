@@ -367,7 +367,7 @@ class ReplicaStrategy(DDPStrategy):
         That is right where all replicas have as many.
         """
         if self._config.balance == "speed" and reduce_op in ("mean", "avg"):
-            tensor = tensor if tensor.is_floating_point() else tensor.double()
+            tensor = tensor if tensor.is_floating_point() else tensor.float()
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(

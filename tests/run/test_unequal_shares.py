@@ -67,7 +67,7 @@ def test_the_loader_is_of_the_same_class_with_the_same_arguments() -> None:
     ]
 
 
-def test_batches_that_others_make_are_refused_or_left_alone() -> None:
+def test_batch_samplers_of_other_classes_and_batches_of_one_sample_are_refused() -> None:
     class Own(BatchSampler):
         pass
 
@@ -77,6 +77,12 @@ def test_batches_that_others_make_are_refused_or_left_alone() -> None:
         shares(0).deal(own)
     with pytest.raises(PlanError, match=r"batch_size\(1\) x 3 samples, of 50 in the data set"):
         shares(0).deal(loader(batch_size=1))
+    with pytest.raises(PlanError, match="which takes a dataloader_iter here"):
+        shares(0).weigh(iter([torch.ones(2)]))
+
+
+def test_loaders_that_lightning_does_not_deal_stay_as_they_are() -> None:
+    data = TensorDataset(torch.arange(50))
     said: list[str] = []
     for alone in (DataLoader(data, batch_size=4), [torch.ones(2)]):
         assert shares(0, said).deal(alone) is alone
@@ -84,5 +90,3 @@ def test_batches_that_others_make_are_refused_or_left_alone() -> None:
         "leaves the samples of DataLoader as",
         "leaves the samples of list as",
     ]
-    with pytest.raises(PlanError, match="which takes a dataloader_iter here"):
-        shares(0).weigh(iter([torch.ones(2)]))
