@@ -17,6 +17,7 @@ ScheduleName = Literal[
 
 Rng = Literal["microbatch", "device"]
 Balance = Literal["equal", "speed"]
+Replan = Literal["never", "epoch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Config:
         checkpoint: whether a checkpoint is a file, or a folder to which each rank writes its part.
         shard_optimizer_states: whether the replicas of a stage divide its optimizer states.
         balance: whether replicas take equal parts of each global batch, or parts by their speed.
+        replan: when parts by speed follow what was measured in the training.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -59,6 +61,7 @@ class Config:
     checkpoint: Checkpoint = "full"
     shard_optimizer_states: bool = False
     balance: Balance = "equal"
+    replan: Replan = "never"
     chosen: bool = False
 
     @classmethod
@@ -85,6 +88,7 @@ class Config:
         checkpoint: Checkpoint = "full",
         shard_optimizer_states: bool = False,
         balance: Balance = "equal",
+        replan: Replan = "never",
         seed: int = 0,
     ) -> "Config":
         """Check the arguments of the strategy, which documents them, and load the plan.
@@ -120,6 +124,12 @@ class Config:
             )
         if loaded and loaded.shares:
             balance = "speed"
+        _check_kind("replan", replan, get_args(Replan))
+        if replan == "epoch" and balance == "equal":
+            raise PlanError(
+                "replan='epoch' gives replicas other parts of a batch when they turn out faster or "
+                "slower, and balance='equal' gives all the same. Use balance='speed'."
+            )
         names = [network] if isinstance(network, str) else network
         return cls(
             replicas=replicas,
@@ -147,6 +157,7 @@ class Config:
             checkpoint=checkpoint,
             shard_optimizer_states=shard_optimizer_states,
             balance=balance,
+            replan=replan,
         )
 
     @property

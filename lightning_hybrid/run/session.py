@@ -181,6 +181,8 @@ class DriverSession:
         self._driver.begin_step(self._run.trainer.fit_loop.epoch_loop.total_batch_idx)
         with self._statistics, self._batches.step():
             output = train()
+        if self._shares is not None:
+            self._shares.hear()
         if output is not None:
             self._networks.require()
         return output
@@ -198,6 +200,8 @@ class DriverSession:
         self._driver.gradients.before_backward()
         with self._statistics:  # activation checkpointing runs layers again here
             compute()
+        if self._shares is not None:
+            self._shares.backward_is_over()
         self._driver.gradients.after_backward()
         if not self._run.is_global_zero and self._driver.gradients.synchronize:
             run_pending(hold=True)  # the first driver has been here too

@@ -26,6 +26,7 @@ from lightning_hybrid._lightning_private import rebuilt_loader
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import batch_sizes, deal, without_the_slowest
+from lightning_hybrid.run.replica_times import ReplicaTimes
 from lightning_hybrid.run.run import Run
 
 WORTHWHILE = 1.05
@@ -42,21 +43,18 @@ class DealtBatches:
     Args:
         sampler: gives the order of all samples, the same on all replicas.
         batch: size of a global batch.
-        speeds: (R,) of the replicas.
+        speeds: gives those of the R replicas.
         replica: number of this one.
         drop_last: whether samples that do not fill a global batch are left out.
         position: given the number of batches of an epoch, which epoch begins, and how many of its
             batches were trained on before a restart.
-
-    Attributes:
-        batch_size: samples of this replica in a full batch.
     """
 
     def __init__(
         self,
         sampler: DistributedSampler[Any],
         batch: int,
-        speeds: Sequence[float],
+        speeds: Callable[[], Sequence[float]],
         replica: int,
         *,
         drop_last: bool,
@@ -65,17 +63,21 @@ class DealtBatches:
         self.sampler, self.drop_last = sampler, drop_last
         self._batch, self._speeds, self._replica = batch, speeds, replica
         self._position = position
-        self.batch_size = deal(batch, speeds)[replica]
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of this replica in a full batch."""
+        return deal(self._batch, self._speeds())[self._replica]
 
     def _sizes(self) -> list[int]:
-        count = len(self.sampler)
-        return batch_sizes(count, self._batch, len(self._speeds), drop_last=self.drop_last)
+        count, replicas = len(self.sampler), len(self._speeds())
+        return batch_sizes(count, self._batch, replicas, drop_last=self.drop_last)
 
     def __len__(self) -> int:
         return len(self._sizes())
 
     def __iter__(self) -> Iterator[list[Any]]:
-        sizes = self._sizes()
+        sizes, speeds = self._sizes(), self._speeds()
         # workers of a loader begin before the Trainer names the epoch in which a run goes on
         epoch, done = self._position(len(sizes))
         self.sampler.set_epoch(epoch)
@@ -83,7 +85,7 @@ class DealtBatches:
         for number, size in enumerate(sizes):
             whole = list(islice(samples, size))
             if number >= done:
-                ends = list(accumulate(deal(size, self._speeds), initial=0))
+                ends = list(accumulate(deal(size, speeds), initial=0))
                 yield whole[ends[self._replica] : ends[self._replica + 1]]
 
 
@@ -97,6 +99,8 @@ class UnequalShares:
         drivers: their group, of gloo.
         position: see :class:`DealtBatches`.
         say: prints a line, once for all replicas.
+        times: of the replicas, by which each epoch has other shares; None: they stay.
+        is_last: whether the batch that is trained on is the last one of its epoch.
     """
 
     def __init__(
@@ -107,10 +111,16 @@ class UnequalShares:
         drivers: Group,
         position: Position,
         say: Callable[[str], None],
+        times: ReplicaTimes | None = None,
+        is_last: Callable[[], bool] = bool,
     ) -> None:
         self._module, self._speeds, self._replica = module, speeds, replica
         self._drivers, self._position, self._say = drivers, position, say
-        self._own, self._sum = 1.0, torch.ones(1, dtype=torch.float64)
+        self._times, self._is_last = times, is_last
+        self._batch = 0  # samples of a full batch of all replicas
+        self._own = 1.0
+        # what all replicas weigh; behind it, of each the seconds for a sample of the batch before
+        self._sums = torch.ones(1 + len(speeds), dtype=torch.float64)
         self._work: dist.Work | None = None
 
     @classmethod
@@ -140,6 +150,8 @@ class UnequalShares:
             mesh.drivers,
             partial(_position, run.trainer),
             rank_zero_info,
+            ReplicaTimes(run.device) if run.config.replan == "epoch" else None,
+            lambda: run.trainer.is_last_batch,
         )
 
     def deal(self, loader: Any) -> Any:
@@ -182,17 +194,13 @@ class UnequalShares:
         batches = DealtBatches(
             sampler,
             size * replicas,
-            self._speeds,
+            lambda: self._speeds,
             self._replica,
             drop_last=loader.drop_last,
             position=(lambda count: (self._position(count)[0], 0)) if resumes else self._position,
         )
-        shares = ", ".join(map(str, deal(size * replicas, self._speeds)))
-        speeds = ", ".join(f"{speed / max(self._speeds):.2g}" for speed in self._speeds)
-        self._say(
-            f"balance='speed': the replicas take {shares} of each {size * replicas} samples "
-            f"(relative speeds {speeds})."
-        )
+        self._batch = size * replicas
+        self._say(f"balance='speed': {self._told()}")
         fastest, gain = without_the_slowest(size, self._speeds)
         if gain > WORTHWHILE:
             self._say(
@@ -216,23 +224,53 @@ class UnequalShares:
                 "balance='speed' weighs each batch before training_step, which takes a "
                 "dataloader_iter here. Let it take the batch, or leave balance out."
             )
-        self._await_sum()
+        self.hear()
         weight = getattr(self._module, "hybrid_weight", extract_batch_size)
-        self._own = float(weight(batch))
-        self._sum = torch.tensor([self._own], dtype=torch.float64)
-        self._work = start(self._drivers.allreduce, [self._sum], peer=ANOTHER_REPLICA)
+        before, self._own = self._own, float(weight(batch))
+        self._sums.zero_()
+        self._sums[0] = self._own
+        if self._times is not None and before:
+            self._sums[1 + self._replica] = self._times.batch_arrives() / before
+        self._work = start(self._drivers.allreduce, [self._sums], peer=ANOTHER_REPLICA)
+
+    def hear(self) -> None:
+        """Wait for what the other replicas have told of this batch, before it is over."""
+        if self._work is None:
+            return
+        wait(self._work, ANOTHER_REPLICA)
+        self._work = None
+        if self._times is not None:
+            self._times.note(self._sums[1:].tolist())
+            if self._is_last():
+                self._share_anew(self._times.speeds())
 
     def weighted(self, loss: Tensor) -> Tensor:
         """A loss whose gradients, averaged over the replicas, are those of the global batch."""
-        self._await_sum()
-        total = self._sum.item()
+        self.hear()
+        total = self._sums[0].item()
         factor = len(self._speeds) * self._own / total if total else 0.0
         return loss if factor == 1 else loss * factor
 
-    def _await_sum(self) -> None:
-        if self._work is not None:
-            wait(self._work, ANOTHER_REPLICA)
-            self._work = None
+    def backward_is_over(self) -> None:
+        """A backward of this batch is over."""
+        if self._times is not None:
+            self._times.backward_is_over()
+
+    def _share_anew(self, speeds: Sequence[float] | None) -> None:
+        """The next epoch is dealt by what was measured in this one, where it changes a share."""
+        if speeds is None or not self._batch:
+            return
+        before = deal(self._batch, self._speeds)
+        self._speeds = speeds
+        if deal(self._batch, speeds) != before:
+            self._say(f"replan='epoch': from the next epoch on {self._told()}")
+
+    def _told(self) -> str:
+        shares = ", ".join(map(str, deal(self._batch, self._speeds)))
+        speeds = ", ".join(f"{speed / max(self._speeds):.2g}" for speed in self._speeds)
+        return (
+            f"the replicas take {shares} of each {self._batch} samples (relative speeds {speeds})."
+        )
 
 
 def _position(trainer: Trainer, batches: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._lightning_private import forget_loaded_checkpoint, load_as_ever
 from lightning_hybrid.comm import Failure, backend_on, restore_handlers
-from lightning_hybrid.config import Balance, Checkpoint, Config, Count, Rng, ScheduleName
+from lightning_hybrid.config import Balance, Checkpoint, Config, Count, Replan, Rng, ScheduleName
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.planning import Plan, free_bytes, free_of_host
 from lightning_hybrid.process import HybridSubprocessLauncher, Parted, Results, has_met, look_around
@@ -150,6 +150,9 @@ class HybridGabraStrategy(SavingStrategy):
             an epoch, and gradients are weighted by the samples that they come from, so that they
             are those of one device with the whole batch. A loss that is no mean over samples says
             by ``hybrid_weight(batch) -> float`` in the LightningModule what a batch weighs.
+        replan: ``"epoch"``: each epoch is dealt by the speeds that were measured in the one before
+            it, so that parts follow a device that becomes slower or was taken for faster than it
+            is. Which samples a step has does not change. For ``balance="speed"``.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -191,6 +194,7 @@ class HybridGabraStrategy(SavingStrategy):
         checkpoint: Checkpoint = "full",
         shard_optimizer_states: bool = False,
         balance: Balance = "equal",
+        replan: Replan = "never",
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -222,6 +226,7 @@ class HybridGabraStrategy(SavingStrategy):
             checkpoint=checkpoint,
             shard_optimizer_states=shard_optimizer_states,
             balance=balance,
+            replan=replan,
             seed=seed,
         )
         super().__init__(

@@ -6,6 +6,7 @@ FOLDER holds ``config.json``; each rank leaves there what it has seen, as ``rank
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class Module(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y, numbers = batch
         loss = nn.functional.cross_entropy(self.scale * self.net(x), y)
+        # on a slow device each sample takes longer
+        time.sleep(len(x) * self.config.get("sleeps", [0, 0, 0])[self.trainer.global_rank])
         self.seen.append((self.current_epoch, numbers.tolist(), loss.item()))
         self.log("loss", loss.detach(), on_step=False, on_epoch=True, sync_dist=True)
         if self.config.get("manual"):

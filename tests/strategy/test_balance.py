@@ -166,3 +166,17 @@ def test_batches_that_replicas_deal_themselves_are_weighted_by_their_samples(
     expected = {"scale": scale, **{f"net.{name}": v for name, v in net.state_dict().items()}}
     for rank in ranks:
         assert_close(rank["weights"], expected)
+
+
+def test_each_epoch_is_dealt_by_what_was_measured_in_the_one_before(tmp_path: Path) -> None:
+    config = {**USUAL, "speeds": [1.0, 1.0], "sleeps": [0.01, 0.05], "samples": 80}
+    ranks = train(tmp_path, **config, arguments={"replan": "epoch"})
+    assert_each_sample_once(ranks, config, epochs=2)
+    expected = one_device(config)
+    for rank in ranks:
+        assert_close(rank["weights"], expected)
+    first, second = ([len(n) for e, n, _ in ranks[0]["seen"] if e == epoch] for epoch in (0, 1))
+    assert set(first) == {4}
+    assert min(second) > 4  # and replica 1 has fewer
+    said = (tmp_path / "output.txt").read_text()
+    assert said.count("replan='epoch': from the next epoch on the replicas take") == 1
