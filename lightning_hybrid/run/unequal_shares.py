@@ -6,11 +6,13 @@ that has the whole batch, replica r multiplies its loss with R b_r / B before th
 the B samples of the global batch are its own. Nothing below the loss needs to know.
 """
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,10 +21,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_hybrid._lightning import (
     LightningModule,
     Trainer,
-    extract_batch_size,
+    isolate_rng,
     rank_zero_info,
 )
 from lightning_hybrid._lightning_private import rebuilt_loader
+from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import batch_sizes, deal, without_the_slowest
@@ -81,7 +84,13 @@ class DealtBatches:
         # workers of a loader begin before the Trainer names the epoch in which a run goes on
         epoch, done = self._position(len(sizes))
         self.sampler.set_epoch(epoch)
-        samples = iter(self.sampler)
+        # replicas have drawn other random numbers for other samples, and must agree on an order
+        with isolate_rng(include_cuda=False):
+            seed = (self.sampler.seed + epoch) % 2**32
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.default_generator.manual_seed(seed)
+            samples = iter(list(self.sampler))
         for number, size in enumerate(sizes):
             whole = list(islice(samples, size))
             if number >= done:
@@ -167,8 +176,8 @@ class UnequalShares:
         if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler):
             self._say(
                 f"balance='speed' leaves the samples of {type(loader).__name__} as they are dealt: "
-                "Lightning gives it no DistributedSampler. Gradients are weighted by the number of "
-                "samples in each replica's batch."
+                "no DistributedSampler of Lightning makes its batches. Gradients are weighted by "
+                "the number of samples in each replica's batch."
             )
             return loader
         replicas, size = len(self._speeds), loader.batch_size
@@ -199,16 +208,26 @@ class UnequalShares:
             drop_last=loader.drop_last,
             position=(lambda count: (self._position(count)[0], 0)) if resumes else self._position,
         )
-        self._batch = size * replicas
+        if self._batch != size * replicas:  # else a loader of another epoch, or one more
+            self._batch = size * replicas
+            self._say_shares(size)
+        return rebuilt_loader(loader, batches)
+
+    def _say_shares(self, size: int) -> None:
+        """Say what the replicas take, and whether fewer would be faster.
+
+        Args:
+            size: samples of a replica, on average.
+        """
         self._say(f"balance='speed': {self._told()}")
         fastest, gain = without_the_slowest(size, self._speeds)
         if gain > WORTHWHILE:
             self._say(
-                f"The {fastest} fastest of the {replicas} replicas alone would take {gain:.2f} "
-                "times as many samples a second: one sample is too much for the others. Leave "
-                "their devices out of Trainer(devices=...), or give a larger batch_size."
+                f"The {fastest} fastest of the {len(self._speeds)} replicas alone would take "
+                f"{gain:.2f} times as many samples a second: one sample is too much for the "
+                "others. Leave their devices out of Trainer(devices=...), or give a larger "
+                "batch_size."
             )
-        return rebuilt_loader(loader, batches)
 
     def weigh(self, batch: Any) -> None:
         """A batch is about to be trained on: tell the other replicas what it weighs.
@@ -217,7 +236,8 @@ class UnequalShares:
             batch: of this replica.
 
         Raises:
-            PlanError: ``training_step`` takes an iterator, whose batches nobody has seen.
+            PlanError: ``training_step`` takes an iterator, whose batches nobody has seen; or the
+                tensors of a batch do not tell how many samples it has.
         """
         if isinstance(batch, Iterator):
             raise PlanError(
@@ -225,7 +245,7 @@ class UnequalShares:
                 "dataloader_iter here. Let it take the batch, or leave balance out."
             )
         self.hear()
-        weight = getattr(self._module, "hybrid_weight", extract_batch_size)
+        weight = getattr(self._module, "hybrid_weight", self._samples)
         before, self._own = self._own, float(weight(batch))
         self._sums.zero_()
         self._sums[0] = self._own
@@ -255,6 +275,18 @@ class UnequalShares:
         """A backward of this batch is over."""
         if self._times is not None:
             self._times.backward_is_over()
+
+    def _samples(self, batch: Any) -> int:
+        """The first dimension of all tensors of a batch."""
+        sizes = sorted({len(tensor) for _, tensor in tensors_in(batch) if tensor.ndim})
+        if len(sizes) != 1:
+            raise PlanError(
+                "balance='speed' weighs a batch by the first dimension of its tensors, and those "
+                f"of this {type(batch).__name__} have {', '.join(map(str, sizes)) or 'none'}. "
+                f"Define hybrid_weight(self, batch) in {type(self._module).__name__}, which "
+                "returns how many samples the batch has, or what else its loss is a mean over."
+            )
+        return sizes[0]
 
     def _share_anew(self, speeds: Sequence[float] | None) -> None:
         """The next epoch is dealt by what was measured in this one, where it changes a share."""

@@ -5,9 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.run.unequal_shares import UnequalShares
@@ -55,7 +63,9 @@ def test_the_loader_is_of_the_same_class_with_the_same_arguments() -> None:
 
     said: list[str] = []
     before = loader(kind=Loader, doubles=True, collate_fn=collate, drop_last=True)
-    dealt = shares(1, said).deal(before)
+    speaker = shares(1, said)
+    dealt = speaker.deal(before)
+    speaker.deal(loader())  # of the next epoch: nothing new is said
     assert type(dealt) is Loader
     assert dealt.doubles
     assert dealt.collate_fn is collate
@@ -90,3 +100,32 @@ def test_loaders_that_lightning_does_not_deal_stay_as_they_are() -> None:
         "leaves the samples of DataLoader as",
         "leaves the samples of list as",
     ]
+
+
+def test_replicas_that_have_drawn_other_numbers_share_the_order_of_a_sampler_that_draws() -> None:
+    data = TensorDataset(torch.arange(50))
+    found: list[int] = []
+    for replica in range(3):
+        torch.manual_seed(replica)
+        random = WeightedRandomSampler([1.0] * 50, 50, replacement=False)
+        wrapped = DistributedSamplerWrapper(random, 3, replica, seed=7, shuffle=False)
+        dealt = shares(replica, epoch=1).deal(DataLoader(data, 4, sampler=wrapped))
+        with isolate_rng(include_cuda=False):
+            following = torch.rand(3)
+        found += chain(*dealt.batch_sampler)
+        assert torch.equal(torch.rand(3), following)
+    assert sorted(found) == [*range(50)]
+    assert found != sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("batch", "has"),
+    [
+        (["a text", "another"], "list have none"),
+        ([torch.ones(3, 8, 8), torch.ones(5, 4)], "list have 3, 5"),
+        ({"a": torch.ones(4, 2), "b": torch.ones(6, 2)}, "dict have 4, 6"),
+    ],
+)
+def test_a_batch_whose_samples_cannot_be_counted_is_refused(batch: Any, has: str) -> None:
+    with pytest.raises(PlanError, match=rf"of this {has}\. Define hybrid_weight.*BoringModel"):
+        shares(0).weigh(batch)
