@@ -145,6 +145,10 @@ def rebuilt_loader(loader: Any, batches: Iterable[list[Any]]) -> Any:
         batches: a batch sampler.
     """
     arguments, keywords = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
+    # of one made in a hook these are what the user gave, maybe a batch size by its place
+    names = getattr(loader, "__pl_saved_arg_names", ())
+    keywords = {**dict(zip(names, arguments)), **keywords}
+    arguments = arguments[len(names) :]
     for name in ("batch_size", "shuffle", "sampler", "drop_last"):  # which the batches decide
         keywords.pop(name, None)
     keywords["batch_sampler"] = batches

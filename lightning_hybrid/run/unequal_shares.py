@@ -8,6 +8,7 @@ the B samples of the global batch are its own. Nothing below the loss needs to k
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -193,11 +194,12 @@ class UnequalShares:
             raise PlanError(
                 f"balance='speed' gives {replicas} replicas parts of batch_size({size}) x "
                 f"{replicas} samples, of {count} in the data set: there is nothing to divide. "
-                "Give batch_size=2 or more, or leave balance out."
+                f"Give batch_size=2 or more and {replicas} samples or more, or leave balance out."
             )
         # a loader with a state of its own leaves out by itself what was trained on
         resumes = hasattr(loader, "load_state_dict")
-        # the same order of samples, and all of them
+        # the same order of all samples, by a sampler that is not the user's own object
+        sampler = copy(sampler)
         sampler.num_replicas, sampler.rank = 1, 0
         sampler.num_samples = sampler.total_size = count
         batches = DealtBatches(

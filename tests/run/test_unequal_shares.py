@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -129,3 +130,14 @@ def test_replicas_that_have_drawn_other_numbers_share_the_order_of_a_sampler_tha
 def test_a_batch_whose_samples_cannot_be_counted_is_refused(batch: Any, has: str) -> None:
     with pytest.raises(PlanError, match=rf"of this {has}\. Define hybrid_weight.*BoringModel"):
         shares(0).weigh(batch)
+
+
+def test_a_loader_that_a_hook_has_made_with_a_distributed_sampler_stays_as_it_is() -> None:
+    data = TensorDataset(torch.arange(50))
+    sampler = DistributedSampler(data, 3, 1)
+    with _replace_dunder_methods(DataLoader, "dataset"):  # as Lightning calls hooks
+        made = DataLoader(data, 4, sampler=sampler, drop_last=True)
+    for _ in range(2):  # as with reload_dataloaders_every_n_epochs
+        assert [len(batch) for batch in numbers(shares(1).deal(made))] == [3] * (50 // 12)
+    assert (sampler.num_replicas, sampler.rank) == (3, 1)
+    assert len(made) == 4
