@@ -133,7 +133,9 @@ class DriverSession:
             return
         run_backwards_by(self._driver.chosen_gradients)
         optimizers = self._driver.optimizers
-        # clipping by a norm needs the gradients of all stages
+        # Clipping by a norm needs the gradients of all stages. It is set on the objects, since the
+        # LightningModule asks the plugin for it and DeviceStatsMonitor the accelerator, without a
+        # word to the strategy, and both may be of a class of the user's, which none of ours is.
         vars(self._run.precision).update(
             clip_grad_by_norm=optimizers.clip_norm, clip_grad_by_value=optimizers.clip_values
         )
