@@ -1,7 +1,7 @@
 """Numbers of replicas and stages that were left to us: all ranks choose them when a run is set up.
 
 What is chosen by is in :mod:`lightning_hybrid.run.sizing`; here is what else has a say: what the
-user's code has been told already, what ``prepare_data`` has made on one rank.
+user's code has been told already, and what ``prepare_data`` has set on one rank alone.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def choose_sizes(
     sizes = chooser.on_all_ranks(world, deferred=deferred)
     if sizes is not None:
         ranks.config = ranks.config.with_sizes(sizes)
-    ranks.are_known(machine)
+    ranks.settle(machine)
     return sizes is not None
 
 

@@ -213,7 +213,7 @@ class Ranks:
         else:
             self._take_coordinates(self.world)
 
-    def are_known(self, machine: Machine) -> None:
+    def settle(self, machine: Machine) -> None:
         """Sizes are chosen: this rank gets its coordinates, as all others do.
 
         Args:
