@@ -145,7 +145,6 @@ class DriverSession:
 
     def _release(self) -> None:
         """Undo :meth:`_intercept`."""
-        batches_run(False)
         run_backwards_by(None)
         vars(self._run.precision).pop("clip_grad_by_norm", None)
         vars(self._run.precision).pop("clip_grad_by_value", None)
@@ -376,6 +375,7 @@ class DriverSession:
 
     def close(self) -> None:
         """The Trainer is done: bring the trained weights here, and leave all as it was."""
+        batches_run(False)
         self._networks.close()
         went_well = self._run.trainer.state.status != TrainerStatus.INTERRUPTED
         # an evaluation may be in training mode, adapt batch statistics, or train at test time
@@ -420,7 +420,6 @@ class DriverSession:
                 self._driver.salvage()
         self._driver.abort(self._failure)
         run_backwards_by(None)
-        batches_run(False)
 
 
 class WorkerSession:

@@ -36,9 +36,9 @@ def choose_sizes(
     told = ranks.told_replicas
     if told is not None:
         rank_zero_info(
-            f"The number of replicas is {told}: {ranks.asked_for} was asked "
-            "before sizes were chosen, and what was made of the answer must stay true. Ask in "
-            "train_dataloader or in a later hook, or give data_parallel_size."
+            f"The number of replicas is {told}: {ranks.asked_for} was asked before sizes were "
+            "chosen, and what was made of the answer must stay true. Ask in train_dataloader or in "
+            "a later hook, or give data_parallel_size."
         )
 
     def may_have(replicas: int, stages: int) -> bool:
@@ -52,7 +52,7 @@ def choose_sizes(
     sizes = chooser.on_all_ranks(world, deferred=deferred)
     if sizes is not None:
         ranks.config = ranks.config.with_sizes(sizes)
-    ranks.settle(machine)
+    ranks.take_coordinates(machine)
     return sizes is not None
 
 
@@ -62,9 +62,8 @@ def compare_prepared(ranks: Ranks, trainer: Trainer) -> bool:
     names = prepared_alone(trainer, ranks.joined) if is_open or ranks.replicas > 1 else []
     if names:
         rank_zero_info(
-            f"prepare_data has set {', '.join(names)} on rank 0 alone, where it runs (as "
-            "under DDP): the other replicas do not have it"
-            f"{', so there is one' if is_open else ''}. Set it in setup, which runs on all "
-            "ranks."
+            f"prepare_data has set {', '.join(names)} on rank 0 alone, where it runs (as under "
+            f"DDP): the other replicas do not have it{', so there is one' if is_open else ''}. "
+            "Set it in setup, which runs on all ranks."
         )
     return bool(names)

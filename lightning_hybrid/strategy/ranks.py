@@ -96,11 +96,6 @@ class Ranks:
         """Where this rank stands in the mesh of replicas and stages."""
         if isinstance(self.world, World):  # ranks may have got others
             return self.world.coordinates
-        return self._own_coordinates
-
-    @property
-    def _own_coordinates(self) -> Coordinates:
-        """Those of this rank before a survey of the devices."""
         return self._coordinates_at(self.launched.rank)
 
     def coordinates_of(self, local_rank: int) -> Coordinates:
@@ -108,6 +103,7 @@ class Ranks:
         return self._coordinates_at(self.launched.node_rank * self.per_host + local_rank)
 
     def _coordinates_at(self, rank: int) -> Coordinates:
+        """Those of a process before a survey of the devices."""
         return Coordinates(rank, *self.shape, free=self.config.several_stages_per_device)
 
     @property
@@ -204,33 +200,17 @@ class Ranks:
             timeout: of tensors between ranks.
         """
         self._backend, self._timeout = backend, timeout
-        if not self.sizes_are_open:
-            self._start_alike()
         self.world = World(self._gather())
         if self.sizes_are_open:
             self._show()  # of one chain; if that is asked for, it stays
             hear_of_reads(self.is_told)
         else:
-            self._take_coordinates(self.world)
-
-    def settle(self, machine: Machine) -> None:
-        """Sizes are chosen: this rank gets its coordinates, as all others do.
-
-        Args:
-            machine: what is known of the devices.
-        """
-        self._start_alike()
-        self._take_coordinates(self.joined, machine)
-
-    def _start_alike(self) -> None:
-        """Several drivers start with the same generators, as under DDP; one is like one device."""
-        if self.replicas > 1:
-            reset_seed()
+            self.take_coordinates()
 
     def _gather(self) -> Everyone:
         """Meet all other ranks, whatever the sizes."""
         environment = given(self._environment, "cluster_environment")
-        coordinates = self._own_coordinates
+        coordinates = self._coordinates_at(self.launched.rank)
         agent_serves = (
             isinstance(environment, TorchElasticEnvironment)
             and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -245,21 +225,22 @@ class Ranks:
         backend = backend_on(self.root_device, self._backend)
         return look_around(group, self.root_device, backend, self.config.capacity)
 
-    def _take_coordinates(self, world: World, machine: Machine | None = None) -> None:
+    def take_coordinates(self, machine: Machine | None = None) -> None:
         """Sizes are known: take coordinates in the mesh, with all other ranks.
 
         Args:
-            world: all ranks.
             machine: what is known of their devices, if they have been looked at.
         """
-        replicas, stages = self.shape
+        world, (replicas, stages) = self.joined, self.shape
+        if replicas > 1:  # drivers start with the same generators, as under DDP
+            reset_seed()
 
         def look(group: Group) -> Cluster:
             return (machine or self.look_around(group)).cluster(replicas, stages)
 
         joined = join(
             world.everyone,
-            self._own_coordinates,
+            self._coordinates_at(self.launched.rank),
             backend=self._backend,
             timeout=self._timeout,
             device=self.root_device,

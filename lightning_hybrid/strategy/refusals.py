@@ -201,9 +201,8 @@ def refuse_other_places(path: str | Path, storage_options: object, checkpoint: C
     """Ranks write their parts of a sharded checkpoint to a folder that all of them see."""
     if storage_options is not None or "://" in str(path):
         raise PlanError(
-            f"checkpoint={checkpoint!r} cannot save to {str(path)!r}: each "
-            "rank writes to a folder of a file system. Give such a path and no "
-            "storage_options, or use checkpoint='full'."
+            f"checkpoint={checkpoint!r} cannot save to {str(path)!r}: each rank writes to a folder "
+            "of a file system. Give such a path and no storage_options, or use checkpoint='full'."
         )
 
 

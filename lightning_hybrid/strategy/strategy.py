@@ -441,9 +441,8 @@ class HybridGabraStrategy(DDPStrategy):
         self._config.check_devices(ranks.hosts, ranks.per_host)
         if self._start_method == "popen":
             environment = given(self.cluster_environment, "cluster_environment")
-            launcher = HybridSubprocessLauncher(environment, ranks.per_host, ranks.hosts)
-            launcher.before_start = self._refuse_copies
-            self._launcher = launcher
+            self._launcher = HybridSubprocessLauncher(environment, ranks.per_host, ranks.hosts)
+            self._launcher.before_start = self._refuse_copies
         else:
             self._launcher = HybridMultiProcessingLauncher(
                 self, self._start_method, ranks.per_host, coordinates_of=ranks.coordinates_of
@@ -482,13 +481,9 @@ class HybridGabraStrategy(DDPStrategy):
             if choose_sizes(ranks, trainer, self._may_have, deferred=deferred, alone=alone):
                 self._plans.clear()  # of the chain in which an earlier run has evaluated
             refuse_callbacks(trainer, *ranks.shape)
+        syncs = self._layer_sync is not None
         run = Run.of(
-            trainer,
-            self._config,
-            ranks.joined,
-            self._building,
-            self._plans,
-            synchronise=self._layer_sync is not None,
+            trainer, self._config, ranks.joined, self._building, self._plans, synchronise=syncs
         )
         refuse_streaming(run)
         if not run.world.coordinates.is_driver:
@@ -753,12 +748,11 @@ class HybridGabraStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         refuse_other_places(filepath, storage_options, self._config.checkpoint)
+        running = self._ranks.world.phase is Phase.RUNNING
         if not self.is_global_zero:
             # where states are divided, other replicas write a part of them
             self._session.help_to_save_shards(checkpoint)
-        elif (
-            self._config.checkpoint == "sharded_async" and self._ranks.world.phase is Phase.RUNNING
-        ):
+        elif self._config.checkpoint == "sharded_async" and running:
             self._saves.begin(self._driving, checkpoint, Path(filepath))
         else:
             self._saves.save(partial(self._session.save_shards, checkpoint), Path(filepath))
