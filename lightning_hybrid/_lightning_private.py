@@ -46,8 +46,6 @@ INHERITED = {
     "_launcher": "what `_configure_launcher` sets",
     "_layer_sync": "set by the Trainer for sync_batchnorm; there is no property",
     "_lightning_optimizers": "the wrappers that the user's code steps",
-    "_num_nodes": "of all hosts, where `num_nodes` counts those of drivers",
-    "_parallel_devices": "of all processes of this host, where `parallel_devices` is of drivers",
     "_optimizers": "what the property `optimizers` returns; its setter is overridden",
     "_process_group_backend": "read by the property of DDPStrategy",
     "_start_method": "which launcher the name of the strategy has asked for",

@@ -35,13 +35,12 @@ OUTERMOST = {
     "lightning_hybrid/run/coming_batches.py",
     "lightning_hybrid/_lightning_private.py",
     "lightning_hybrid/run/performance_log.py",
+    "lightning_hybrid/strategy/open_sizes.py",
     "lightning_hybrid/strategy/ranks.py",
     "lightning_hybrid/strategy/refusals.py",
     "lightning_hybrid/run/replica_world.py",
     "lightning_hybrid/run/rehearsal.py",
-    "lightning_hybrid/strategy/saving.py",
     "lightning_hybrid/run/sizing.py",
-    "lightning_hybrid/strategy/steps.py",
     "lightning_hybrid/run/progress.py",
     "lightning_hybrid/process/run_results.py",
     "lightning_hybrid/run/run.py",
@@ -58,9 +57,6 @@ SUBCLASSES = [
     f"lightning_hybrid/{name}.py"
     for name in (
         "strategy/strategy",
-        "strategy/saving",
-        "strategy/steps",
-        "strategy/ranks",
         "process/launcher",
     )
 ]

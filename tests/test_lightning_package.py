@@ -12,7 +12,7 @@ from lightning_hybrid._lightning import CHOSEN, VARIABLE, choose, chosen_in_chil
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.process.launcher import Part
 from lightning_hybrid.process.wrong_package import refuse_in_other_package
-from lightning_hybrid.strategy.ranks import NAMES
+from lightning_hybrid.strategy import NAMES
 
 ROOT = Path(__file__).parents[1]
 OURS, THEIRS = "lightning.pytorch", "pytorch_lightning"

@@ -5,9 +5,9 @@ or scales by ranks must come out as under DDP over R devices, and with one repli
 So the drivers are numbered 0 .. R-1; workers, who run the hooks before the set-up of a run, have
 numbers above these, so that what is to happen on one rank happens on one.
 
-Lightning's names say so at any time (:mod:`lightning_hybrid.strategy.ranks`), and the environment
-inside of a run: :class:`ShownRanks`. The launchers, the store and the next run need the numbers
-of all processes: :class:`Launched` keeps them.
+The properties of the strategy say so at any time (:mod:`lightning_hybrid.strategy`), and the
+environment inside of a run: :class:`ShownRanks`. The launchers, the store and the next run need the
+numbers of all processes: :class:`Launched` keeps them.
 """
 
 import os

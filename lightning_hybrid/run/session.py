@@ -26,6 +26,7 @@ from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.comm import Failure, broadcast_object, run_pending
 from lightning_hybrid.driver import Discovery, Driver, NetworkOptions, Planner
 from lightning_hybrid.process import Results, adopt_results, collect_results, is_loss, read_fault
+from lightning_hybrid.remote import batches_run
 from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
 from lightning_hybrid.run.device_times import StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
@@ -137,7 +138,9 @@ class DriverSession:
             return
         run_backwards_by(self._driver.chosen_gradients)
         optimizers = self._driver.optimizers
-        # clipping by a norm needs the gradients of all stages
+        # Clipping by a norm needs the gradients of all stages. It is set on the objects, since the
+        # LightningModule asks the plugin for it and DeviceStatsMonitor the accelerator, without a
+        # word to the strategy, and both may be of a class of the user's, which none of ours is.
         vars(self._run.precision).update(
             clip_grad_by_norm=optimizers.clip_norm, clip_grad_by_value=optimizers.clip_values
         )
@@ -240,6 +243,10 @@ class DriverSession:
         """
         return self._batches.arrive(batch, move)
 
+    def training_starts(self) -> None:
+        """Batches are about to be trained on; a search for a learning rate does so twice."""
+        batches_run(True)
+
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
         if not self._run.is_global_zero:
@@ -251,6 +258,7 @@ class DriverSession:
 
     def training_ends(self) -> None:
         """All batches are trained on."""
+        batches_run(False)
         run_pending(hold=False)
         self._driver.interrupt()
         for watcher in self._watchers:
@@ -262,6 +270,7 @@ class DriverSession:
         Args:
             between: whether it is a validation, which may come between batches of training.
         """
+        batches_run(True)
         self._buffers_agree = self._run.world.mesh.coordinates.replicas == 1
         if between:  # those hooks are to find the buffers of replica 0
             self._driver.interrupt()
@@ -383,6 +392,7 @@ class DriverSession:
 
     def close(self) -> None:
         """The Trainer is done: bring the trained weights here, and leave all as it was."""
+        batches_run(False)
         self._networks.close()
         went_well = self._run.trainer.state.status != TrainerStatus.INTERRUPTED
         # an evaluation may be in training mode, adapt batch statistics, or train at test time

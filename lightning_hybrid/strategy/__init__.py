@@ -1,6 +1,5 @@
 """What Lightning sees."""
 
-from lightning_hybrid.strategy.ranks import NAMES
-from lightning_hybrid.strategy.strategy import HybridGabraStrategy
+from lightning_hybrid.strategy.strategy import NAMES, HybridGabraStrategy
 
 __all__ = ["NAMES", "HybridGabraStrategy"]

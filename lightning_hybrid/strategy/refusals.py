@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from inspect import signature
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -193,6 +194,15 @@ def refuse_checkpoint_io(io: CheckpointIO | None, checkpoint: Checkpoint) -> Non
         raise PlanError(
             f"checkpoint={checkpoint!r} uses no CheckpointIO, and {type(io).__name__} was given: "
             "each rank writes its own part. Leave one of them out."
+        )
+
+
+def refuse_other_places(path: str | Path, storage_options: object, checkpoint: Checkpoint) -> None:
+    """Ranks write their parts of a sharded checkpoint to a folder that all of them see."""
+    if storage_options is not None or "://" in str(path):
+        raise PlanError(
+            f"checkpoint={checkpoint!r} cannot save to {str(path)!r}: each rank writes to a folder "
+            "of a file system. Give such a path and no storage_options, or use checkpoint='full'."
         )
 
 

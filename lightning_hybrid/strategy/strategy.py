@@ -1,70 +1,106 @@
 """``Trainer(strategy="hybrid_gabra")``: stages within replicas, replicas side by side.
 
-To Lightning the world is that of DDP over the drivers, one per replica. What is below the strategy
-does the work: :mod:`lightning_hybrid.config` says what was asked for, :mod:`lightning_hybrid.run`
-knows the other ranks and drives a replica or serves it, :mod:`lightning_hybrid.planning` decides
-where stages go.
-
-What Lightning asks a strategy is here as far as it begins or ends a run; what it asks about ranks,
-steps and checkpoints has a file each beside this one.
+To Lightning the world is that of DDP over the drivers, one per replica. The class has what
+Lightning asks a strategy, and others do the work: :mod:`lightning_hybrid.config` says what was
+asked for, :mod:`lightning_hybrid.strategy.ranks` knows where this process stands, and a session of
+:mod:`lightning_hybrid.run` drives a replica or serves it. What does not go together with stages is
+refused in :mod:`lightning_hybrid.strategy.refusals`.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
+    CHOSEN_MODULE,
+    STEP_OUTPUT,
     Accelerator,
     CheckpointIO,
     ClusterEnvironment,
+    DDPStrategy,
+    LightningModule,
+    LightningOptimizer,
     Precision,
     Trainer,
     TrainerStatus,
-    rank_zero_info,
 )
-from lightning_hybrid._lightning_private import forget_loaded_checkpoint, load_as_ever
-from lightning_hybrid.comm import Failure, backend_on, restore_handlers
+from lightning_hybrid._lightning_private import (
+    LOADING,
+    ask_strategy_whether_distributed,
+    forget_loaded_checkpoint,
+    load_as_ever,
+)
+from lightning_hybrid.comm import Coordinates, Failure, restore_handlers
 from lightning_hybrid.config import Balance, Checkpoint, Config, Count, Replan, Rng, ScheduleName
 from lightning_hybrid.driver import bring_here
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan, free_bytes, free_of_host
-from lightning_hybrid.process import HybridSubprocessLauncher, Parted, Results, has_met, look_around
+from lightning_hybrid.process import (
+    HybridMultiProcessingLauncher,
+    HybridSubprocessLauncher,
+    Parted,
+    Results,
+    has_met,
+)
 from lightning_hybrid.run import (
+    BetweenRuns,
+    DeferredModule,
     DriverSession,
     NoWorld,
     Phase,
     Run,
-    SizeChooser,
+    WholeModule,
     WorkerSession,
     announce_averages,
     move_module,
-    prepared_alone,
+    refuse_other_shards,
     scalers_of,
 )
 from lightning_hybrid.schedules import DelayedWeights
-from lightning_hybrid.strategy.ranks import given
+from lightning_hybrid.state import (
+    ShardedSaves,
+    is_sharded,
+    let_go_of_checkpoints,
+    with_atomic_writes,
+)
+from lightning_hybrid.strategy.open_sizes import choose_sizes, compare_prepared
+from lightning_hybrid.strategy.ranks import Ranks, given
 from lightning_hybrid.strategy.refusals import (
     callbacks_allow,
     refuse_accelerator,
     refuse_all_but_plain_sgd,
     refuse_callbacks,
+    refuse_checkpoint_io,
     refuse_copies,
     refuse_interactive,
     refuse_layer_sync,
     refuse_lazy,
     refuse_no_room,
     refuse_optimizers,
+    refuse_other_places,
     refuse_streaming,
     refuse_version,
 )
-from lightning_hybrid.strategy.saving import SavingStrategy
+
+NAMES = {
+    "hybrid_gabra": "popen",
+    "hybrid_gabra_spawn": "spawn",
+    "hybrid_gabra_fork": "fork",
+    "hybrid_gabra_notebook": "fork",
+}
+"""Registered names, and how each starts its processes."""
+
+T = TypeVar("T")
 
 
-class HybridGabraStrategy(SavingStrategy):
+class HybridGabraStrategy(DDPStrategy):
     """Trains replicas of a chain of stages, which are placed by predicted time.
 
     The LightningModule stays as it is. Its network is found at its first call, captured, cut into
@@ -229,51 +265,232 @@ class HybridGabraStrategy(SavingStrategy):
             replan=replan,
             seed=seed,
         )
+        self._ranks = Ranks(config)
+        ask_strategy_whether_distributed(HybridGabraStrategy)
         super().__init__(
-            config,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
         )
+        self.checkpoint_io = checkpoint_io
+        self._building: WholeModule | DeferredModule = WholeModule()
         self._plans: dict[str, Plan] = {}
-        self._prepared_alone = False
+        self._saves = ShardedSaves()
+        self._rest()
+
+    def __repr__(self) -> str:
+        """With the package: a Trainer of the other one shows this when it is given the strategy."""
+        return f"<{type(self).__name__} of {CHOSEN_MODULE}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without groups and links: a Trainer can be pickled after a run, and spawned with."""
+        state: dict[str, Any] = super().__getstate__()
+        building = WholeModule()
+        return state | {"_building": building, "_session": BetweenRuns(NoWorld(), building)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process, maybe."""
+        super().__setstate__(state)
+        ask_strategy_whether_distributed(HybridGabraStrategy)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``hybrid_gabra`` and its variants."""
+        for name, start_method in NAMES.items():
+            strategy_registry.register(
+                name,
+                cls,
+                description=f"Stages placed by GABRA, in replicas (start method {start_method})",
+                override=True,
+                start_method=start_method,
+            )
 
     @property
     def plan(self) -> Plan | None:
         """The plan in force; of the first network, if there are several. ``None`` before it."""
         return next(iter(self._plans.values()), self._config.plan)
 
+    @property
+    def _config(self) -> Config:
+        return self._ranks.config
+
+    @property
+    def _module(self) -> LightningModule:
+        return given(self.lightning_module, "lightning_module")
+
+    @property
+    def _driving(self) -> DriverSession:
+        """The run of this driver.
+
+        Raises:
+            HybridError: there is none.
+        """
+        if isinstance(self._session, DriverSession):
+            return self._session
+        raise HybridError(
+            f"{self.coordinates} is in no run: steps and hooks of training are for the drivers, "
+            "between the start of trainer.fit, validate, test or predict and its end."
+        )
+
+    def _rest(self) -> None:
+        self._session: BetweenRuns | DriverSession = BetweenRuns(
+            self._ranks.world, self._building, divided=self._config.shard_optimizer_states
+        )
+
+    # ------------------------------------------------------------------ ranks
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands in the mesh of replicas and stages."""
+        return self._ranks.coordinates
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._ranks.root_device
+
+    @property
+    def num_replicas(self) -> int:
+        """Over how many replicas the data is divided: what ``world_size`` is under DDP."""
+        return self._ranks.replicas
+
+    @property
+    def world_size(self) -> int:
+        world = self._ranks.world
+        if world.phase is Phase.ALONE:
+            return 1  # Lightning's handler of SIGTERM would wait for the other drivers
+        if world.phase is Phase.CHOOSING:
+            return world.supposed_replicas
+        self._ranks.is_told("trainer.world_size")
+        return self.num_replicas
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the data is divided: with one replica it is not, whatever its stages."""
+        return self.num_replicas > 1
+
+    @property
+    def global_rank(self) -> int:
+        return self.coordinates.lightning_rank if self._ranks.devices else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._ranks.replica_world.local_rank if self._ranks.devices else 0
+
+    @property
+    def node_rank(self) -> int:
+        return self._ranks.replica_world.node_rank if self._ranks.devices else 0
+
+    @property
+    def num_processes(self) -> int:
+        """Number of replicas whose drivers are on this host."""
+        self._ranks.is_told("strategy.num_processes")
+        return len(self._ranks.replica_world.drivers) if self._ranks.devices else 0
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of the drivers of this host."""
+        devices = self._ranks.devices
+        if not devices or self._launcher is None:  # the Trainer asks for what it was given
+            return devices
+        self._ranks.is_told("trainer.num_devices")
+        return [devices[local_rank] for local_rank in self._ranks.replica_world.drivers]
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._ranks.devices = devices
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts that have drivers."""
+        if not self._ranks.devices or self._launcher is None:
+            return self._ranks.hosts
+        self._ranks.is_told("trainer.num_nodes")
+        return self._ranks.replica_world.hosts
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._ranks.hosts = num_nodes
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_replicas, "rank": self.coordinates.dp_rank}
+
+    def set_world_ranks(self) -> None:
+        self._ranks.set_launched(self.cluster_environment)
+
+    def hide_ranks(self) -> None:
+        """The run is over: the environment speaks of all processes again."""
+        self._ranks.hide()
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if self._ranks.world.phase is Phase.RUNNING:
+            super().barrier(name, *args, **kwargs)
+        elif name != LOADING:  # between runs a rank may ask for a loader that others have
+            self._ranks.world.barrier(name or "")
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._ranks.world.phase is Phase.RUNNING:
+            return super().broadcast(obj, src)
+        return self._ranks.world.broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
+        """Lightning cuts the mean of whole numbers, such as samples of batches, to a whole one.
+
+        That is right where all replicas have as many.
+        """
+        whole = isinstance(tensor, Tensor) and not tensor.is_floating_point()
+        if whole and self._config.balance == "speed" and reduce_op in ("mean", "avg"):
+            tensor = tensor.float()
+        return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """One replica is one device, whose tensors get no dimension of devices."""
+        if self.num_replicas == 1:
+            return tensor
+        return super().all_gather(tensor, group, sync_grads)
+
     # ------------------------------------------------------------------ a run
 
     def _configure_launcher(self) -> None:
         refuse_version()
         refuse_layer_sync(self._layer_sync, compile_stages=self._config.compile_stages)
-        super()._configure_launcher()
-        refuse_interactive(works=given(self._launcher, "launcher").is_interactive_compatible)
-        if isinstance(self._launcher, HybridSubprocessLauncher):
+        # complain now, before any process is started
+        ranks = self._ranks
+        self._config.check_devices(ranks.hosts, ranks.per_host)
+        if self._start_method == "popen":
+            environment = given(self.cluster_environment, "cluster_environment")
+            self._launcher = HybridSubprocessLauncher(environment, ranks.per_host, ranks.hosts)
             self._launcher.before_start = self._refuse_copies
+        else:
+            self._launcher = HybridMultiProcessingLauncher(
+                self, self._start_method, ranks.per_host, coordinates_of=ranks.coordinates_of
+            )
+        refuse_interactive(works=self._launcher.is_interactive_compatible)
 
     def _refuse_copies(self) -> None:
         self._refuse_no_room()
-        refuse_copies(self._module, self._per_host - 1, free_of_host())
+        refuse_copies(self._module, self._ranks.per_host - 1, free_of_host())
 
     def _refuse_no_room(self) -> None:
-        if self._shape()[1] > 1 and not has_met():
+        if self._ranks.stages > 1 and not has_met():
             refuse_no_room(self._module, free_bytes())
 
     def setup_distributed(self) -> None:
         refuse_accelerator(given(self.accelerator, "accelerator"))
         load_as_ever(self._module.trainer)
         self._refuse_no_room()
-        super().setup_distributed()
+        self.set_world_ranks()
+        self._process_group_backend = backend = self._get_process_group_backend()
+        self._ranks.meet(backend, self._timeout or timedelta(minutes=30))
         self._rest()
-        if self._joined.has_coordinates:
-            refuse_callbacks(self._module.trainer, *self._shape())
+        if self._ranks.world.has_coordinates:
+            refuse_callbacks(self._module.trainer, *self._ranks.shape)
 
     def setup(self, trainer: Trainer) -> None:
         """Part: workers leave from here and serve; drivers go on as under DDP."""
@@ -281,16 +498,16 @@ class HybridGabraStrategy(SavingStrategy):
         with self._building.building(self._module):
             self.model = self.precision_plugin.convert_module(given(self.model, "model"))
         refuse_lazy(self._module)
-        self._compare_prepared(trainer)
-        if not self._joined.has_coordinates:
-            self._choose_sizes(trainer)
+        ranks = self._ranks
+        alone = compare_prepared(ranks, trainer)
+        if not ranks.joined.has_coordinates:
+            deferred = self._building.deferred
+            if choose_sizes(ranks, trainer, self._may_have, deferred=deferred, alone=alone):
+                self._plans.clear()  # of the chain in which an earlier run has evaluated
+            refuse_callbacks(trainer, *ranks.shape)
+        syncs = self._layer_sync is not None
         run = Run.of(
-            trainer,
-            self._config,
-            self._joined,
-            self._building,
-            self._plans,
-            synchronise=self._layer_sync is not None,
+            trainer, self._config, ranks.joined, self._building, self._plans, synchronise=syncs
         )
         refuse_streaming(run)
         if not run.world.coordinates.is_driver:
@@ -302,58 +519,16 @@ class HybridGabraStrategy(SavingStrategy):
         self._session = DriverSession.begin(run, partial(self._plan_network, run))
         if run.fitting:
             self.setup_optimizers(trainer)
-            if self._shape()[1] > 1:
+            if ranks.stages > 1:
                 announce_averages(trainer, self._module)
             scaled = bool(scalers_of(self.precision_plugin))
-            refuse_optimizers(self.optimizers, *self._shape(), scaled=scaled)
+            refuse_optimizers(self.optimizers, *ranks.shape, scaled=scaled)
             if self._config.streamed is not None and self._config.streamed.plain_sgd:
                 refuse_all_but_plain_sgd(self.optimizers, self._config.streamed.name)
         self.setup_precision_plugin()
 
-    def _choose_sizes(self, trainer: Trainer) -> None:
-        """Sizes were left to us, and the network is built: choose them, and take coordinates."""
-        world = self._joined
-        named = given(self._process_group_backend, "process_group_backend")
-        backend = backend_on(self.root_device, named)
-        machine = look_around(
-            world.everyone.world, self.root_device, backend, self._config.capacity
-        )
-        if self._told_replicas is not None:
-            rank_zero_info(
-                f"The number of replicas is {self._told_replicas}: {self._asked_for} was asked "
-                "before sizes were chosen, and what was made of the answer must stay true. Ask in "
-                "train_dataloader or in a later hook, or give data_parallel_size."
-            )
-        chooser = SizeChooser(
-            trainer, self._config, machine, self.root_device, self._may_have, self._supposing
-        )
-        sizes = chooser.on_all_ranks(world, deferred=self._building.deferred)
-        if sizes is not None:
-            self._config = self._config.with_sizes(sizes)
-            self._plans.clear()  # of the chain in which an earlier run has evaluated
-        self._start_alike()
-        self._take_coordinates(world, machine)
-        refuse_callbacks(trainer, *self._shape())
-
-    def _compare_prepared(self, trainer: Trainer) -> None:
-        """What ``prepare_data`` has set on rank 0 alone, drivers of other replicas do not have."""
-        is_open = not self._joined.has_coordinates
-        self._prepared_alone = False
-        if is_open or self.num_replicas > 1:
-            names = prepared_alone(trainer, self._joined)
-            self._prepared_alone = bool(names)
-            if names:
-                rank_zero_info(
-                    f"prepare_data has set {', '.join(names)} on rank 0 alone, where it runs (as "
-                    "under DDP): the other replicas do not have it"
-                    f"{', so there is one' if is_open else ''}. Set it in setup, which runs on all "
-                    "ranks."
-                )
-
     def _may_have(self, replicas: int, stages: int) -> bool:
-        """Whether these sizes may be chosen."""
-        if self._told_replicas not in (None, replicas) or (self._prepared_alone and replicas > 1):
-            return False
+        """Whether these sizes may be chosen, as far as the Trainer is concerned."""
         return callbacks_allow(self._module.trainer, replicas, stages)
 
     def _plan_network(self, run: Run, *arguments: Any, **how: Any) -> Plan:
@@ -366,14 +541,14 @@ class HybridGabraStrategy(SavingStrategy):
         results = session.serve()
         if session.fitting:
             self.optimizers = session.optimizers
-        self._joined.end_run()
+        self._ranks.joined.end_run()
         return results
 
     def finish(self, returned: Any) -> None:
         """On a driver: end the run on its workers too."""
         self._driving.end(returned)
         self._rest()
-        self._joined.end_run()
+        self._ranks.joined.end_run()
 
     def fail(self, error: BaseException) -> Failure | None:
         """This rank fails with ``error``: tell the others.
@@ -382,14 +557,14 @@ class HybridGabraStrategy(SavingStrategy):
             The failure that came first, on another rank; ``None``: it is this one.
         """
         rank = str(self.coordinates)
-        ours = self._world.phase is Phase.TOGETHER and isinstance(error, Exception)
+        ours = self._ranks.world.phase is Phase.TOGETHER and isinstance(error, Exception)
         if ours and self.global_rank >= self.num_replicas:
             error.add_note(
                 "(Hooks before the training run on workers too. To them trainer.global_rank, here "
                 f"{self.global_rank}, is not below trainer.world_size, {self.num_replicas}: shard "
                 "data by these in train_dataloader, which drivers alone run.)"
             )
-        first = self._world.fail(error, rank)
+        first = self._ranks.world.fail(error, rank)
         self._session.fail(first or Failure.of(error, rank), error)
         if self._start_method != "popen":
             self._abort()
@@ -402,15 +577,21 @@ class HybridGabraStrategy(SavingStrategy):
     def _abort(self) -> None:
         self._session.abort()
         self._saves.give_up()
-        self._world.leave()
+        self._ranks.world.leave()
 
     def teardown(self) -> None:
         restore_handlers()
-        self._world.stop_watching()
+        self._ranks.world.stop_watching()
         self._session.close()
-        super().teardown()
-        if self._world.phase is Phase.FAILED:  # nobody is there to hear of a later error
-            self._world = NoWorld()
+        try:
+            if isinstance(self._session, DriverSession):
+                self._saves.finish(
+                    self._session
+                )  # asynchronous ones are there when a run has ended
+        finally:
+            super().teardown()
+        if self._ranks.world.phase is Phase.FAILED:  # nobody is there to hear of a later error
+            self._ranks.world = NoWorld()
             self._rest()
 
     # ------------------------------------------------------------------ made in configure_model
@@ -423,10 +604,10 @@ class HybridGabraStrategy(SavingStrategy):
         """
         building: AbstractContextManager[None] = nullcontext()
         module = self.lightning_module
-        if module is not None and self._world.phase is Phase.TOGETHER:
+        if module is not None and self._ranks.world.phase is Phase.TOGETHER:
             trainer = module.trainer
             if trainer.state.status == TrainerStatus.RUNNING:
-                stages = self._shape()[1]
+                stages = self._ranks.stages
                 self._building = self._building.deferred_if_apart(trainer, self.root_device, stages)
                 self._rest()
                 building = self._building.building(module)
@@ -435,4 +616,183 @@ class HybridGabraStrategy(SavingStrategy):
 
     def model_to_device(self) -> None:
         """All of it, or only what no network can own."""
-        move_module(self._module, self.root_device, all_of_it=self._shape()[1] == 1)
+        move_module(self._module, self.root_device, all_of_it=self._ranks.stages == 1)
+
+    # ------------------------------------------------------------------ batches and steps
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The train loader may be asked for batches before their turn."""
+        ranks = self._ranks
+        processes = ranks.hosts * ranks.per_host
+        refuse_other_shards(dataloader, ranks.launched.rank, processes, ranks.replica_world)
+        dataloader = super().process_dataloader(dataloader)
+        if isinstance(self._session, DriverSession):
+            return self._session.train_loader(dataloader)
+        return dataloader
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Batches that were needed before their turn are there already."""
+        move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
+        if isinstance(self._session, DriverSession):
+            return self._session.move_batch(batch, move)
+        return move(batch)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        step: STEP_OUTPUT = self._driving.step(partial(super().training_step, *args, **kwargs))
+        return step
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """As in every strategy, and gradients are averaged before any hook sees them."""
+        module, precision = self._module, self.precision_plugin
+        loss = precision.pre_backward(closure_loss, module)
+        weighted = self._driving.weighted(loss)
+        self._driving.backward(
+            partial(precision.backward, weighted, module, optimizer, *args, **kwargs)
+        )
+        return precision.post_backward(loss, module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self._driving.accumulating():
+            yield
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        if isinstance(self._session, DriverSession):
+            self._session.connect_optimizers(optimizers)
+            for wrapper, optimizer in zip(self._lightning_optimizers, optimizers):
+                # the wrapper inherits zero_grad from its class and would not see the instance's
+                vars(wrapper)["zero_grad"] = optimizer.zero_grad
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._ranks.joined.defer_signals()
+        self._driving.training_starts()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._ranks.joined.defer_signals()
+        self._driving.evaluation_starts(between=False)
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._ranks.joined.defer_signals()
+        self._driving.evaluation_starts(between=False)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._ranks.joined.defer_signals()
+        self._driving.evaluation_starts(between=True)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._driving.evaluates()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._driving.evaluates()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._driving.evaluates()
+        return super().predict_step(*args, **kwargs)
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._driving.evaluates()
+        self._driving.validation_ends()
+
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._driving.evaluates()
+
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._driving.evaluates()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._driving.batch_starts(batch)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._driving.training_ends()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, else one that writes a file whole or not at all."""
+        self._checkpoint_io = io = with_atomic_writes(self._checkpoint_io)
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        refuse_checkpoint_io(io, self._config.checkpoint)
+        self._checkpoint_io = io
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's, on the driver of replica 0; the others have nothing to save."""
+        return self._session.state_dict(self._module, here=self.is_global_zero)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state dict of the whole LightningModule, on rank 0; empty on all other ranks.
+
+        Needed for a network that is made in ``configure_model``: it is whole on no rank. Call it on
+        all ranks: in a hook (which run on the drivers), or after ``fit``, ``validate``, ``test`` or
+        ``predict``, where every rank has kept its stage.
+        """
+        return self._session.full_state_dict(self._module, here=self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As on one device, on the driver of replica 0. After a run all ranks call it together."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return self._session.optimizer_state(self._module, optimizer, here=self.is_global_zero)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """With a network that is whole on no rank, rank 0 alone reads, and all get the rest."""
+        read = partial(super().load_checkpoint, checkpoint_path, weights_only)
+        return self._building.read_checkpoint(read, self._ranks.world)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """A file from the driver of replica 0, or a folder to which all ranks of it write."""
+        if self._config.checkpoint == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        refuse_other_places(filepath, storage_options, self._config.checkpoint)
+        running = self._ranks.world.phase is Phase.RUNNING
+        if not self.is_global_zero:
+            # where states are divided, other replicas write a part of them
+            self._session.help_to_save_shards(checkpoint)
+        elif self._config.checkpoint == "sharded_async" and running:
+            self._saves.begin(self._driving, checkpoint, Path(filepath))
+        else:
+            self._saves.save(partial(self._session.save_shards, checkpoint), Path(filepath))
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """A file or a folder."""
+        if self._config.checkpoint == "full" and not is_sharded(filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            self._saves.remove(Path(filepath))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with self._session.loading(self._module):
+            super().load_model_state_dict(checkpoint, strict=strict)
+        let_go_of_checkpoints()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(self._driving.optimizer_states(checkpoint))

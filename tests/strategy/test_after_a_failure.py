@@ -39,8 +39,8 @@ def failed(error: BaseException, rank: int) -> tuple[HybridGabraStrategy, Failur
     strategy = HybridGabraStrategy(pipeline_parallel_size=2)
     Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
     strategy.connect(Net())
-    strategy._world = world_of(rank)
-    strategy._world.phase = Phase.RUNNING
+    strategy._ranks.world = world_of(rank)
+    strategy._ranks.world.phase = Phase.RUNNING
     first = strategy.fail(error)
     strategy.on_exception(error)
     strategy.teardown()

@@ -1,0 +1,69 @@
+"""Numbers of replicas and stages that were left to us: all ranks choose them when a run is set up.
+
+What is chosen by is in :mod:`lightning_hybrid.run.sizing`; here is what else has a say: what the
+user's code has been told already, and what ``prepare_data`` has set on one rank alone.
+"""
+
+from collections.abc import Callable
+
+from lightning_hybrid._lightning import Trainer, rank_zero_info
+from lightning_hybrid.run import SizeChooser, prepared_alone
+from lightning_hybrid.strategy.ranks import Ranks
+
+
+def choose_sizes(
+    ranks: Ranks,
+    trainer: Trainer,
+    allowed: Callable[[int, int], bool],
+    *,
+    deferred: bool,
+    alone: bool,
+) -> bool:
+    """Choose sizes, which all ranks do together, and take the coordinates that follow.
+
+    Args:
+        ranks: they get the sizes.
+        trainer: Lightning's. Its network is built.
+        allowed: whether the Trainer allows numbers of replicas and stages.
+        deferred: whether weights are made by those who will own them.
+        alone: whether rank 0 alone has what ``prepare_data`` has set.
+
+    Returns:
+        Whether sizes were chosen; else all devices form one chain.
+    """
+    world = ranks.joined
+    machine = ranks.look_around(world.everyone.world)
+    told = ranks.told_replicas
+    if told is not None:
+        rank_zero_info(
+            f"The number of replicas is {told}: {ranks.asked_for} was asked before sizes were "
+            "chosen, and what was made of the answer must stay true. Ask in train_dataloader or in "
+            "a later hook, or give data_parallel_size."
+        )
+
+    def may_have(replicas: int, stages: int) -> bool:
+        if told not in (None, replicas) or (alone and replicas > 1):
+            return False
+        return allowed(replicas, stages)
+
+    chooser = SizeChooser(
+        trainer, ranks.config, machine, ranks.root_device, may_have, ranks.supposing
+    )
+    sizes = chooser.on_all_ranks(world, deferred=deferred)
+    if sizes is not None:
+        ranks.config = ranks.config.with_sizes(sizes)
+    ranks.take_coordinates(machine)
+    return sizes is not None
+
+
+def compare_prepared(ranks: Ranks, trainer: Trainer) -> bool:
+    """Whether rank 0 alone has what ``prepare_data`` has set; drivers of other replicas lack it."""
+    is_open = not ranks.joined.has_coordinates
+    names = prepared_alone(trainer, ranks.joined) if is_open or ranks.replicas > 1 else []
+    if names:
+        rank_zero_info(
+            f"prepare_data has set {', '.join(names)} on rank 0 alone, where it runs (as under "
+            f"DDP): the other replicas do not have it{', so there is one' if is_open else ''}. "
+            "Set it in setup, which runs on all ranks."
+        )
+    return bool(names)
