@@ -35,7 +35,7 @@ class Study:
         cluster: all devices there are.
         batch: samples of a replica in a step.
         splits: whether its batch can be split into micro-batches.
-        costs_of: what its partitions cost.
+        costs_of: gives what its partitions cost for a micro-batch of so many samples.
         origin: where the times come from, in a sentence.
     """
 

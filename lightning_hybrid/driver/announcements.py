@@ -131,7 +131,7 @@ class Announcements:
             )
 
     def stays(self, name: str, module: nn.Module, reason: str, *, alone: bool) -> None:
-        """A network stays on the driver.
+        """Say that a network stays on the driver, and why.
 
         Args:
             name: of the module.

@@ -220,7 +220,13 @@ class DrivenOptimizers:
             self._shares.drop(optimizer)
 
     def _try_all(self) -> None:
-        """Find out which optimizers step whole, here, if that is not known yet."""
+        """Find out of each optimizer whether every rank can step its own parameters.
+
+        One that cannot steps as a whole on the driver, as a line says.
+
+        Raises:
+            PlanError: it would have to, under a streamed schedule.
+        """
         for link in self._links:
             tried = link.try_once(lambda o: why_whole(o, self._names, self._device))
             if link.reason and self.streamed_by:
@@ -253,7 +259,7 @@ class DrivenOptimizers:
         for link in self._links:
             link.bring_state()
 
-    # ------------------------------------------------------------------ as counterparts of one
+    # -------------------------------------------- what an optimizer link asks for, and states
 
     @signals_deferred
     def step(self, index: int, changed: list[Hyperparameters] | None) -> None:

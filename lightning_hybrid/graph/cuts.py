@@ -107,7 +107,7 @@ class Cuts:
     def refusal(self, position: int) -> str | None:
         """Why the network may not be cut here; None: it may."""
         layers = self.graph.layers
-        if position == 0:  # a stage without layers
+        if position == 0:  # where a further graph leaves the stages before this cut without layers
             return self._does_not_travel(position)
         before = layers[position - 1]
         if position > self._unknown:

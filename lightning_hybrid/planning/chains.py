@@ -89,7 +89,7 @@ def fair_ends(problem: StepProblem, devices: Sequence[int]) -> list[int]:
 
 
 class _Programme:
-    """Tables of a problem, and one pass over them."""
+    """The dynamic programme of one problem: its tables, and passes below a limit over them."""
 
     def __init__(self, problem: StepProblem, order: Sequence[int]) -> None:
         self.problem, self.order = problem, list(order)

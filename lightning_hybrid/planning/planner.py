@@ -259,7 +259,7 @@ def plan_within(
         planned = replace(table, memory_bytes=held.needed)
         if recompute:
             planned = planned.recomputed()
-        elif settings.compiled:  # which cannot be gone back through in parts
+        elif settings.compiled:  # the backward of a compiled stage cannot be split
             planned = planned.joint()
         plan = plan_by_schedule(
             settings.schedule,

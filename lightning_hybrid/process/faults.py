@@ -203,9 +203,10 @@ def _answers(store: Store) -> bool:
 
 
 def say_at_next_meeting(ranks: Ranks) -> None:
-    """Before or after a run all ranks meet now and then: tell those who wait there already.
+    """Let this rank, which has failed, take part in the next :func:`meet` of all ranks as failed.
 
-    Who comes later, when this process has ended, finds it gone.
+    Those that wait there already hear of it so. A rank that comes to it when this process has ended
+    finds it gone.
     """
     fail_next_meeting(ranks.world, _MEETING)
     time.sleep(_READING_S)  # this rank may host the store that they read now

@@ -363,7 +363,7 @@ def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _same_memory(result: Any, deferred: list[Any]) -> Any:
-    """A result that shows the memory of a deferred tensor is deferred too."""
+    """Make tensors of a result deferred that show the memory of a deferred one, in place."""
     for _, tensor in tensors_in(result):
         if type(tensor) is Tensor and tensor.is_meta:
             key = storage_key(tensor.untyped_storage())

@@ -101,7 +101,7 @@ class NoMemory(BaseException):
 def watched(
     tensors: Mapping[str, Tensor], read: set[str], absent: Collection[str] = ()
 ) -> Iterator[None]:
-    """Inside, notes which of these tensors an operation outside of a graph computes with.
+    """Inside, note which tensors' numbers the operations need that run outside of a graph.
 
     Args:
         tensors: by name.

@@ -128,7 +128,7 @@ def _enter_graph(proxies: Sequence[Any]) -> None:
 
 
 def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
-    """A result that shows the memory of a proxy is a proxy too (``data``, ``detach()``, views).
+    """Make a result that shows the memory of a proxy a proxy too (``data``, ``detach()``, views).
 
     Inside of a graph it stays as it is: there a view counts its changes for the parameter too.
     """

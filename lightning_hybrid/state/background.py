@@ -13,7 +13,7 @@ class Background:
         self._error: BaseException | None = None
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Do this after all that was submitted before, unless one of that has failed."""
+        """Run a job in a thread when all earlier ones are over; after a failure leave it out."""
         before = self._last
 
         def run() -> None:

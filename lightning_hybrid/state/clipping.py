@@ -1,6 +1,7 @@
 """Clipping by norm, and one loss scale, over all stages.
 
-Each rank measures its own gradients; the driver hears all norms, and one factor goes to all ranks.
+Each rank measures its own gradients; the driver hears all norms, and one factor goes to all ranks
+(:meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm` asks them).
 The scaler of ``precision="16-mixed"`` lives on the driver: gradients are unscaled where they are,
 and one that is not finite, on any rank, makes the step be skipped on all.
 """

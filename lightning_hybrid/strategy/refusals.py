@@ -134,7 +134,10 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def refuse_lazy(module: nn.Module) -> None:
-    """Shares of the work follow from the sizes of parameters; `DDPStrategy` asks for them, too."""
+    """Refuse a module with parameters that have no size before the first call (nn.LazyLinear).
+
+    The work is divided by their sizes; `DDPStrategy` asks for them, too.
+    """
     tensors = (*module.named_parameters(), *module.named_buffers())
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:

@@ -740,7 +740,10 @@ class HybridGabraStrategy(DDPStrategy):
         self._checkpoint_io = io
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's, on the driver of replica 0; the others have nothing to save."""
+        """The whole module's, on the driver of replica 0; the others have nothing to save.
+
+        What workers own is gathered in :meth:`lightning_hybrid.driver.weights.Weights.whole`.
+        """
         return self._session.state_dict(self._module, here=self.is_global_zero)
 
     def full_state_dict(self) -> dict[str, Any]:
