@@ -50,9 +50,9 @@ def test_there_is_a_table_for_each_paper() -> None:
     assert len(PAGE.read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0][:40])
-def test_code_and_tests_of_a_row_exist(row: tuple[str, ...]) -> None:
-    _, where, _, test, measured = row
+@pytest.mark.parametrize("entry", rows(), ids=lambda row: row[0][:40])
+def test_code_and_tests_of_a_row_exist(entry: tuple[str, ...]) -> None:
+    _, where, _, test, measured = entry
     assert missing(where, ROOT / "lightning_hybrid") == []
     assert missing(test, ROOT) == []
     assert missing(measured, ROOT / "benchmarks") == []
