@@ -94,16 +94,6 @@ class ReadsTheTrainer(_Whole):
         return 0.5 + share if self.trainer.is_last_batch else 1.5 - share
 
 
-class ReadsTheLearningRate(_Whole):
-    """The network reads the learning rate from the optimizer's groups."""
-
-    def scale(self) -> float:
-        return 1 + 10 * self.trainer.optimizers[0].param_groups[0]["lr"]
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.8
-
-
 class ReadsHyperparameters(_Whole):
     """The network reads `self.hparams`, which change."""
 

@@ -140,6 +140,26 @@ class RefusedCheckpointOfEverything(Row):
         self.net = self.Net()
 
 
+class RefusedLookAtAnOptimizer(Row):
+    """The network reads the learning rate from the optimizer: hand it over as an attribute."""
+
+    cuts: ClassVar = {2: ["second"], 3: ["second", "third"]}
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    refused = ("its forward looks at an optimizer", "the learning rate")
+
+    def build(self) -> None:
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)) * self.trainer.optimizers[0].param_groups[0]["lr"]
+        return self.third(torch.tanh(self.second(x)) + x)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self(x), y)
+
+
 class RefusedWritesIntoOneOfTwoViews(Row):
     """The network changes an argument in place that shares memory with another argument: pass a
     `tensor.clone()`.
