@@ -2,7 +2,6 @@
 
 from lightning_hybrid.remote.deferral import Deferral, has_loaded
 from lightning_hybrid.remote.deferred import (
-    batches_run,
     give_up,
     is_deferred,
     is_of_one_rank,
@@ -42,7 +41,6 @@ __all__ = [
     "RemoteTensors",
     "Unread",
     "View",
-    "batches_run",
     "give_up",
     "has_loaded",
     "hook_refused",

@@ -84,7 +84,8 @@ class _Deferred(Intercepted):
             with as_they_are():
                 return func(*args, **kwargs)
         if func in GRADIENTS:
-            if args[0]._trained_elsewhere and not _passes_over(sys._getframe(2)):
+            # (optimizers, and what moves a whole module, look at all gradients and pass over none)
+            if args[0]._trained_elsewhere and not _reads_all(sys._getframe(2)):
                 raise _elsewhere(args[0], "The gradient of ")
             with as_they_are():
                 return func(*args, **kwargs)
@@ -127,21 +128,18 @@ class DeferredParameter(_Deferred, nn.Parameter):  # type: ignore[misc]
     """A parameter."""
 
 
-_BATCHES = {"run": False}
-"""Whether the user's code is called for batches; before and after that a Trainer clears gradients,
-and scripts, which run on all ranks, move modules."""
+def _reads_all(frame: FrameType) -> bool:
+    place, caller = _place(frame), frame.f_back
+    if place == "torch.nn.modules.module" and caller is not None:
+        if frame.f_code.co_name == "zero_grad":  # Lightning's, as a fit begins
+            return _place(caller).startswith(("lightning.", "pytorch_lightning."))
+        return True
+    return place.startswith("torch.optim")
 
 
-def batches_run(whether: bool) -> None:
-    """Say whether the user's code is called for batches from now on."""
-    _BATCHES["run"] = whether
-
-
-def _passes_over(frame: FrameType) -> bool:
-    """Whether what looks at a gradient looks at those of all tensors, and needs no others."""
-    place: str = frame.f_globals.get("__name__", "")
-    of_module = place == "torch.nn.modules.module" and not _BATCHES["run"]
-    return of_module or place.startswith("torch.optim")
+def _place(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
 
 
 def is_deferred(tensor: Any) -> bool:

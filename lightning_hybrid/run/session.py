@@ -26,7 +26,6 @@ from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.comm import Failure, broadcast_object, run_pending
 from lightning_hybrid.driver import Discovery, Driver, NetworkOptions, Planner
 from lightning_hybrid.process import Results, adopt_results, collect_results, is_loss, read_fault
-from lightning_hybrid.remote import batches_run
 from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
 from lightning_hybrid.run.device_times import StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
@@ -243,10 +242,6 @@ class DriverSession:
         """
         return self._batches.arrive(batch, move)
 
-    def training_starts(self) -> None:
-        """Batches are about to be trained on; a search for a learning rate does so twice."""
-        batches_run(True)
-
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
         if not self._run.is_global_zero:
@@ -258,7 +253,6 @@ class DriverSession:
 
     def training_ends(self) -> None:
         """All batches are trained on."""
-        batches_run(False)
         run_pending(hold=False)
         self._driver.interrupt()
         for watcher in self._watchers:
@@ -270,7 +264,6 @@ class DriverSession:
         Args:
             between: whether it is a validation, which may come between batches of training.
         """
-        batches_run(True)
         self._buffers_agree = self._run.world.mesh.coordinates.replicas == 1
         if between:  # those hooks are to find the buffers of replica 0
             self._driver.interrupt()

@@ -676,7 +676,6 @@ class HybridGabraStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._ranks.joined.defer_signals()
-        self._driving.training_starts()
 
     def on_test_start(self) -> None:
         super().on_test_start()

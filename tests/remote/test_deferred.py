@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferred import (
-    batches_run,
     is_deferred,
     is_offloaded,
     materialize_here,
@@ -61,23 +60,6 @@ def test_what_is_written_to_or_trained_is_made_for_good() -> None:
     assert torch.equal(second.grad, torch.full((3, 5), 2.0))
     assert hooked == [second]
     assert is_deferred(net[0].bias)
-
-
-def test_a_gradient_of_another_rank_is_not_cleared_here_while_batches_run() -> None:
-    net, _ = build(pair)
-    offload(net[0].weight, "net.0.weight", "on rank 1")
-    net[0].weight._trained_elsewhere = True
-    net.zero_grad()
-    net.cpu()
-    batches_run(True)
-    try:
-        torch.optim.SGD(net.parameters()).zero_grad()
-        with pytest.raises(DeferredError, match=r"The gradient of 'net.0.weight' is on rank 1"):
-            net.zero_grad()
-    finally:
-        batches_run(False)
-    with pytest.raises(DeferredError, match=r"The gradient of 'net.0.weight' is on rank 1"):
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
 
 
 def test_a_tensor_of_another_rank_says_where_it_is() -> None:
