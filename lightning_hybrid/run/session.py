@@ -64,7 +64,7 @@ class DriverSession:
         statistics: AbstractContextManager[Any],
         watchers: Sequence[StepWatcher],
         batches: ComingBatches | InOrder,
-        shares: UnequalShares | None,
+        shares: UnequalShares | None = None,
     ) -> None:
         self._run, self._driver, self._networks = run, driver, networks
         self._batches, self._shares = batches, shares
@@ -385,7 +385,6 @@ class DriverSession:
 
     def close(self) -> None:
         """The Trainer is done: bring the trained weights here, and leave all as it was."""
-        batches_run(False)
         self._networks.close()
         went_well = self._run.trainer.state.status != TrainerStatus.INTERRUPTED
         # an evaluation may be in training mode, adapt batch statistics, or train at test time
