@@ -24,8 +24,9 @@ from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, microbatch_seed
 from lightning_hybrid.stage.engine import Engine
 
-SEED, STEADY = 0, 4
-"""``STEADY``: how many steps come before those that are looked at."""
+SEED, STEADY = 0, 8
+"""``STEADY``: how many steps come before those that are looked at. (Calls 1, 2, 4, 8 and 16 of a
+network are checked, for which its weights are fetched.)"""
 
 
 class Normalised(nn.Module):

@@ -35,8 +35,8 @@ def with_room_for(module: nn.Module, device: torch.device) -> torch.device:
     """
     if device.type != "cuda":
         return device
-    tensors = (*module.parameters(), *module.buffers())
-    size = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
+    away = (t for t in (*module.parameters(), *module.buffers()) if t.device != device)
+    size = sum(tensor.nbytes for tensor in away if tensor.layout == torch.strided)
     return device if 2 * size <= torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
 
 

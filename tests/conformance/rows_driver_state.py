@@ -89,7 +89,7 @@ class AddsALayerInAHook(Row):
 
     def on_train_start(self) -> None:
         torch.manual_seed(5)
-        self.net.extra = nn.Linear(3, 3, dtype=torch.float64)
+        self.net.extra = nn.Linear(3, 3, dtype=torch.float64, device=self.device)
         self.trainer.optimizers[0].add_param_group({"params": list(self.net.extra.parameters())})
 
     def on_train_end(self) -> None:

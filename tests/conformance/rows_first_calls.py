@@ -555,7 +555,9 @@ class DrawsOnceForTheBatch(_Meets):
 
     class Net(_Meets.Net):
         def meet(self, x: Tensor) -> Tensor:
-            return x + 0.1 * torch.randn(x.shape[1], dtype=x.dtype) if self.training else x
+            if not self.training:
+                return x
+            return x + 0.1 * torch.randn(x.shape[1], dtype=x.dtype, device=x.device)
 
 
 class BalancesTheBatch(_Net):

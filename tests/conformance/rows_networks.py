@@ -671,7 +671,7 @@ class TruncatesThroughTime(Row):
         self.net = self.Net()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        x = batch[0][:, None] * torch.linspace(0.5, 1.5, 5, dtype=torch.float64)[:, None]
+        x = batch[0][:, None] * torch.linspace(0.5, 1.5, 5).to(batch[0])[:, None]
         a = b = torch.zeros_like(batch[0])
         for piece in x.split(2, 1):
             y, a, b = self.net(piece, a, b)

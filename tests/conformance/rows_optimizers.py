@@ -208,7 +208,7 @@ class SumsNorms(_Plain):
 
     def change(self) -> None:
         for p in self.all_trained():
-            total = self.state[p].setdefault("total", torch.zeros(()))
+            total = self.state[p].setdefault("total", torch.zeros((), device=p.device))
             total += p.grad.norm()
             p.sub_(p.grad / total, alpha=0.1)
 

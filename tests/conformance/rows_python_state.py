@@ -441,7 +441,7 @@ class ReplacesALayer(Row):
     def on_train_batch_start(self, *_: Any) -> None:
         if self.trainer.global_step == 3:
             torch.manual_seed(5)
-            self.net.second = nn.Linear(8, 8, dtype=torch.float64)
+            self.net.second = nn.Linear(8, 8, dtype=torch.float64, device=self.device)
             group = {"params": list(self.net.second.parameters())}
             self.trainer.optimizers[0].add_param_group(group)
 

@@ -318,7 +318,7 @@ class RefusedBatchedGradients(Row):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         x.requires_grad_()
         output = self.net(x)
-        every = torch.eye(3, dtype=x.dtype)[:, None].expand(3, len(x), 3)
+        every = torch.eye(3).to(x)[:, None].expand(3, len(x), 3)
         torch.autograd.grad(output, x, every, is_grads_batched=True)
         return super().loss(x, y)
 
@@ -331,7 +331,7 @@ class RefusedGradientsInOneTensor(Row):
 
     def on_train_start(self) -> None:
         parameters = list(self.parameters())
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+        self.flat = torch.zeros(sum(p.numel() for p in parameters)).to(parameters[0])
         sizes = [p.numel() for p in parameters]
         for parameter, part in zip(parameters, self.flat.split(sizes)):
             parameter.grad = part.view_as(parameter)

@@ -169,7 +169,7 @@ def in_microbatches(module: Row) -> None:
         call, parts = next(calls), []
         replica = module.trainer.global_rank
         for index, part in enumerate(x.chunk(module.parts or module.microbatches)):
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[part.device] if part.is_cuda else []):
                 torch.manual_seed(microbatch_seed(SEED, replica, call, index))
                 parts.append(original(part))
         return torch.cat(parts)

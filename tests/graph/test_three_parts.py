@@ -578,3 +578,15 @@ def test_an_operation_of_the_user_s_own_is_tried(function: Code, splits: bool) -
     assert (parts.why_whole is None) is splits, parts.why_whole
     assert parts.graph is not None
     assert len(parts.graph.tried) == splits
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.*should not be instantiated:DeprecationWarning")
+def test_a_trial_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = InParts(Net(applied(lambda net, h: Rounds.apply(h * 3))).double(), 3)
+    given = inputs(torch.randint(8, (BATCH,)))
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    parts(*given)
+    assert parts.graph is not None
+    assert parts.graph.tried
+    assert not seeded
