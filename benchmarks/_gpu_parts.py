@@ -11,14 +11,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from _timing import Clock, Divided, Module, Repeated, bare_trainer, durations
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, supported_activities
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, microbatch_seed
@@ -188,6 +191,96 @@ def exactness(config: dict[str, Any]) -> dict[str, Any]:
         "two stages beside one device": furthest(found, one),
         "one device beside itself": furthest(again, one),
     }
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Replicas, stages, and arguments of the strategy."""
+
+    replicas: int
+    stages: int
+    arguments: dict[str, Any]
+
+
+HALF = {"balance": "speed", "device_capacity": [1.0, 0.5, 1.0, 0.5]}
+SHAPES = {
+    "three stages": Shape(1, 3, {}),
+    "two replicas of two stages": Shape(2, 2, {}),
+    "unequal shares": Shape(2, 2, HALF),
+    "divided states": Shape(2, 2, {"shard_optimizer_states": True}),
+    "sharded checkpoint": Shape(2, 2, {"checkpoint": "sharded"}),
+    "looped": Shape(1, 2, {"schedule": "looped"}),
+    "zero bubble": Shape(1, 2, {"schedule": "zero_bubble"}),
+    "recomputed": Shape(1, 2, {"recompute": True}),
+    "compiled": Shape(1, 2, {"compile_stages": True}),
+}
+
+
+class Counted(Observed):
+    """Notes which samples it has seen."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(SEED)
+        layers = [m for _ in range(8) for m in (nn.Linear(32, 32), nn.LayerNorm(32), nn.Tanh())]
+        super().__init__(nn.Sequential(*layers, nn.Linear(32, 2)).double())
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch[2].tolist())
+        return super().training_step(batch[:2], batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def shapes(config: dict[str, Any]) -> dict[str, Any]:
+    """Two epochs in another shape, each step with the samples of all replicas beside one device;
+    then the second epoch again from a checkpoint.
+    """
+    shape, folder = SHAPES[config["shape"]], Path(sys.argv[1])
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(48, 32, generator=generator, dtype=torch.float64)
+    y, numbers = torch.randint(2, (48,), generator=generator), torch.arange(48)
+
+    def trained(checkpoint: str | None = None) -> Counted:
+        strategy = HybridGabraStrategy(shape.replicas, shape.stages, 2, **shape.arguments)
+        saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, monitor=None)
+        options: Any = {"max_epochs": 2, "callbacks": [saves], "enable_checkpointing": True}
+        module = Counted()
+        trainer = bare_trainer(strategy, config["accelerator"], **places(config), **options)
+        trainer.fit(module, DataLoader(TensorDataset(x, y, numbers), 8), ckpt_path=checkpoint)
+        return module
+
+    module = trained()
+    resumed = trained(f"{folder / 'epoch=0.ckpt'}")
+    (folder / f"seen{rank()}.json").write_text(json.dumps(module.seen))
+    if rank():
+        return {}
+    alone, steps = Counted().to(module.device), samples_of_steps(folder, config["ranks"])
+    optimizer = alone.configure_optimizers()
+    for samples in steps:
+        optimizer.zero_grad()
+        batch = x[samples].to(module.device), y[samples].to(module.device)
+        nn.functional.cross_entropy(alone.net(batch[0]), batch[1]).backward()
+        optimizer.step()
+    found, again, expected = (
+        {name: value.detach().cpu() for name, value in each.net.state_dict().items()}
+        for each in (module, resumed, alone)
+    )
+    return {
+        "steps": len(steps),
+        "beside one device": max(_share(found[n], value) for n, value in expected.items()),
+        "resumed beside not": max(_share(again[n], value) for n, value in found.items()),
+    }
+
+
+def samples_of_steps(folder: Path, ranks: int) -> list[list[int]]:
+    """What all replicas have seen in each step. (Workers note what their driver does.)"""
+    files = [folder / f"seen{number}.json" for number in range(ranks)]
+    while not all(file.is_file() and file.read_text() for file in files):
+        time.sleep(0.05)
+    seen = {file.read_text() for file in files}
+    return [sorted(chain.from_iterable(step)) for step in zip(*map(json.loads, seen))]
 
 
 def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Any]:
@@ -372,6 +465,7 @@ def endless(config: dict[str, Any]) -> dict[str, Any]:
 
 KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "exactness": exactness,
+    "shapes": shapes,
     "memory": memory,
     "profile": profiled,
     "speed": speed,

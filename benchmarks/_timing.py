@@ -75,15 +75,14 @@ class Divided(Module):
 
 
 def bare_trainer(strategy: Any, accelerator: str = "cpu", **options: Any) -> Trainer:
-    """A Trainer that only trains: no logger, checkpoints, progress bar or summary."""
+    """A Trainer that only trains: no logger, progress bar, summary; checkpoints if asked for."""
     return Trainer(
         strategy=strategy,
         accelerator=accelerator,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"enable_checkpointing": False, **options},
     )
 
 

@@ -6,6 +6,7 @@ In about ten minutes this finds out, part by part, what works on them:
 * ``exactness``: two stages (``--ranks``) beside one device, five networks in float64, with
   bf16-mixed and with 16-mixed, and one device beside itself: what a device does not repeat is no
   error of the stages.
+* ``shapes``: other shapes and arguments beside one device in float64, and a run that is resumed.
 * ``memory``: the most bytes that each rank has held, beside those of the plan.
 * ``profile``: synchronisations and copies of a step, and how long NCCL's kernels and others run at
   the same time.
@@ -39,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu_parts import CASES, STEADY
+from _gpu_parts import CASES, SHAPES, STEADY
 from rich.console import Console
 
 Found = dict[str, Any]
@@ -143,6 +144,9 @@ class Run:
                 self.parts[name] = self._plain(
                     kind="exactness", network=network, precision=precision
                 )
+        for name, shape in SHAPES.items():
+            ranks = shape.replicas * shape.stages
+            self.parts[f"shapes: {name}"] = self._plain(kind="shapes", shape=name, ranks=ranks)
         self.parts["memory"] = self._plain(kind="memory", network="transformer")
         self.parts["profile"] = self._plain(kind="profile", network="transformer")
         for network in ("transformer", "3D-ResAttNet"):
@@ -249,11 +253,12 @@ class Run:
         return run
 
     def _config(self, **config: Any) -> Found:
+        ranks = config.get("ranks", self.ranks)
         shared = {
             "accelerator": self.accelerator,
             "quick": self.quick,
-            "ranks": self.ranks,
-            "shared": self.accelerator == "gpu" and torch.cuda.device_count() < self.ranks,
+            "ranks": ranks,
+            "shared": self.accelerator == "gpu" and torch.cuda.device_count() < ranks,
             "microbatches": 2 if self.quick else 4,
             "batch": 4 if self.quick else 16,
             "steps": STEADY + 4 if config["kind"] != "exactness" else 5,
@@ -290,6 +295,10 @@ def summary(found: Found) -> str:
             )
             return (
                 f"differs by {two['worst']:.1e} at most; one device from itself {one['worst']:.1e}"
+            )
+        if "beside one device" in ranks[0]:
+            return "differs by {beside one device:.1e}, resumed by {resumed beside not:.1e}".format(
+                **ranks[0]
             )
         return f"{found['seconds']:.0f} s"
     if (seconds := found.get("seconds until all had ended")) is not None:

@@ -11,6 +11,8 @@ import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 LIMIT_S = 500.0
+SHAPES = ["three stages", "two replicas of two stages", "unequal shares", "divided states"]
+SHAPES += ["sharded checkpoint", "looped", "zero bubble", "recomputed", "compiled"]
 NETWORKS = ["perceptron", "dropout", "batch norm", "transformer", "3D-ResAttNet"]
 
 
@@ -36,6 +38,20 @@ def test_two_stages_are_compared_with_one_device(script: ModuleType) -> None:
     assert max(differences(script, "cpu", 2, "dropout, float64")) < 1e-12
 
 
+def in_shape(script: ModuleType, accelerator: str, shape: str) -> float:
+    """Of another shape from one device, and of a run that is resumed from one that is not."""
+    found = script.Run(accelerator, True, LIMIT_S).parts[f"shapes: {shape}"]()
+    assert "error" not in found, found
+    driver = found["ranks"][0]
+    return max(driver["beside one device"], driver["resumed beside not"])
+
+
+@pytest.mark.conformance
+@pytest.mark.distributed
+def test_other_shapes_are_compared_with_one_device(script: ModuleType) -> None:
+    assert in_shape(script, "cpu", "unequal shares") < 1e-12
+
+
 def gpus(count: int) -> Any:
     there = torch.cuda.device_count()
     return pytest.mark.skipif(there < count, reason=f"wants {count} GPUs, and there are {there}")
@@ -58,6 +74,13 @@ def test_two_gpus_or_two_ranks_of_one_train_as_one(
 ) -> None:
     stages, itself = differences(script, "gpu", 2, f"{network}, {precision}")
     assert stages <= max({"float64": 1e-9}.get(precision, 1e-2), 2 * itself)
+
+
+@pytest.mark.gpu
+@gpus(1)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gpus_train_in_other_shapes_as_one(script: ModuleType, shape: str) -> None:
+    assert in_shape(script, "gpu", shape) < 1e-9
 
 
 def test_a_part_that_is_not_over_in_time_or_fails_is_noted_and_the_others_go_on(
