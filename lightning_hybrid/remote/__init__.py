@@ -13,6 +13,7 @@ from lightning_hybrid.remote.deferred import (
     materialized_with,
     occupy,
     offload,
+    take_again,
     vacate,
     value_of,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "place_of",
     "read_now",
     "streaming",
+    "take_again",
     "unread",
     "vacate",
     "value_of",

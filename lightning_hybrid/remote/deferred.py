@@ -438,7 +438,28 @@ def occupy(tensor: Tensor, device: torch.device | None = None) -> None:
             tensor.data = torch.empty_like(tensor, device=device, memory_format=contiguous)
 
 
+_LOST = "not here: its rank has failed, or could not hand it over"
+
+
 def give_up(tensor: Tensor, name: str) -> None:
     """Nobody will bring the numbers of a vacant tensor: from now on reading it is an error."""
     if is_vacant(tensor):
-        offload(tensor, name, "not here: its rank has failed, or could not hand it over")
+        offload(tensor, name, _LOST)
+
+
+def take_again(tensors: Iterable[Tensor], *, empty: bool) -> None:
+    """Before another run: have memory for what :func:`give_up` has left without numbers.
+
+    Args:
+        tensors: any.
+        empty: whether the numbers come from another rank.
+
+    Raises:
+        DeferredError: they do not.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, _Deferred) and tensor._where == _LOST:
+            if not empty:
+                raise _elsewhere(tensor)
+            materialize_here([tensor])
+            clear_attributes(tensor)

@@ -22,6 +22,7 @@ from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.graph import NetworkGraph, NetworkPartition
 from lightning_hybrid.planning import Plan, make_plan
 from lightning_hybrid.process import Snapshot
+from lightning_hybrid.remote import take_again
 from lightning_hybrid.run.building import DeferredModule, WholeModule
 from lightning_hybrid.run.device_times import Measurement
 from lightning_hybrid.run.progress import StartProgress, display_of
@@ -183,6 +184,15 @@ class Run:
             present_bytes=present_bytes(graph.network, self.device),
             advance=advance,
         )
+
+    def take_again(self) -> None:
+        """Have memory for weights that are lost since another rank has failed in an earlier run.
+
+        Raises:
+            DeferredError: this rank begins with its numbers, and has not all of them.
+        """
+        begins = self.world.coordinates.rank == 0
+        take_again((*self.module.parameters(), *self.module.buffers()), empty=not begins)
 
     def share_weights(self) -> None:
         """On drivers: let all replicas begin with the weights of replica 0, on the CPU."""

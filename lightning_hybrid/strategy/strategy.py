@@ -510,6 +510,7 @@ class HybridGabraStrategy(DDPStrategy):
             trainer, self._config, ranks.joined, self._building, self._plans, synchronise=syncs
         )
         refuse_streaming(run)
+        run.take_again()
         if not run.world.coordinates.is_driver:
             raise Parted(partial(self._serve, WorkerSession.begin(run)))
         run.world.phase = Phase.RUNNING
