@@ -1,3 +1,4 @@
+import gc
 import os
 from collections.abc import Iterator
 from zlib import crc32
@@ -14,6 +15,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="TEXT",
         help=f"run one of {PARTS} parts of the selected tests; the text (a commit) decides which",
     )
+
+
+def pytest_configure() -> None:
+    gc.disable()  # while a million objects are imported that stay
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
