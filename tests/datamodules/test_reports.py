@@ -15,6 +15,8 @@ from datamodules.records import ScanRecord, read_manifest, write_manifest
 from datamodules.report import demographics, first_scans, p_values, shareable
 from datamodules.synth import CohortSpec, generate
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def patients() -> list[ScanRecord]:
     named = [

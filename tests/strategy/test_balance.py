@@ -78,7 +78,8 @@ def assert_each_sample_once(
     "config",
     [
         {},
-        {"replicas": 3, "speeds": [1.0, 0.43, 0.16], "samples": 26},  # the last batch: 2 samples
+        # the last batch: 2 samples
+        pytest.param({"replicas": 3, "speeds": [1.0, 0.43, 0.16], "samples": 26}, marks=slow),
         pytest.param({"manual": True}, marks=slow),
         pytest.param({"apart": True}, marks=slow),
         {"stages": 2, "speeds": [1.0, 0.5, 0.4, 0.2], "arguments": {"num_microbatches": 2}},
@@ -129,13 +130,14 @@ def test_a_module_says_what_its_batches_weigh(tmp_path: Path) -> None:
     "config",
     [
         {"speeds": [1.0, 0.43]},
-        pytest.param({"speeds": [0.3, 1.0]}, marks=slow),  # others than before the restart
-        pytest.param({"replicas": 3, "speeds": [1.0, 0.43, 0.16], "samples": 26}, marks=slow),
-        pytest.param({"apart": True}, marks=slow),
+        {"speeds": [0.3, 1.0]},  # others than before the restart
+        {"replicas": 3, "speeds": [1.0, 0.43, 0.16], "samples": 26},
+        {"apart": True},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("step", [2, pytest.param(6, marks=slow), pytest.param(4, marks=slow)])
+@slow
+@pytest.mark.parametrize("step", [2, 6, 4])
 def test_a_run_that_goes_on_in_an_epoch_sees_the_samples_that_are_left(
     tmp_path: Path, config: dict[str, Any], step: int
 ) -> None:

@@ -207,9 +207,8 @@ def test_what_a_check_of_the_network_finds_ends_all_ranks_and_is_shown_first(
     assert "output of shape" in error
 
 
-@pytest.mark.parametrize(
-    ("replicas", "rank"), [(1, 1), *(pytest.param(r, k, marks=slow) for r, k in ((1, 0), (2, 3)))]
-)
+@slow
+@pytest.mark.parametrize(("replicas", "rank"), [(1, 1), (1, 0), (2, 3)])
 def test_a_transfer_that_the_backend_refuses_ends_all_ranks_and_is_shown_first(
     start: Start, replicas: int, rank: int
 ) -> None:

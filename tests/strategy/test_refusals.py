@@ -59,7 +59,9 @@ def test_a_notebook_is_told_the_name_of_the_strategy_that_works_there(
     Trainer(accelerator="cpu", devices=2, strategy="hybrid_gabra_notebook", logger=False)
 
 
-@pytest.mark.parametrize("source", ["standard input", "command line"])
+@pytest.mark.parametrize(
+    "source", ["standard input", pytest.param("command line", marks=pytest.mark.conformance)]
+)
 def test_a_script_without_a_file_says_that_it_cannot_be_started_again(source: str) -> None:
     """A script from standard input or `-c`, which cannot be started again."""
     arguments, text = (["-"], FIT) if source == "standard input" else (["-c", FIT], "")
