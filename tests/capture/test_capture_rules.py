@@ -349,6 +349,7 @@ def test_the_reason_names_the_line_of_the_user() -> None:
 # ---------------------------------------------------------------- rules 6 to 8: cuts
 
 
+@pytest.mark.conformance
 def test_code_runs_in_a_process_that_does_not_know_the_network(tmp_path: Path) -> None:
     network = Net(checkpointed)
     found = captured(network, X)
@@ -429,7 +430,13 @@ RECURRENT = [
 
 
 @pytest.mark.parametrize("layer", RECURRENT, ids=str)
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    "autocast",
+    [
+        pytest.param(False, id="float32"),
+        pytest.param(True, id="autocast", marks=pytest.mark.conformance),
+    ],
+)
 def test_recurrent_layers_are_captured_for_all_lengths(layer: nn.RNNBase, autocast: bool) -> None:
     def code(net: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
