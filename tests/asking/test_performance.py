@@ -58,6 +58,7 @@ def test_known_constants_are_recovered_within_1_per_cent(seed: int) -> None:
     assert model.error_on(others, [true_s(run) for run in others]) < 0.01
 
 
+@pytest.mark.conformance
 def test_the_regulariser_drives_irrelevant_factors_to_zero_and_nothing_else_does() -> None:
     measured = [run | {"hour": 1 + run["colour"] * 7 % 5} for run in runs(40)]
     factors = {"intrinsic": INTRINSIC | {"colour": "hues"}, "extrinsic": EXTRINSIC | {"hour": "h"}}
@@ -73,6 +74,7 @@ def test_the_regulariser_drives_irrelevant_factors_to_zero_and_nothing_else_does
         assert f"{name} does not matter" in drawn.describe()
 
 
+@pytest.mark.conformance
 def test_it_predicts_other_runs_better_than_their_mean() -> None:
     model = fitted(runs(30), noise=0.05)
     others = runs(20, seed=9)

@@ -304,8 +304,14 @@ def test_a_replaced_layer_is_the_one_that_runs() -> None:
 
 @pytest.mark.parametrize(
     "network",
-    [nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.TransformerEncoderLayer(4, 2, 8)],
-    ids=["Sequential", "TransformerEncoderLayer"],
+    [
+        pytest.param(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), id="Sequential"),
+        pytest.param(
+            nn.TransformerEncoderLayer(4, 2, 8),
+            id="TransformerEncoderLayer",
+            marks=pytest.mark.conformance,
+        ),
+    ],
 )
 def test_classes_of_torch_are_captured(network: nn.Module) -> None:
     assert len(graph_of(network, X).layers) > 1
@@ -685,7 +691,7 @@ class LanguageModel(nn.Module):
         return self.both(x, self.encoder(x, mask=mask), tgt_mask=mask)
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.conformance)])
 def test_torch_s_transformers_with_masks_are_one_graph(training: bool) -> None:
     network = LanguageModel().double().train(training)
     x = torch.randn(6, 5, 4, dtype=torch.float64)

@@ -428,7 +428,6 @@ class WeighsLossesByTheirGradients(Row):
     stages.
     """
 
-    fast = True
     shapes = EVERY
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

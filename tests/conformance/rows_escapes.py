@@ -20,7 +20,6 @@ EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 class KeepsFeatures(Row):
     """Forward hooks on layers of all stages keep what they return, and the loss uses it."""
 
-    fast = True
     shapes = EVERY
 
     def build(self) -> None:
@@ -341,7 +340,6 @@ class StoresAnAuxiliaryLoss(Row):
     mixtures of experts do.
     """
 
-    fast = True
     shapes = EVERY
 
     class Penalised(nn.Linear):
@@ -683,8 +681,6 @@ class ChangesAViewOfItsInput(Row):
     """The network changes a view of its argument in place; what it returns beside the output shows
     the same memory.
     """
-
-    fast = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Any:

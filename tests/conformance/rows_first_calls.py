@@ -42,7 +42,6 @@ class ChecksSanityWithOneSample(_Evaluated):
     gradients.
     """
 
-    fast = True
     shapes = EVERY
     options: ClassVar = {"num_sanity_val_steps": 2}
 
@@ -55,7 +54,6 @@ class ValidatesItselfAndTrainsItsNetwork(_Evaluated):
     `self.net(x)`. What is trained is cut.
     """
 
-    fast = True
     shapes = EVERY
     options: ClassVar = {"num_sanity_val_steps": 2}
 
@@ -104,7 +102,6 @@ class TrainsAPartFirst(_Evaluated):
     stays as it was cut, and the rest runs on the driver.
     """
 
-    fast = True
     shapes = EVERY
     cuts: ClassVar = {2: ["net.encoder.2"], 3: ["net.encoder.2", "net.encoder.4"]}
 
@@ -348,7 +345,6 @@ class SqueezesOutputs(_Sizes):
     too.
     """
 
-    fast = True
     sizes = (4, 2, 3, 1, 4, 2)
 
     class Net(Layers):

@@ -72,7 +72,6 @@ class MeasuresItself(_Own):
 class MeasuresInForward(_Own):
     """A metric object is updated within `forward`, once per call."""
 
-    fast = True
     equal_or_refused = ("Data-dependent branching", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
 
@@ -170,8 +169,6 @@ class ReadsAFloatThatChanges(_Own):
     the graph.
     """
 
-    fast = True
-
     def build(self) -> None:
         super().build()
         self.beta = 1.0
@@ -264,7 +261,6 @@ class LogsInForward(_Own):
     over the batch is logged, the batch stays whole.
     """
 
-    fast = True
     captures = None
 
     def forward(self, x: Tensor) -> Tensor:

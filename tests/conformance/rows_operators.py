@@ -39,7 +39,6 @@ class _Between(Row):
 class RaisesToPowers(_Between):
     """`**` in all forms: by numbers, of numbers, of tensors, reversed, in place."""
 
-    fast = True
     shapes = EVERY
 
     class Net(_Between.Net):
@@ -128,7 +127,6 @@ class DependsOnTheOrderInMemory(_Between):
     arrive with their strides.
     """
 
-    fast = True
     shapes = EVERY
 
     class Net(_Between.Net):
@@ -215,8 +213,6 @@ class _StraightThrough(torch.autograd.Function):
 class HasAnAutogradFunction(_Between):
     """A `torch.autograd.Function` (a straight-through estimator)."""
 
-    fast = True
-
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
             return _StraightThrough.apply(x, 0.1) + x
@@ -299,8 +295,6 @@ class HasAutocastInside(_Between):
 
 class MapsOverSamples(_Between):
     """`torch.vmap` of a layer, and of a function with a parameter of its own."""
-
-    fast = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -531,7 +525,6 @@ class SeedsInForward(_Between):
 class TakesANumberOut(_Between):
     """`.item()`: a scale of the whole batch, as a number."""
 
-    fast = True
     equal_or_refused = ("item()",)
     works = EVERY
 
@@ -619,7 +612,6 @@ class FindsUnique(_Between):
 class PacksSequences(_Between):
     """`pack_padded_sequence` around an LSTM; the lengths are a tensor beside the batch."""
 
-    fast = True
     equal_or_refused = ("pack",)
     cuts: ClassVar = {2: ["net.head"]}
 
@@ -686,7 +678,6 @@ class HasAScriptedPart(_Between):
 class HasAnLSTM(_Between):
     """An LSTM of two layers in both directions; the state of the last step is used."""
 
-    fast = True
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.head"]}
 
     class Net(nn.Module):

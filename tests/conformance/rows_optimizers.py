@@ -285,8 +285,6 @@ class _Optimized(Row):
 class ClipsInItsStep(_Optimized):
     """LAMB with one norm of all gradients, as timm has it. It steps on the driver."""
 
-    fast = True
-
     def make(self) -> Optimizer:
         return ClippedLamb(self.parameters(), lr=0.05)
 
@@ -433,8 +431,6 @@ class CountsInItsGroups(_Optimized):
     """Schedule-free: the optimizer counts in its groups, and validates with the average that `eval`
     and `train` bring and take.
     """
-
-    fast = True
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:
         return {"val_check_interval": 2, "check_val_every_n_epoch": None}
@@ -712,8 +708,6 @@ class CountsBeforeItsClosure(_Optimized):
     """The optimizer counts its steps and sets its rate before it calls the closure (Noam); it steps
     in parts.
     """
-
-    fast = True
 
     def make(self) -> Optimizer:
         return Noam(self.parameters())

@@ -381,7 +381,6 @@ class DrawsInPython(_Whole):
     batch.
     """
 
-    fast = True
     equal_or_refused = ("random", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
 
@@ -433,7 +432,6 @@ class ReplacesALayer(Row):
     is told of. The new layer is on the driver.
     """
 
-    fast = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` does not know of it
     equal_or_refused = ("second",)
     works = (ONE_OF_TWO, ONE_OF_THREE)
@@ -560,8 +558,6 @@ class _Called(Row):
 class PassesAFloat(_Called):
     """Another number beside the batch in every step."""
 
-    fast = True
-
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
             return x * extra
@@ -583,8 +579,6 @@ class PassesAFlag(_Called):
 
 class PassesNoneOrAMask(_Called):
     """`None` or a mask beside the batch."""
-
-    fast = True
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
@@ -610,8 +604,6 @@ class PassesAnObject(_Called):
     """An object of a class of the user's, with a tensor of the batch, a number and a
     string in it.
     """
-
-    fast = True
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:

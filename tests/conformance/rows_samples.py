@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader
 class MakesItsLossInside(Row):
     """The network returns a loss with class weights, a mean over some samples, and the logits."""
 
-    fast = True
-
     class Net(Layers):
         def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
             logits = super().forward(x)
@@ -60,8 +58,6 @@ class TakesTheEntriesOfItsLabels(MakesItsLossInside):
 class PutsTimeFirst(MakesItsLossInside):
     """Attention with torch's default layout inside of the network: the batch lies behind time."""
 
-    fast = True
-
     class Net(Layers):
         def __init__(self) -> None:
             super().__init__()
@@ -102,8 +98,6 @@ class SendsSamplesToExperts(MakesItsLossInside):
     """Each sample goes to the two experts that a router chooses, by `torch.where` and
     `index_add_`.
     """
-
-    fast = True
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -174,8 +168,6 @@ class TakesTimeFirst(MakesItsLossInside):
     """The batch is dimension 1 of the inputs (`batch_first=False`), as torch's transformers want
     it.
     """
-
-    fast = True
 
     class Net(Layers):
         def __init__(self) -> None:

@@ -82,7 +82,10 @@ def assert_each_sample_once(
         pytest.param({"replicas": 3, "speeds": [1.0, 0.43, 0.16], "samples": 26}, marks=slow),
         pytest.param({"manual": True}, marks=slow),
         pytest.param({"apart": True}, marks=slow),
-        {"stages": 2, "speeds": [1.0, 0.5, 0.4, 0.2], "arguments": {"num_microbatches": 2}},
+        pytest.param(
+            {"stages": 2, "speeds": [1.0, 0.5, 0.4, 0.2], "arguments": {"num_microbatches": 2}},
+            marks=slow,
+        ),
         pytest.param({"stages": 2, "speeds": [1.0, 0.5, 0.4, 0.2], "manual": True}, marks=slow),
     ],
     ids=str,

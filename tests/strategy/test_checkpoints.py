@@ -152,7 +152,9 @@ def save_for_ever(path: Path) -> None:
         AtomicCheckpointIO().save_checkpoint({"weights": torch.full((4_000_000,), number)}, path)
 
 
-@pytest.mark.parametrize("folder", ["same file system", "another file system"])
+@pytest.mark.parametrize(
+    "folder", ["same file system", pytest.param("another file system", marks=slow)]
+)
 def test_a_kill_during_saving_leaves_a_whole_checkpoint(tmp_path: Path, folder: str) -> None:
     if folder == "another file system":  # than that of the system's temporary folder
         if not Path("/dev/shm").is_dir():

@@ -32,6 +32,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 SCRIPT = Path(__file__).with_name("stages_script.py")
+FAST = {name: PRECISIONS[name] for name in ("bf16-mixed", "16-mixed", "overflow")}
+SLOW = {name: job for name, job in PRECISIONS.items() if name not in FAST}
 Ranks = list[dict[str, Any]]
 Runs = Callable[[int, int, str], Ranks]
 
@@ -42,9 +44,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     done: dict[Any, Ranks] = {}
 
     def run(replicas: int, stages: int, name: str) -> Ranks:
-        jobs = next(
-            jobs for jobs in (PRECISIONS, REAL, COMPILED, IN_REPLICAS, FREE) if name in jobs
-        )
+        sets = FAST, SLOW, REAL, COMPILED, IN_REPLICAS, FREE
+        jobs = next(jobs for jobs in sets if name in jobs)
         key = replicas, stages, *jobs
         if key not in done:
             folder = tmp_path_factory.mktemp("stages")
@@ -129,7 +130,9 @@ def test_real_networks_train_as_on_one_device(runs: Runs, tmp_path: Path, name: 
     assert_each_stage_worked_alone(ranks, name)
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.conformance) for name in SLOW)]
+)
 def test_every_precision_trains_as_on_one_device(runs: Runs, tmp_path: Path, name: str) -> None:
     """Bit for bit: what is rounded to a few bits differs much where it differs."""
     ranks = runs(1, 2, name)
