@@ -5,7 +5,7 @@ from zlib import crc32
 
 import pytest
 
-PARTS = 12
+PARTS = 8
 """Of the slow tier; each takes about a quarter of an hour on two cores."""
 
 

@@ -113,6 +113,7 @@ def test_free_placements_of_50_come_within_1_per_cent_of_a_bound() -> None:
         assert gabra(problem, seed)[1][-1] < problem.bound * 1.01
 
 
+@pytest.mark.conformance
 def test_where_cuts_cost_something_free_placements_are_no_worse_than_chains() -> None:
     for seed in range(2):
         chain, free = (instance(seed, 30, 4, contiguous=c) for c in (True, False))

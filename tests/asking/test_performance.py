@@ -83,6 +83,7 @@ def test_it_predicts_other_runs_better_than_their_mean() -> None:
     assert model.error_on(others, times) < 0.1 < np.mean(np.abs(mean / np.array(times) - 1))
 
 
+@pytest.mark.conformance
 def test_it_says_which_factor_matters() -> None:
     text = fitted(runs(40)).describe()
     assert text.index("bytes accounts for") < text.index("flops accounts for")  # 39 and 17 %

@@ -665,6 +665,7 @@ def test_dropout_of_attention_weights_is_a_draw() -> None:
     assert captured(Net(drops), X).graph.uses_rng
 
 
+@pytest.mark.conformance
 def test_samples_behind_time_are_split_and_time_is_not() -> None:
     torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0).double()
@@ -691,7 +692,8 @@ class LanguageModel(nn.Module):
         return self.both(x, self.encoder(x, mask=mask), tgt_mask=mask)
 
 
-@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.conformance)])
+@pytest.mark.conformance
+@pytest.mark.parametrize("training", [True, False])
 def test_torch_s_transformers_with_masks_are_one_graph(training: bool) -> None:
     network = LanguageModel().double().train(training)
     x = torch.randn(6, 5, 4, dtype=torch.float64)

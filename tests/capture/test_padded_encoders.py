@@ -57,13 +57,8 @@ def test_layers_without_padding_are_captured_as_in_training() -> None:
     assert torch.backends.mha.get_fastpath_enabled.__module__ == "torch.backends.mha"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda encoder: encoder, id="itself", marks=pytest.mark.conformance),
-        pytest.param(Inside, id="inside"),
-    ],
-)
+@pytest.mark.conformance
+@pytest.mark.parametrize("make", [lambda encoder: encoder, Inside], ids=["itself", "inside"])
 def test_only_what_may_pack_is_not_captured(make: type[Inside]) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2)

@@ -99,6 +99,7 @@ def test_commands_print_full_names_and_the_table(
         assert re.search(rf"\n{row} +\S+", printed)
 
 
+@pytest.mark.conformance
 def test_site_bias_of_a_cohort_shows_in_the_table(tmp_path, capsys):
     p = {}
     for bias in ("0", "1"):

@@ -283,7 +283,10 @@ def encoder_layer() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-@pytest.mark.parametrize("time", [BATCH, 5], ids=["as long as the batch", "shorter"])
+@pytest.mark.parametrize(
+    "time",
+    [pytest.param(BATCH, id="as long as the batch", marks=slow), pytest.param(5, id="shorter")],
+)
 @pytest.mark.parametrize(
     ("make", "shapes"),
     [

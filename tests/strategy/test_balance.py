@@ -107,6 +107,7 @@ def test_weights_are_those_of_one_device_with_the_whole_batch(
     assert drivers[0]["logged"] == pytest.approx(mean, rel=1e-6)
 
 
+@slow
 def test_unequal_batches_of_a_window_of_accumulation_have_each_its_weight(tmp_path: Path) -> None:
     config = {**USUAL, "trainer": {"accumulate_grad_batches": 2}}
     expected = one_device(config, window=2)
@@ -122,6 +123,7 @@ def test_batch_statistics_are_those_of_the_whole_batch(tmp_path: Path) -> None:
         assert_close(rank["weights"], expected)
 
 
+@slow
 def test_a_module_says_what_its_batches_weigh(tmp_path: Path) -> None:
     config = {**USUAL, "weighed": True}
     expected = one_device(config)
