@@ -428,6 +428,7 @@ class WeighsLossesByTheirGradients(Row):
     stages.
     """
 
+    sampled = True
     shapes = EVERY
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

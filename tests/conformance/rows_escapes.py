@@ -20,6 +20,7 @@ EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 class KeepsFeatures(Row):
     """Forward hooks on layers of all stages keep what they return, and the loss uses it."""
 
+    sampled = True
     shapes = EVERY
 
     def build(self) -> None:
@@ -340,6 +341,7 @@ class StoresAnAuxiliaryLoss(Row):
     mixtures of experts do.
     """
 
+    sampled = True
     shapes = EVERY
 
     class Penalised(nn.Linear):
@@ -681,6 +683,8 @@ class ChangesAViewOfItsInput(Row):
     """The network changes a view of its argument in place; what it returns beside the output shows
     the same memory.
     """
+
+    sampled = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Any:

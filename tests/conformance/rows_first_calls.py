@@ -42,6 +42,7 @@ class ChecksSanityWithOneSample(_Evaluated):
     gradients.
     """
 
+    sampled = True
     shapes = EVERY
     options: ClassVar = {"num_sanity_val_steps": 2}
 
@@ -54,6 +55,7 @@ class ValidatesItselfAndTrainsItsNetwork(_Evaluated):
     `self.net(x)`. What is trained is cut.
     """
 
+    sampled = True
     shapes = EVERY
     options: ClassVar = {"num_sanity_val_steps": 2}
 
@@ -102,6 +104,7 @@ class TrainsAPartFirst(_Evaluated):
     stays as it was cut, and the rest runs on the driver.
     """
 
+    sampled = True
     shapes = EVERY
     cuts: ClassVar = {2: ["net.encoder.2"], 3: ["net.encoder.2", "net.encoder.4"]}
 
@@ -345,6 +348,7 @@ class SqueezesOutputs(_Sizes):
     too.
     """
 
+    sampled = True
     sizes = (4, 2, 3, 1, 4, 2)
 
     class Net(Layers):

@@ -72,6 +72,7 @@ class MeasuresItself(_Own):
 class MeasuresInForward(_Own):
     """A metric object is updated within `forward`, once per call."""
 
+    sampled = True
     equal_or_refused = ("Data-dependent branching", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
 
@@ -169,6 +170,8 @@ class ReadsAFloatThatChanges(_Own):
     the graph.
     """
 
+    sampled = True
+
     def build(self) -> None:
         super().build()
         self.beta = 1.0
@@ -261,6 +264,7 @@ class LogsInForward(_Own):
     over the batch is logged, the batch stays whole.
     """
 
+    sampled = True
     captures = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -116,6 +116,7 @@ class HeadStaysOnTheDriver(Row):
 class TrainsAdversaries(Row):
     """Generator and discriminator, with an optimizer each, toggled by `toggle_optimizer`."""
 
+    sampled = True
     options: ClassVar = {"max_steps": 2 * STEPS}
     cuts: ClassVar = {2: ["generator.2", "discriminator.2"]}
     control = False  # random numbers
@@ -543,6 +544,7 @@ class LendsWeights(Row):
     ahead (MAML) and a running mean. Such calls run on the driver.
     """
 
+    sampled = True
     shares = True  # such a call runs on the driver
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -578,6 +580,7 @@ class TransformsTheNetwork(Row):
     run on the driver.
     """
 
+    sampled = True
     shares = True  # such a call runs on the driver
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -595,6 +598,7 @@ class CountsOperations(Row):
     They run on the driver.
     """
 
+    sampled = True
     shares = True  # such a call runs on the driver
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -620,6 +624,7 @@ class HasASparseBuffer(Row):
     the driver.
     """
 
+    sampled = True
     control = False  # `ddp` cannot send sparse buffers
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
 
@@ -639,6 +644,7 @@ class TruncatesThroughTime(Row):
     one shorter; states come back beside the output.
     """
 
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.out"]}
     shares = True

@@ -39,6 +39,7 @@ class _Between(Row):
 class RaisesToPowers(_Between):
     """`**` in all forms: by numbers, of numbers, of tensors, reversed, in place."""
 
+    sampled = True
     shapes = EVERY
 
     class Net(_Between.Net):
@@ -127,6 +128,7 @@ class DependsOnTheOrderInMemory(_Between):
     arrive with their strides.
     """
 
+    sampled = True
     shapes = EVERY
 
     class Net(_Between.Net):
@@ -213,6 +215,8 @@ class _StraightThrough(torch.autograd.Function):
 class HasAnAutogradFunction(_Between):
     """A `torch.autograd.Function` (a straight-through estimator)."""
 
+    sampled = True
+
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
             return _StraightThrough.apply(x, 0.1) + x
@@ -295,6 +299,8 @@ class HasAutocastInside(_Between):
 
 class MapsOverSamples(_Between):
     """`torch.vmap` of a layer, and of a function with a parameter of its own."""
+
+    sampled = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -525,6 +531,7 @@ class SeedsInForward(_Between):
 class TakesANumberOut(_Between):
     """`.item()`: a scale of the whole batch, as a number."""
 
+    sampled = True
     equal_or_refused = ("item()",)
     works = EVERY
 
@@ -612,6 +619,7 @@ class FindsUnique(_Between):
 class PacksSequences(_Between):
     """`pack_padded_sequence` around an LSTM; the lengths are a tensor beside the batch."""
 
+    sampled = True
     equal_or_refused = ("pack",)
     cuts: ClassVar = {2: ["net.head"]}
 
@@ -678,6 +686,7 @@ class HasAScriptedPart(_Between):
 class HasAnLSTM(_Between):
     """An LSTM of two layers in both directions; the state of the last step is used."""
 
+    sampled = True
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.head"]}
 
     class Net(nn.Module):

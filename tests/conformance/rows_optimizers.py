@@ -285,6 +285,8 @@ class _Optimized(Row):
 class ClipsInItsStep(_Optimized):
     """LAMB with one norm of all gradients, as timm has it. It steps on the driver."""
 
+    sampled = True
+
     def make(self) -> Optimizer:
         return ClippedLamb(self.parameters(), lr=0.05)
 
@@ -431,6 +433,8 @@ class CountsInItsGroups(_Optimized):
     """Schedule-free: the optimizer counts in its groups, and validates with the average that `eval`
     and `train` bring and take.
     """
+
+    sampled = True
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:
         return {"val_check_interval": 2, "check_val_every_n_epoch": None}
@@ -708,6 +712,8 @@ class CountsBeforeItsClosure(_Optimized):
     """The optimizer counts its steps and sets its rate before it calls the closure (Noam); it steps
     in parts.
     """
+
+    sampled = True
 
     def make(self) -> Optimizer:
         return Noam(self.parameters())

@@ -381,6 +381,7 @@ class DrawsInPython(_Whole):
     batch.
     """
 
+    sampled = True
     equal_or_refused = ("random", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
 
@@ -432,6 +433,7 @@ class ReplacesALayer(Row):
     is told of. The new layer is on the driver.
     """
 
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` does not know of it
     equal_or_refused = ("second",)
     works = (ONE_OF_TWO, ONE_OF_THREE)
@@ -558,6 +560,8 @@ class _Called(Row):
 class PassesAFloat(_Called):
     """Another number beside the batch in every step."""
 
+    sampled = True
+
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
             return x * extra
@@ -579,6 +583,8 @@ class PassesAFlag(_Called):
 
 class PassesNoneOrAMask(_Called):
     """`None` or a mask beside the batch."""
+
+    sampled = True
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
@@ -604,6 +610,8 @@ class PassesAnObject(_Called):
     """An object of a class of the user's, with a tensor of the batch, a number and a
     string in it.
     """
+
+    sampled = True
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:

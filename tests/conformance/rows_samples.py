@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 class MakesItsLossInside(Row):
     """The network returns a loss with class weights, a mean over some samples, and the logits."""
 
+    sampled = True
+
     class Net(Layers):
         def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
             logits = super().forward(x)
@@ -58,6 +60,8 @@ class TakesTheEntriesOfItsLabels(MakesItsLossInside):
 class PutsTimeFirst(MakesItsLossInside):
     """Attention with torch's default layout inside of the network: the batch lies behind time."""
 
+    sampled = True
+
     class Net(Layers):
         def __init__(self) -> None:
             super().__init__()
@@ -98,6 +102,8 @@ class SendsSamplesToExperts(MakesItsLossInside):
     """Each sample goes to the two experts that a router chooses, by `torch.where` and
     `index_add_`.
     """
+
+    sampled = True
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -168,6 +174,8 @@ class TakesTimeFirst(MakesItsLossInside):
     """The batch is dimension 1 of the inputs (`batch_first=False`), as torch's transformers want
     it.
     """
+
+    sampled = True
 
     class Net(Layers):
         def __init__(self) -> None:

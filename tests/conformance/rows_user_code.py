@@ -162,6 +162,7 @@ class ReadsStatisticsOfABatchThatIsSkipped(Row):
     last one too.
     """
 
+    sampled = True
     microbatches = 1
     # replicas have running statistics of their own until something reads them (see the docs)
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -321,6 +322,7 @@ class ChainsNetworksByAView(ChainsNetworks):
     dimensions.
     """
 
+    sampled = True
     shapes = EVERY
     cuts: ClassVar = {
         2: ["encoder.2", "net.second"],
@@ -345,6 +347,8 @@ class DifferentiatesByAPartOfATensor(Row):
     """The network's input, a part of a larger tensor, requires a gradient and the larger tensor
     does not (`x[:, :6].requires_grad_()`).
     """
+
+    sampled = True
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         part = torch.cat([x, x], 1)[:, :6].requires_grad_()
@@ -399,6 +403,7 @@ class NormalizesBatchesUnderACheckpoint(NormalizesBatches):
     statistics and counters hear of it twice, as on one device.
     """
 
+    sampled = True
     microbatches = 1
 
     def build(self) -> None:
