@@ -1,6 +1,6 @@
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: setup demo test check newest conformance third lint bench as-gpu features docs release
+.PHONY: setup demo test check newest conformance part lint bench as-gpu features docs release
 
 PYTHON ?= python3.11
 READY := .venv/.ready
@@ -38,7 +38,7 @@ demo: $(READY)
 
 # each test with one thread for its sums; tests of one file one after the other
 PYTEST := python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
-test check newest conformance third: export OMP_NUM_THREADS := 1
+test check newest conformance part: export OMP_NUM_THREADS := 1
 
 # (a hang that Python cannot interrupt, as it can for pytest's own timeout, ends its process)
 # (three at once for two cores: processes that start and ranks that wait take a third of the time)
@@ -67,9 +67,9 @@ newest:
 conformance: $(READY)
 	$(PYTEST) 2 -m conformance
 
-# another third of the rows with each commit
-third: $(READY)
-	$(PYTEST) 2 -m conformance --third "$$(git rev-parse HEAD)" tests/conformance tests/wheel tests/torch_names
+# another part of the slow tier with each commit
+part: $(READY)
+	$(PYTEST) 2 -m conformance --part "$$(git rev-parse HEAD)"
 
 # emulated GPUs, which the other tests must not see
 as-gpu: export OMP_NUM_THREADS := 1

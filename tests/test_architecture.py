@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -107,13 +108,16 @@ ROOMS = sorted({p.parent.name for p in PACKAGE.glob("*/__init__.py")} - BY_FILE)
 PROTOCOL = "lightning_hybrid.comm.protocol"
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+@cache
+def imports(tree: ast.AST) -> list[tuple[str, int]]:
     """Every module or name that a file imports, dotted, with its line; not what is beside it."""
+    found: list[tuple[str, int]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+            found += ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+    return found
 
 
 def importers(files: dict[str, ast.Module], *modules: str) -> set[str]:

@@ -304,8 +304,14 @@ def test_a_replaced_layer_is_the_one_that_runs() -> None:
 
 @pytest.mark.parametrize(
     "network",
-    [nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.TransformerEncoderLayer(4, 2, 8)],
-    ids=["Sequential", "TransformerEncoderLayer"],
+    [
+        pytest.param(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), id="Sequential"),
+        pytest.param(
+            nn.TransformerEncoderLayer(4, 2, 8),
+            id="TransformerEncoderLayer",
+            marks=pytest.mark.conformance,
+        ),
+    ],
 )
 def test_classes_of_torch_are_captured(network: nn.Module) -> None:
     assert len(graph_of(network, X).layers) > 1
@@ -349,6 +355,7 @@ def test_the_reason_names_the_line_of_the_user() -> None:
 # ---------------------------------------------------------------- rules 6 to 8: cuts
 
 
+@pytest.mark.conformance
 def test_code_runs_in_a_process_that_does_not_know_the_network(tmp_path: Path) -> None:
     network = Net(checkpointed)
     found = captured(network, X)
@@ -429,7 +436,13 @@ RECURRENT = [
 
 
 @pytest.mark.parametrize("layer", RECURRENT, ids=str)
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    "autocast",
+    [
+        pytest.param(False, id="float32"),
+        pytest.param(True, id="autocast", marks=pytest.mark.conformance),
+    ],
+)
 def test_recurrent_layers_are_captured_for_all_lengths(layer: nn.RNNBase, autocast: bool) -> None:
     def code(net: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -652,6 +665,7 @@ def test_dropout_of_attention_weights_is_a_draw() -> None:
     assert captured(Net(drops), X).graph.uses_rng
 
 
+@pytest.mark.conformance
 def test_samples_behind_time_are_split_and_time_is_not() -> None:
     torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0).double()
@@ -678,6 +692,7 @@ class LanguageModel(nn.Module):
         return self.both(x, self.encoder(x, mask=mask), tgt_mask=mask)
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("training", [True, False])
 def test_torch_s_transformers_with_masks_are_one_graph(training: bool) -> None:
     network = LanguageModel().double().train(training)

@@ -57,6 +57,7 @@ def test_layers_without_padding_are_captured_as_in_training() -> None:
     assert torch.backends.mha.get_fastpath_enabled.__module__ == "torch.backends.mha"
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("make", [lambda encoder: encoder, Inside], ids=["itself", "inside"])
 def test_only_what_may_pack_is_not_captured(make: type[Inside]) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)

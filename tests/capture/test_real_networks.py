@@ -57,6 +57,7 @@ class Doubled(InTwo):
         super().backward([value + (value - value.detach()) for value in outputs])
 
 
+@pytest.mark.conformance
 def test_the_table_would_show_wrong_gradients() -> None:
     network, arguments = CASES["UNet"].make(), CASES["UNet"].arguments(2)
     assert compare(network, InTwo(network, whole=True), arguments) == ""

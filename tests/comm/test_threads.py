@@ -38,7 +38,8 @@ def test_one_that_has_no_room_for_its_stack_is_an_error(monkeypatch: pytest.Monk
 
 def test_a_process_gives_those_that_it_awaits_time_to_end() -> None:
     script = (
-        "import time; from lightning_hybrid.comm.threads import BackgroundThread\n"
+        "import runpy, time\n"
+        f"BackgroundThread = runpy.run_path({threads.__file__!r})['BackgroundThread']\n"
         "def run(seconds): time.sleep(seconds); print(seconds, flush=True)\n"
         "BackgroundThread(run, 'awaited', 0.5, awaited=True).start()\n"
         "BackgroundThread(run, 'not awaited', 60).start()\n"

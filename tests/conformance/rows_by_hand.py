@@ -428,7 +428,7 @@ class WeighsLossesByTheirGradients(Row):
     stages.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

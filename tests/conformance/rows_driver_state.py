@@ -75,7 +75,7 @@ class AddsALayerInAHook(Row):
     are trained on the driver.
     """
 
-    fast = True
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` does not know of it
     equal_or_refused = ("extra",)
     works = (ONE_OF_TWO, ONE_OF_THREE)
@@ -114,7 +114,7 @@ class ReplacesTheClassOfALayerInAHook(Row):
 class UpdatesAMetricFirst(Row):
     """Updates a metric before the network's first call; the LightningModule is the network."""
 
-    fast = True
+    sampled = True
     shapes = EVERY
     cuts: ClassVar = {2: ["second"], 3: ["second", "third"]}
 

@@ -20,7 +20,7 @@ EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 class KeepsFeatures(Row):
     """Forward hooks on layers of all stages keep what they return, and the loss uses it."""
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     def build(self) -> None:
@@ -341,7 +341,7 @@ class StoresAnAuxiliaryLoss(Row):
     mixtures of experts do.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     class Penalised(nn.Linear):
@@ -684,7 +684,7 @@ class ChangesAViewOfItsInput(Row):
     the same memory.
     """
 
-    fast = True
+    sampled = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Any:

@@ -42,7 +42,7 @@ class ChecksSanityWithOneSample(_Evaluated):
     gradients.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
     options: ClassVar = {"num_sanity_val_steps": 2}
 
@@ -55,7 +55,7 @@ class ValidatesItselfAndTrainsItsNetwork(_Evaluated):
     `self.net(x)`. What is trained is cut.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
     options: ClassVar = {"num_sanity_val_steps": 2}
 
@@ -104,7 +104,7 @@ class TrainsAPartFirst(_Evaluated):
     stays as it was cut, and the rest runs on the driver.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
     cuts: ClassVar = {2: ["net.encoder.2"], 3: ["net.encoder.2", "net.encoder.4"]}
 
@@ -348,7 +348,7 @@ class SqueezesOutputs(_Sizes):
     too.
     """
 
-    fast = True
+    sampled = True
     sizes = (4, 2, 3, 1, 4, 2)
 
     class Net(Layers):

@@ -72,7 +72,7 @@ class MeasuresItself(_Own):
 class MeasuresInForward(_Own):
     """A metric object is updated within `forward`, once per call."""
 
-    fast = True
+    sampled = True
     equal_or_refused = ("Data-dependent branching", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
 
@@ -170,7 +170,7 @@ class ReadsAFloatThatChanges(_Own):
     the graph.
     """
 
-    fast = True
+    sampled = True
 
     def build(self) -> None:
         super().build()
@@ -264,7 +264,7 @@ class LogsInForward(_Own):
     over the batch is logged, the batch stays whole.
     """
 
-    fast = True
+    sampled = True
     captures = None
 
     def forward(self, x: Tensor) -> Tensor:

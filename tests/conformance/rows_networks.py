@@ -116,7 +116,7 @@ class HeadStaysOnTheDriver(Row):
 class TrainsAdversaries(Row):
     """Generator and discriminator, with an optimizer each, toggled by `toggle_optimizer`."""
 
-    fast = True
+    sampled = True
     options: ClassVar = {"max_steps": 2 * STEPS}
     cuts: ClassVar = {2: ["generator.2", "discriminator.2"]}
     control = False  # random numbers
@@ -544,7 +544,7 @@ class LendsWeights(Row):
     ahead (MAML) and a running mean. Such calls run on the driver.
     """
 
-    fast = True
+    sampled = True
     shares = True  # such a call runs on the driver
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -580,7 +580,7 @@ class TransformsTheNetwork(Row):
     run on the driver.
     """
 
-    fast = True
+    sampled = True
     shares = True  # such a call runs on the driver
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -598,7 +598,7 @@ class CountsOperations(Row):
     They run on the driver.
     """
 
-    fast = True
+    sampled = True
     shares = True  # such a call runs on the driver
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -624,7 +624,7 @@ class HasASparseBuffer(Row):
     the driver.
     """
 
-    fast = True
+    sampled = True
     control = False  # `ddp` cannot send sparse buffers
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
 
@@ -644,7 +644,7 @@ class TruncatesThroughTime(Row):
     one shorter; states come back beside the output.
     """
 
-    fast = True
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.out"]}
     shares = True

@@ -39,7 +39,7 @@ class _Between(Row):
 class RaisesToPowers(_Between):
     """`**` in all forms: by numbers, of numbers, of tensors, reversed, in place."""
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     class Net(_Between.Net):
@@ -128,7 +128,7 @@ class DependsOnTheOrderInMemory(_Between):
     arrive with their strides.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     class Net(_Between.Net):
@@ -215,7 +215,7 @@ class _StraightThrough(torch.autograd.Function):
 class HasAnAutogradFunction(_Between):
     """A `torch.autograd.Function` (a straight-through estimator)."""
 
-    fast = True
+    sampled = True
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ class HasAutocastInside(_Between):
 class MapsOverSamples(_Between):
     """`torch.vmap` of a layer, and of a function with a parameter of its own."""
 
-    fast = True
+    sampled = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -531,7 +531,7 @@ class SeedsInForward(_Between):
 class TakesANumberOut(_Between):
     """`.item()`: a scale of the whole batch, as a number."""
 
-    fast = True
+    sampled = True
     equal_or_refused = ("item()",)
     works = EVERY
 
@@ -619,7 +619,7 @@ class FindsUnique(_Between):
 class PacksSequences(_Between):
     """`pack_padded_sequence` around an LSTM; the lengths are a tensor beside the batch."""
 
-    fast = True
+    sampled = True
     equal_or_refused = ("pack",)
     cuts: ClassVar = {2: ["net.head"]}
 
@@ -686,7 +686,7 @@ class HasAScriptedPart(_Between):
 class HasAnLSTM(_Between):
     """An LSTM of two layers in both directions; the state of the last step is used."""
 
-    fast = True
+    sampled = True
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.head"]}
 
     class Net(nn.Module):

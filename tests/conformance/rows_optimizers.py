@@ -285,7 +285,7 @@ class _Optimized(Row):
 class ClipsInItsStep(_Optimized):
     """LAMB with one norm of all gradients, as timm has it. It steps on the driver."""
 
-    fast = True
+    sampled = True
 
     def make(self) -> Optimizer:
         return ClippedLamb(self.parameters(), lr=0.05)
@@ -434,7 +434,7 @@ class CountsInItsGroups(_Optimized):
     and `train` bring and take.
     """
 
-    fast = True
+    sampled = True
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:
         return {"val_check_interval": 2, "check_val_every_n_epoch": None}
@@ -713,7 +713,7 @@ class CountsBeforeItsClosure(_Optimized):
     in parts.
     """
 
-    fast = True
+    sampled = True
 
     def make(self) -> Optimizer:
         return Noam(self.parameters())

@@ -381,7 +381,7 @@ class DrawsInPython(_Whole):
     batch.
     """
 
-    fast = True
+    sampled = True
     equal_or_refused = ("random", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
 
@@ -433,7 +433,7 @@ class ReplacesALayer(Row):
     is told of. The new layer is on the driver.
     """
 
-    fast = True
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` does not know of it
     equal_or_refused = ("second",)
     works = (ONE_OF_TWO, ONE_OF_THREE)
@@ -560,7 +560,7 @@ class _Called(Row):
 class PassesAFloat(_Called):
     """Another number beside the batch in every step."""
 
-    fast = True
+    sampled = True
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
@@ -584,7 +584,7 @@ class PassesAFlag(_Called):
 class PassesNoneOrAMask(_Called):
     """`None` or a mask beside the batch."""
 
-    fast = True
+    sampled = True
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:
@@ -611,7 +611,7 @@ class PassesAnObject(_Called):
     string in it.
     """
 
-    fast = True
+    sampled = True
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:

@@ -115,7 +115,7 @@ class AveragesIfThereIsAGroup(Row):
     """
 
     shapes = EVERY
-    fast = True
+    sampled = True
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -167,7 +167,7 @@ class ShardsByTheEnvironment(_Launched):
     `webdataset` does.
     """
 
-    fast = True
+    sampled = True
     options: ClassVar = {"max_steps": -1, "max_epochs": 2}
 
     def train_dataloader(self) -> DataLoader:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 class MakesItsLossInside(Row):
     """The network returns a loss with class weights, a mean over some samples, and the logits."""
 
-    fast = True
+    sampled = True
 
     class Net(Layers):
         def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
@@ -60,7 +60,7 @@ class TakesTheEntriesOfItsLabels(MakesItsLossInside):
 class PutsTimeFirst(MakesItsLossInside):
     """Attention with torch's default layout inside of the network: the batch lies behind time."""
 
-    fast = True
+    sampled = True
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -103,7 +103,7 @@ class SendsSamplesToExperts(MakesItsLossInside):
     `index_add_`.
     """
 
-    fast = True
+    sampled = True
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -175,7 +175,7 @@ class TakesTimeFirst(MakesItsLossInside):
     it.
     """
 
-    fast = True
+    sampled = True
 
     class Net(Layers):
         def __init__(self) -> None:

@@ -160,7 +160,7 @@ class RegistersInForward(_Evaluated):
                 self.register_buffer("scale", 1 + x.detach().std(0))
             return super().forward(x / self.scale)
 
-    fast = True
+    sampled = True
     shapes = EVERY
     gathered = True  # the workers' modules get no new buffers
 

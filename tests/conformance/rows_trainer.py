@@ -230,7 +230,7 @@ class ValidatesEveryTwoBatches(_Evaluated):
 class ValidatesTwiceAnEpoch(ValidatesEveryTwoBatches):
     """`val_check_interval=0.5`."""
 
-    fast = True
+    sampled = True
     samples = 32
     options: ClassVar = {"val_check_interval": 0.5}
 

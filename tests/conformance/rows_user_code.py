@@ -162,7 +162,7 @@ class ReadsStatisticsOfABatchThatIsSkipped(Row):
     last one too.
     """
 
-    fast = True
+    sampled = True
     microbatches = 1
     # replicas have running statistics of their own until something reads them (see the docs)
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -322,7 +322,7 @@ class ChainsNetworksByAView(ChainsNetworks):
     dimensions.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
     cuts: ClassVar = {
         2: ["encoder.2", "net.second"],
@@ -348,7 +348,7 @@ class DifferentiatesByAPartOfATensor(Row):
     does not (`x[:, :6].requires_grad_()`).
     """
 
-    fast = True
+    sampled = True
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         part = torch.cat([x, x], 1)[:, :6].requires_grad_()
@@ -403,7 +403,7 @@ class NormalizesBatchesUnderACheckpoint(NormalizesBatches):
     statistics and counters hear of it twice, as on one device.
     """
 
-    fast = True
+    sampled = True
     microbatches = 1
 
     def build(self) -> None:

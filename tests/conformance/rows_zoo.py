@@ -393,7 +393,7 @@ class PassesMessagesInTensors(PassesMessages):
 class PrefersByReference(Row):
     """Preference optimisation: a policy, and the frozen copy that it is compared with."""
 
-    fast = True
+    sampled = True
     cuts: ClassVar = {
         2: ["policy.second", "reference.second"],
         3: ["policy.second", "policy.third", "reference.second", "reference.third"],
@@ -671,7 +671,7 @@ class WrapsInDataParallel(Row):
 class ResizesABuffer(_Net):
     """A buffer grows in `forward`: a memory of the last samples."""
 
-    fast = True
+    sampled = True
     equal_or_refused = ("memory",)
     works = (ONE_OF_TWO, ONE_OF_THREE)
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` cannot exchange buffers of other sizes

@@ -65,6 +65,8 @@ class Row(LightningModule):
     Attributes:
         shapes: (replicas, stages) under which it runs.
         fast: whether it belongs to ``make test``, under two stages; this is not inherited.
+        sampled: whether suites that take some rows of each kind take it, as they do fast ones; nor
+            is this.
         options: arguments of the Trainer. For objects override :meth:`trainer_options`.
         arguments: arguments of the strategy, for rows about these.
         microbatches: into which the strategy splits a batch.
@@ -95,6 +97,7 @@ class Row(LightningModule):
 
     shapes: ClassVar[tuple[tuple[int, int], ...]] = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
     fast: ClassVar[bool] = False
+    sampled: ClassVar[bool] = False
     options: ClassVar[dict[str, Any]] = {}
     arguments: ClassVar[dict[str, Any]] = {}
     microbatches: ClassVar[int] = 2
@@ -118,6 +121,7 @@ class Row(LightningModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.fast = vars(cls).get("fast", False)
+        cls.sampled = cls.fast or vars(cls).get("sampled", False)
 
     def __init__(self) -> None:
         super().__init__()

@@ -91,7 +91,7 @@ class TestTwoStagesOfPytorchLightning(_Hybrid):
 
     @classmethod
     def rows(cls) -> list[type[Row]]:
-        return [r for r in super().rows() if r.__module__ in cls.files and r.fast]
+        return [r for r in super().rows() if r.__module__ in cls.files and r.sampled]
 
 
 class _OnlyAChain(HybridGabraStrategy):

@@ -49,7 +49,7 @@ class _Streamed(Conformance):
     @classmethod
     def rows(cls) -> list[type[Row]]:
         here = [row for row in super().rows() if row.__module__ in cls.files]
-        found = [row for row in here if row.fast or row.__name__ in cls.also]
+        found = [row for row in here if row.sampled or row.__name__ in cls.also]
         return [row for row in found if not {"plan", "schedule"} & {*row.arguments}]
 
     def test_row(self, row: type[Row], records: Records) -> None:

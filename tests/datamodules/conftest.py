@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from datamodules import montage
 from datamodules.synth import CohortSpec, generate
 
 TINY = CohortSpec(
@@ -28,6 +29,12 @@ def tiny_cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def download(tiny_cohort: Path, tmp_path: Path) -> Path:
     """A copy of the tiny cohort that a test may damage."""
     return Path(shutil.copytree(tiny_cohort, tmp_path / "download"))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``check`` draws no picture of the scans, which takes ten times as long as the rest."""
+    monkeypatch.setattr(montage, "write_montage", lambda path, records: path.touch())
 
 
 @pytest.fixture

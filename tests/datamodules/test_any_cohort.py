@@ -15,6 +15,8 @@ from datamodules.sources.people import label_map
 from datamodules.survey import survey
 from datamodules.synth import CohortSpec, generate
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture(scope="module")
 def bids(tmp_path_factory) -> Path:

@@ -18,6 +18,8 @@ from datamodules.labels import TASKS
 from datamodules.survey import survey
 from datamodules.synth import CohortSpec, generate
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 PLACES = np.moveaxis(np.indices((20, 22, 24)), 0, -1) - [9.5, 10.5, 11.5]
 NOISE = np.random.default_rng(0).integers(0, 100, (20, 22, 24))
 VOLUME = (NOISE + 800 * (np.linalg.norm(PLACES, axis=-1) < 8)).astype(np.int16)

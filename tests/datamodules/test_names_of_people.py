@@ -14,6 +14,8 @@ from datamodules.sources.people import Names, refuse_two_names
 from datamodules.survey import survey
 from datamodules.synth import CohortSpec, generate
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 READ = {
     "OAS1_0001_MR1": ("OAS1_0001", "MR1"),
     "oas2_0012_mr2": ("OAS2_0012", "mr2"),

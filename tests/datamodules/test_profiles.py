@@ -168,6 +168,7 @@ def test_check_draws_scans_before_and_after_the_transforms(tiny_cohort, tmp_path
     assert picture[..., :3].std() > 0.1  # scans, not blank panels
 
 
+@pytest.mark.conformance
 def test_montage_is_the_same_for_the_same_scans(tiny_cohort, tmp_path):
     records = prepared(tiny_cohort, tmp_path / "cache").records
     for name in ("a.png", "b.png"):

@@ -15,6 +15,8 @@ from datamodules.records import ScanRecord, read_manifest, write_manifest
 from datamodules.report import demographics, first_scans, p_values, shareable
 from datamodules.synth import CohortSpec, generate
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def patients() -> list[ScanRecord]:
     named = [
@@ -97,6 +99,7 @@ def test_commands_print_full_names_and_the_table(
         assert re.search(rf"\n{row} +\S+", printed)
 
 
+@pytest.mark.conformance
 def test_site_bias_of_a_cohort_shows_in_the_table(tmp_path, capsys):
     p = {}
     for bias in ("0", "1"):

@@ -17,6 +17,8 @@ from datamodules.space import name_grids
 from datamodules.split_drawing import make_split
 from datamodules.synth import CohortSpec, generate
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture(scope="module")
 def cohorts(tmp_path_factory) -> Path:

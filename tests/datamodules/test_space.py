@@ -53,6 +53,7 @@ def images(root: Path, cache: Path) -> dict[str, tuple[torch.Tensor, torch.Tenso
     return {item["image_id"]: (item["image"], item["affine"]) for item in items}
 
 
+@pytest.mark.conformance
 def test_cropped_and_whole_files_give_the_same_voxels(whole, half_cropped, tmp_path):
     expected, found = images(whole, tmp_path / "a"), images(half_cropped, tmp_path / "b")
     assert found.keys() == expected.keys()

@@ -47,6 +47,7 @@ def ill_plan(spec: CohortSpec):
     return next(plan for plan in plan_cohort(spec) if plan.subject.diagnosis == "AD")
 
 
+@pytest.mark.conformance
 def test_same_seed_gives_same_bytes_with_any_number_of_workers(small, tmp_path):
     generate(tmp_path / "two", SMALL, workers=2)
     assert hashes(small) == hashes(tmp_path / "two")

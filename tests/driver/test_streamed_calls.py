@@ -28,6 +28,7 @@ from lightning_hybrid.stage.calls import generators_of_microbatch
 from lightning_hybrid.stage.forward_pass import ForwardPass
 from lightning_hybrid.stage.rank_stages import StageOptions
 
+slow = pytest.mark.conformance
 STEPS = 30
 DEVICES = {2: (1, 0), 3: (1, 2, 0), 4: (1, 2, 3, 0)}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -149,9 +150,11 @@ def frozen_scale(module: Model) -> Model:
     return module
 
 
-@pytest.mark.parametrize("stages", DEVICES)
+@pytest.mark.parametrize("stages", [3, *(pytest.param(number, marks=slow) for number in (2, 4))])
 @pytest.mark.parametrize("weights", ["stash", "recompute", "current"])
-@pytest.mark.parametrize("name", ["pipedream", "ddg", "fdg", "akintoye"])
+@pytest.mark.parametrize(
+    "name", ["pipedream", "fdg", *(pytest.param(name, marks=slow) for name in ("ddg", "akintoye"))]
+)
 def test_a_delayed_schedule_trains_as_its_serial_model(
     streamed: Streamed, name: str, weights: Any, stages: int
 ) -> None:
@@ -641,11 +644,13 @@ def stopped(stage: int, part: str, batch: int, stop: Stop) -> Iterator[None]:
         yield
 
 
+FAST = ("1f1b-1-forward", "fdg-0-backward")
 POINTS = [
-    pytest.param(name, window, stage, part, id=f"{name}-{stage}-{part}")
+    pytest.param(name, window, stage, part, id=point, marks=() if point in FAST else slow)
     for name, window in (("1f1b", 4), ("fdg", 1))
     for stage in range(3)
     for part in ("forward", "backward")
+    for point in [f"{name}-{stage}-{part}"]
 ]
 
 

@@ -256,7 +256,11 @@ def trained(ranks: Any, network: nn.Module, verify: Any) -> tuple[Driven, list[T
 
 
 @pytest.mark.parametrize(
-    ("norm", "ways"), [(nn.Identity, {"all"}), (NORMALISED, {"_first_part", "all"})]
+    ("norm", "ways"),
+    [
+        pytest.param(nn.Identity, {"all"}, marks=pytest.mark.conformance),
+        (NORMALISED, {"_first_part", "all"}),
+    ],
 )
 def test_training_is_the_same_with_and_without_it(
     ranks: Any, runs: list[str], norm: Callable[[], nn.Module], ways: set[str]

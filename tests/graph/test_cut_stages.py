@@ -197,7 +197,9 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks there
-@pytest.mark.parametrize("made", [FunctionalDropout, Recurrent])
+@pytest.mark.parametrize(
+    "made", [FunctionalDropout, pytest.param(Recurrent, marks=pytest.mark.conformance)]
+)
 def test_a_compiled_stage_keeps_its_numbers(
     made: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

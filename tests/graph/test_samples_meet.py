@@ -208,20 +208,27 @@ def mapped_over_time(net: Net, h: Tensor, y: Tensor) -> Tensor:
 
 
 MEET: list[Meeting] = [
-    attention_with_time_first_by_default, encoder_layer_with_time_first_by_default,
-    recurrent_with_time_first_by_default, rows_attend, heads_in_place_of_samples,
-    view_that_should_transpose, statistics_of_folded_samples, standard_deviation_of_groups,
-    layer_norm_over_samples, median_of_all, quantised_by_the_largest,
-    running_sum_of_folded_samples, rolled_when_folded, sample_before, token_before_when_folded,
-    strides_across_samples, pairs_of_samples, every_second_sample, resized_along_samples,
-    nearest_sample, largest_two, frequency_of_labels, centres_of_classes,
-    features_in_place_of_tokens, experts_with_capacity, queue_of_keys, moving_centre,
-    divided_by_their_number, only_in_the_backward, mapped_over_time,
+    attention_with_time_first_by_default, rows_attend, view_that_should_transpose,
+    statistics_of_folded_samples, layer_norm_over_samples, median_of_all,
+    quantised_by_the_largest, running_sum_of_folded_samples, sample_before,
+    every_second_sample, resized_along_samples, largest_two, frequency_of_labels,
+    queue_of_keys, divided_by_their_number, only_in_the_backward, mapped_over_time,
 ]  # fmt: skip
+ALSO_MEET: list[Meeting] = [
+    encoder_layer_with_time_first_by_default, recurrent_with_time_first_by_default,
+    heads_in_place_of_samples, standard_deviation_of_groups, rolled_when_folded,
+    token_before_when_folded, strides_across_samples, pairs_of_samples, nearest_sample,
+    centres_of_classes, features_in_place_of_tokens, experts_with_capacity, moving_centre,
+]  # fmt: skip
+slow = pytest.mark.conformance
 
 
-@pytest.mark.parametrize("place", ["start", "end"])
-@pytest.mark.parametrize("meeting", MEET, ids=lambda meeting: meeting.__name__)
+@pytest.mark.parametrize("place", ["start", pytest.param("end", marks=slow)])
+@pytest.mark.parametrize(
+    "meeting",
+    [*MEET, *(pytest.param(meeting, marks=slow) for meeting in ALSO_MEET)],
+    ids=lambda meeting: meeting.__name__,
+)
 def test_samples_that_meet_meet_all(meeting: Meeting, place: str) -> None:
     compare(meeting, place)
 

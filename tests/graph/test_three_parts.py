@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.graph.rows import Rows
 
+slow = pytest.mark.conformance
+
 Code = Callable[..., Any]
 BATCH = 6
 
@@ -281,16 +283,19 @@ def encoder_layer() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-@pytest.mark.parametrize("time", [BATCH, 5], ids=["as long as the batch", "shorter"])
+@pytest.mark.parametrize(
+    "time",
+    [pytest.param(BATCH, id="as long as the batch", marks=slow), pytest.param(5, id="shorter")],
+)
 @pytest.mark.parametrize(
     ("make", "shapes"),
     [
         (encoder_layer, ["tb8"]),
-        (encoder_layer, ["tb8", "tt", "bt"]),
-        (lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0), ["tb8", "3b8"]),
         (lambda: nn.LSTM(8, 8), ["tb8"]),
+        pytest.param(encoder_layer, ["tb8", "tt", "bt"], marks=slow),
+        pytest.param(lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0), ["tb8", "3b8"], marks=slow),
     ],
-    ids=["encoder", "masks", "decoder", "LSTM"],
+    ids=["encoder", "LSTM", "masks", "decoder"],
 )
 def test_a_batch_in_dimension_1_is_split_there(
     make: Callable[[], nn.Module], shapes: list[str], time: int
@@ -310,10 +315,11 @@ def test_where_samples_meet_in_both_dimensions_the_batch_goes_whole() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = encoder_layer()
+            self.layer = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(self.layer(x).transpose(0, 1))
+            h = self.layer(F.scaled_dot_product_attention(x, x, x)).transpose(0, 1)
+            return F.scaled_dot_product_attention(h, h, h)
 
     parts = InParts(Both().double())
     parts(torch.randn(5, BATCH, 8, dtype=torch.float64))

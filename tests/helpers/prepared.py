@@ -7,6 +7,8 @@ ranks, so that sets of texts have another order there, as in processes that are 
 ``python prepared.py`` is the process: it reads requests, a line of JSON each, and answers each.
 """
 
+import atexit
+import gc
 import json
 import os
 import runpy
@@ -82,6 +84,7 @@ class PreparedProcess:
             stdout=subprocess.PIPE,
             text=True,
         )
+        atexit.register(self._end)
 
     def start(
         self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: Path
@@ -101,6 +104,10 @@ class PreparedProcess:
         """That of a process of mine; ``None``: it runs."""
         code = self._ask({"poll": pid})
         return None if code is None else int(code)
+
+    def _end(self) -> None:
+        with self._process:  # closes its input
+            pass
 
     def _ask(self, request: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None
@@ -178,6 +185,7 @@ def _begin(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     for module in IMPORTED:
         __import__(module.format(package=sys.argv[1]))
+    gc.freeze()  # else each child copies all that is imported when it collects, and when it ends
     script, *_ = _serve()
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

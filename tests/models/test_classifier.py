@@ -45,6 +45,7 @@ def loader() -> DataLoader:
     return DataLoader(Bright(), batch_size=4)
 
 
+@pytest.mark.conformance
 def test_overfits_eight_volumes(tmp_path) -> None:
     torch.manual_seed(0)
     model = ResAttNetClassifier(learning_rate=0.1, widths=NARROW)

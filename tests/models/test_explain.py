@@ -202,6 +202,7 @@ def test_an_unknown_method_is_named() -> None:
         make_explainer("lime", nn.Identity(), "layer3")
 
 
+@pytest.mark.conformance
 def test_pictures_tables_and_maps_are_written_even_of_an_empty_map(truth, tmp_path) -> None:
     scan = tmp_path / "scan.nii.gz"
     nib.save(nib.Nifti1Image(np.zeros((20, 20, 20), np.int16), np.diag([3.0, 3, 3, 1])), scan)

@@ -111,6 +111,7 @@ print(json.dumps([scores.softmax(1).tolist(), datamodules.__file__, models.__fil
 """
 
 
+@pytest.mark.conformance
 def test_the_bundle_prepares_and_classifies_with_its_own_code_alone(run) -> None:
     said = in_the_bundle(run, "-c", _BY_HAND, str(run / "scans"))
     probabilities, *files = json.loads(said.splitlines()[-1])

@@ -78,7 +78,7 @@ def test_the_same_numbers_as_the_model_gives_for_the_prepared_scan(trained, tmp_
 def test_bad_scans_say_why_and_do_not_end_the_others(trained, tmp_path, monkeypatch):
     folder = tmp_path / "scans"
     folder.mkdir()
-    for number, path in enumerate(scans_of(trained / "new")):
+    for number, path in enumerate(scans_of(trained / "new")[:4]):
         shutil.copy(path, folder / f"scan_{number}.nii.gz")
     cut = folder / "scan_1.nii.gz"
     cut.write_bytes(cut.read_bytes()[:-300])
@@ -96,6 +96,7 @@ def test_bad_scans_say_why_and_do_not_end_the_others(trained, tmp_path, monkeypa
     assert "CORRUPT_GZIP" in (tmp_path / "out" / "predictions.html").read_text()
 
 
+@pytest.mark.conformance
 def test_a_table_says_who_it_is_and_what_is_out_of_range(trained, tmp_path, monkeypatch):
     first, second = scans_of(trained / "new")[:2]
     table = tmp_path / "scans.csv"

@@ -127,6 +127,7 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(network(x), network(x))
 
 
+@pytest.mark.conformance
 def test_equal_when_compiled() -> None:
     network = ResAttNet3D(widths=(8, 16, 16, 16)).eval()
     network.attention3.gamma.data.fill_(0.5)

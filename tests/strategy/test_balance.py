@@ -78,10 +78,14 @@ def assert_each_sample_once(
     "config",
     [
         {},
-        {"replicas": 3, "speeds": [1.0, 0.43, 0.16], "samples": 26},  # the last batch: 2 samples
+        # the last batch: 2 samples
+        pytest.param({"replicas": 3, "speeds": [1.0, 0.43, 0.16], "samples": 26}, marks=slow),
         pytest.param({"manual": True}, marks=slow),
         pytest.param({"apart": True}, marks=slow),
-        {"stages": 2, "speeds": [1.0, 0.5, 0.4, 0.2], "arguments": {"num_microbatches": 2}},
+        pytest.param(
+            {"stages": 2, "speeds": [1.0, 0.5, 0.4, 0.2], "arguments": {"num_microbatches": 2}},
+            marks=slow,
+        ),
         pytest.param({"stages": 2, "speeds": [1.0, 0.5, 0.4, 0.2], "manual": True}, marks=slow),
     ],
     ids=str,
@@ -103,6 +107,7 @@ def test_weights_are_those_of_one_device_with_the_whole_batch(
     assert drivers[0]["logged"] == pytest.approx(mean, rel=1e-6)
 
 
+@slow
 def test_unequal_batches_of_a_window_of_accumulation_have_each_its_weight(tmp_path: Path) -> None:
     config = {**USUAL, "trainer": {"accumulate_grad_batches": 2}}
     expected = one_device(config, window=2)
@@ -118,6 +123,7 @@ def test_batch_statistics_are_those_of_the_whole_batch(tmp_path: Path) -> None:
         assert_close(rank["weights"], expected)
 
 
+@slow
 def test_a_module_says_what_its_batches_weigh(tmp_path: Path) -> None:
     config = {**USUAL, "weighed": True}
     expected = one_device(config)
@@ -129,13 +135,14 @@ def test_a_module_says_what_its_batches_weigh(tmp_path: Path) -> None:
     "config",
     [
         {"speeds": [1.0, 0.43]},
-        pytest.param({"speeds": [0.3, 1.0]}, marks=slow),  # others than before the restart
-        pytest.param({"replicas": 3, "speeds": [1.0, 0.43, 0.16], "samples": 26}, marks=slow),
-        pytest.param({"apart": True}, marks=slow),
+        {"speeds": [0.3, 1.0]},  # others than before the restart
+        {"replicas": 3, "speeds": [1.0, 0.43, 0.16], "samples": 26},
+        {"apart": True},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("step", [2, pytest.param(6, marks=slow), pytest.param(4, marks=slow)])
+@slow
+@pytest.mark.parametrize("step", [2, 6, 4])
 def test_a_run_that_goes_on_in_an_epoch_sees_the_samples_that_are_left(
     tmp_path: Path, config: dict[str, Any], step: int
 ) -> None:

@@ -56,7 +56,7 @@ def assert_divided(divided: list[dict[str, Any]], whole: list[dict[str, Any]], s
     [
         ((2, 1), "adam"),
         pytest.param((3, 1), "momentum", marks=slow),
-        ((2, 2), "adam"),
+        pytest.param((2, 2), "adam", marks=slow),
         pytest.param((2, 2), "momentum", marks=slow),
     ],
     ids=str,

@@ -151,19 +151,20 @@ def assert_resumes(training: Training, folder: Path) -> None:
 
 EXCEPTIONS = [
     # where, rank, step
-    pytest.param("training_step", 0, 3, marks=slow),  # the driver, in the user's code
+    ("training_step", 0, 3),  # the driver, in the user's code
     ("forward", 1, 3),  # a worker, in its stage
-    pytest.param("backward", 1, 3, marks=slow),
-    pytest.param("setup", 1, 3, marks=slow),  # before there are drivers and workers
-    pytest.param("loader", 0, 9, marks=slow),  # another process still
-    pytest.param("forward", 0, 3, marks=slow),  # the driver, in its stage
-    pytest.param("backward", 0, 3, marks=slow),
-    pytest.param("validation_step", 0, 2, marks=slow),
-    pytest.param("callback", 0, 9, marks=slow),
-    pytest.param("configure_optimizers", 0, 3, marks=slow),
+    ("backward", 1, 3),
+    ("setup", 1, 3),  # before there are drivers and workers
+    ("loader", 0, 9),  # another process still
+    ("forward", 0, 3),  # the driver, in its stage
+    ("backward", 0, 3),
+    ("validation_step", 0, 2),
+    ("callback", 0, 9),
+    ("configure_optimizers", 0, 3),
 ]
 
 
+@slow
 @pytest.mark.parametrize(("where", "rank", "step"), EXCEPTIONS)
 def test_an_exception_ends_all_ranks_and_is_shown_first(
     start: Start, where: str, rank: int, step: int
@@ -207,9 +208,8 @@ def test_what_a_check_of_the_network_finds_ends_all_ranks_and_is_shown_first(
     assert "output of shape" in error
 
 
-@pytest.mark.parametrize(
-    ("replicas", "rank"), [(1, 1), *(pytest.param(r, k, marks=slow) for r, k in ((1, 0), (2, 3)))]
-)
+@slow
+@pytest.mark.parametrize(("replicas", "rank"), [(1, 1), (1, 0), (2, 3)])
 def test_a_transfer_that_the_backend_refuses_ends_all_ranks_and_is_shown_first(
     start: Start, replicas: int, rank: int
 ) -> None:

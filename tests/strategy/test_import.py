@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os, pickle, sys
 from lightning.pytorch import Trainer
@@ -24,5 +26,6 @@ assert trainer._accelerator_connector.is_distributed
 """
 
 
+@pytest.mark.conformance
 def test_lightning_is_as_it_was_until_a_strategy_is_made() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], check=True)

@@ -36,7 +36,7 @@ def training(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("manners")
     options = {"replicas": replicas, "stages": stages, "faults": FAULTS}
     training = Training(folder, script=SCRIPT, **options)
-    training.seen = training.launch()
+    training.seen = training.launch() if replicas > 1 else training.run()
     return training
 
 

@@ -18,7 +18,7 @@ from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import NetworkOptions
-from lightning_hybrid.errors import PlanError
+from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning.planner import make_plan
 from lightning_hybrid.planning.search import PlanSettings
 from lightning_hybrid.process import HybridSubprocessLauncher
@@ -59,6 +59,7 @@ def test_a_notebook_is_told_the_name_of_the_strategy_that_works_there(
     Trainer(accelerator="cpu", devices=2, strategy="hybrid_gabra_notebook", logger=False)
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("source", ["standard input", "command line"])
 def test_a_script_without_a_file_says_that_it_cannot_be_started_again(source: str) -> None:
     """A script from standard input or `-c`, which cannot be started again."""
@@ -69,6 +70,17 @@ def test_a_script_without_a_file_says_that_it_cannot_be_started_again(source: st
     last = ended.stderr.strip().splitlines()[-1]
     assert "HybridError: The script cannot be started again" in last
     assert f"sys.argv[0] is '{arguments[0]}'" in last
+
+
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_other_ranks_do_not_start_without_a_file(
+    monkeypatch: pytest.MonkeyPatch, file: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None, __file__=file))
+    monkeypatch.setattr(sys, "argv", ["-"])
+    run = trainer(2, pipeline_parallel_size=2)
+    with pytest.raises(HybridError, match=r"cannot be started again.*sys.argv\[0\] is '-'"):
+        run.fit(BoringModel())
 
 
 def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is_named(

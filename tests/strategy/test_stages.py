@@ -31,17 +31,11 @@ pytestmark = [
     # Lightning's advice on workers of loaders, and on an unused logger
     pytest.mark.filterwarnings("ignore"),
 ]
-FAST = {"Encoder": REAL["Encoder"]} | PRECISIONS
-SLOW = {name: job for name, job in REAL.items() if name not in FAST}
 SCRIPT = Path(__file__).with_name("stages_script.py")
+FAST = {name: PRECISIONS[name] for name in ("bf16-mixed", "16-mixed", "overflow")}
+SLOW = {name: job for name, job in PRECISIONS.items() if name not in FAST}
 Ranks = list[dict[str, Any]]
 Runs = Callable[[int, int, str], Ranks]
-
-
-def tiers(jobs: dict[str, Any]) -> list[Any]:
-    """Names of jobs; those that take long belong to the slow tier."""
-    slow = pytest.mark.conformance
-    return [name if name in FAST else pytest.param(name, marks=slow) for name in jobs]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +44,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     done: dict[Any, Ranks] = {}
 
     def run(replicas: int, stages: int, name: str) -> Ranks:
-        jobs = next(jobs for jobs in (FAST, SLOW, COMPILED, IN_REPLICAS, FREE) if name in jobs)
+        sets = FAST, SLOW, REAL, COMPILED, IN_REPLICAS, FREE
+        jobs = next(jobs for jobs in sets if name in jobs)
         key = replicas, stages, *jobs
         if key not in done:
             folder = tmp_path_factory.mktemp("stages")
@@ -123,7 +118,8 @@ def assert_each_stage_worked_alone(ranks: Ranks, name: str, replicas: int = 1) -
         assert not set.intersection(*owned) or stages == 1
 
 
-@pytest.mark.parametrize("name", tiers(REAL))
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", REAL)
 def test_real_networks_train_as_on_one_device(runs: Runs, tmp_path: Path, name: str) -> None:
     ranks = runs(1, 2, name)
     expected = one_device(name, tmp_path)
@@ -134,7 +130,9 @@ def test_real_networks_train_as_on_one_device(runs: Runs, tmp_path: Path, name: 
     assert_each_stage_worked_alone(ranks, name)
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.conformance) for name in SLOW)]
+)
 def test_every_precision_trains_as_on_one_device(runs: Runs, tmp_path: Path, name: str) -> None:
     """Bit for bit: what is rounded to a few bits differs much where it differs."""
     ranks = runs(1, 2, name)

@@ -129,6 +129,7 @@ def test_random_layers_draw_what_their_batch_draws(tmp_path: Path) -> None:
     assert len({*found["losses"]}) > 6
 
 
+@slow
 def test_1f1b_is_lightnings_accumulation(tmp_path: Path) -> None:
     """Windows of four batches, the last of an epoch of two; validated in their middle."""
     config = {

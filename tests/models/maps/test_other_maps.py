@@ -41,7 +41,7 @@ def methods(network: nn.Module) -> list:
 
 def test_integrated_gradients_add_up_to_the_difference_of_the_scores(small) -> None:
     x = torch.randn(2, 1, 20, 22, 24)
-    found = IntegratedGradients3D(small, steps=200).attributions(x, 1)
+    found = IntegratedGradients3D(small, steps=60).attributions(x, 1)
     small.eval()
     with torch.no_grad():
         ends = [small(volume).diff(dim=1)[:, 0] for volume in (x, torch.zeros_like(x))]
