@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_hybrid.comm import Links, Mesh, link_stages, signals_deferred
+from lightning_hybrid.comm import Dealt, Devices, Mesh, copies_of, link_copies, signals_deferred
 from lightning_hybrid.comm.protocol import Command, Cut, TakeWeights
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork, Placement
@@ -149,7 +149,7 @@ class Distribution:
         borrowed: Sequence[frozenset[str]],
         *,
         linked: bool,
-    ) -> dict[int, Links]:
+    ) -> dict[int, Dealt]:
         """Have the workers make their stages.
 
         Returns:
@@ -159,7 +159,8 @@ class Distribution:
             code.code.check()
         orders: dict[int, Command] = {}
         for worker in self._workers.ranks:
-            theirs = {n: codes[n] for n, rank in enumerate(placement.devices) if rank == worker}
+            ranks = enumerate(map(copies_of, placement.devices))
+            theirs = {n: codes[n] for n, owners in ranks if worker in owners}
             orders[worker] = Cut(
                 number,
                 name,
@@ -173,7 +174,7 @@ class Distribution:
                 self._vacates,
             )
         self._commands.tell_each(orders)
-        links = {} if linked else link_stages(self._mesh, placement.devices, self._device)
+        links = {} if linked else link_copies(self._mesh, placement.devices, self._device)
         self._workers.hear(self._workers.ranks)
         return links
 
@@ -181,7 +182,7 @@ class Distribution:
         self,
         prefix: str,
         codes: Sequence[StageCode],
-        devices: Sequence[int],
+        devices: Devices,
         borrowed: Sequence[frozenset[str]],
     ) -> dict[int, tuple[str, ...]]:
         """Send each worker the weights of its stages.
@@ -192,7 +193,7 @@ class Distribution:
         tensors = tensors_of(self._module)
         remote: dict[int, tuple[str, ...]] = {}
         for worker in self._workers.ranks:
-            theirs = [code for code, device in zip(codes, devices) if device == worker]
+            theirs = [c for c, owners in zip(codes, map(copies_of, devices)) if worker in owners]
             names = {n: prefix + n for code in theirs for n in code.owned}
             values = to_send(tensors, names.values())
             self._workers.send(worker, TakeWeights(values.items()))
@@ -208,7 +209,7 @@ class Distribution:
         network: nn.Module,
         codes: Sequence[StageCode],
         placement: Placement,
-        links: Mapping[int, Links],
+        links: Mapping[int, Dealt],
         borrowed: frozenset[str],
     ) -> Engine:
         """This rank's stages, on its device."""
