@@ -19,6 +19,7 @@ from lightning_hybrid.stage import (
     StageOptions,
     Trace,
     borrowed_parameters,
+    is_running_statistic,
     own_buffers,
     own_parameters,
     state_buffers,
@@ -108,6 +109,7 @@ class Distribution:
         )
         refuse_tied(name, tensors_of(self._module), borrowed)
         self._refuse_compiled(name, borrowed[0])
+        _refuse_copies(name, network, codes, placement.devices)
         links = self._order(number, name, codes, placement, borrowed, linked=False)
         prefix = f"{name}." if name else ""
         remote = self._hand_out_weights(prefix, codes, placement.devices, borrowed)
@@ -125,6 +127,7 @@ class Distribution:
             NetworkError: code of a stage cannot travel to its rank.
             Exception: of a worker that cannot make its stages.
         """
+        _refuse_copies(network.name, network.module, codes, network.placement.devices)
         nobody = [frozenset[str]() for _ in (0, *self._workers.ranks)]
         self._order(network.number, network.name, codes, network.placement, nobody, linked=True)
         here = [own.number for own in network.engine.owned]
@@ -240,3 +243,30 @@ class Distribution:
             placement.split,
             placement.recompute,
         )
+
+
+def _refuse_copies(
+    name: str, network: nn.Module, codes: Sequence[StageCode], devices: Devices
+) -> None:
+    """What the copies of a stage write must be the same in all of them, in one device's order.
+
+    Raises:
+        NetworkError: a stage that has copies writes what cannot be exchanged.
+    """
+    for number, (code, copies) in enumerate(zip(codes, map(copies_of, devices))):
+        if len(copies) == 1 or not code.written:
+            continue
+        others = sorted(n for n in code.written if not is_running_statistic(network, n))
+        reason = None
+        if others:
+            reason = f"changes {others[0]!r} in its forward, where each micro-batch may need the "
+            reason += "value that the one before has left"
+        elif code.checkpointed:
+            reason = f"changes {min(code.written)!r} inside of activation checkpointing, which "
+            reason += "does so once more in the backward"
+        if reason is not None:
+            raise NetworkError(
+                f"stage {number} of network {name or 'self'!r} has {len(copies)} copies, and "
+                f"{reason}. Give that stage one copy (pipeline_parallel_size), or cut elsewhere "
+                "(HybridGabraStrategy(allocation=[...]))."
+            )

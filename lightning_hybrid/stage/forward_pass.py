@@ -148,7 +148,8 @@ class ForwardPass(Pass):
                     values, states = values[:cut], values[cut:]
                     set_random_state(states, engine.device)
                 before = random_state(engine.device)
-            outputs = self._compute(microbatch, values, before)
+            with engine.noting(engine.stage_for(self.own, call.key), microbatch):
+                outputs = self._compute(microbatch, values, before)
             if not call.uses_rng:
                 return outputs
             after = random_state(engine.device)

@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.comm import CallKey, Coordinates, Dealt, Devices, Failure, Group, Links, copies_of
+from lightning_hybrid.comm import (
+    CallKey,
+    Coordinates,
+    Dealt,
+    Devices,
+    Failure,
+    Group,
+    Links,
+    copies_of,
+)
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import (
     STREAMED,
@@ -27,6 +36,7 @@ from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import Call
 from lightning_hybrid.stage.early_forwards import EarlyForwards
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
+from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
 from lightning_hybrid.stage.split_backward import HookWatch
 from lightning_hybrid.stage.trace import Trace
 
@@ -133,9 +143,7 @@ def lists_of(
     return forward, backward
 
 
-def dealt(
-    steps: Sequence[Instruction], copy: int, copies: int
-) -> tuple[Instruction, ...]:
+def dealt(steps: Sequence[Instruction], copy: int, copies: int) -> tuple[Instruction, ...]:
     """What one copy of a stage does of its list: micro-batches are dealt to copies in turn."""
     mine = [i for i in steps if i.kind is not Kind.REDUCE and i.microbatch % copies == copy]
     if len(mine) == len(steps) or all(i.kind is not Kind.REDUCE for i in steps):
@@ -161,6 +169,7 @@ class RankStages:
         options: how stages compute.
         split: numbers of the stages whose backward the schedule splits.
         recompute: whether forwards keep no activations, and run again for their backward.
+        replayed: the running statistics of a stage that has copies.
 
     Attributes:
         owned: the stages of this rank, in their order.
@@ -182,7 +191,9 @@ class RankStages:
         options: StageOptions,
         split: Sequence[int] = (),
         recompute: bool = False,
+        replayed: ReplayedStatistics | None = None,
     ) -> None:
+        self.replayed = replayed
         self.coordinates, self.replica_group = coordinates, replica_group
         self.device, self.seed, self.trace = device, seed, trace
         self.failure: Failure | None = None
@@ -236,6 +247,12 @@ class RankStages:
         if self._statistics is None or not key.training:
             return nullcontext()
         return self._statistics
+
+    def noting(self, stage: Stage, microbatch: int) -> AbstractContextManager[Any]:
+        """Inside, a forward of a copy of a stage leaves running statistics to be replayed."""
+        if self.replayed is None or not stage.written:
+            return nullcontext()
+        return self.replayed.noting(stage, microbatch)
 
     def fail(self, error: Exception, stage: int) -> None:
         """Note an error of a stage; from now on this rank only keeps its appointments."""

@@ -108,9 +108,7 @@ def names_of(stages: Sequence[Stage]) -> list[str]:
     return list(dict.fromkeys(name for name, _ in named))
 
 
-def borrowed_parameters(
-    stages: Sequence[Sequence[str]], devices: Devices
-) -> list[frozenset[str]]:
+def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> list[frozenset[str]]:
     """Per rank of a replica, the names of the parameters that it uses and another one owns.
 
     The owner is the rank of the earliest stage that uses a parameter, but the driver only if no

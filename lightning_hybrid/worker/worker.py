@@ -46,6 +46,7 @@ from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
     Engine,
+    ReplayedStatistics,
     ReplicaGroup,
     StagedNetwork,
     StageOptions,
@@ -239,9 +240,15 @@ class Worker:
             self._options,
             order.split,
             order.recompute,
+            self._replayed(network, copies),
         )
         staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
         self._networks.append(staged)
+
+    def _replayed(self, network: nn.Module, copies: tuple[int, ...]) -> ReplayedStatistics | None:
+        if len(copies) == 1:
+            return None
+        return ReplayedStatistics(network, self._mesh.siblings(copies))
 
     def _forward(self, command: Forward) -> None:
         network = self._networks[command.network]

@@ -1,29 +1,31 @@
-"""Copies of a stage: micro-batches dealt in turn, gradients summed, weights alike; as one device."""
+"""Copies of a stage: micro-batches dealt in turn, gradients summed; the numbers of one device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from driven import Model, Replica, model
+from driven import batches as first_batches
 from torch import Tensor, nn
 
-SHAPES = {
+from lightning_hybrid.errors import NetworkError
 
+SHAPES = {
     "2-1": ((1, 2), 0),
     "3-1": ((1, 2, 3), 0),
     "2-1-1": ((1, 2), 3, 0),
     "1-2-1": (1, (2, 3), 0),
 }
 Make = Callable[..., Replica]
+SIZES = (13, 13, 13, 2)
 CLOSE = {"rtol": 0.0, "atol": 1e-10}
 
 
-def batches() -> list[Tensor]:
-    """Of 13 samples each; the last one has fewer micro-batches than a stage has copies."""
+def batches(sizes: Sequence[int]) -> list[Tensor]:
+    """The last one has fewer micro-batches than a stage has copies."""
     generator = torch.Generator().manual_seed(1)
-    sizes = (13, 13, 13, 2)
     return [torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in sizes]
 
 
@@ -40,11 +42,15 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def one_device(
-    module: Model, optimizer: torch.optim.Optimizer, parts: int = 5, every: int = 1
+    module: Model,
+    optimizer: torch.optim.Optimizer,
+    parts: int = 5,
+    every: int = 1,
+    sizes: Sequence[int] = SIZES,
 ) -> list[float]:
     """Train; the network is called once per micro-batch."""
     losses = []
-    for step, value in enumerate(batches()):
+    for step, value in enumerate(batches(sizes)):
         loss = loss_of(module, torch.cat([module.net(part) for part in value.chunk(parts)]))
         loss.backward()
         losses.append(loss.item())
@@ -55,7 +61,11 @@ def one_device(
 
 
 def train(
-    replica: Replica, optimizer: torch.optim.Optimizer, every: int = 1, synchronize: bool = False
+    replica: Replica,
+    optimizer: torch.optim.Optimizer,
+    every: int = 1,
+    synchronize: bool = False,
+    sizes: Sequence[int] = SIZES,
 ) -> list[float]:
     """The same on all ranks of a replica.
 
@@ -67,7 +77,7 @@ def train(
     """
     replica.driver.optimizers.connect([optimizer])
     losses = []
-    for step, value in enumerate(batches()):
+    for step, value in enumerate(batches(sizes)):
         replica.driver.begin_step(step)
         replica.driver.gradients.synchronize = synchronize or (step + 1) % every == 0
         loss = loss_of(replica.model, replica(value))
@@ -129,3 +139,63 @@ def test_gradients_that_accumulate_are_counted_once(synchronize: bool, replicas:
     found = train(replica, sgd(replica.model), every=2, synchronize=synchronize)
     assert found == pytest.approx(expected, rel=0, abs=1e-10)
     check_as_one_device(network, replica)
+
+
+def normalised(momentum: float | None = 0.3) -> Model:
+    """With batch normalisation in every part, and one of them used twice."""
+    torch.manual_seed(0)
+    twice = nn.BatchNorm1d(3)
+    return Model(
+        nn.Sequential(
+            *(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=momentum), nn.Tanh()),
+            *(nn.Linear(3, 3), twice, nn.Tanh(), twice, nn.Linear(3, 3), nn.BatchNorm1d(3)),
+        )
+    ).double()
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_running_statistics_are_those_of_one_device(momentum: float | None, replicas: Make) -> None:
+    network = normalised(momentum)
+    replica = replicas(deepcopy(network), SHAPES["2-1"], parts=4, ends=(2, 3))
+    found = train(replica, sgd(replica.model), sizes=(12, 12, 12, 9))
+    network.net(first_batches(1)[0])  # as the capture does
+    expected = one_device(network, sgd(network), parts=4, sizes=(12, 12, 12, 9))
+    assert found == pytest.approx(expected, rel=0, abs=1e-10)
+    check_as_one_device(network, replica)
+    for rank in (1, 2):  # not only what the driver was given at the end
+        assert int(replica.modules[rank].net[1].num_batches_tracked) == 1 + 4 + 4 + 4 + 3
+
+
+class Counting(nn.Module):
+    """Writes a buffer that is no running statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.seen += value.detach().sum()
+        return value * 1.0
+
+
+def test_a_stage_that_changes_another_buffer_is_refused_by_its_name(replicas: Make) -> None:
+    network = Model(nn.Sequential(nn.Linear(3, 3), Counting(), nn.Linear(3, 3))).double()
+    with pytest.raises(NetworkError, match=r"stage 0 .*has 2 copies, and changes '1.seen'"):
+        replicas(network, SHAPES["2-1"], ends=(1, 2))
+
+
+class Tied(nn.Module):
+    """Uses a weight at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.last(self.first(value).tanh())
+
+
+def test_a_shared_weight_of_a_stage_with_copies_is_refused_by_its_name(replicas: Make) -> None:
+    with pytest.raises(NetworkError, match=r"stage 0 has 2 copies, and shares .*'first.weight'"):
+        replicas(Model(Tied()).double(), SHAPES["2-1"])
