@@ -26,9 +26,9 @@ from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import (
     STREAMED,
     DelayedWeights,
-    Instruction,
     Kind,
     Schedule,
+    deal,
     make_schedule,
     merge,
 )
@@ -127,30 +127,22 @@ def lists_of(
 ) -> tuple[Todo, Todo]:
     """The forward and the backward list of the rank with this ``pp_rank``."""
     schedule = schedule_of(name, len(devices), microbatches, input_gradient, split)
-    passes = schedule.forward, schedule.backward
     copies = [copies_of(device) for device in devices]
     own = [stage for stage, ranks in enumerate(copies) if here in ranks]
     if max(map(len, copies)) > 1:  # each rank has one stage
         [stage] = own
-        turn = copies[stage].index(here), len(copies[stage])
-        steps = ([(stage, step) for step in dealt(lists[stage], *turn)] for lists in passes)
+        shared = deal(schedule, [*map(len, copies)])
+        mine = (
+            lists[stage][copies[stage].index(here)] for lists in (shared.forward, shared.backward)
+        )
+        steps = ([(stage, step) for step in each] for each in mine)
     else:
         first = [ranks[0] for ranks in copies]
-        steps = (merge(lists, first)[here] for lists in passes)
+        steps = (merge(lists, first)[here] for lists in (schedule.forward, schedule.backward))
     forward, backward = (
         tuple([(own.index(stage), i.kind, i.microbatch) for stage, i in each]) for each in steps
     )
     return forward, backward
-
-
-def dealt(steps: Sequence[Instruction], copy: int, copies: int) -> tuple[Instruction, ...]:
-    """What one copy of a stage does of its list: micro-batches are dealt to copies in turn."""
-    mine = [i for i in steps if i.kind is not Kind.REDUCE and i.microbatch % copies == copy]
-    if len(mine) == len(steps) or all(i.kind is not Kind.REDUCE for i in steps):
-        return tuple(mine)
-    last = max((n for n, i in enumerate(mine) if i.kind.computes), default=len(mine))
-    microbatch = mine[last].microbatch if mine else 0
-    return (*mine[:last], Instruction(Kind.REDUCE, microbatch), *mine[last:])
 
 
 class RankStages:
