@@ -8,6 +8,7 @@ own statistics with all micro-batches in their order. All copies end with the sa
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ class ReplayedStatistics:
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in written):
             prefix = f"{owner}." if owner else ""
             uses = added[prefix + _COUNT].item() if prefix + _COUNT in written else 1.0
-            momentum = self._network.get_submodule(owner).momentum
+            momentum: Any = self._network.get_submodule(owner).momentum
             if prefix + _COUNT in written:
                 written[prefix + _COUNT].add_(int(uses))
             if momentum is None:  # a cumulative average; what was noted is that of these uses

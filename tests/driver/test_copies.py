@@ -10,6 +10,7 @@ from driven import Model, Replica, model
 from driven import batches as first_batches
 from torch import Tensor, nn
 
+from lightning_hybrid.driver.held_hooks import HeldHooks
 from lightning_hybrid.errors import NetworkError
 
 SHAPES = {
@@ -199,3 +200,144 @@ class Tied(nn.Module):
 def test_a_shared_weight_of_a_stage_with_copies_is_refused_by_its_name(replicas: Make) -> None:
     with pytest.raises(NetworkError, match=r"stage 0 has 2 copies, and shares .*'first.weight'"):
         replicas(Model(Tied()).double(), SHAPES["2-1"])
+
+
+def clip(one: Any, optimizer: torch.optim.Optimizer, model: Model) -> None:
+    one(optimizer, 0.05)
+
+
+def read_and_scale(one: Any, optimizer: torch.optim.Optimizer, model: Model) -> None:
+    gradient = model.net[0].weight.grad
+    gradient.mul_(1.0 + gradient.norm().detach())
+
+
+def replace_gradient(one: Any, optimizer: torch.optim.Optimizer, model: Model) -> None:
+    model.net[0].weight.grad = torch.full_like(model.net[0].weight, 0.3)
+    model.net[0].bias.grad = None
+
+
+def change_weight(one: Any, optimizer: torch.optim.Optimizer, model: Model) -> None:
+    with torch.no_grad():
+        model.net[0].weight.mul_(0.9)
+
+
+CHANGES = [clip, read_and_scale, replace_gradient, change_weight]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_is_done_to_gradients_and_weights_is_done_to_all_copies(
+    change: Callable[..., None], every: int, replicas: Make
+) -> None:
+    """Also in the middle of an accumulation, where each copy has a part of the gradient."""
+    network = model()
+    replica = replicas(deepcopy(network), SHAPES["2-1"], parts=5)
+    mine, theirs = sgd(replica.model), sgd(network)
+    driver = replica.driver
+    driver.optimizers.connect([mine])
+
+    def clip_one_device(optimizer: torch.optim.Optimizer, norm: float) -> None:
+        nn.utils.clip_grad_norm_(network.parameters(), norm)
+
+    for step, value in enumerate(batches(SIZES)):
+        steps = (step + 1) % every == 0
+        parts = torch.cat([network.net(part) for part in value.chunk(5)])
+        penalty = network.net[0].weight.square().sum()
+        (loss_of(network, parts) + 0.1 * penalty).backward()
+        driver.begin_step(step)
+        driver.gradients.synchronize = steps
+        found = loss_of(replica.model, replica(value))
+        penalty = replica.model.net[0].weight.square().sum()
+        (found + 0.1 * penalty).backward()
+        driver.gradients.after_backward()
+        if change is not clip or steps:
+            change(clip_one_device, theirs, network)
+            change(driver.optimizers.clip_norm, mine, replica.model)
+        if steps:
+            for optimizer in (mine, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+    check_as_one_device(network, replica)
+
+
+def test_weights_that_are_loaded_and_evaluated_are_those_of_all_copies(replicas: Make) -> None:
+    network = model()
+    replica = replicas(deepcopy(network), SHAPES["3-1"], parts=5)
+    other = {name: value + 0.1 for name, value in network.state_dict().items()}
+    network.load_state_dict(other)
+    replica.model.load_state_dict(other)
+    replica.driver.weights.scatter()
+    [value, *_] = batches(SIZES)
+    for module in (network, replica.model):
+        module.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(replica(value), network.net(value), **CLOSE)
+    check_as_one_device(network, replica)
+
+
+def test_states_of_optimizers_are_those_of_one_device(replicas: Make) -> None:
+    network = model()
+    replica = replicas(deepcopy(network), SHAPES["3-1"], parts=5)
+    mine, theirs = adam(replica.model), adam(network)
+    train(replica, mine)
+    one_device(network, theirs)
+    found = replica.driver.optimizers.state(0)
+    for name, parameter in network.net.named_parameters():
+        if f"net.{name}" in found:
+            for key, value in theirs.state[parameter].items():
+                torch.testing.assert_close(found[f"net.{name}"][key], value, **CLOSE)
+    assert {f"net.{k}.weight" for k in (0, 2)} <= found.keys()
+
+
+def test_an_error_in_a_copy_is_raised_and_training_goes_on(replicas: Make) -> None:
+    """The other copies keep their appointments, and nothing is left on a link."""
+    network = model()
+    replica = replicas(deepcopy(network), SHAPES["2-1"], parts=5)
+    [value, *_] = batches(SIZES)
+    engine = replica.workers[2]._networks[0].engine
+    stage, call = engine.owned[0].specializations[0], []
+
+    def fails(*_: Any) -> None:
+        call.append(None)
+        if len(call) == 2:
+            raise ValueError("on purpose")
+
+    run, stage.run_with = stage.run_with, lambda *given: fails() or run(*given)  # type: ignore[func-returns-value]
+    with pytest.raises(ValueError, match="on purpose"):
+        replica(value)
+    stage.run_with = run
+    for _ in range(2):
+        torch.testing.assert_close(replica(value), network.net(value), **CLOSE)
+
+
+def test_a_hook_on_a_weight_of_a_stage_with_copies_is_refused_by_its_name(replicas: Make) -> None:
+    network = model()
+    network.net[0].weight.register_hook(lambda gradient: gradient)
+    replica = replicas(network, SHAPES["2-1"])
+    hooks = HeldHooks([replica.network], replica.driver.commands, replica.driver.gradients.settle)
+    with pytest.raises(NetworkError, match=r"'0.weight' in network 'net' has a hook"), hooks():
+        pass
+
+
+def test_gradients_of_chosen_weights_are_refused(replicas: Make) -> None:
+    replica = replicas(model(), SHAPES["2-1"])
+    [value, *_] = batches(SIZES)
+    loss = loss_of(replica.model, replica(value))
+    weight = replica.model.net[0].weight
+    with pytest.raises(NetworkError, match="are in parts, as one of its stages has copies"):
+        replica.driver.chosen_gradients(
+            lambda *_, **__: (), loss, None, False, False, (weight,), False, accumulate_grad=False
+        )
+
+
+def test_random_numbers_belong_to_micro_batches(replicas: Make) -> None:
+    """Whichever copies there are, and whichever of them a micro-batch is dealt to."""
+    losses = []
+    for shape in ((1, 0), SHAPES["2-1"], SHAPES["3-1"]):
+        network = model()
+        network.net.insert(2, nn.Dropout(0.4))
+        network.net.append(nn.Dropout(0.4))
+        replica = replicas(network.double(), shape, parts=5)
+        losses.append(train(replica, sgd(replica.model)))
+    assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-10)
+    assert losses[2] == pytest.approx(losses[0], rel=0, abs=1e-10)
