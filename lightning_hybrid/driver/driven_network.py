@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import CallKey, Devices, Precision, TensorSpec, signals_deferred
+from lightning_hybrid.comm import CallKey, Devices, Precision, TensorSpec, copies_of, signals_deferred
 from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.split_batch import Numbers, Specialization
@@ -130,7 +130,7 @@ class DrivenNetwork(StagedNetwork):
             self.stream = Stream(
                 name or "self",
                 schedule,
-                placement.devices,
+                [device for copies in placement.devices for device in copies_of(copies)],
                 engine,
                 commands,
                 batches,

@@ -135,7 +135,7 @@ def lists_of(
         mine = (
             lists[stage][copies[stage].index(here)] for lists in (shared.forward, shared.backward)
         )
-        steps = ([(stage, step) for step in each] for each in mine)
+        steps = (tuple([(stage, step) for step in each]) for each in mine)
     else:
         first = [ranks[0] for ranks in copies]
         steps = (merge(lists, first)[here] for lists in (schedule.forward, schedule.backward))

@@ -81,7 +81,12 @@ class Runs:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("sgd", marks=slow), pytest.param("adamw", marks=slow), "two", pytest.param("copies", marks=slow)],
+    params=[
+        pytest.param("sgd", marks=slow),
+        pytest.param("adamw", marks=slow),
+        "two",
+        pytest.param("copies", marks=slow),
+    ],
 )
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("checkpoints"), request.param)

@@ -60,6 +60,23 @@ def test_losses_and_weights_are_those_of_one_device(
     assert sum(1 for one, two in pairwise(names[1 : workers + 1]) if one == two) == max(copies) - 1
 
 
+@slow
+def test_cuts_that_are_chosen_for_a_shape_give_the_numbers_of_one_device(train: Train) -> None:
+    config = {
+        **DEFAULTS,
+        "dtype": "float64",
+        "steps": 4,
+        "stages": 3,
+        **{"microbatches": 4, "batch": 4, "samples": 16},
+    }
+    losses, weights = one_device(config)
+    ranks = train(**config, copies=(2, 1), allocation="gabra")
+    assert ranks[0]["losses"] == pytest.approx(losses[0], abs=1e-10)
+    for name, value in ranks[1]["weights"].items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-10, atol=1e-10, msg=name)
+    assert "2-1" in ranks[0]["plan"]
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
