@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import CallKey, Devices, Precision, TensorSpec, copies_of, signals_deferred
+from lightning_hybrid.comm import (
+    CallKey,
+    Devices,
+    Precision,
+    TensorSpec,
+    copies_of,
+    signals_deferred,
+)
 from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.split_batch import Numbers, Specialization

@@ -67,7 +67,9 @@ def test_cuts_that_are_chosen_for_a_shape_give_the_numbers_of_one_device(train: 
         "dtype": "float64",
         "steps": 4,
         "stages": 3,
-        **{"microbatches": 4, "batch": 4, "samples": 16},
+        "microbatches": 4,
+        "batch": 4,
+        "samples": 16,
     }
     losses, weights = one_device(config)
     ranks = train(**config, copies=(2, 1), allocation="gabra")
