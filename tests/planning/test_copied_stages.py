@@ -12,6 +12,7 @@ from lightning_hybrid.planning import copied_stages
 from lightning_hybrid.planning.copied_stages import CopiedStages, best_cuts, owners_of
 from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.plan_page import predicted_lanes
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import Copy
@@ -148,6 +149,11 @@ def test_a_plan_says_the_devices_of_the_copies_and_their_step() -> None:
     assert found.world_size == 8
     # three copies hand over every 9 s what the driver takes in 9 s
     assert found.predicted_step_s == 2 * (9 + 9 + 9)
+    lanes = predicted_lanes(found)
+    assert [*lanes] == ["device 1", "device 2", "device 3", "device 0 (driver)"]
+    forwards = [span.label for span in lanes["device 2"] if span.kind == "forward"]
+    assert forwards == ["1", "4"]
+    assert max(span.end_s for spans in lanes.values() for span in spans) == 2 * (9 + 9 + 9)
     with pytest.raises(PlanError, match="planned with schedule 'gpipe', not 'zero_bubble'"):
         planned(**arguments, copies=(3, 1), schedule="zero_bubble")
     with pytest.raises(PlanError, match=r"copies\(1, 2\) .* 1 for the last"):
