@@ -13,8 +13,15 @@ from functools import lru_cache
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.simulate import Event, Timeline
 from lightning_hybrid.planning.step_time import StepCosts
-from lightning_hybrid.schedules import Copy, DealtSchedule, Instruction, Kind, deal, make_schedule
-from lightning_hybrid.schedules.dealt import peer
+from lightning_hybrid.schedules import (
+    Copy,
+    DealtSchedule,
+    Instruction,
+    Kind,
+    deal,
+    make_schedule,
+    peer,
+)
 
 Edge = tuple[Copy, Copy]
 Order = tuple[tuple[Copy, Instruction, Copy], ...]
