@@ -4,23 +4,24 @@ No closed form and no dynamic programme knows the step of dealt micro-batches. W
 ways to cut, all are tried; else one cut after the other is improved, from fair shares of the work.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 from math import comb
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.chains import fair_ends
-from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
+from lightning_hybrid.planning.dealt_time import DealtCosts, Edge, dealt_s
 from lightning_hybrid.planning.looped_placements import improved
-from lightning_hybrid.planning.step_problem import StepProblem
+from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
+from lightning_hybrid.schedules import Copy
 
-_MOST_CUTS = 500
+_MOST_CUTS = 100
 """Sets of cuts that are all tried."""
 
 Owners = tuple[tuple[int, ...], ...]
-AfterBackward = Mapping[int, tuple[Sequence[float], Sequence[float]]]
+AfterBackward = Sequence[tuple[Sequence[float], Sequence[float]]]
 
 
 def owners_of(copies: Sequence[int]) -> Owners:
@@ -47,14 +48,16 @@ class CopiedStages:
             devices. Each copy is taken to hold all micro-batches.
         copies: of each stage.
         speeds: of all devices of a replica, as `owners_of` numbers them; empty: of the chain.
-        after: by number of copies, for each partition the seconds of its all-reduce over the copies
-            of all replicas, and of its step; empty: as in the table of the chain.
+        links: between all of them; None: all are that of the chain's first two devices.
+        after: by stage, for each partition the seconds of its all-reduce over the copies of the
+            stage in all replicas, and of its optimizer step; empty: as in the table of the chain.
     """
 
     chain: StepProblem
     copies: tuple[int, ...]
     speeds: Sequence[float] = ()
-    after: AfterBackward = field(default_factory=dict)
+    links: Links | None = None
+    after: AfterBackward = ()
 
     def __post_init__(self) -> None:
         if len(self.copies) != self.chain.m or self.copies[-1] > 1:
@@ -73,9 +76,9 @@ class CopiedStages:
         costs = self.chain.costs(ends, [*range(1, self.chain.m), 0])
         if not self.after:
             return costs
-        bounds = list(zip(pairwise((0, *ends)), self.copies))
+        bounds = list(zip(pairwise((0, *ends)), self.after))
         reduce_s, step_s = (
-            [sum(self.after[count][which][a:b]) for (a, b), count in bounds] for which in (0, 1)
+            [sum(after[which][a:b]) for (a, b), after in bounds] for which in (0, 1)
         )
         # as in a chain, the step is the device's and the all-reduce is not
         step_s = [s / self.chain.speeds[d] for s, d in zip(step_s, costs.devices)]
@@ -85,6 +88,8 @@ class CopiedStages:
         """What each copy takes."""
         slowest = self.stage_costs(ends)
         alike = DealtCosts.alike(slowest, self.copies)
+        if self.links is not None:
+            alike = replace(alike, edges=self._edges(self.links, ends))
         if not self.speeds:
             return alike
 
@@ -96,8 +101,24 @@ class CopiedStages:
                 found.append([value * least / self.speeds[device] for device in devices])
             return found
 
-        names = ("forward_s", "backward_s", "weight_s", "step_s")
-        return replace(alike, **{name: scaled(getattr(slowest, name)) for name in names})
+        return replace(
+            alike,
+            forward_s=scaled(slowest.forward_s),
+            backward_s=scaled(slowest.backward_s),
+            step_s=scaled(slowest.step_s),
+        )
+
+    def _edges(self, links: Links, ends: Sequence[int]) -> dict[Edge, tuple[float, float]]:
+        edges = {}
+        for stage, (here, there) in enumerate(pairwise(owners_of(self.copies))):
+            size = self.chain.table.cut_bytes[ends[stage] - 1]
+            for i, source in enumerate(here):
+                for j, target in enumerate(there):
+                    edges[Copy(stage, i), Copy(stage + 1, j)] = (
+                        size * links.seconds_per_byte[source][target],
+                        links.latency_s[source][target],
+                    )
+        return edges
 
     def step_time_s(self, ends: Sequence[int]) -> float:
         """Predicted seconds of a step; infinite where a device cannot hold its stage."""

@@ -13,10 +13,18 @@ from functools import lru_cache
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.simulate import Event, Timeline
 from lightning_hybrid.planning.step_time import StepCosts
-from lightning_hybrid.schedules import Copy, DealtSchedule, Instruction, Kind, deal, make_schedule
-from lightning_hybrid.schedules.dealt import peer
+from lightning_hybrid.schedules import (
+    Copy,
+    DealtSchedule,
+    Instruction,
+    Kind,
+    deal,
+    make_schedule,
+    peer,
+)
 
 Edge = tuple[Copy, Copy]
+Order = tuple[tuple[Copy, Instruction, Copy], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,29 +91,45 @@ def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
     shape = tuple(map(len, costs.forward_s))
     if shape != dealt.copies:
         raise PlanError(f"copies{dealt.copies} of the lists are not copies{shape} of the costs")
-    run = _Run(dealt, costs)
-    for lists in (dealt.forward, dealt.backward):
-        for place, step in dealt.execute(lists):
-            run.take(place, step)
-    return run.timeline()
-
-
-@lru_cache(maxsize=512)
-def _dealt(copies: tuple[int, ...], microbatches: int) -> DealtSchedule:
-    return deal(make_schedule("gpipe", len(copies), microbatches), copies)
+    return _timed(_order(dealt), costs)
 
 
 def dealt_s(costs: DealtCosts, microbatches: int) -> float:
     """Seconds of one step of fill-drain, from the first forward to the last optimizer step."""
     copies = tuple(map(len, costs.forward_s))
-    return simulate_dealt(_dealt(copies, microbatches), costs).makespan_s
+    return _timed(_fill_drain(copies, microbatches), costs).makespan_s
+
+
+def _timed(order: Order, costs: DealtCosts) -> Timeline:
+    run = _Run(costs)
+    for place, step, other in order:
+        run.take(place, step, other)
+    return run.timeline()
+
+
+@lru_cache(maxsize=512)
+def _fill_drain(copies: tuple[int, ...], microbatches: int) -> Order:
+    return _order(deal(make_schedule("gpipe", len(copies), microbatches), copies))
+
+
+def _order(dealt: DealtSchedule) -> Order:
+    """A possible order of all instructions, with the other end of each send or receive."""
+    return tuple(
+        (
+            place,
+            step,
+            peer(place, step, dealt.copies) if step.kind.is_send or step.kind.is_receive else place,
+        )
+        for lists in (dealt.forward, dealt.backward)
+        for place, step in dealt.execute(lists)
+    )
 
 
 class _Run:
     """A simulated step: clocks of the copies, and of their ways out."""
 
-    def __init__(self, dealt: DealtSchedule, costs: DealtCosts) -> None:
-        self._copies, self._costs = dealt.copies, costs
+    def __init__(self, costs: DealtCosts) -> None:
+        self._costs = costs
         self._seconds = {
             Kind.FORWARD: costs.forward_s,
             Kind.BACKWARD: costs.backward_s,
@@ -114,34 +138,30 @@ class _Run:
         self._clock_s = defaultdict[Copy, float](float)
         self._out_s = defaultdict[Copy, float](float)  # when its last message has left
         self._arrivals_s = defaultdict[Edge, deque[float]](deque)
-        self._ready_s = [0.0] * len(dealt.copies)  # when a stage's gradients may travel
+        self._ready_s = [0.0] * len(costs.reduce_s)  # when a stage's gradients may travel
         self._reduces: list[tuple[Copy, Instruction]] = []
         self._events: list[Event] = []
 
-    def take(self, place: Copy, step: Instruction) -> None:
-        """Execute an instruction of a copy."""
+    def take(self, place: Copy, step: Instruction, other: Copy) -> None:
+        """Execute an instruction of a copy, with the copy at its other end."""
         start_s = self._clock_s[place]
-        if step.kind.computes:
-            end_s = start_s + self._seconds[step.kind][place.stage][place.number]
-            self._clock_s[place] = end_s
+        if seconds := self._seconds.get(step.kind):
+            end_s = self._clock_s[place] = start_s + seconds[place.stage][place.number]
         elif step.kind is Kind.REDUCE:  # its end is known when all have come to it
             self._ready_s[place.stage] = max(self._ready_s[place.stage], start_s)
             self._reduces.append((place, step))
             return
         elif step.kind.is_send:
-            target = peer(place, step, self._copies)
             back = step.kind in (Kind.SEND_GRADIENT, Kind.SEND_OUTPUT_GRADIENT)
-            edge = (target, place) if back else (place, target)
+            edge = (other, place) if back else (place, other)
             send_s, latency_s = self._costs.edges.get(edge, (0.0, 0.0))
             if send_s:  # what takes no time waits for nothing
                 start_s = max(start_s, self._out_s[place])
                 self._out_s[place] = start_s + send_s
             end_s = start_s + send_s + latency_s
-            self._arrivals_s[place, target].append(end_s)
+            self._arrivals_s[place, other].append(end_s)
         else:
-            source = peer(place, step, self._copies)
-            end_s = max(start_s, self._arrivals_s[source, place].popleft())
-            self._clock_s[place] = end_s
+            end_s = self._clock_s[place] = max(start_s, self._arrivals_s[other, place].popleft())
         self._events.append(Event(place.stage, step, start_s, end_s, place.number))
 
     def timeline(self) -> Timeline:

@@ -112,13 +112,15 @@ def make_plan(
     working = max(row.working_bytes for row in profile.partitions)
     rates = None if cluster is None else cluster.rates
     table = _table(graph, partitions, profile, cluster if trains else None, replicas, trains=trains)
-    after, stage_limits = {}, limits
+    after, stage_limits = list[Any](), limits
     if settings.has_copies:
         owners = owners_of(settings.copies)
         stage_limits = limits and tuple(map(int, of_slowest(limits, owners)))
         if rates is not None and trains:
-            sizes = table.gradient_bytes
-            after = {r: rates.after_backward(sizes, replicas * r) for r in settings.copies}
+            after = [
+                rates.after_backward(table.gradient_bytes, replicas * count)
+                for count in settings.copies
+            ]
     plan = plan_within(
         table,
         settings,

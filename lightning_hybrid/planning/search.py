@@ -93,7 +93,7 @@ def plan_stages(
     latency_s: float = 0.0,
     memory_limits: Sequence[int] | None = None,
     cut_points: Sequence[str] | None = None,
-    after: AfterBackward | None = None,
+    after: AfterBackward = (),
 ) -> Plan:
     """Choose where to cut a chain of network partitions, and predict the time of a step.
 
@@ -114,7 +114,7 @@ def plan_stages(
         memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
         cut_points: Names of the first partition of each next stage, instead of a search; each
             device has one. They are taken and predicted even where they do not fit.
-        after: Of stages with copies, by number of copies, what follows the last backward.
+        after: Of stages with copies, what follows the last backward.
 
     Raises:
         PlanError: more stages than partitions, an unknown or misplaced cut point or schedule, or no
@@ -136,7 +136,7 @@ def plan_stages(
     )
     if settings.has_copies:
         copied = CopiedStages(
-            chain=problem, copies=settings.copies, speeds=given or (), after=after or {}
+            chain=problem, copies=settings.copies, speeds=given or (), after=after
         )
         return _with_copies(copied, settings, replicas, cut_points)
     if cut_points is None:

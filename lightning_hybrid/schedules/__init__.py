@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from lightning_hybrid.schedules.dealt import Copy, DealtSchedule, check_copies, deal
+from lightning_hybrid.schedules.dealt import Copy, DealtSchedule, check_copies, deal, peer
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, execute_merged
 from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order, looped
@@ -68,4 +68,5 @@ __all__ = [
     "loop_order",
     "make_schedule",
     "merge",
+    "peer",
 ]

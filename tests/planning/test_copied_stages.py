@@ -12,8 +12,10 @@ from lightning_hybrid.planning import copied_stages
 from lightning_hybrid.planning.copied_stages import CopiedStages, best_cuts, owners_of
 from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.plan_page import predicted_lanes
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
+from lightning_hybrid.schedules import Copy
 
 
 def table(n: int, seed: int = 0, **more: Any) -> PartitionTable:
@@ -126,7 +128,7 @@ def test_each_copy_computes_at_its_own_speed() -> None:
 
 
 def test_gradients_are_summed_over_the_copies_of_a_stage() -> None:
-    after = {2: ([3.0, 5.0], [1.0, 1.0]), 1: ([0.0, 0.0], [1.0, 1.0])}
+    after = [([3.0, 5.0], [1.0, 1.0]), ([0.0, 0.0], [1.0, 1.0])]
     assert stages(table(2), (2, 1), after=after).costs([1, 2]).reduce_s == [3.0, 0.0]
 
 
@@ -147,10 +149,28 @@ def test_a_plan_says_the_devices_of_the_copies_and_their_step() -> None:
     assert found.world_size == 8
     # three copies hand over every 9 s what the driver takes in 9 s
     assert found.predicted_step_s == 2 * (9 + 9 + 9)
+    lanes = predicted_lanes(found)
+    assert [*lanes] == ["device 1", "device 2", "device 3", "device 0 (driver)"]
+    forwards = [span.label for span in lanes["device 2"] if span.kind == "forward"]
+    assert forwards == ["1", "4"]
+    assert max(span.end_s for spans in lanes.values() for span in spans) == 2 * (9 + 9 + 9)
     with pytest.raises(PlanError, match="planned with schedule 'gpipe', not 'zero_bubble'"):
         planned(**arguments, copies=(3, 1), schedule="zero_bubble")
     with pytest.raises(PlanError, match=r"copies\(1, 2\) .* 1 for the last"):
         planned(**arguments, copies=(1, 2))
+
+
+def test_each_pair_of_copies_has_the_link_of_its_devices() -> None:
+    """Devices 0 and 1 are neighbours, device 2 is farther away."""
+    links = Links(
+        seconds_per_byte=[[0, 1, 5], [1, 0, 5], [5, 5, 0]],
+        latency_s=[[0, 0.1, 0.2], [0.1, 0, 0.2], [0.2, 0.2, 0]],
+    )
+    edges = stages(table(2, cut_bytes=[3.0]), (2, 1), links=links).costs([1, 2]).edges
+    assert edges == {
+        (Copy(0, 0), Copy(1, 0)): (3.0, 0.1),
+        (Copy(0, 1), Copy(1, 0)): (15.0, 0.2),
+    }
 
 
 def test_devices_are_numbered_in_the_order_of_their_stages() -> None:
