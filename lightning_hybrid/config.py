@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import AUTO, Method, Plan, PlanSettings, Sizes, given_speeds
 from lightning_hybrid.schedules import SCHEDULES, STREAMED, DelayedWeights, LookAhead
 
 Count = int | Literal["auto"]
+Shape = Count | tuple[int, ...]
 Checkpoint = Literal["full", "sharded", "sharded_async"]
 ScheduleName = Literal[
     "auto", "gpipe", "looped", "zero_bubble", "1f1b", "pipedream", "ddg", "fdg", "akintoye"
@@ -29,6 +30,7 @@ class Config:
     Attributes:
         replicas: number of replicas; ``None``: devices / stages.
         stages: number of devices of a replica; ``None``: devices / replicas.
+        copies: of each stage of a replica; empty: each device has a stage of its own, or several.
         microbatches: into how many slices a batch is split; ``None``: by the size of the batch.
         names: dotted names of the modules to cut; ``None``: they are found.
         settings: what a plan is made by.
@@ -63,13 +65,14 @@ class Config:
     balance: Balance = "equal"
     replan: Replan = "never"
     chosen: bool = False
+    copies: tuple[int, ...] = ()
 
     @classmethod
     def resolve(
         cls,
         *,
         data_parallel_size: Count = "auto",
-        pipeline_parallel_size: Count = "auto",
+        pipeline_parallel_size: Shape = "auto",
         num_microbatches: Count = "auto",
         schedule: ScheduleName = "auto",
         delayed_weights: DelayedWeights = "stash",
@@ -97,6 +100,7 @@ class Config:
             PlanError: the sizes contradict each other or the plan, or the plan cannot be read.
         """
         loaded = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        copies = _copies(pipeline_parallel_size, loaded)
         replicas, stages = _sizes(data_parallel_size, pipeline_parallel_size, loaded)
         if num_microbatches != "auto" and num_microbatches < 1:
             raise PlanError(f"num_microbatches={num_microbatches} must be at least 1 or 'auto'.")
@@ -130,6 +134,15 @@ class Config:
                 "replan='epoch' gives replicas other parts of a batch when they turn out faster or "
                 "slower, and balance='equal' gives all the same. Use balance='speed'."
             )
+        _check_copies(
+            copies,
+            schedule=("gpipe" if schedule == "auto" else schedule, "gpipe"),
+            contiguous=(contiguous, True),
+            balance=(balance, "equal"),
+            shard_optimizer_states=(shard_optimizer_states, False),
+            checkpoint=(checkpoint, "full"),
+            rng=(rng, "microbatch"),
+        )
         names = [network] if isinstance(network, str) else network
         return cls(
             replicas=replicas,
@@ -146,6 +159,7 @@ class Config:
                 compiled=compile_stages,
                 delayed_weights=delayed_weights,
                 shards_states=shard_optimizer_states,
+                copies=copies,
             ),
             capacity=None if device_capacity == "auto" else tuple(device_capacity),
             compile_stages=compile_stages,
@@ -158,6 +172,7 @@ class Config:
             shard_optimizer_states=shard_optimizer_states,
             balance=balance,
             replan=replan,
+            copies=copies,
         )
 
     @property
@@ -229,8 +244,8 @@ class Config:
 
     @property
     def several_stages_per_device(self) -> bool:
-        """Whether a device may have several stages, so that its rank does not tell which."""
-        if self.settings.schedule == "looped":
+        """Whether stages and devices are not the same number, so that a rank tells no stage."""
+        if self.settings.schedule == "looped" or self.copies:
             return True
         if self.plan is not None:
             return self.plan.devices != (*range(1, self.plan.stages), 0)
@@ -329,8 +344,54 @@ def _check_schedule(name: str, plan: Plan | None, weights: str, shrink: float) -
         raise PlanError(f"gradient_shrinking={shrink} must be above 0 and at most 1.")
 
 
-def _sizes(replicas: Count, stages: Count, plan: Plan | None) -> tuple[int | None, int | None]:
+def _copies(shape: Shape, plan: Plan | None) -> tuple[int, ...]:
+    """Of each stage; empty: all have one."""
+    if isinstance(shape, int | str):
+        given = plan.copies if plan is not None else ()
+        return given if max(given, default=1) > 1 else ()
+    copies = tuple(shape)
+    if not copies or not all(isinstance(count, int) and count > 0 for count in copies):
+        raise PlanError(
+            f"pipeline_parallel_size={shape!r} must be a positive number, 'auto', or of each stage "
+            "the number of its copies, as in (3, 1)."
+        )
+    if plan is not None and plan.copies != copies:
+        raise PlanError(
+            f"pipeline_parallel_size={copies} contradicts the plan, whose stages have {plan.copies}"
+            " copies. Give one or the other."
+        )
+    return copies if max(copies) > 1 else ()
+
+
+def _check_copies(copies: tuple[int, ...], **options: tuple[Any, Any]) -> None:
+    """Complain about what does not go together with copies of a stage.
+
+    Args:
+        copies: of each stage.
+        options: by name of an argument its value, and the one that does.
+
+    Raises:
+        PlanError: the last stage has copies, or an argument has another value.
+    """
+    if not copies:
+        return
+    shape = f"pipeline_parallel_size={copies} gives stages copies"
+    if copies[-1] > 1:
+        raise PlanError(
+            f"{shape}, and the last stage, which is the driver's, can have only one. Use "
+            f"pipeline_parallel_size={(*copies[:-1], 1)}."
+        )
+    for name, (value, good) in options.items():
+        if value != good:
+            raise PlanError(
+                f"{shape}, which does not go together with {name}={value!r}. Use {name}={good!r}, "
+                f"or pipeline_parallel_size={sum(copies)}."
+            )
+
+
+def _sizes(replicas: Count, shape: Shape, plan: Plan | None) -> tuple[int | None, int | None]:
     """Number of replicas and of the devices of each; ``None``: by the number of devices."""
+    stages = shape if isinstance(shape, int | str) else sum(shape)
     sizes = {"data_parallel_size": replicas, "pipeline_parallel_size": stages}
     for name, value in sizes.items():
         if value != "auto" and (not isinstance(value, int) or value < 1):

@@ -97,13 +97,13 @@ def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
     seen: dict[tuple[object, ...], Shape] = {}
     for shape in shapes:
         equal = not shape.shares
-        key = shape.replicas, shape.devices_per_replica, shape.stages_per_device, equal
+        key = shape.replicas, shape.stages, shape.stages_per_device, equal
         seen.setdefault(key, shape)
     return [
         {
             "replicas": f"{shape.replicas}{': ' * bool(shape.shares)}"
             + ", ".join(map(str, shape.shares)),
-            "stages": str(shape.devices_per_replica),
+            "stages": shape.stages,
             "a device": str(shape.stages_per_device),
             "micro-batches": str(shape.microbatches),
             "step": _seconds(shape.step_s),

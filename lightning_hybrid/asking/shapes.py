@@ -9,6 +9,7 @@ First all shapes are cut by `balanced`, then the fastest ones with v = 1 by the 
 `chains`, where it is quick. The ranks of a replica are neighbours, in the order of the devices.
 Where devices are not alike, the replicas may take unequal parts of their R batches together, by
 their speed (``balance="speed"``), and the last devices may be left out (``Trainer(devices=...)``).
+Where devices or links are not alike, stages of a replica may have copies as well.
 Where stages do not fit, a shape is tried once more with stages that run their forward again for the
 backward and hold the activations of one micro-batch.
 """
@@ -24,6 +25,7 @@ from lightning_hybrid.asking.balanced import balanced_ends
 from lightning_hybrid.asking.cluster_description import ClusterDescription, Level
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import (
+    CopiedStages,
     Fit,
     Links,
     PartitionTable,
@@ -31,8 +33,11 @@ from lightning_hybrid.planning import (
     StepProblem,
     Way,
     best_chain,
+    best_cuts,
     deal,
     gigabytes,
+    of_slowest,
+    owners_of,
     what_lacks,
     what_would_fit,
 )
@@ -43,6 +48,8 @@ _MOST_MICROBATCHES = 64
 """Micro-batches that are tried at most. More of them hold no less, since all are in flight."""
 _REFINED = 5
 """Shapes that the dynamic programme looks at again."""
+_MOST_COPIED = 8
+"""Devices of a replica whose stages have copies, at most; twice as many micro-batches."""
 _QUICK = 400
 """Partitions times devices up to which it takes a moment."""
 
@@ -61,15 +68,16 @@ class Shape:
         stages_per_device: v; 1: each device has one stage.
         microbatches: M, slices of a replica's batch.
         ends: for each stage the number after its last partition.
-        devices: for each stage its device within the replica.
+        devices: for each stage its device within the replica, or those of its copies.
         step_s: predicted seconds of a step.
         samples: number of samples of all replicas in a step.
         bubble: share of the devices' time in which they do not compute.
-        search: what found the cuts: `balanced` or `dynamic`.
+        search: what found the cuts: `balanced` or `dynamic`; with copies `exact` or `descent`.
         lacking_bytes: what the fullest device lacks; 0: it fits.
         recompute: whether stages run their forward again for the backward.
         shares: samples that each replica takes in a step; empty: all take as many.
         fit: of what does not fit, what lacks if each device has one stage.
+        copies: of each stage; empty: each has one.
     """
 
     replicas: int
@@ -77,7 +85,7 @@ class Shape:
     stages_per_device: int
     microbatches: int
     ends: tuple[int, ...]
-    devices: tuple[int, ...]
+    devices: tuple[int | tuple[int, ...], ...]
     step_s: float
     samples: int
     bubble: float
@@ -86,6 +94,7 @@ class Shape:
     recompute: bool = False
     shares: tuple[int, ...] = ()
     fit: Fit | None = None
+    copies: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -98,15 +107,21 @@ class Shape:
         return self.samples / self.step_s if self.step_s else float("inf")
 
     @property
+    def stages(self) -> str:
+        """Their number, with their copies."""
+        copies = f" ({'-'.join(map(str, self.copies))} copies)" if self.copies else ""
+        return f"{len(self.copies) or self.devices_per_replica}{copies}"
+
+    @property
     def _taking(self) -> str:
         return f" with {', '.join(map(str, self.shares))} samples" if self.shares else ""
 
     def __str__(self) -> str:
         loop = f" x {self.stages_per_device} a device" if self.stages_per_device > 1 else ""
+        number, _, copies = self.stages.partition(" ")
         return (
-            f"{self.replicas} replica{'s' * (self.replicas > 1)}{self._taking} x "
-            f"{self.devices_per_replica} "
-            f"stage{'s' * (self.devices_per_replica > 1)}{loop}, "
+            f"{self.replicas} replica{'s' * (self.replicas > 1)}{self._taking} x {number} "
+            f"stage{'s' * (self.devices_per_replica > 1)}{copies and f' {copies}'}{loop}, "
             f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
             f"{', activations computed again' * self.recompute}"
         )
@@ -159,14 +174,20 @@ def _shapes(
                     fit = _fit(problem, batch, recompute)
                     shapes = [s if s.fits else replace(s, fit=fit) for s in shapes]
                 found += shapes
+                if not recompute:
+                    found += _copied(problem, costs, cluster, batch)
                 # one device, or one micro-batch, would hold as much as before
                 if devices == 1 or microbatches == 1 or all(shape.fits for shape in shapes):
                     break
     found.sort(key=_rank)
-    chains = [k for k, s in enumerate(found) if s.stages_per_device == 1 < s.devices_per_replica]
+    chains = [
+        k
+        for k, s in enumerate(found)
+        if s.stages_per_device == 1 < s.devices_per_replica and not s.copies
+    ]
     for number in chains[:_REFINED]:
         found[number] = _refined(found[number], costs_of, cluster, batch)
-    dealt = (_dealt(shape, costs_of, cluster, batch) for shape in found)
+    dealt = (_dealt(shape, costs_of, cluster, batch) for shape in found if not shape.copies)
     return [*found, *filter(None, dealt)]
 
 
@@ -192,7 +213,7 @@ def _dealt(
         for replica, share in enumerate(shares)
     ]
     found = [
-        _shape(part, shape.ends, shape.devices, shape.replicas, batch, shape.search)
+        _shape(part, shape.ends, _chain_of(shape), shape.replicas, batch, shape.search)
         for part in parts
     ]
     step_s = max(each.step_s for each in found)
@@ -231,6 +252,12 @@ def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch:
     used = cluster.take(shape.replicas * shape.devices_per_replica)
     problem = _problem_of_shape(shape, costs_of, used, batch)
     table = problem.table
+    if shape.copies:
+        copied = _with_copies(problem, shape.copies, table, used)
+        firsts = [devices[0] for devices in owners_of(shape.copies)]
+        costs = replace(copied.stage_costs(shape.ends), devices=firsts)
+    else:
+        costs = problem.costs(shape.ends, _chain_of(shape))
     return Plan(
         replicas=shape.replicas,
         stages=len(shape.ends),
@@ -239,13 +266,18 @@ def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch:
         cuts=tuple(table.names[end] for end in shape.ends[:-1]),
         devices=shape.devices,
         capacities=tuple(problem.speeds),
-        rows=table.rows(shape.ends, problem.costs(shape.ends, shape.devices)),
+        rows=table.rows(shape.ends, costs),
         predicted_step_s=shape.step_s,
         objective="step",
         allocation=shape.search,
         recompute=shape.recompute,
         shares=shape.shares,
     )
+
+
+def _chain_of(shape: Shape) -> list[int]:
+    """The device of each stage of a shape without copies."""
+    return [device for device in shape.devices if isinstance(device, int)]
 
 
 def _problem_of_shape(
@@ -339,14 +371,103 @@ def _reduce_s(
     level = cluster.level(range(0, len(cluster.devices), devices))
     if level is None:
         return ()
-    place = cluster.levels.index(level)
-    # devices of one group of the level inside share the links that leave the group: a ring goes
-    # through a group once, and each stage has a ring of its own
-    inside = cluster.levels[place - 1].devices if place else 1
-    times = [ring_s(level, size, replicas, min(devices, inside)) for size in costs.gradient_bytes]
-    waits = ring_s(level, 0.0, replicas)
+    # each stage has a ring of its own
+    return _rings_s(level, costs.gradient_bytes, replicas, min(devices, _inside(cluster, level)))
+
+
+def _inside(cluster: ClusterDescription, level: Level | None) -> int:
+    """Devices that share the links of a level: those of a group of the level inside.
+
+    A ring goes through each such group once.
+    """
+    place = cluster.levels.index(level) if level is not None else 0
+    return cluster.levels[place - 1].devices if place else 1
+
+
+def _rings_s(
+    level: Level | None, sizes: Sequence[float], owners: int, sharers: int
+) -> tuple[float, ...]:
+    """Seconds of the all-reduce of each partition, over so many owners."""
+    times = [ring_s(level, size, owners, sharers) for size in sizes]
+    waits = ring_s(level, 0.0, owners)
     # the first partition's is the last to begin: there the latency counts
-    return (times[0], *(time - waits for time in times[1:]))
+    return (*times[:1], *(time - waits for time in times[1:]))
+
+
+def _copied(
+    problem: StepProblem, costs: PartitionTable, cluster: ClusterDescription, batch: int
+) -> Iterator[Shape]:
+    """Shapes of two or three stages with copies, where devices or links are not alike."""
+    devices, replicas = problem.m, len(cluster.devices) // problem.m
+    alike = len(set(cluster.devices)) == 1 and len(cluster.levels) < 2
+    if alike or not 2 < devices <= _MOST_COPIED or problem.microbatches > 2 * _MOST_COPIED:
+        return
+    fronts = [(devices - 1,), *((k, devices - 1 - k) for k in range(1, devices - 1))]
+    for copies in ((*front, 1) for front in fronts):
+        if max(copies) == 1 or problem.microbatches < max(copies):
+            continue
+        copied = _with_copies(problem, copies, costs, cluster)
+        try:
+            ends, all_tried = best_cuts(copied)
+        except PlanError:  # the chain of as many devices says what lacks
+            continue
+        step_s, of_each = copied.step_time_s(ends), copied.costs(ends)
+        busy_s = sum(
+            len(range(number, problem.microbatches, count)) * (f + b) + step
+            for count, *rows in zip(copies, of_each.forward_s, of_each.backward_s, of_each.step_s)
+            for number, (f, b, step) in enumerate(zip(*rows))
+        )
+        yield Shape(
+            replicas=replicas,
+            devices_per_replica=devices,
+            stages_per_device=1,
+            microbatches=problem.microbatches,
+            ends=tuple(ends),
+            devices=owners_of(copies),
+            step_s=step_s,
+            samples=replicas * batch,
+            bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
+            search="exact" if all_tried else "descent",
+            copies=copies,
+        )
+
+
+def _with_copies(
+    problem: StepProblem,
+    copies: tuple[int, ...],
+    costs: PartitionTable,
+    cluster: ClusterDescription,
+) -> CopiedStages:
+    """The stages with copies that the devices of a chain can be, with the all-reduces of each."""
+    owners, table = owners_of(copies), problem.table
+    groups = [
+        [k + d for k in range(0, len(cluster.devices), problem.m) for d in devices]
+        for devices in owners
+    ]
+    levels = [cluster.level(ranks) if len(ranks) > 1 else None for ranks in groups]
+    after = []
+    for ranks, level in zip(groups, levels):
+        sharers = min(levels.count(level), _inside(cluster, level))
+        after.append(
+            (
+                _rings_s(level, costs.gradient_bytes, len(ranks), sharers),
+                table.step_s or [0.0] * problem.n,
+            )
+        )
+    limits = problem.memory_limits
+    return CopiedStages(
+        chain=StepProblem(
+            table=table,
+            speeds=of_slowest(problem.speeds, owners),
+            links=Links.equal(len(copies), 1.0),
+            microbatches=problem.microbatches,
+            memory_limits=of_slowest(limits, owners) if limits else (),
+        ),
+        copies=copies,
+        speeds=problem.speeds,
+        links=problem.links,
+        after=after,
+    )
 
 
 def _cut(problem: StepProblem, replicas: int, batch: int, recompute: bool) -> Iterator[Shape]:
@@ -371,12 +492,12 @@ def _refined(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch
     if problem.n * problem.m > _QUICK:
         return shape
     try:
-        ends, step_s = best_chain(problem, shape.devices)
+        ends, step_s = best_chain(problem, _chain_of(shape))
     except PlanError:
         return shape
     if shape.fits and step_s >= shape.step_s:
         return replace(shape, search="dynamic")  # the exact search found no faster chain
-    refined = _shape(problem, ends, shape.devices, shape.replicas, batch, "dynamic")
+    refined = _shape(problem, ends, _chain_of(shape), shape.replicas, batch, "dynamic")
     return replace(refined, recompute=shape.recompute)
 
 

@@ -1,6 +1,13 @@
 """Who can speak to whom: process groups, channels for commands, links for tensors."""
 
-from lightning_hybrid.comm.activation_links import Arriving, Links, link_stages
+from lightning_hybrid.comm.activation_links import (
+    Arriving,
+    Dealt,
+    Devices,
+    Links,
+    copies_of,
+    link_copies,
+)
 from lightning_hybrid.comm.collectives import (
     broadcast_object,
     fail_next_meeting,
@@ -51,6 +58,8 @@ __all__ = [
     "CallKey",
     "ConnectionLost",
     "Coordinates",
+    "Dealt",
+    "Devices",
     "Failure",
     "Group",
     "GroupHandle",
@@ -73,11 +82,12 @@ __all__ = [
     "choose_interface",
     "chosen_interface",
     "connection_lost",
+    "copies_of",
     "fail_next_meeting",
     "gather_objects",
     "is_gone",
     "is_late",
-    "link_stages",
+    "link_copies",
     "make_deferrable",
     "make_world",
     "meet",

@@ -1,8 +1,9 @@
 """What joins a stage with the two beside it on the ring of its replica."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Protocol, TypeVar
 
 import torch
@@ -16,6 +17,9 @@ from lightning_hybrid.comm.tensor_specs import TensorSpec, bytes_of
 from lightning_hybrid.errors import HybridError
 
 W = TypeVar("W", bound=Word)
+
+Devices = Sequence[int | tuple[int, ...]]
+"""Of each stage the ``pp_rank`` of its rank; where a stage has copies, those of all."""
 
 
 class Arriving(Protocol):
@@ -186,13 +190,75 @@ class Links:
     next: Link
 
 
-def link_stages(lines: Lines, devices: Sequence[int], device: torch.device) -> dict[int, Links]:
+@dataclass(frozen=True)
+class Dealt:
+    """The neighbours of a stage, or of a copy of it, by micro-batch.
+
+    Copies of a stage take micro-batches in turn. A micro-batch goes around the ring of those that
+    it is dealt to, and what holds for messages of a chain of stages holds for each ring by itself.
+
+    Attributes:
+        count: number of rings.
+        rings: the links of the rings that this stage is in, by number of the ring.
+    """
+
+    count: int
+    rings: Mapping[int, Links]
+
+    def ring(self, microbatch: int) -> int:
+        """Number of the ring of a micro-batch."""
+        return microbatch % self.count
+
+    def at(self, microbatch: int) -> Links:
+        """The links of a micro-batch that is dealt here."""
+        return self.rings[self.ring(microbatch)]
+
+    def __iter__(self) -> Iterator[Links]:
+        return iter(self.rings.values())
+
+
+def copies_of(device: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of a stage, as :data:`Devices` has it."""
+    return device if isinstance(device, tuple) else (device,)
+
+
+def rings_of(devices: Devices) -> list[tuple[int, ...]]:
+    """The rings that micro-batches go around in turn: of each stage the copy that they are for."""
+    stages = [copies_of(device) for device in devices]
+    count = lcm(*map(len, stages))
+    return [tuple([copies[ring % len(copies)] for copies in stages]) for ring in range(count)]
+
+
+def link_copies(lines: Lines, devices: Devices, device: torch.device) -> dict[int, Dealt]:
+    """Link the stages of this rank, which may be copies; all ranks of the replica call it together.
+
+    Args:
+        lines: of this rank.
+        devices: of each stage.
+        device: where received tensors live that are not on the CPU.
+
+    Returns:
+        The links of each stage that is here, in the order of the stages.
+    """
+    rings = rings_of(devices)
+    found: dict[int, dict[int, Links]] = {}
+    for number, ring in enumerate(rings):
+        linked = link_stages(lines, ring, device, first_tag=1 + number * len(devices))
+        for stage, links in linked.items():
+            found.setdefault(stage, {})[number] = links
+    return {stage: Dealt(len(rings), found[stage]) for stage in sorted(found)}
+
+
+def link_stages(
+    lines: Lines, devices: Sequence[int], device: torch.device, first_tag: int = 1
+) -> dict[int, Links]:
     """Link the stages of this rank; all ranks of the replica call it together.
 
     Args:
         lines: of this rank.
         devices: ``pp_rank`` of each stage.
         device: where received tensors live that are not on the CPU.
+        first_tag: of the channels for words, one for each edge.
 
     Returns:
         The links of each stage that is here, in the order of the stages.
@@ -211,9 +277,9 @@ def link_stages(lines: Lines, devices: Sequence[int], device: torch.device) -> d
             continue
         activations, gradients, host = wires[edge]
         if ends[0] == here:
-            words = lines.channel(ends[1], tag=1 + edge)
+            words = lines.channel(ends[1], tag=first_tag + edge)
             after[edge] = PeerLink(words, activations, gradients, host, device)
         else:
-            words = lines.channel(ends[0], tag=1 + edge)
+            words = lines.channel(ends[0], tag=first_tag + edge)
             before[following] = PeerLink(words, gradients, activations, host, device)
     return {stage: Links(before[stage], after[stage]) for stage in sorted(after)}

@@ -168,6 +168,7 @@ class Mesh(Lines):
         self._groups: list[GroupHandle] = []
         self._on_device: list[GroupHandle] = []
         self._statistics: Group = None
+        self._of_copies: dict[str, Group] = {}
         dp_rank, pp_rank = coordinates.dp_rank, coordinates.pp_rank
         ranks, replicas = coordinates.ranks_per_replica, coordinates.replicas
         self.control = self._group(f"control{dp_rank}", pp_rank, ranks, "gloo")
@@ -235,15 +236,45 @@ class Mesh(Lines):
         """The ranks with this `pp_rank`, which have met in it."""
         here = self.coordinates
         group = self._device_group(f"{name}{here.pp_rank}", here.dp_rank, here.replicas)
+        self._meet_all(group)
+        return group
+
+    def _meet_all(self, group: Group) -> None:
         met = torch.zeros(1, device=self._device)
         wait(start(group.allreduce, [met], peer=UNKNOWN_PEER), UNKNOWN_PEER)
-        return group
 
     def statistics(self) -> Group:
         """A group like `data_parallel`, for batch normalisation; made on first use."""
         if self._statistics is None:
             self._statistics = self._replica_group("statistics")
         return self._statistics
+
+    def owners(self, copies: Sequence[int]) -> Group:
+        """The ranks that have a stage, in all replicas; those of a stage call it together.
+
+        Args:
+            copies: ``pp_rank`` of each of its copies.
+        """
+        if len(copies) == 1:
+            return self.data_parallel
+        here = self.coordinates
+        place = here.dp_rank * len(copies) + copies.index(here.pp_rank)
+        return self._copies_group("owners", copies, place, here.replicas * len(copies))
+
+    def siblings(self, copies: Sequence[int]) -> Group:
+        """The copies of a stage in this replica, which call it together; see :meth:`owners`."""
+        place = copies.index(self.coordinates.pp_rank)
+        replica = f"siblings{self.coordinates.dp_rank}."
+        return self._copies_group(replica, copies, place, len(copies))
+
+    def _copies_group(self, kind: str, copies: Sequence[int], rank: int, size: int) -> Group:
+        """Made on first use; its ranks have met in it."""
+        name = kind + "-".join(map(str, copies))
+        if name not in self._of_copies:
+            group = self._device_group(name, rank, size)
+            self._meet_all(group)
+            self._of_copies[name] = group
+        return self._of_copies[name]
 
     def init_default_group(self) -> None:
         """Make the default group of several drivers, by public API; nothing on a worker."""

@@ -137,7 +137,7 @@ class Cut(Command):
         network: number of the network; one that is known gets another graph.
         name: its dotted name in the LightningModule; empty for the LightningModule itself.
         stages: the rank's stages, by number.
-        devices: of each stage of the network the ``pp_rank`` of its rank.
+        devices: of each stage of the network the ``pp_rank`` of its rank, or of all its copies.
         borrowed: names in the network of parameters that the rank uses and another one owns.
         schedule: name of the schedule.
         seed: of the random numbers inside the network.
@@ -151,7 +151,7 @@ class Cut(Command):
     network: int
     name: str
     stages: Mapping[int, StageCode]
-    devices: tuple[int, ...]
+    devices: tuple[int | tuple[int, ...], ...]
     borrowed: frozenset[str]
     schedule: str
     seed: int

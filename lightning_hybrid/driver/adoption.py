@@ -235,7 +235,8 @@ class Adoption:
         *,
         is_part: bool,
     ) -> Plan:
-        stages = self._mesh.coordinates.ranks_per_replica
+        devices = self._mesh.coordinates.ranks_per_replica
+        stages = self._options.stages or devices
         if len(partitions) < stages:
             raise PlanError(
                 f"{found.shown} has {count(len(partitions), 'network partition')}, fewer than "
@@ -244,7 +245,7 @@ class Adoption:
                 f"HybridGabraStrategy(network='...').{_why_not_more(graph, partitions, leaves)}"
                 f"{'' if is_part else _part_of_another(found.name)}"
             )
-        wanted = self._options.microbatches or _microbatches(graph, leaves, stages)
+        wanted = self._options.microbatches or _microbatches(graph, leaves, devices)
         slices = [list(leaves)]
         if wanted > 1 and not _is_one_sample(graph, leaves):
             reason = self._why_whole(found, graph, leaves, wanted)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_hybrid._torch.autograd import is_in_backward
 from lightning_hybrid._torch.tensors import as_the_user_sees_them
+from lightning_hybrid.comm import copies_of
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.held_hooks import HeldHooks
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
@@ -113,6 +114,11 @@ class ChosenGradients:
 
 def _check(network: DrivenNetwork) -> None:
     what = f"Gradients of single weights ({place_now()}) of network {network.name or 'self'!r}"
+    if any(len(copies_of(device)) > 1 for device in network.placement.devices):
+        raise NetworkError(
+            f"{what} are in parts, as one of its stages has copies (pipeline_parallel_size). Read "
+            "parameter.grad after a backward for all weights, or give each stage one copy."
+        )
     schedule = STREAMED.get(network.placement.schedule)
     if schedule is not None and schedule.delayed:
         raise NetworkError(

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_hybrid.comm import Links, Mesh, link_stages, signals_deferred
+from lightning_hybrid.comm import Dealt, Devices, Mesh, copies_of, link_copies, signals_deferred
 from lightning_hybrid.comm.protocol import Command, Cut, TakeWeights
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork, Placement
@@ -19,6 +19,7 @@ from lightning_hybrid.stage import (
     StageOptions,
     Trace,
     borrowed_parameters,
+    is_running_statistic,
     own_buffers,
     own_parameters,
     state_buffers,
@@ -108,6 +109,7 @@ class Distribution:
         )
         refuse_tied(name, tensors_of(self._module), borrowed)
         self._refuse_compiled(name, borrowed[0])
+        _refuse_copies(name, network, codes, placement.devices)
         links = self._order(number, name, codes, placement, borrowed, linked=False)
         prefix = f"{name}." if name else ""
         remote = self._hand_out_weights(prefix, codes, placement.devices, borrowed)
@@ -125,6 +127,7 @@ class Distribution:
             NetworkError: code of a stage cannot travel to its rank.
             Exception: of a worker that cannot make its stages.
         """
+        _refuse_copies(network.name, network.module, codes, network.placement.devices)
         nobody = [frozenset[str]() for _ in (0, *self._workers.ranks)]
         self._order(network.number, network.name, codes, network.placement, nobody, linked=True)
         here = [own.number for own in network.engine.owned]
@@ -149,7 +152,7 @@ class Distribution:
         borrowed: Sequence[frozenset[str]],
         *,
         linked: bool,
-    ) -> dict[int, Links]:
+    ) -> dict[int, Dealt]:
         """Have the workers make their stages.
 
         Returns:
@@ -159,7 +162,8 @@ class Distribution:
             code.code.check()
         orders: dict[int, Command] = {}
         for worker in self._workers.ranks:
-            theirs = {n: codes[n] for n, rank in enumerate(placement.devices) if rank == worker}
+            ranks = enumerate(map(copies_of, placement.devices))
+            theirs = {n: codes[n] for n, owners in ranks if worker in owners}
             orders[worker] = Cut(
                 number,
                 name,
@@ -173,7 +177,7 @@ class Distribution:
                 self._vacates,
             )
         self._commands.tell_each(orders)
-        links = {} if linked else link_stages(self._mesh, placement.devices, self._device)
+        links = {} if linked else link_copies(self._mesh, placement.devices, self._device)
         self._workers.hear(self._workers.ranks)
         return links
 
@@ -181,7 +185,7 @@ class Distribution:
         self,
         prefix: str,
         codes: Sequence[StageCode],
-        devices: Sequence[int],
+        devices: Devices,
         borrowed: Sequence[frozenset[str]],
     ) -> dict[int, tuple[str, ...]]:
         """Send each worker the weights of its stages.
@@ -192,7 +196,7 @@ class Distribution:
         tensors = tensors_of(self._module)
         remote: dict[int, tuple[str, ...]] = {}
         for worker in self._workers.ranks:
-            theirs = [code for code, device in zip(codes, devices) if device == worker]
+            theirs = [c for c, owners in zip(codes, map(copies_of, devices)) if worker in owners]
             names = {n: prefix + n for code in theirs for n in code.owned}
             values = to_send(tensors, names.values())
             self._workers.send(worker, TakeWeights(values.items()))
@@ -208,7 +212,7 @@ class Distribution:
         network: nn.Module,
         codes: Sequence[StageCode],
         placement: Placement,
-        links: Mapping[int, Links],
+        links: Mapping[int, Dealt],
         borrowed: frozenset[str],
     ) -> Engine:
         """This rank's stages, on its device."""
@@ -239,3 +243,30 @@ class Distribution:
             placement.split,
             placement.recompute,
         )
+
+
+def _refuse_copies(
+    name: str, network: nn.Module, codes: Sequence[StageCode], devices: Devices
+) -> None:
+    """What the copies of a stage write must be the same in all of them, in one device's order.
+
+    Raises:
+        NetworkError: a stage that has copies writes what cannot be exchanged.
+    """
+    for number, (code, copies) in enumerate(zip(codes, map(copies_of, devices))):
+        if len(copies) == 1 or not code.written:
+            continue
+        others = sorted(n for n in code.written if not is_running_statistic(network, n))
+        reason = None
+        if others:
+            reason = f"changes {others[0]!r} in its forward, where each micro-batch may need the "
+            reason += "value that the one before has left"
+        elif code.checkpointed:
+            reason = f"changes {min(code.written)!r} inside of activation checkpointing, which "
+            reason += "does so once more in the backward"
+        if reason is not None:
+            raise NetworkError(
+                f"stage {number} of network {name or 'self'!r} has {len(copies)} copies, and "
+                f"{reason}. Give that stage one copy (pipeline_parallel_size), or cut elsewhere "
+                "(HybridGabraStrategy(allocation=[...]))."
+            )

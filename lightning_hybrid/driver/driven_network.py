@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import CallKey, Precision, TensorSpec, signals_deferred
+from lightning_hybrid.comm import (
+    CallKey,
+    Devices,
+    Precision,
+    TensorSpec,
+    copies_of,
+    signals_deferred,
+)
 from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.split_batch import Numbers, Specialization
@@ -42,14 +49,14 @@ class Placement:
     """Where the stages of a network are.
 
     Attributes:
-        devices: ``pp_rank`` of each stage; the last one is 0, the driver.
+        devices: ``pp_rank`` of each stage, or of all its copies; the last one is 0, the driver.
         owned: of each stage, the names in the network of the tensors that belong to its rank.
         schedule: name of the schedule.
         split: numbers of the stages whose backward it splits.
         recompute: whether forwards keep no activations, and run again for their backward.
     """
 
-    devices: tuple[int, ...]
+    devices: tuple[int | tuple[int, ...], ...]
     owned: tuple[frozenset[str], ...]
     schedule: str
     split: tuple[int, ...] = ()
@@ -59,7 +66,7 @@ class Placement:
     def of(
         cls,
         codes: Sequence[StageCode],
-        devices: Sequence[int],
+        devices: Devices,
         schedule: str,
         split: Sequence[int] = (),
         recompute: bool = False,
@@ -130,7 +137,7 @@ class DrivenNetwork(StagedNetwork):
             self.stream = Stream(
                 name or "self",
                 schedule,
-                placement.devices,
+                [device for copies in placement.devices for device in copies_of(copies)],
                 engine,
                 commands,
                 batches,

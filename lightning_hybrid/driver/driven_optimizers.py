@@ -185,8 +185,12 @@ class DrivenOptimizers:
             theirs = {n for n in owned if self._replica_of.get(n, self._replica) == self._replica}
             shipped = ship(self.optimizers, parameters, theirs, whole)
             self._commands.workers.send(worker, TakeOptimizers(fresh, *shipped, self._replica_of))
+            later = (
+                self._ownership.tensors_of(w) for w in self._commands.workers.ranks if w > worker
+            )
+            left = (owned & parameters.keys()).difference(*later)  # copies of a stage need it, too
             for link in self._links:
-                link.leave(parameters[name] for name in owned & parameters.keys())
+                link.leave(parameters[name] for name in left)
             let_go_of_checkpoints()
         for link in self._links:
             link.shipped()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from lightning_hybrid.comm import signals_deferred
+from lightning_hybrid.comm import copies_of, signals_deferred
 from lightning_hybrid.comm.protocol import HoldHooks, ReleaseHooks
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork
@@ -47,6 +47,7 @@ class HeldHooks:
         if not networks:
             yield
             return
+        _refuse_copies(networks)
         _refuse_late(networks)
         self._hold(networks)
         try:
@@ -71,6 +72,20 @@ class HeldHooks:
             names = None if chosen is None else _names(network, chosen)
             self._commands.tell(ReleaseHooks(network.number, late, names))
             network.weight_hooks.release(names, late=late)
+
+
+def _refuse_copies(networks: Sequence[DrivenNetwork]) -> None:
+    """A hook hears of a gradient once, and each copy of a stage has a part of it."""
+    for network in networks:
+        hooked, placement = network.weight_hooks.names(), network.placement
+        for names, copies in zip(placement.owned, map(copies_of, placement.devices)):
+            if len(copies) > 1 and (found := sorted(names.intersection(hooked))):
+                raise NetworkError(
+                    f"{found[0]!r} in network {network.name!r} has a hook on its gradient, and its "
+                    f"stage has {len(copies)} copies, each with a part of that gradient. Give the "
+                    "stage one copy (pipeline_parallel_size), or change gradients in "
+                    "on_before_optimizer_step."
+                )
 
 
 def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:

@@ -59,6 +59,7 @@ class NetworkOptions:
         names: of the modules that are networks; ``None``: found.
         microbatches: into how many slices a batch is split; ``None``: by the size of the batch.
         planner: see :class:`Planner`.
+        stages: into how many a network is cut; ``None``: as many as a replica has devices.
         training: whether the run trains.
         compiled: run stages through ``torch.compile``.
         automatic: whether the number of stages was not asked for: then a network that cannot be
@@ -80,3 +81,4 @@ class NetworkOptions:
     progress: Progress
     shared: frozenset[str] | None = None
     verify: int | Literal["auto", False] = False
+    stages: int | None = None

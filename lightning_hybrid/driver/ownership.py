@@ -67,7 +67,8 @@ class Ownership:
         self.any_network = False
         self.network_of: dict[str, int] = {}
         self._owner: dict[str, int] = {}
-        self._sharers: dict[str, list[int]] = {}  # further workers with the same constant buffer
+        # further workers with the same: copies of a stage, or users of a constant buffer
+        self._sharers: dict[str, list[int]] = {}
         self._tensors: dict[int, list[str]] = {rank: [] for rank in workers.ranks}
 
     def add(self, network: int, names: Mapping[int, Sequence[str]]) -> None:
@@ -79,9 +80,9 @@ class Ownership:
         """
         self.any_network = True
         for rank, owned in names.items():
-            for name in self._owner.keys() & set(owned):
-                self._sharers.setdefault(name, []).append(self._owner[name])
-            self._owner |= dict.fromkeys(owned, rank)
+            for name in owned:
+                if self._owner.setdefault(name, rank) != rank:
+                    self._sharers.setdefault(name, []).append(rank)
             self.network_of |= dict.fromkeys(owned, network)
             self._tensors[rank] += owned
 
@@ -90,32 +91,37 @@ class Ownership:
         return self._tensors[rank]
 
     def rank_of(self, name: str) -> int:
-        """``pp_rank`` of the worker that owns a parameter or buffer."""
+        """``pp_rank`` of the worker that owns a parameter or buffer; of copies the first."""
         return self._owner[name]
 
     # ------------------------------------------------------------------ for remote tensors
 
     @signals_deferred
     def give(self, kind: Kind, names: list[str]) -> dict[str, Tensor]:
-        """Remote tensors as they are now."""
+        """Remote tensors as they are now; of gradients that copies have parts of, their sums."""
         command = GiveGradients if kind is Kind.GRADIENT else GiveWeights
+        parts = [name for name in names if kind is Kind.GRADIENT and self._in_parts(name)]
         requests: dict[int, Command] = {
-            rank: command(mine) for rank, mine in self._by_worker(names).items()
+            rank: command(mine) for rank, mine in self._by_worker(names, parts).items()
         }
         for rank, request in requests.items():
             self._workers.send(rank, request)
-        answers = self._workers.hear(requests)
-        return {name: value for answer in answers for name, value in answer.tensors}
+        found: dict[str, Tensor] = {}
+        for answer in self._workers.hear(requests):
+            for name, value in answer.tensors:
+                found[name] = found[name] + value if name in found else value
+        return found
 
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
         """Set remote tensors, or add to them."""
-        receivers = self._by_worker(values)
-        for name in values:
-            for rank in self._sharers.get(name, ()):
-                receivers.setdefault(rank, []).append(name)
+        gradients = kind is Kind.GRADIENT
+        parts = [name for name in values if gradients and (add or self._in_parts(name))]
+        if parts and not add:  # the first copy's stands for all
+            self.clear_gradients(parts)
+        receivers = self._by_worker(values, [name for name in values if name not in parts])
         for rank, names in receivers.items():
             mine = {name: values[name] for name in names}
-            if kind is Kind.GRADIENT:
+            if gradients:
                 self._workers.send(rank, TakeGradients(add, mine.items()))
             else:
                 self._workers.send(rank, TakeWeights(mine.items()))
@@ -125,7 +131,7 @@ class Ownership:
 
     def clear_gradients(self, names: list[str]) -> None:
         """Of remote parameters."""
-        for rank, mine in self._by_worker(names).items():
+        for rank, mine in self._by_worker(names, names).items():
             self._workers.send(rank, ClearGradients(mine))
 
     @signals_deferred
@@ -136,8 +142,16 @@ class Ownership:
         answers = self._workers.hear(self._workers.ranks)
         return {name for answer in answers for name in answer.value}
 
-    def _by_worker(self, names: Iterable[str]) -> dict[int, list[str]]:
+    def _in_parts(self, name: str) -> bool:
+        """Whether the gradient of a parameter is the sum of what its owners have."""
+        return self.network_of[name] in self._unsettled.networks
+
+    def _by_worker(self, names: Iterable[str], of_all: Iterable[str]) -> dict[int, list[str]]:
+        """By owner; those ``of_all`` by each that shares them."""
         found: dict[int, list[str]] = {}
         for name in names:
             found.setdefault(self._owner[name], []).append(name)
+        for name in of_all:
+            for rank in self._sharers.get(name, ()):
+                found.setdefault(rank, []).append(name)
         return found

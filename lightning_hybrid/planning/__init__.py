@@ -11,6 +11,12 @@ from lightning_hybrid.planning.cluster import (
     want_second_look,
     with_second_look,
 )
+from lightning_hybrid.planning.copied_stages import (
+    CopiedStages,
+    best_cuts,
+    of_slowest,
+    owners_of,
+)
 from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
 from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lacks, what_would_fit
@@ -32,6 +38,7 @@ __all__ = [
     "AUTO",
     "TOLERANCE",
     "Cluster",
+    "CopiedStages",
     "Device",
     "Fit",
     "Links",
@@ -47,6 +54,7 @@ __all__ = [
     "Way",
     "batch_sizes",
     "best_chain",
+    "best_cuts",
     "choose",
     "deal",
     "device_name",
@@ -61,7 +69,9 @@ __all__ = [
     "measure_speed",
     "measured_table",
     "memory_of_rank",
+    "of_slowest",
     "optimizer_bytes",
+    "owners_of",
     "parse",
     "plan_page",
     "speedup",

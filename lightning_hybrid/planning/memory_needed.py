@@ -140,9 +140,10 @@ def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int
     for plan in beside:
         # recomputation keeps the inputs of its stages, which the rows do not count
         kept_inputs = plan.microbatches * max((row.cut_bytes or 0 for row in plan.rows), default=0)
-        for device, row in zip(plan.devices, plan.rows):
-            left[device] -= row.memory_bytes or 0
-            left[device] -= kept_inputs if plan.recompute else 0
+        for devices, row in zip(plan.owners, plan.rows):
+            for device in devices:
+                left[device] -= row.memory_bytes or 0
+                left[device] -= kept_inputs if plan.recompute else 0
     return tuple(max(0, size) for size in left)
 
 
@@ -182,7 +183,9 @@ def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
     rows = plan.rows
     if any(row.memory_bytes is None for row in rows):
         return plan
-    steps, passing = dict.fromkeys(plan.devices, 0), dict.fromkeys(plan.devices, 0)
+    # all copies of a stage take what the first one takes
+    devices = plan.first_devices
+    steps, passing = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
     # the driver, device 0, has the batch and the outputs beside its stages
     steps[0] = life.batch_bytes
     inputs = [0, *(row.cut_bytes or 0 for row in rows[:-1])]
@@ -195,7 +198,7 @@ def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
     peaks = {
         device: max(life.start_bytes, steps[device] + passing[device])
         + (DRIVER_BYTES if device == 0 else WORKER_BYTES) * life.on_cpu
-        for device in plan.devices
+        for device in devices
     }
     return replace(
         plan,
@@ -203,8 +206,8 @@ def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
             replace(
                 row,
                 peak_bytes=peaks[row.device],
-                limit_bytes=None if limits is None else limits[row.device],
+                limit_bytes=None if limits is None else min(limits[k] for k in copies),
             )
-            for row in rows
+            for row, copies in zip(rows, plan.owners)
         ),
     )

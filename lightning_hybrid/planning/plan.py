@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.schedules import STREAMED, check_copies
 
-VERSION = 1
-"""Version of the JSON format."""
+VERSION = 2
+"""Version of the JSON format. In version 1 no stage had copies; it is read as well."""
 _OF_GABRA = "(found by its descents: crossover is not shown to help, docs/allocation.md)"
 
 
@@ -94,8 +94,9 @@ class Plan:
         cuts: names of the first module of each next stage, as in the network (`stages - 1` of
             them).
         devices: device of each stage, counted within the replica. The last stage is the driver's,
-            and the driver is device 0. Under a free placement a device has several stages. Empty:
-            stage k on device k + 1, the last on device 0.
+            and the driver is device 0. Under a free placement a device has several stages; of a
+            stage that has copies, the devices of all of them. Empty: stage k on device k + 1, the
+            last on device 0.
         capacities: relative speed of each device of a replica: that of the slowest of its ranks.
             Empty: all equal, or not known.
         data_parallel_sizes: size of the data-parallel group of each stage: `replicas` for all.
@@ -127,7 +128,7 @@ class Plan:
     microbatches: int
     schedule: str
     cuts: tuple[str, ...]
-    devices: tuple[int, ...] = ()
+    devices: tuple[int | tuple[int, ...], ...] = ()
     capacities: tuple[float, ...] = ()
     data_parallel_sizes: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
@@ -155,11 +156,10 @@ class Plan:
         # JSON knows no tuples, and the two defaults depend on `stages`.
         derived = {
             "cuts": tuple(self.cuts),
-            "devices": tuple(self.devices) or (*range(1, self.stages), 0),
+            "devices": tuple([_devices_of(stage) for stage in self.devices])
+            or (*range(1, self.stages), 0),
             "capacities": tuple(self.capacities),
-            # each stage has a copy in every replica, so the size of its group is their number
-            "data_parallel_sizes": tuple(self.data_parallel_sizes)
-            or (self.replicas,) * self.stages,
+            "data_parallel_sizes": tuple(self.data_parallel_sizes),
             "shares": tuple(self.shares),
             "rows": tuple(self.rows),
             "tried": tuple(self.tried),
@@ -167,6 +167,8 @@ class Plan:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+        if not self.data_parallel_sizes:  # copies in all replicas
+            object.__setattr__(self, "data_parallel_sizes", self._group_sizes())
         self._check_lengths()
         self._check_placement()
         # streams have a recomputation of their own, `delayed_weights='recompute'`
@@ -199,12 +201,44 @@ class Plan:
             if len(value) != self.stages and not (name == "rows" and not value):
                 raise PlanError(f"stages({self.stages}) != {len(value)} {name}")
 
+    @property
+    def owners(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of a replica that have each stage."""
+        return tuple([(d,) if isinstance(d, int) else d for d in self.devices])
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """How many devices of a replica have each stage."""
+        return tuple([len(devices) for devices in self.owners])
+
+    @property
+    def first_devices(self) -> tuple[int, ...]:
+        """The device of each stage, or that of its first copy."""
+        return tuple([devices[0] for devices in self.owners])
+
+    def _group_sizes(self) -> tuple[int, ...]:
+        return tuple([self.replicas * copies for copies in self.copies])
+
+    def _all_devices(self) -> list[int]:
+        return [device for devices in self.owners for device in devices]
+
+    def _check_copies(self) -> None:
+        check_copies(self.copies, self.stages, self.schedule)
+        devices = self._all_devices()
+        if max(self.copies) > 1 and len(set(devices)) < len(devices):
+            raise PlanError(
+                f"devices{self.devices}: where a stage has copies, each device has one stage"
+            )
+
     def _check_placement(self) -> None:
-        count = len(set(self.devices))
-        if set(self.devices) != set(range(count)) or self.devices[-1] != 0:
+        self._check_copies()
+        named = set(self._all_devices())
+        count = len(named)
+        if named != set(range(count)) or self.owners[-1][0] != 0:
             raise PlanError(
                 f"devices{self.devices} must name each of 0..{count - 1} (as many as there are "
-                "different ones) and end with 0, the driver's, which owns the last stage"
+                "different ones) and end with 0, the driver's, which owns the last stage, as its "
+                "first copy"
             )
         if count == 1 and self.stages > 1:
             raise PlanError(
@@ -223,19 +257,19 @@ class Plan:
                 f"replicas({self.replicas})"
             )
         rows = tuple(row.device for row in self.rows)
-        if rows and rows != self.devices:
+        if rows and rows != self.first_devices:
             raise PlanError(f"devices{self.devices} contradict the rows of the stages, {rows}")
-        if set(self.data_parallel_sizes) != {self.replicas}:
+        if self.data_parallel_sizes != self._group_sizes():
             raise PlanError(
-                f"replicas({self.replicas}) x stages({self.stages}) != sum of "
-                f"data_parallel_sizes({self.data_parallel_sizes}): each stage is once in each "
-                "replica"
+                f"replicas({self.replicas}) x copies{self.copies} of stages != "
+                f"data_parallel_sizes{self.data_parallel_sizes}: each copy of a stage is once in "
+                "each replica"
             )
 
     @property
     def devices_per_replica(self) -> int:
         """Number of devices of a replica: that of the stages, or less where some share one."""
-        return max(self.devices) + 1
+        return len(set(self._all_devices()))
 
     @property
     def delays(self) -> tuple[int, ...]:
@@ -291,6 +325,8 @@ class Plan:
             raise PlanError(f"the plan is not JSON: {error}") from error
         if isinstance(record, dict):
             record.pop("delays", None)  # which follow from the schedule
+            if record.get("version") == 1:
+                record["version"] = VERSION
         _check_keys(cls, record, "the plan")
         rows = []
         try:
@@ -333,7 +369,8 @@ class Plan:
 
     def table(self) -> list[dict[str, str | int | float]]:
         """One row per stage for a report; a plan without rows lists devices and replicas only."""
-        shape = zip(self.devices, self.data_parallel_sizes)
+        devices = [d if isinstance(d, int) else ", ".join(map(str, d)) for d in self.devices]
+        shape = zip(devices, self.data_parallel_sizes)
         table: list[dict[str, str | int | float]] = [
             {"stage": stage, "device": device, "replicas": replicas}
             for stage, (device, replicas) in enumerate(shape)
@@ -345,7 +382,7 @@ class Plan:
             for stage, line in enumerate(table):
                 line["backward"] = "split" if stage in (self.split or ()) else "joint"
         if len(set(self.capacities)) > 1:
-            for line, device in zip(table, self.devices):
+            for line, device in zip(table, self.first_devices):
                 line["speed"] = round(self.capacities[device], 3)
         for line, row in zip(table, self.rows):
             first, last = row.partitions[0], row.partitions[-1]
@@ -380,10 +417,12 @@ class Plan:
             0 if k + 1 < self.stages and rows[k + 1].device == row.device else row.cut_bytes or 0
             for k, row in enumerate(rows)
         ]
-        for before, after, row in zip([0, *crossing], crossing, rows):
+        groups = zip(self.copies, self.data_parallel_sizes)
+        for before, after, row, (copies, owners) in zip([0, *crossing], crossing, rows, groups):
             # a ring sends all but its own share twice: once to add up, once to hand out
-            ring = 2 * (self.replicas - 1) / self.replicas * (row.gradient_bytes or 0)
-            sent.append(self.microbatches * (before + after) + ring)
+            ring = 2 * (owners - 1) / owners * (row.gradient_bytes or 0)
+            # the first copy has as many micro-batches as any
+            sent.append(-(-self.microbatches // copies) * (before + after) + ring)
         return tuple(sent)
 
     def without_times(self) -> Self:
@@ -396,6 +435,8 @@ class Plan:
         predicted = self.predicted_step_s
         bred = (self.allocation, self.objective) == ("gabra", "step")
         replicas, shape = _counted(self.replicas, "replica"), _counted(self.stages, "stage")
+        if max(self.copies) > 1:
+            shape = f"{shape} ({'-'.join(map(str, self.copies))} copies)"
         if self.devices_per_replica < self.stages:
             shape = f"{_counted(self.devices_per_replica, 'device')} with {shape}"
         head = (
@@ -433,6 +474,13 @@ def cells(plan: Plan) -> list[dict[str, str]]:
         return f"{value:.1%}" if name == "load" else f"{value:,}"
 
     return [{name: cell(name, value) for name, value in row.items()} for row in plan.table()]
+
+
+def _devices_of(stage: int | Sequence[int]) -> int | tuple[int, ...]:
+    """The devices of a stage, as a plan has them: of one copy its number alone."""
+    if isinstance(stage, int):
+        return stage
+    return stage[0] if len(stage) == 1 else tuple(stage)
 
 
 def _counted(number: int, what: str, plural: str = "s") -> str:

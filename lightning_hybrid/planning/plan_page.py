@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from lightning_hybrid.planning.dealt_time import DealtCosts, simulate_dealt
 from lightning_hybrid.planning.plan import Plan, StagePlan, cells
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_time import StepCosts
@@ -24,7 +25,7 @@ from lightning_hybrid.report import (
     paragraph,
     table,
 )
-from lightning_hybrid.schedules import SCHEDULES, STREAMED, Kind, make_schedule
+from lightning_hybrid.schedules import SCHEDULES, STREAMED, Kind, deal, make_schedule
 
 _MOST_LANES = 32
 _KINDS = {
@@ -89,15 +90,20 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
         return {}
     spans: dict[int, list[Span]] = {device: [] for device in _devices(plan)}
     schedule = make_schedule(plan.schedule, plan.stages, plan.microbatches, split=plan.split)
-    for event in simulate(schedule, _costs(plan)).events:
+    costs = _costs(plan)
+    if max(plan.copies) > 1:
+        timeline = simulate_dealt(deal(schedule, plan.copies), DealtCosts.alike(costs, plan.copies))
+    else:
+        timeline = simulate(schedule, costs)
+    for event in timeline.events:
         kind = _KINDS.get(event.instruction.kind)
         if kind is not None and event.end_s > event.start_s:
             number = event.instruction.microbatch
             span = _span(plan, event.stage, kind, number, event.start_s, event.end_s)
-            spans[plan.devices[event.stage]].append(span)
+            spans[plan.owners[event.stage][event.copy]].append(span)
     # a device steps for all of its stages when the last of them has its gradients
     for device, found in spans.items():
-        step_s = sum(row.step_s or 0.0 for row in rows if row.device == device)
+        step_s = sum(row.step_s or 0.0 for row in _rows(plan, device))
         start_s = max((span.end_s for span in found), default=0.0)
         if step_s:
             hint = f"optimizer step, {step_s:.3g} s"
@@ -113,7 +119,7 @@ def _costs(plan: Plan) -> StepCosts:
 
     names = ("forward_s", "backward_s", "reduce_s", "step_s", "weight_s")
     return StepCosts(
-        devices=plan.devices,
+        devices=plan.first_devices,
         send_s=times("send_s", plan.rows[:-1]),
         latency_s=times("latency_s", plan.rows[:-1]),
         **{name: times(name) for name in names},
@@ -169,7 +175,7 @@ def _first(lanes: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:
 def _loads(plan: Plan) -> str:
     bars = []
     for device in _devices(plan)[:_MOST_LANES]:
-        mine = [row.load for row in plan.rows if row.device == device]
+        mine = [row.load for row in _rows(plan, device)]
         if mine:
             parts = [(f"c{device % 8}", load) for load in mine]
             bars.append(
@@ -183,7 +189,7 @@ def _memory(plan: Plan, limits: Sequence[float] | None) -> str:
         return ""
     bars = []
     for device in _devices(plan)[:_MOST_LANES]:
-        held = sum(row.memory_bytes or 0 for row in plan.rows if row.device == device)
+        held = sum(row.memory_bytes or 0 for row in _rows(plan, device))
         limit = None if limits is None else limits[device]
         text = _bytes(held) + ("" if limit is None else f" of {_bytes(limit)}")
         parts = [(f"c{device % 8}", float(held))]
@@ -228,7 +234,12 @@ def _network(plan: Plan) -> str:
 
 def _devices(plan: Plan) -> list[int]:
     """Devices of a replica in the order of their first stages."""
-    return list(dict.fromkeys(plan.devices))
+    return list(dict.fromkeys(device for devices in plan.owners for device in devices))
+
+
+def _rows(plan: Plan, device: int) -> list[StagePlan]:
+    """Of the stages that a device has."""
+    return [row for row, devices in zip(plan.rows, plan.owners) if device in devices]
 
 
 def _shares(plan: Plan) -> bool:

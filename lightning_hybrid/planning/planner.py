@@ -17,6 +17,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile, count, find_boundary
 from lightning_hybrid.planning.cache import cached
 from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
 from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.memory_check import Fit, Way, check_memory
 from lightning_hybrid.planning.memory_needed import (
@@ -72,7 +73,7 @@ def make_plan(
         microbatches: their number.
         settings: what the user has asked for.
         replicas: number of replicas.
-        stages: number of devices of a replica.
+        stages: number of devices of a replica; of stages, where they have copies.
         backend: ``"gloo"`` or ``"nccl"``.
         device: where to measure.
         cluster: the devices; None: they are taken to be equal, and large enough.
@@ -100,7 +101,8 @@ def make_plan(
         state_bytes = optimizer_bytes(graph.network, optimizers, sharers)
         profile = profile.with_optimizer(partitions, state_bytes)
         # gradients are averaged in buckets, copies that one replica does not need
-        profile = profile if replicas == 1 else profile.averaged()
+        averages = replicas > 1 or settings.has_copies
+        profile = profile.averaged() if averages else profile
     limits = remaining(None if cluster is None else cluster.memory_limits, beside)
     limits = limits and tuple(limit + present_bytes for limit in limits)
     # the driver has the batch, and what the network makes of it
@@ -109,13 +111,23 @@ def make_plan(
     # any stage may hold the partition whose operations take the most
     working = max(row.working_bytes for row in profile.partitions)
     rates = None if cluster is None else cluster.rates
+    table = _table(graph, partitions, profile, cluster if trains else None, replicas, trains=trains)
+    after, stage_limits = list[Any](), limits
+    if settings.has_copies:
+        owners = owners_of(settings.copies)
+        stage_limits = limits and tuple(map(int, of_slowest(limits, owners)))
+        if rates is not None and trains:
+            after = [
+                rates.after_backward(table.gradient_bytes, replicas * count)
+                for count in settings.copies
+            ]
     plan = plan_within(
-        _table(graph, partitions, profile, cluster if trains else None, replicas, trains=trains),
+        table,
         settings,
-        limits
+        stage_limits
         and tuple(
             max(0, limit - batch_bytes * (device == 0) - working)
-            for device, limit in enumerate(limits)
+            for device, limit in enumerate(stage_limits)
         ),
         partial(_check, profile, settings, microbatches * (graph.batch_of(leaves) or 1)),
         trains=trains,
@@ -128,6 +140,7 @@ def make_plan(
         or BANDWIDTH_BYTES_PER_S[backend],
         latency_s=0.0 if rates is None else rates.message_s,
         cut_points=first,
+        after=after,
     )
     if not profile.is_measured:  # counted loads say nothing of times
         return plan.without_times()

@@ -1,7 +1,7 @@
 """From a table of the partitions to a plan: choose the cuts, predict the step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal
@@ -9,6 +9,14 @@ from typing import Literal
 from lightning_hybrid.allocation import Breeding, allocate, evolve, merge
 from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.chains import best_chain
+from lightning_hybrid.planning.copied_stages import (
+    AfterBackward,
+    CopiedStages,
+    best_cuts,
+    of_slowest,
+    owners_of,
+)
+from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.free_placements import FreePlacements, runs
 from lightning_hybrid.planning.looped_placements import best_loop
 from lightning_hybrid.planning.partition_table import PartitionTable
@@ -53,6 +61,7 @@ class PlanSettings:
         compiled: whether stages are compiled, whose backward is one.
         delayed_weights: what the backward of a batch computes with under a delayed schedule.
         shards_states: whether replicas divide the state of the optimizer.
+        copies: of each stage; empty: each has one.
     """
 
     schedule: str = "gpipe"
@@ -64,6 +73,12 @@ class PlanSettings:
     compiled: bool = False
     delayed_weights: DelayedWeights = "stash"
     shards_states: bool = False
+    copies: tuple[int, ...] = ()
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether any stage has several."""
+        return max(self.copies, default=1) > 1
 
 
 def plan_stages(
@@ -78,6 +93,7 @@ def plan_stages(
     latency_s: float = 0.0,
     memory_limits: Sequence[int] | None = None,
     cut_points: Sequence[str] | None = None,
+    after: AfterBackward = (),
 ) -> Plan:
     """Choose where to cut a chain of network partitions, and predict the time of a step.
 
@@ -88,7 +104,8 @@ def plan_stages(
         table: What is known of the partitions.
         settings: What the user has asked for, with the schedule chosen.
         replicas: Number of replicas.
-        stages: Number of devices of a replica, and of its stages if those are contiguous.
+        stages: Number of devices of a replica, and of its stages if those are contiguous. With
+            copies that of the stages.
         microbatches: Number of micro-batches.
         capacities: Relative speeds of the devices of a replica; None: all equal. Device 0 is the
             driver's and gets the last stage.
@@ -97,12 +114,16 @@ def plan_stages(
         memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
         cut_points: Names of the first partition of each next stage, instead of a search; each
             device has one. They are taken and predicted even where they do not fit.
+        after: Of stages with copies, what follows the last backward.
 
     Raises:
         PlanError: more stages than partitions, an unknown or misplaced cut point or schedule, or no
             placement.
     """
     schedule = settings.schedule
+    given = capacities
+    if settings.has_copies and capacities is not None:
+        capacities = of_slowest(capacities, owners_of(settings.copies))
     speeds = [1.0] * stages if capacities is None else list(capacities)
     _check_shape(stages, len(table.names), speeds, settings)
     problem = StepProblem(
@@ -113,6 +134,11 @@ def plan_stages(
         microbatches=_STREAM if schedule in STREAMED else microbatches,
         memory_limits=memory_limits or (),
     )
+    if settings.has_copies:
+        copied = CopiedStages(
+            chain=problem, copies=settings.copies, speeds=given or (), after=after
+        )
+        return _with_copies(copied, settings, replicas, cut_points)
     if cut_points is None:
         ends, devices, chosen_by = _best(problem, settings)
     else:
@@ -138,6 +164,45 @@ def plan_stages(
         allocation=chosen_by,
         seed=settings.seed,
         split=tuple(stage for stage, weight_s in enumerate(costs.weight_s) if weight_s),
+    )
+
+
+def _with_copies(
+    problem: CopiedStages,
+    settings: PlanSettings,
+    replicas: int,
+    cut_points: Sequence[str] | None,
+) -> Plan:
+    """The plan of stages with copies.
+
+    Raises:
+        PlanError: the schedule is not fill-drain, a cut point is wrong, or no cuts fit.
+    """
+    chain = problem.chain
+    if settings.schedule != "gpipe":
+        raise PlanError(
+            f"stages with copies{problem.copies} are planned with schedule 'gpipe', not "
+            f"{settings.schedule!r}"
+        )
+    if cut_points is None:
+        ends, all_tried = best_cuts(problem)
+        chosen_by = "exact" if all_tried else "descent"
+    else:
+        ends, chosen_by = _given(chain.table.names, cut_points, chain.m), "given"
+    owners = owners_of(problem.copies)
+    firsts = [devices[0] for devices in owners]
+    return Plan(
+        replicas=replicas,
+        stages=chain.m,
+        microbatches=chain.microbatches,
+        schedule=settings.schedule,
+        cuts=tuple(chain.table.names[end] for end in ends[:-1]),
+        devices=owners,
+        capacities=tuple(problem.speeds),
+        rows=chain.table.rows(ends, replace(problem.stage_costs(ends), devices=firsts)),
+        predicted_step_s=dealt_s(problem.costs(ends), chain.microbatches),
+        allocation=chosen_by,
+        seed=settings.seed,
     )
 
 

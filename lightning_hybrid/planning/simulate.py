@@ -20,12 +20,14 @@ class Event:
         instruction: what is run.
         start_s: seconds from the start of the forward pass.
         end_s: likewise, when it is over.
+        copy: of the stage, that runs it.
     """
 
     stage: int
     instruction: Instruction
     start_s: float
     end_s: float
+    copy: int = 0
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ class Run:
             *arguments,
             settings=replace(settings, allocation="exact") if chosen else settings,
             replicas=coordinates.replicas,
-            stages=coordinates.ranks_per_replica,
+            stages=len(settings.copies) or coordinates.ranks_per_replica,
             backend=self.world.mesh.backend,
             device=self.device,
             cluster=self.world.cluster,

@@ -129,7 +129,7 @@ class RunTable(StepWatcher):
         return TimedRun(
             replicas=self._replicas,
             stages=max((plan.stages for plan in plans), default=1),
-            stages_per_device=max((p.stages / p.devices_per_replica for p in plans), default=1),
+            stages_per_device=max((p.stages / len(set(p.devices)) for p in plans), default=1),
             microbatches=max((plan.microbatches for plan in plans), default=1),
             devices=self._devices,
             batch_samples=window.samples / steps,

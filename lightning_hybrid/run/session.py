@@ -120,6 +120,7 @@ class DriverSession:
             progress=run.progress,
             shared=run.shared,
             verify=config.verify,
+            stages=len(config.copies) or None,
         )
         statistics = Synchronised(options.statistics) if options.statistics else nullcontext()
         try:

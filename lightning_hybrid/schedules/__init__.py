@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from lightning_hybrid.schedules.dealt import Copy, DealtSchedule, check_copies, deal, peer
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, execute_merged
 from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order, looped
@@ -51,6 +52,8 @@ __all__ = [
     "MOST_ROUNDS",
     "SCHEDULES",
     "STREAMED",
+    "Copy",
+    "DealtSchedule",
     "DelayedWeights",
     "Instruction",
     "Kind",
@@ -59,8 +62,11 @@ __all__ = [
     "Part",
     "Schedule",
     "Work",
+    "check_copies",
+    "deal",
     "execute_merged",
     "loop_order",
     "make_schedule",
     "merge",
+    "peer",
 ]

@@ -18,9 +18,10 @@ and the report draws them.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from lightning_hybrid.errors import PlanError
 
@@ -55,6 +56,14 @@ class Kind(StrEnum):
     """
     RECEIVE_INPUT_GRADIENT = "receive_input_gradient"
     """Driver: take the gradient of the network's inputs from stage 0."""
+    SEND_OUTPUT = "send_output"
+    """Copy of the last stage: send the network's outputs of a micro-batch to the driver."""
+    RECEIVE_OUTPUT = "receive_output"
+    """Driver: take the outputs of a micro-batch from the copy that computed them."""
+    SEND_OUTPUT_GRADIENT = "send_output_gradient"
+    """Driver: send the gradient of such outputs back."""
+    RECEIVE_OUTPUT_GRADIENT = "receive_output_gradient"
+    """Copy of the last stage: take it."""
 
     @property
     def computes(self) -> bool:
@@ -67,12 +76,19 @@ class Kind(StrEnum):
 
     @property
     def is_receive(self) -> bool:
-        return self in _RECEIVES
+        return self in _TAKES
 
 
 _COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT})
-_SENDS = frozenset({Kind.SEND_INPUT, Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
-_RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT, Kind.RECEIVE_INPUT_GRADIENT})
+# By the kind of a receive, the kinds of send that it takes.
+_TAKES = {
+    Kind.RECEIVE_ACTIVATION: (Kind.SEND_INPUT, Kind.SEND_ACTIVATION),
+    Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT,),
+    Kind.RECEIVE_INPUT_GRADIENT: (Kind.SEND_GRADIENT,),
+    Kind.RECEIVE_OUTPUT: (Kind.SEND_OUTPUT,),
+    Kind.RECEIVE_OUTPUT_GRADIENT: (Kind.SEND_OUTPUT_GRADIENT,),
+}
+_SENDS = frozenset(kind for kinds in _TAKES.values() for kind in kinds)
 
 # Where the other end of a message is: one step along (+1) or against (-1) the ring.
 _STEP_TO_PEER = {
@@ -82,6 +98,11 @@ _STEP_TO_PEER = {
     Kind.SEND_GRADIENT: -1,
     Kind.RECEIVE_GRADIENT: +1,
     Kind.RECEIVE_INPUT_GRADIENT: +1,
+    # between copies of the last stage
+    Kind.SEND_OUTPUT: 0,
+    Kind.RECEIVE_OUTPUT: 0,
+    Kind.SEND_OUTPUT_GRADIENT: 0,
+    Kind.RECEIVE_OUTPUT_GRADIENT: 0,
 }
 
 
@@ -107,6 +128,8 @@ class Instruction:
 
 Lists = tuple[tuple[Instruction, ...], ...]
 """One instruction list per stage; the index is the stage, the last one is the driver's."""
+
+P = TypeVar("P", bound=Hashable)
 
 Step = tuple[int, Instruction]
 """An instruction of the stage with this number, in the list of a device with several stages."""
@@ -154,45 +177,55 @@ def execute_merged(lists: Sequence[Sequence[Step]]) -> Iterator[Step]:
         PlanError: see `execute`.
     """
     stages = 1 + max((stage for steps in lists for stage, _ in steps), default=0)
+    yield from exchange(lists, lambda stage, step: step.peer(stage, stages), "stage {}".format)
+
+
+def exchange(
+    lists: Iterable[Iterable[tuple[P, Instruction]]],
+    peer: Callable[[P, Instruction], P],
+    shown: Callable[[P], str],
+) -> Iterator[tuple[P, Instruction]]:
+    """The same for places of any sort, with one queue from each place to each other.
+
+    Args:
+        lists: By device, instructions and the place that each is of.
+        peer: From a place and a send or receive of it to the place at the other end.
+        shown: How to name a place in an error.
+
+    Raises:
+        PlanError: see `execute`.
+    """
     todo = [deque(steps) for steps in lists]
-    links: dict[tuple[int, int], deque[Instruction]] = {}
+    links: dict[tuple[P, P], deque[Instruction]] = {}
     progress = True
     while progress:
         progress = False
         for steps in todo:
             while steps:  # as far as this list comes before it must wait
-                stage, instruction = steps[0]
-                if instruction.kind.is_send:
-                    link = (stage, instruction.peer(stage, stages))
-                    links.setdefault(link, deque()).append(instruction)
-                elif instruction.kind.is_receive:
-                    link = (instruction.peer(stage, stages), stage)
-                    if not links.get(link):
+                place, step = steps[0]
+                if step.kind.is_send:
+                    links.setdefault((place, peer(place, step)), deque()).append(step)
+                elif step.kind.is_receive:
+                    source = peer(place, step)
+                    if not (waiting := links.get((source, place))):
                         break
-                    _deliver(links[link].popleft(), instruction, link)
+                    _deliver(waiting.popleft(), step, shown(source), shown(place))
                 yield steps.popleft()
                 progress = True
-    _check_finished(todo, links)
-
-
-def _deliver(sent: Instruction, received: Instruction, link: tuple[int, int]) -> None:
-    # Along the ring run inputs and activations, against it gradients: on a ring of two stages
-    # both run on the same edge, and only the kinds tell them apart.
-    gradient = received.kind is not Kind.RECEIVE_ACTIVATION
-    if sent.microbatch != received.microbatch or gradient != (sent.kind is Kind.SEND_GRADIENT):
-        raise PlanError(
-            f"stage {link[1]} expects {received}, but the next message from stage {link[0]} is "
-            f"{sent}: sends and receives of a link must be in the same order"
-        )
-
-
-def _check_finished(
-    todo: Sequence[deque[Step]], links: dict[tuple[int, int], deque[Instruction]]
-) -> None:
-    waiting = ["stage {} at {}".format(*rest[0]) for rest in todo if rest]
-    if waiting:
-        raise PlanError(f"deadlock: nobody sends what is waited for ({', '.join(waiting)})")
+    left = [f"{shown(place)} at {step}" for (place, step), *_ in filter(None, todo)]
+    if left:
+        raise PlanError(f"deadlock: nobody sends what is waited for ({', '.join(left)})")
     for (source, target), messages in links.items():
         if messages:
-            left = ", ".join(map(str, messages))
-            raise PlanError(f"stage {target} never receives {left} of stage {source}")
+            never = ", ".join(map(str, messages))
+            raise PlanError(f"{shown(target)} never receives {never} of {shown(source)}")
+
+
+def _deliver(sent: Instruction, received: Instruction, source: str, target: str) -> None:
+    # Along the ring run inputs and activations, against it gradients: on a ring of two stages
+    # both run on the same edge, and only the kinds tell them apart.
+    if sent.microbatch != received.microbatch or sent.kind not in _TAKES[received.kind]:
+        raise PlanError(
+            f"{target} expects {received}, but the next message from {source} is "
+            f"{sent}: sends and receives of a link must be in the same order"
+        )

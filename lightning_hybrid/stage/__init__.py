@@ -19,6 +19,7 @@ from lightning_hybrid.stage.gradient_averaging import (
     state_buffers,
 )
 from lightning_hybrid.stage.rank_stages import StageOptions
+from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics, is_running_statistic
 from lightning_hybrid.stage.split_backward import HookWatch, input_part
 from lightning_hybrid.stage.stage_check import (
     check,
@@ -46,6 +47,7 @@ __all__ = [
     "Engine",
     "Gradients",
     "HookWatch",
+    "ReplayedStatistics",
     "ReplicaGroup",
     "StageOptions",
     "StagedNetwork",
@@ -62,6 +64,7 @@ __all__ = [
     "generators_of_microbatch",
     "input_part",
     "is_of_the_user",
+    "is_running_statistic",
     "microbatch_seed",
     "names_of",
     "own_buffers",

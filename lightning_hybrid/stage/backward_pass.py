@@ -44,21 +44,21 @@ class BackwardPass(Pass):
         self._arrived: Gradients = []
         self._result: Gradients = []
         self._put_off: dict[int, WeightPart] = {}
-        self._last = call.key.microbatches - 1
-        self.links.previous.flush(engine.untaken(call))
-        schedule = engine.schedule(call.key, input_gradient=mode.input_gradient)
-        steps = schedule.backward[self.own.number]
+        self._told: set[int] = set()
+        for links in self.own.links:
+            links.previous.flush(engine.untaken(call))
+        _, todo = engine.lists(call.key, input_gradient=mode.input_gradient)
         # the last stage receives only the gradients of the inputs, which nobody computes with
         kind = Kind.RECEIVE_INPUT_GRADIENT if self.own.is_last else Kind.RECEIVE_GRADIENT
-        self._ahead = Ahead(steps, kind, self._post)
+        self._ahead = Ahead(self.of_kind(todo, kind), self._post)
 
     def receive_gradient(self, microbatch: int) -> None:
-        present = self._hear_pattern()
+        present = self._hear_pattern(microbatch)
         arrived = iter(self._ahead.take(microbatch))
         self._arrived = [self._shrunk(next(arrived)) if here else None for here in present]
 
     def receive_input_gradient(self, microbatch: int) -> None:
-        present = self._hear_pattern()
+        present = self._hear_pattern(microbatch)
         arrived = iter(self._ahead.take(microbatch))
         self.inputs[microbatch] = [next(arrived) if here else None for here in present]
 
@@ -95,12 +95,14 @@ class BackwardPass(Pass):
             engine.fail(error, self.own.number)
 
     def send_gradient(self, microbatch: int) -> None:
-        traffic, links = self.traffic, self.links
-        if self.mode.exchange and microbatch == self._last:
+        traffic, links = self.traffic, self.links(microbatch)
+        ring = self.own.links.ring(microbatch)
+        if self.mode.exchange and ring not in self._told:
+            self._told.add(ring)
             pattern = [gradient is not None for gradient in self._result]
-            traffic.gradients_out[self.mode.pattern] = pattern
+            traffic.gradients_out[self.mode.pattern, ring] = pattern
             links.previous.send_word(Pattern(pattern))
-        present = traffic.gradients_out[self.mode.pattern]
+        present = traffic.gradients_out[self.mode.pattern, ring]
         # zeros stand for what is missing: the other side waits for as many tensors as were agreed
         specs = list(compress(traffic.incoming[microbatch], present))
         gradients = [
@@ -112,18 +114,19 @@ class BackwardPass(Pass):
     def _shrunk(self, gradient: Tensor) -> Tensor:
         return gradient if self.engine.shrink == 1 else gradient * self.engine.shrink
 
-    def _hear_pattern(self) -> list[bool]:
-        """Which of the values sent forward get a gradient: told once per pattern."""
+    def _hear_pattern(self, microbatch: int) -> list[bool]:
+        """Which of the values sent forward get a gradient: told once per pattern and ring."""
         known = self.traffic.gradients_in
-        if self.mode.pattern not in known:
-            known[self.mode.pattern] = self.links.next.receive_word(Pattern).present
-        return known[self.mode.pattern]
+        place = self.mode.pattern, self.own.links.ring(microbatch)
+        if place not in known:
+            known[place] = self.links(microbatch).next.receive_word(Pattern).present
+        return known[place]
 
     def _post(self, microbatch: int) -> Arriving:
         inputs, outgoing = self.call.key.inputs, self.traffic.outgoing
         sent = inputs[microbatch] if self.own.is_last else outgoing[microbatch]
-        present = self.traffic.gradients_in[self.mode.pattern]
-        return self.links.next.post(list(compress(sent, present)))
+        present = self._hear_pattern(microbatch)
+        return self.links(microbatch).next.post(list(compress(sent, present)))
 
     def _run(self, microbatch: int, gradients: Gradients) -> Gradients:
         keep = self.mode.keep

@@ -38,16 +38,16 @@ class Traffic:
         incoming: per micro-batch, the values that come from the previous stage.
         outgoing: per micro-batch, the values that go to the next one.
         uses_rng: whether a stage up to this one draws random numbers.
-        gradients_in: per pattern of gradients that the driver starts with, which of ``outgoing``
-            get a gradient.
+        gradients_in: per pattern of gradients that the driver starts with, and ring, which of
+            ``outgoing`` get a gradient.
         gradients_out: likewise, which of ``incoming`` get one.
     """
 
-    incoming: list[list[TensorSpec]] = field(default_factory=list)
-    outgoing: list[list[TensorSpec]] = field(default_factory=list)
+    incoming: dict[int, list[TensorSpec]] = field(default_factory=dict)
+    outgoing: dict[int, list[TensorSpec]] = field(default_factory=dict)
     uses_rng: bool = False
-    gradients_in: dict[int, list[bool]] = field(default_factory=dict)
-    gradients_out: dict[int, list[bool]] = field(default_factory=dict)
+    gradients_in: dict[tuple[int, int], list[bool]] = field(default_factory=dict)
+    gradients_out: dict[tuple[int, int], list[bool]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

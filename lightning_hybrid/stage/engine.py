@@ -24,7 +24,7 @@ from lightning_hybrid.graph import Stage
 from lightning_hybrid.stage.backward_pass import BackwardPass
 from lightning_hybrid.stage.calls import Call, Gradients, Traffic, Values
 from lightning_hybrid.stage.forward_pass import ForwardPass
-from lightning_hybrid.stage.rank_stages import RankStages, Todo, lists_of
+from lightning_hybrid.stage.rank_stages import RankStages
 
 
 class Engine(RankStages):
@@ -46,24 +46,28 @@ class Engine(RankStages):
         """
         self.passed = False
         works = [ForwardPass(self, index, call, inputs) for index in range(len(self.owned))]
-        todo, _ = self._lists(call.key, input_gradient=False)
+        todo, _ = self.lists(call.key, input_gradient=False)
         for index, kind, microbatch in todo:
             works[index].do(kind, microbatch)
         for own in self.owned:
             own.early.end_forward(call.number)
+        if self.replayed is not None:
+            [own] = self.owned
+            self.replayed.replay(self.stage_for(own, call.key), call.key.microbatches)
         error = next((work.error for work in works if work.error), None)
         for own in self.owned:
-            if own.number > 0:
-                status = own.links.previous.receive_word(Status)
+            for links in own.links if own.number > 0 else ():
+                status = links.previous.receive_word(Status)
                 self.failure = self.failure or status.failure
-            if not own.is_last:
+            for links in own.links if not own.is_last else ():
                 # what the driver's own stages raise is the driver's to deal with
                 mine = self.coordinates.is_driver and error is not None
-                own.links.next.send_word(Status(None if mine else self.failure))
+                links.next.send_word(Status(None if mine else self.failure))
         if not self.coordinates.is_driver:
             return []
         if not call.ahead:
-            self.owned[-1].links.next.flush()  # from here on the user may change the inputs
+            for links in self.owned[-1].links:
+                links.next.flush()  # from here on the user may change the inputs
         self.passed = True
         self._raise(error)
         return works[-1].outputs
@@ -86,10 +90,12 @@ class Engine(RankStages):
                 ``failure``; the driver hears of it with the next forward.
         """
         self.passed = False
+        if mode.parameters:
+            self.replica_group.take_part()
         works = [
             BackwardPass(self, index, call, mode, gradients) for index in range(len(self.owned))
         ]
-        _, todo = self._lists(call.key, input_gradient=mode.input_gradient)
+        _, todo = self.lists(call.key, input_gradient=mode.input_gradient)
         for index, kind, microbatch in todo:
             works[index].do(kind, microbatch)
         if mode.reduce:
@@ -101,8 +107,9 @@ class Engine(RankStages):
 
     def send_inputs(self, key: CallKey, inputs: Sequence[Values]) -> None:
         """On the driver: let stage 0 have the inputs of a call that runs ahead, per micro-batch."""
-        for values, specs in zip(inputs, key.inputs):
-            self.owned[-1].links.next.send(values, specs)
+        links = self.owned[-1].links
+        for microbatch, (values, specs) in enumerate(zip(inputs, key.inputs)):
+            links.at(microbatch).next.send(values, specs)
 
     def discard(self, call: Call) -> None:
         """Take off the links what the stage before this rank's has sent for a call."""
@@ -110,7 +117,7 @@ class Engine(RankStages):
         work = ForwardPass(self, 0, replace(call, traffic=scratch), ())
         for microbatch in range(call.key.microbatches):
             work.receive_activation(microbatch)
-        work.links.previous.receive_word(Status)
+        work.links(0).previous.receive_word(Status)
 
     def commit(self, call: Call) -> None:
         """A call that ran ahead and has written to buffers has its turn."""
@@ -126,12 +133,6 @@ class Engine(RankStages):
         """Take the stages of another graph of the same network."""
         for own in self.owned:
             own.specializations.append(stages[own.number])
-
-    def _lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
-        here, microbatches = self.coordinates.pp_rank, key.microbatches
-        return lists_of(
-            self._schedule_name, self._devices, here, microbatches, input_gradient, self._split
-        )
 
     def _raise(self, error: Exception | None) -> None:
         failure, self.failure = self.failure, None

@@ -7,7 +7,7 @@ import torch
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.comm import Arriving, Header, TensorSpec
-from lightning_hybrid.schedules import Instruction, Kind
+from lightning_hybrid.schedules import Kind
 from lightning_hybrid.stage.calls import (
     Call,
     Values,
@@ -24,10 +24,8 @@ from lightning_hybrid.stage.rank_stages import Pass, RankStages
 class Ahead:
     """Receives that are posted one before they are needed, so that they overlap computation."""
 
-    def __init__(
-        self, steps: Sequence[Instruction], kind: Kind, post: Callable[[int], Arriving]
-    ) -> None:
-        self._todo = [step.microbatch for step in reversed(steps) if step.kind is kind]
+    def __init__(self, microbatches: Sequence[int], post: Callable[[int], Arriving]) -> None:
+        self._todo = [*reversed(microbatches)]
         self._post = post
         self._posted: Arriving | None = None
 
@@ -60,36 +58,39 @@ class ForwardPass(Pass):
         # what the generators' state looks like on the way; nothing if it does not travel
         self._states = state_specs(engine.device) if call.uses_rng else ()
         self._takes_states = call.uses_rng and (not self._first or call.key.continues)
-        self._previous_failed = False
-        self._told_failure = False
-        self.links.next.flush(engine.untaken(call))  # frees what an earlier pass sent
+        # rings in which the stage before has failed, and those that know of a failure up to here
+        self._silent: set[int] = set()
+        self._told_failure: set[int] = set()
+        for links in self.own.links:
+            links.next.flush(engine.untaken(call))  # frees what an earlier pass sent
+        self._ahead: Ahead | None = None
         if call.exchange:
-            self.traffic.outgoing = []
-            self.traffic.incoming = (
-                [list(specs) for specs in call.key.inputs] if self._first else []
-            )
-            self._ahead = None
+            self.traffic.outgoing, self.traffic.incoming = {}, {}
+            if self._first:
+                self.traffic.incoming |= enumerate(map(list, call.key.inputs))
         else:
-            steps = engine.schedule(call.key, input_gradient=False).forward[self.own.number]
-            self._ahead = Ahead(steps, Kind.RECEIVE_ACTIVATION, self._post)
+            todo, _ = engine.lists(call.key, input_gradient=False)
+            self._ahead = Ahead(self.of_kind(todo, Kind.RECEIVE_ACTIVATION), self._post)
 
     def send_input(self, microbatch: int) -> None:
         if not self.call.ahead:  # else they are there already
-            self.links.next.send(self.inputs[microbatch], self.call.key.inputs[microbatch])
+            specs = self.call.key.inputs[microbatch]
+            self.links(microbatch).next.send(self.inputs[microbatch], specs)
 
     def receive_activation(self, microbatch: int) -> None:
         if self._ahead is not None:
             self._values = self._ahead.take(microbatch)
             return
         self._values = None
-        if not self._first and not self._previous_failed:
-            header = self.links.previous.receive_word(Header)
+        ring = self.own.links.ring(microbatch)
+        if not self._first and ring not in self._silent:
+            header = self.links(microbatch).previous.receive_word(Header)
             if header.specs is None:
-                self._previous_failed = True
+                self._silent.add(ring)
             else:
-                self.traffic.incoming.append(header.specs)
+                self.traffic.incoming[microbatch] = header.specs
                 self.traffic.uses_rng |= header.uses_rng
-        if not self._previous_failed:
+        if ring not in self._silent:
             self._values = self._post(microbatch).wait()
 
     def forward(self, microbatch: int) -> None:
@@ -107,30 +108,30 @@ class ForwardPass(Pass):
 
     def send_activation(self, microbatch: int) -> None:
         if self.call.exchange:
-            self._send_header()
+            self._send_header(microbatch)
             if self._result is None:
                 return
         specs = [*self.traffic.outgoing[microbatch], *self._states]
         values = self._result
         if values is None:
             values = [spec.zeros(self.engine.device) for spec in specs]
-        self.links.next.send(values, specs)
+        self.links(microbatch).next.send(values, specs)
 
     def _post(self, microbatch: int) -> Arriving:
         specs = self.traffic.incoming[microbatch]
         states = () if self._first else self._states
-        return self.links.previous.post([*specs, *states])
+        return self.links(microbatch).previous.post([*specs, *states])
 
-    def _send_header(self) -> None:
+    def _send_header(self, microbatch: int) -> None:
         """Shapes of the values that follow; an empty header, once, if this stage has failed."""
         if self._result is not None:
             crossing = self._result[: len(self._result) - len(self._states)]
             specs = [TensorSpec.of(value) for value in crossing]
-            self.traffic.outgoing.append(specs)
-            self.links.next.send_word(Header(specs, self.traffic.uses_rng))
-        elif not self._told_failure:
-            self._told_failure = True  # after the first empty header nobody listens for more
-            self.links.next.send_word(Header())
+            self.traffic.outgoing[microbatch] = specs
+            self.links(microbatch).next.send_word(Header(specs, self.traffic.uses_rng))
+        elif (ring := self.own.links.ring(microbatch)) not in self._told_failure:
+            self._told_failure.add(ring)  # after the first empty header nobody listens for more
+            self.links(microbatch).next.send_word(Header())
 
     def _run(self, microbatch: int, values: Values) -> Values:
         engine, call = self.engine, self.call
@@ -147,7 +148,8 @@ class ForwardPass(Pass):
                     values, states = values[:cut], values[cut:]
                     set_random_state(states, engine.device)
                 before = random_state(engine.device)
-            outputs = self._compute(microbatch, values, before)
+            with engine.noting(engine.stage_for(self.own, call.key), microbatch):
+                outputs = self._compute(microbatch, values, before)
             if not call.uses_rng:
                 return outputs
             after = random_state(engine.device)

@@ -173,6 +173,8 @@ class ReplicaGroup:
         group: of these ranks.
         trace: where the all-reduces are recorded.
         state: gives buffers that training steps read; see :func:`state_buffers`.
+        copies: how many ranks of each replica have the stages. Each has a part of the gradients of
+            its replica, so that those of a replica are summed, and those sums averaged.
     """
 
     def __init__(
@@ -182,16 +184,29 @@ class ReplicaGroup:
         group: Group,
         trace: Trace,
         state: Callable[[], Iterable[Tensor]] = tuple,
+        copies: int = 1,
     ) -> None:
         self._parameters, self._buffers, self._state = list(parameters), buffers, state
         self._group, self._trace = group, trace
-        self._size = group.size()
-        self._armed = False
+        self._size, self._copies = group.size(), copies
+        self._armed, self._whole = False, True
         self._buckets: list[_Bucket] = []
         self._sent: list[dist.Work] = []  # of as many buckets, from the first on
         self._trainable: list[bool] | None = None
         self._place: dict[Tensor, tuple[_Bucket, int]] = {}
         self._hooks: dict[Parameter, RemovableHandle] = {}
+
+    def take_part(self) -> None:
+        """Gradients are added to: from here on those of the copies are parts of a sum.
+
+        What all copies have the same, as after a sum, the first one keeps alone, so that it is
+        not counted twice.
+        """
+        if self._copies > 1 and self._whole and self._group.rank() % self._copies:
+            for parameter in self._parameters:
+                if parameter.requires_grad:
+                    parameter.grad = None
+        self._whole = False
 
     def arm(self, final: Iterable[Parameter] = ()) -> None:
         """The next backward adds the last gradients of this step: send them as they come.
@@ -201,6 +216,7 @@ class ReplicaGroup:
         """
         if self._size == 1:
             return
+        self.take_part()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             self._trainable = trainable
@@ -224,6 +240,7 @@ class ReplicaGroup:
             for parameter, average in bucket.empty():
                 self._hand_out_rows(parameter, average)
         self._sent.clear()  # what is kept of a transfer keeps its group from closing
+        self._whole = True
 
     def _hand_out_rows(self, parameter: Parameter, average: Tensor) -> None:
         """A sparse gradient has the rows that some replica has used, zeros among them too."""
@@ -282,7 +299,7 @@ class ReplicaGroup:
         for number, bucket in enumerate(self._buckets[len(self._sent) :], len(self._sent)):
             if bucket.missing:
                 break
-            bucket.fill(1 / self._size)
+            bucket.fill(self._copies / self._size)
             work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
             if self._trace.on and bucket.flat.device.type == "cpu":
                 work.get_future().add_done_callback(self._recorder(number))

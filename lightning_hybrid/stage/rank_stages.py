@@ -12,13 +12,23 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.comm import CallKey, Coordinates, Failure, Group, Links
+from lightning_hybrid.comm import (
+    CallKey,
+    Coordinates,
+    Dealt,
+    Devices,
+    Failure,
+    Group,
+    Links,
+    copies_of,
+)
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import (
     STREAMED,
     DelayedWeights,
     Kind,
     Schedule,
+    deal,
     make_schedule,
     merge,
 )
@@ -26,6 +36,7 @@ from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import Call
 from lightning_hybrid.stage.early_forwards import EarlyForwards
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
+from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
 from lightning_hybrid.stage.split_backward import HookWatch
 from lightning_hybrid.stage.trace import Trace
 
@@ -65,7 +76,7 @@ class OwnedStage:
 
     number: int
     specializations: list[Stage]
-    links: Links
+    links: Dealt
     is_last: bool
     label: str
     early: EarlyForwards
@@ -108,7 +119,7 @@ Todo = tuple[tuple[int, Kind, int], ...]
 @lru_cache(maxsize=256)
 def lists_of(
     name: str,
-    devices: tuple[int, ...],
+    devices: tuple[int | tuple[int, ...], ...],
     here: int,
     microbatches: int,
     input_gradient: bool,
@@ -116,10 +127,20 @@ def lists_of(
 ) -> tuple[Todo, Todo]:
     """The forward and the backward list of the rank with this ``pp_rank``."""
     schedule = schedule_of(name, len(devices), microbatches, input_gradient, split)
-    own = [stage for stage, device in enumerate(devices) if device == here]
+    copies = [copies_of(device) for device in devices]
+    own = [stage for stage, ranks in enumerate(copies) if here in ranks]
+    if max(map(len, copies)) > 1:  # each rank has one stage
+        [stage] = own
+        shared = deal(schedule, [*map(len, copies)])
+        mine = (
+            lists[stage][copies[stage].index(here)] for lists in (shared.forward, shared.backward)
+        )
+        steps = (tuple([(stage, step) for step in each]) for each in mine)
+    else:
+        first = [ranks[0] for ranks in copies]
+        steps = (merge(lists, first)[here] for lists in (schedule.forward, schedule.backward))
     forward, backward = (
-        tuple((own.index(stage), i.kind, i.microbatch) for stage, i in merged[here])
-        for merged in (merge(lists, devices) for lists in (schedule.forward, schedule.backward))
+        tuple([(own.index(stage), i.kind, i.microbatch) for stage, i in each]) for each in steps
     )
     return forward, backward
 
@@ -129,7 +150,7 @@ class RankStages:
 
     Args:
         stages: this rank's stages of the network, by number.
-        devices: ``pp_rank`` of each stage of the network.
+        devices: of each stage of the network the ``pp_rank`` of its rank, or of all its copies.
         coordinates: this rank.
         links: of each stage that is here, in their order.
         replica_group: averages the gradients of this rank's stages over the replicas.
@@ -140,6 +161,7 @@ class RankStages:
         options: how stages compute.
         split: numbers of the stages whose backward the schedule splits.
         recompute: whether forwards keep no activations, and run again for their backward.
+        replayed: the running statistics of a stage that has copies.
 
     Attributes:
         owned: the stages of this rank, in their order.
@@ -150,9 +172,9 @@ class RankStages:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        devices: Sequence[int],
+        devices: Devices,
         coordinates: Coordinates,
-        links: Mapping[int, Links],
+        links: Mapping[int, Dealt],
         replica_group: ReplicaGroup,
         device: torch.device,
         schedule: str,
@@ -161,7 +183,9 @@ class RankStages:
         options: StageOptions,
         split: Sequence[int] = (),
         recompute: bool = False,
+        replayed: ReplayedStatistics | None = None,
     ) -> None:
+        self.replayed = replayed
         self.coordinates, self.replica_group = coordinates, replica_group
         self.device, self.seed, self.trace = device, seed, trace
         self.failure: Failure | None = None
@@ -196,10 +220,11 @@ class RankStages:
         """How many messages of a call's kind may wait for a neighbour before a stage waits too."""
         return self._ahead * call.key.microbatches
 
-    def schedule(self, key: CallKey, *, input_gradient: bool) -> Schedule:
-        """The instruction lists of all stages for a call of this kind."""
-        return schedule_of(
-            self._schedule_name, len(self._devices), key.microbatches, input_gradient, self._split
+    def lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
+        """What this rank does in the forward and in the backward of a call of this kind."""
+        here, microbatches = self.coordinates.pp_rank, key.microbatches
+        return lists_of(
+            self._schedule_name, self._devices, here, microbatches, input_gradient, self._split
         )
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
@@ -214,6 +239,12 @@ class RankStages:
         if self._statistics is None or not key.training:
             return nullcontext()
         return self._statistics
+
+    def noting(self, stage: Stage, microbatch: int) -> AbstractContextManager[Any]:
+        """Inside, a forward of a copy of a stage leaves running statistics to be replayed."""
+        if self.replayed is None or not stage.written:
+            return nullcontext()
+        return self.replayed.noting(stage, microbatch)
 
     def fail(self, error: Exception, stage: int) -> None:
         """Note an error of a stage; from now on this rank only keeps its appointments."""
@@ -236,9 +267,17 @@ class Pass:
 
     def __init__(self, engine: RankStages, index: int, call: Call) -> None:
         self.engine, self.own, self.call = engine, engine.owned[index], call
-        self.links, self.traffic = self.own.links, call.traffic[index]
+        self.index, self.traffic = index, call.traffic[index]
         self.saved = call.saved[index]
         self.error: Exception | None = None
+
+    def of_kind(self, todo: Todo, kind: Kind) -> list[int]:
+        """The micro-batches of this stage's instructions of a kind, in their order."""
+        return [m for index, each, m in todo if index == self.index and each is kind]
+
+    def links(self, microbatch: int) -> Links:
+        """Of a micro-batch that is dealt to this rank."""
+        return self.own.links.at(microbatch)
 
     def do(self, kind: Kind, microbatch: int) -> None:
         """Carry out an instruction."""

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import CallKey
+from lightning_hybrid.comm import CallKey, Devices, copies_of
+from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
@@ -107,9 +108,7 @@ def names_of(stages: Sequence[Stage]) -> list[str]:
     return list(dict.fromkeys(name for name, _ in named))
 
 
-def borrowed_parameters(
-    stages: Sequence[Sequence[str]], devices: Sequence[int]
-) -> list[frozenset[str]]:
+def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> list[frozenset[str]]:
     """Per rank of a replica, the names of the parameters that it uses and another one owns.
 
     The owner is the rank of the earliest stage that uses a parameter, but the driver only if no
@@ -117,11 +116,16 @@ def borrowed_parameters(
 
     Args:
         stages: of each stage of the network, the names of the parameters that it uses.
-        devices: of each of them the ``pp_rank`` of its rank.
+        devices: of each of them the ``pp_rank`` of its rank, or of all its copies.
+
+    Raises:
+        NetworkError: a stage that has copies shares a parameter with another stage.
     """
-    used: list[set[str]] = [set() for _ in range(max(devices) + 1)]
+    _refuse_tied_copies(stages, devices)
+    ranks = [copies_of(device) for device in devices]
+    used: list[set[str]] = [set() for _ in range(max(map(max, ranks)) + 1)]
     owner: dict[str, int] = {}
-    for names, device in zip(stages, devices):
+    for names, (device, *_) in zip(stages, ranks):
         used[device] |= {*names}
         for name in names:
             # (the driver is rank 0, which is false)
@@ -129,6 +133,18 @@ def borrowed_parameters(
     return [
         frozenset(name for name in names if owner[name] != rank) for rank, names in enumerate(used)
     ]
+
+
+def _refuse_tied_copies(stages: Sequence[Sequence[str]], devices: Devices) -> None:
+    for number, (names, device) in enumerate(zip(stages, devices)):
+        others = {name for k, each in enumerate(stages) if k != number for name in each}
+        if len(copies_of(device)) > 1 and (tied := sorted(others & {*names})):
+            raise NetworkError(
+                f"stage {number} has {len(copies_of(device))} copies, and shares parameter "
+                f"{tied[0]!r} with another stage: a stage with copies has its weights to itself. "
+                "Cut elsewhere (HybridGabraStrategy(allocation=[...])), so that one stage has all "
+                "uses, or give it one copy (pipeline_parallel_size)."
+            )
 
 
 def own_parameters(stages: Sequence[Stage], borrowed: frozenset[str]) -> list[nn.Parameter]:

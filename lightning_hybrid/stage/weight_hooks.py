@@ -60,6 +60,11 @@ class WeightHooks:
         with as_they_are():
             return any(True for _ in self._hooked())
 
+    def names(self) -> list[str]:
+        """Names of the weights that have a hook of the user's."""
+        with as_they_are():
+            return [name for name, _ in self._hooked()]
+
     def late(self) -> list[str]:
         """Names of the weights with hooks that may use the gradient up, and step."""
         with as_they_are():

@@ -148,13 +148,20 @@ def refuse_lazy(module: nn.Module) -> None:
         )
 
 
-def refuse_layer_sync(layer_sync: LayerSync | None, *, compile_stages: bool) -> None:
+def refuse_layer_sync(
+    layer_sync: LayerSync | None, *, compile_stages: bool, copies: tuple[int, ...] = ()
+) -> None:
     """Batch statistics are taken over replicas by our own means, outside of compiled code."""
     if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
         raise PlanError(
             f"{type(layer_sync).__name__} replaces modules, and hybrid_gabra cannot know "
             "which ranks they speak to. Use Trainer(sync_batchnorm=True), which takes batch "
             "statistics over the replicas of each stage."
+        )
+    if layer_sync is not None and copies:
+        raise PlanError(
+            f"sync_batchnorm=True and pipeline_parallel_size={copies} do not go together: copies "
+            "of a stage have other micro-batches. Leave one of them out."
         )
     if layer_sync is not None and compile_stages:
         raise PlanError(

@@ -38,7 +38,16 @@ from lightning_hybrid._lightning_private import (
     load_as_ever,
 )
 from lightning_hybrid.comm import Coordinates, Failure, restore_handlers
-from lightning_hybrid.config import Balance, Checkpoint, Config, Count, Replan, Rng, ScheduleName
+from lightning_hybrid.config import (
+    Balance,
+    Checkpoint,
+    Config,
+    Count,
+    Replan,
+    Rng,
+    ScheduleName,
+    Shape,
+)
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan, free_bytes, free_of_host
@@ -116,7 +125,8 @@ class HybridGabraStrategy(DDPStrategy):
         pipeline_parallel_size: number of devices of a replica, which is that of its stages unless
             ``contiguous=False`` or a plan give devices several. ``"auto"``: devices / replicas. A
             network that cannot be cut is refused if a number is given; with ``"auto"`` it runs on
-            the driver of each replica.
+            the driver of each replica. A tuple gives stages copies: with ``(3, 1)`` three devices
+            have stage 0 and take micro-batches in turn, the driver has stage 1.
         num_microbatches: into how many slices a replica's batch is split on its way through the
             stages. ``"auto"``: chosen with the sizes, or, where these are given, enough to fill the
             pipeline twice, at least two samples each.
@@ -211,7 +221,7 @@ class HybridGabraStrategy(DDPStrategy):
     def __init__(
         self,
         data_parallel_size: Count = "auto",
-        pipeline_parallel_size: Count = "auto",
+        pipeline_parallel_size: Shape = "auto",
         num_microbatches: Count = "auto",
         schedule: ScheduleName = "auto",
         delayed_weights: DelayedWeights = "stash",
@@ -459,7 +469,10 @@ class HybridGabraStrategy(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         refuse_version()
-        refuse_layer_sync(self._layer_sync, compile_stages=self._config.compile_stages)
+        config = self._config
+        refuse_layer_sync(
+            self._layer_sync, compile_stages=config.compile_stages, copies=config.copies
+        )
         # complain now, before any process is started
         ranks = self._ranks
         self._config.check_devices(ranks.hosts, ranks.per_host)
@@ -608,7 +621,8 @@ class HybridGabraStrategy(DDPStrategy):
         if module is not None and self._ranks.world.phase is Phase.TOGETHER:
             trainer = module.trainer
             if trainer.state.status == TrainerStatus.RUNNING:
-                stages = self._ranks.stages
+                # copies of a stage would each make its weights
+                stages = 1 if self._config.copies else self._ranks.stages
                 self._building = self._building.deferred_if_apart(trainer, self.root_device, stages)
                 self._rest()
                 building = self._building.building(module)

@@ -17,7 +17,8 @@ from lightning_hybrid.comm import (
     Guard,
     Heartbeat,
     Mesh,
-    link_stages,
+    copies_of,
+    link_copies,
     signals_ignored,
 )
 from lightning_hybrid.comm.protocol import (
@@ -45,6 +46,7 @@ from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
     Engine,
+    ReplayedStatistics,
     ReplicaGroup,
     StagedNetwork,
     StageOptions,
@@ -203,7 +205,7 @@ class Worker:
     def _cut(self, order: Cut) -> None:
         # first of all: the others wait for this rank in it
         known = order.network < len(self._networks)
-        links = {} if known else link_stages(self._mesh, order.devices, self._device)
+        links = {} if known else link_copies(self._mesh, order.devices, self._device)
         network = self._module.get_submodule(order.name)
         stages = {n: Stage(code, network, self._device) for n, code in order.stages.items()}
         if known:
@@ -222,7 +224,9 @@ class Worker:
             stage.move(self._device)
         own = own_parameters(mine, order.borrowed)
         state, buffers = partial(state_buffers, network), partial(own_buffers, mine)
-        replica_group = ReplicaGroup(own, buffers, self._mesh.data_parallel, self._trace, state)
+        copies = copies_of(order.devices[next(iter(links))])
+        group = self._mesh.owners(copies)
+        replica_group = ReplicaGroup(own, buffers, group, self._trace, state, len(copies))
         engine = Engine(
             stages,
             order.devices,
@@ -236,9 +240,15 @@ class Worker:
             self._options,
             order.split,
             order.recompute,
+            self._replayed(network, copies),
         )
         staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
         self._networks.append(staged)
+
+    def _replayed(self, network: nn.Module, copies: tuple[int, ...]) -> ReplayedStatistics | None:
+        if len(copies) == 1:
+            return None
+        return ReplayedStatistics(network, self._mesh.siblings(copies))
 
     def _forward(self, command: Forward) -> None:
         network = self._networks[command.network]

@@ -60,6 +60,8 @@ def test_replicas_win_where_links_are_fast_and_stages_where_they_are_slow() -> N
 def test_the_prediction_is_the_simulation_of_the_plan() -> None:
     one = cluster(4, hosts=2)
     for shape in rank_shapes(costs_of, one, 6):
+        if shape.copies:  # tests/asking/test_copied_shapes.py
+            continue
         plan = plan_of(shape, costs_of, one, 6)
         rows = plan.rows
         timeline = simulate(

@@ -3,17 +3,19 @@
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from datetime import timedelta
-from threading import Thread
+from threading import Lock, Thread
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from in_memory import MemoryGroup
 from nccl_rules import StrictReplica
 from pipelines import ALONE, CPU
 from torch import Tensor, nn
 
 from lightning_hybrid.capture import Capture
 from lightning_hybrid.capture.watched_calls import own_forward
+from lightning_hybrid.comm.activation_links import copies_of
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.driven_network import Placement
 from lightning_hybrid.driver.driver import Driver
@@ -132,6 +134,8 @@ class Ranks:
         self.ranks = StrictReplica(workers + 1, timeout_s, on(0))
         self.modules = {rank: deepcopy(model).to(on(rank)) for rank in range(1, workers + 1)}
         self.results: dict[int, Any] = {}
+        self._lock = Lock()
+        self._groups: dict[tuple[str | int, ...], MemoryGroup] = {}
         self.workers = {
             rank: Worker(module, self.mesh(rank), on(rank), options)
             for rank, module in self.modules.items()
@@ -166,7 +170,16 @@ class Ranks:
             backend="gloo",
             data_parallel=ALONE,
             drivers=ALONE,
+            owners=lambda copies: self._group(copies, rank, "owners"),
+            siblings=lambda copies: self._group(copies, rank, "siblings"),
         )
+
+    def _group(self, copies: tuple[int, ...], rank: int, kind: str) -> Any:
+        if len(copies) == 1:
+            return ALONE
+        with self._lock:
+            group = self._groups.setdefault((kind, *copies), MemoryGroup(len(copies)))
+        return group.of(copies.index(rank))
 
     def _serve(self, rank: int) -> None:
         if self._on(rank).type == "cuda":
@@ -186,7 +199,7 @@ class Replica(Ranks):
     Args:
         model: the module; workers have copies of it.
         value: an input of its network.
-        devices: ``pp_rank`` of each stage.
+        devices: ``pp_rank`` of each stage, or of all its copies.
         parts: micro-batches.
         timeout_s: how long a rank waits for another one.
         continues: the network draws from the stream of the code around it.
@@ -207,7 +220,7 @@ class Replica(Ranks):
         self,
         model: Model,
         value: Tensor,
-        devices: tuple[int, ...],
+        devices: tuple[int | tuple[int, ...], ...],
         parts: int = 2,
         timeout_s: float = 60.0,
         *,
@@ -221,7 +234,7 @@ class Replica(Ranks):
         trains: bool = False,
     ) -> None:
         super().__init__(
-            *(model, max(devices), timeout_s),
+            *(model, max(map(max, map(copies_of, devices))), timeout_s),
             options=options,
             batches=batches,
             on=on,

@@ -9,8 +9,10 @@ end never takes place.
 
 import threading
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from time import monotonic
+from types import SimpleNamespace
+from typing import Any
 from weakref import ref
 
 from torch import Tensor
@@ -180,3 +182,77 @@ class MemoryLines(Lines):
 
     def wire(self, pp_rank: int, tag: int) -> Wire:
         return self._replica.wire(tag, self.coordinates.pp_rank, pp_rank)
+
+
+class MemoryGroup:
+    """A process group of threads: the collectives that ranks of a stage use.
+
+    Args:
+        size: number of its ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._changed = threading.Condition()
+        self._parts: dict[int, dict[int, list[Tensor]]] = {}
+
+    def of(self, rank: int) -> "MemoryGroupOfRank":
+        """The group, as a rank of it has it."""
+        return MemoryGroupOfRank(self, rank)
+
+    @property
+    def size(self) -> int:
+        """Number of its ranks."""
+        return self._size
+
+    def meet(self, number: int, rank: int, parts: list[Tensor]) -> Callable[[], list[list[Tensor]]]:
+        """Give the tensors of one rank for the collective of this number; returns what waits."""
+        with self._changed:
+            self._parts.setdefault(number, {})[rank] = [part.clone() for part in parts]
+            self._changed.notify_all()
+
+        def wait() -> list[list[Tensor]]:
+            with self._changed:
+                all_here = self._changed.wait_for(
+                    lambda: len(self._parts[number]) == self._size, TIMEOUT_S
+                )
+                if not all_here:
+                    raise RuntimeError(f"collective {number} of rank {rank}: timed out")
+                return [self._parts[number][each] for each in range(self._size)]
+
+        return wait
+
+
+class MemoryGroupOfRank:
+    """What one rank sees of a :class:`MemoryGroup`."""
+
+    def __init__(self, group: MemoryGroup, rank: int) -> None:
+        self._group, self._rank, self._count = group, rank, 0
+
+    def size(self) -> int:
+        return self._group.size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def allreduce(self, tensors: list[Tensor], *_: Any) -> Any:
+        return self._begin(
+            tensors, lambda all_parts: tensors[0].copy_(sum(parts[0] for parts in all_parts))
+        )
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        return self._begin(
+            tensors, lambda all_parts: tensors[0].copy_(all_parts[options.rootRank][0])
+        )
+
+    def allgather(self, lists: list[list[Tensor]], tensors: list[Tensor], *_: Any) -> Any:
+        def take(all_parts: list[list[Tensor]]) -> None:
+            for target, parts in zip(lists[0], all_parts):
+                target.copy_(parts[0])
+
+        return self._begin(tensors, take)
+
+    def _begin(self, tensors: list[Tensor], take: Callable[[Any], object]) -> Any:
+        wait = self._group.meet(self._count, self._rank, tensors)
+        self._count += 1
+        return SimpleNamespace(wait=lambda: take(wait()))

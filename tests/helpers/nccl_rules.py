@@ -238,7 +238,9 @@ def strict(make_group: Callable[..., mesh.GroupHandle]) -> Callable[..., mesh.Gr
 
     def make(store: Any, name: str, *arguments: Any) -> mesh.GroupHandle:
         handle = make_group(store, name, *arguments)
-        if name.startswith(("activations", "gradients", "data", "statistics")):
+        if name.startswith(
+            ("activations", "gradients", "data", "statistics", "owners", "siblings")
+        ):
             handle._group = StrictGroup(handle._group)
         return handle
 

@@ -9,7 +9,7 @@ import torch
 from nccl_rules import StrictReplica
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.activation_links import link_stages
+from lightning_hybrid.comm.activation_links import link_copies
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
 from lightning_hybrid.stage.calls import Call, Traffic
@@ -78,7 +78,7 @@ class Pipeline:
                 own,
                 devices,
                 self.replica.lines[rank].coordinates,
-                link_stages(self.replica.lines[rank], devices, device),
+                link_copies(self.replica.lines[rank], devices, device),
                 ReplicaGroup([], [], ALONE, Trace(rank, "")),
                 device,
                 schedule,

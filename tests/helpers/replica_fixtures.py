@@ -20,7 +20,7 @@ def replicas() -> Iterator[Callable[..., Replica]]:
     """Makes replicas, whose workers are told to go if the test has not ended them."""
     made: list[Replica] = []
 
-    def make(module: Model, devices: tuple[int, ...], **options: Any) -> Replica:
+    def make(module: Model, devices: tuple[Any, ...], **options: Any) -> Replica:
         made.append(Replica(module, batches(1)[0], devices, **options))
         return made[-1]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.plan import Plan, StagePlan
+from lightning_hybrid.planning.plan import VERSION, Plan, StagePlan
 
 
 def plan(**changes: Any) -> Plan:
@@ -89,9 +89,9 @@ def test_a_free_placement_that_cannot_be_is_refused(changes: dict[str, Any], mes
         ({"cuts": ()}, r"stages\(2\) need 1 different cuts, the plan has 0"),
         ({"devices": (0, 1)}, r"devices\(0, 1\).*end with 0"),
         ({"devices": (1, 2, 0)}, r"stages\(2\) != 3 devices"),
-        ({"data_parallel_sizes": (2, 3)}, r"!= sum of data_parallel_sizes\(\(2, 3\)\)"),
+        ({"data_parallel_sizes": (2, 3)}, r"!= data_parallel_sizes\(2, 3\)"),
         ({"rows": plan().rows[::-1]}, r"contradict the rows of the stages, \(0, 1\)"),
-        ({"version": 99}, r"format version 99, this package reads 1"),
+        ({"version": 99}, r"format version 99, this package reads 2"),
     ],
 )
 def test_a_contradiction_is_refused_with_both_numbers(
@@ -182,3 +182,48 @@ def test_the_file_of_a_delayed_plan_has_its_delays() -> None:
     assert json.loads(plan.to_json())["delays"] == [3, 1, 0]
     assert Plan.from_json(plan.to_json()) == plan
     assert "delays" not in json.loads(replace(plan, schedule="1f1b").to_json())
+
+
+def test_a_stage_with_copies_names_the_devices_of_all() -> None:
+    copied = Plan(
+        replicas=2,
+        stages=2,
+        microbatches=6,
+        schedule="gpipe",
+        cuts=("b",),
+        devices=((1, 2, 3), (0,)),
+    )
+    assert (copied.copies, copied.devices, copied.first_devices) == ((3, 1), ((1, 2, 3), 0), (1, 0))
+    assert (copied.devices_per_replica, copied.world_size) == (4, 8)
+    assert copied.data_parallel_sizes == (6, 2)
+    assert Plan.from_json(copied.to_json()) == copied
+    assert "2 replicas x 2 stages (3-1 copies) = 8 devices" in copied.describe()
+    assert "1, 2, 3" in copied.describe()
+
+
+def test_a_file_from_before_stages_had_copies_is_read() -> None:
+    old = plan().to_json().replace(f'"version": {VERSION}', '"version": 1')
+    assert '"version": 1' in old
+    assert Plan.from_json(old) == plan()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": ((1, 1), 0)}, r"devices\(\(1, 1\), 0\): where a stage has copies"),
+        ({"devices": ((0, 1), 2)}, "end with 0"),
+        ({"devices": ((1, 2), 0), "schedule": "1f1b"}, "need schedule 'gpipe' or 'zero_bubble'"),
+        ({"stages": 1, "cuts": (), "devices": ((0, 1),)}, r"copies\(2,\) .* are replicas"),
+    ],
+)
+def test_copies_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    fields = {
+        "replicas": 1,
+        "stages": 2,
+        "microbatches": 2,
+        "schedule": "gpipe",
+        "cuts": ("b",),
+        **changes,
+    }
+    with pytest.raises(PlanError, match=message):
+        Plan(**fields)

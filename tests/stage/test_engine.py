@@ -187,7 +187,7 @@ def test_a_tensor_that_the_backend_refuses_ends_every_rank(monkeypatch: pytest.M
         raise ValueError("Tensors must be CUDA and dense")
 
     pipeline, parts = Pipeline(chain(3), (1, 2, 0), timeout_s=60), slices()
-    wire = pipeline.engines[1].owned[0].links.next._out  # type: ignore[attr-defined]
+    wire = pipeline.engines[1].owned[0].links.at(0).next._out  # type: ignore[attr-defined]
     monkeypatch.setattr(wire, "send", lambda tensor: start(refuse, [tensor], peer=wire.peer))
     calls = pipeline.open(parts)
 

@@ -32,6 +32,15 @@ SETTINGS = {
     "sgd": ("float32", 1e-6, 1, 6),
     "adamw": ("float64", 1e-10, 1, 3),
     "two": ("float64", 1e-10, 2, 9),  # by hand
+    "copies": ("float64", 1e-10, 1, 3),  # two of the first stage
+}
+COPIES = {
+    "optimizer": "adamw",
+    "trainer": {
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 0.5,
+        "gradient_clip_val": 0.05,
+    },
 }
 
 
@@ -48,14 +57,16 @@ class Runs:
             "steps": 2 * EPOCH * self.optimizers,  # Lightning counts those of each optimizer
             "checkpoint": {"monitor": "val", "filename": "{step}", "save_top_k": -1},
             "trainer": {"num_sanity_val_steps": 0, "val_check_interval": 0.5},
+            **(COPIES if optimizer == "copies" else {}),
         }
+        shape = {"copies": (2, 1), "stages": 3} if optimizer == "copies" else {"stages": 2}
         self.one_device, self.stages = folder / "one", folder / "stages"
         torch.set_num_threads(1)
         one = {**self.config, "strategy": "auto"}
         _, self.expected = train(one, self.one_device)
         then = {"ckpt_path": str(self.checkpoint(self.one_device)), "after": None}
-        run = Training(self.stages, **{**self.config, "stages": 2, "after": "best", "then": then})
-        self.driver, self.worker = run.run()
+        run = Training(self.stages, **{**self.config, **shape, "after": "best", "then": then})
+        self.driver, *_, self.worker = run.run()
         start = self.checkpoint(self.stages)
         _, self.resumed = train({**one, "ckpt_path": str(start)}, folder / "resumed")
 
@@ -70,7 +81,12 @@ class Runs:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("sgd", marks=slow), pytest.param("adamw", marks=slow), "two"],
+    params=[
+        pytest.param("sgd", marks=slow),
+        pytest.param("adamw", marks=slow),
+        "two",
+        pytest.param("copies", marks=slow),
+    ],
 )
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("checkpoints"), request.param)

@@ -330,10 +330,11 @@ def strategy(config: dict[str, Any]) -> Any:
             cuts=CUTS[config["network"]][len(devices)],
             devices=devices,
         )
-    cuts = CUTS[config["network"]].get(stages, [])
+    copies = config.get("copies")  # of each stage; `stages` is the number of processes
+    cuts = CUTS[config["network"]].get(len(copies) if copies else stages, [])
     return HybridGabraStrategy(
         data_parallel_size=replicas,
-        pipeline_parallel_size=stages,
+        pipeline_parallel_size=copies or stages,
         num_microbatches=config["microbatches"],
         allocation=config.get("allocation") or [f"net.{name}" for name in cuts],
         start_method=config.get("start_method", "popen"),

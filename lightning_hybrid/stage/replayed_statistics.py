@@ -1,0 +1,105 @@
+"""Running statistics of batch normalisation in a stage that has copies.
+
+One device updates them once per micro-batch, in order, and a copy of a stage sees only the
+micro-batches that are dealt to it. So each forward runs from statistics of zero, which leaves what
+its micro-batch adds to them; at the end of the pass the copies exchange that, and each updates its
+own statistics with all micro-batches in their order. All copies end with the same bits.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.modules import BatchNorm
+from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
+from lightning_hybrid.graph import Stage
+
+_COUNT, _AVERAGES = "num_batches_tracked", ("running_mean", "running_var")
+
+
+class ReplayedStatistics:
+    """The running statistics of one copy of a stage.
+
+    Args:
+        network: that the stage is of.
+        group: the copies of this replica, in their order.
+    """
+
+    def __init__(self, network: nn.Module, group: Group) -> None:
+        self._network, self._group = network, group
+        self._seen: dict[int, Tensor] = {}
+
+    @contextmanager
+    def noting(self, stage: Stage, microbatch: int) -> Iterator[None]:
+        """Inside, the forward of a micro-batch leaves what it writes to be replayed."""
+        written = self._written(stage)
+        before = [buffer.clone() for buffer in written.values()]
+        try:
+            for buffer in written.values():
+                buffer.zero_()
+            yield
+            self._seen[microbatch] = torch.cat(
+                [buffer.flatten().to(torch.float64) for buffer in written.values()]
+            )
+        finally:
+            for buffer, value in zip(written.values(), before):
+                buffer.copy_(value)
+
+    def replay(self, stage: Stage, microbatches: int) -> None:
+        """Update the statistics with all micro-batches of a pass; the copies call it together.
+
+        A micro-batch whose forward has failed changes nothing.
+        """
+        seen, self._seen = self._seen, {}
+        written = self._written(stage)
+        if not written:
+            return
+        copies, me = self._group.size(), self._group.rank()
+        first = next(iter(written.values()))
+        sizes = [buffer.numel() for buffer in written.values()]
+        shape = -(-microbatches // copies), 1 + sum(sizes)
+        mine = torch.zeros(shape, dtype=torch.float64, device=first.device)
+        for microbatch, values in seen.items():
+            line = mine[microbatch // copies]
+            line[0], line[1:] = 1.0, values
+        parts = [torch.empty_like(mine) for _ in range(copies)]
+        assert all(microbatch % copies == me for microbatch in seen)
+        wait(start(self._group.allgather, [parts], [mine], peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+        for microbatch in range(microbatches):
+            here, values = parts[microbatch % copies][microbatch // copies].split([1, sum(sizes)])
+            if here:
+                added = dict(zip(written, values.split(sizes)))
+                self._update(written, added)
+
+    def _written(self, stage: Stage) -> dict[str, Tensor]:
+        """By ``data``: autograd takes note of a write, and saves buffers that it does not need."""
+        return {name: t.data for name, t in stage.taken().items() if name in stage.written}
+
+    def _update(self, written: dict[str, Tensor], added: dict[str, Tensor]) -> None:
+        """Do what the forward of one micro-batch would have done."""
+        for owner in dict.fromkeys(name.rpartition(".")[0] for name in written):
+            prefix = f"{owner}." if owner else ""
+            uses = added[prefix + _COUNT].item() if prefix + _COUNT in written else 1.0
+            momentum: Any = self._network.get_submodule(owner).momentum
+            if prefix + _COUNT in written:
+                written[prefix + _COUNT].add_(int(uses))
+            if momentum is None:  # a cumulative average; what was noted is that of these uses
+                share = uses / written[prefix + _COUNT].item()
+                kept = 1.0 - share
+            else:
+                share, kept = 1.0, (1.0 - momentum) ** uses
+            for name in (prefix + key for key in _AVERAGES):
+                if name in written:
+                    average = written[name]
+                    value = added[name].to(average.dtype).view_as(average)
+                    average.mul_(kept).add_(value * share)
+
+
+def is_running_statistic(network: nn.Module, name: str) -> bool:
+    """Whether a buffer of a network is one that can be replayed."""
+    owner, _, key = name.rpartition(".")
+    known = key == _COUNT or key in _AVERAGES
+    return known and isinstance(network.get_submodule(owner), BatchNorm)

@@ -1,0 +1,120 @@
+"""Shapes whose stages have copies, against every set of cuts with costs summed by hand."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+
+from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes, ring_s
+from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
+from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.schedules import Copy
+
+HOST = Level(name="host", devices=2, bandwidth_bytes_per_s=8e9, latency_s=0.0)
+NETWORK = Level(name="network", devices=4, bandwidth_bytes_per_s=1.25e9, latency_s=1e-4)
+
+
+def cluster(*speeds: float, levels: tuple[Level, ...] = (HOST, NETWORK)) -> ClusterDescription:
+    devices = tuple(DeviceSpec(name=f"of {speed}", speed=speed) for speed in speeds)
+    return ClusterDescription(name="test", devices=devices, levels=levels)
+
+
+def costs_of(samples: int) -> PartitionTable:
+    """Work in front, parameters behind, as in a network with a fully connected head."""
+    return PartitionTable(
+        names=tuple("abcdef"),
+        layers=(1,) * 6,
+        parameters=(1,) * 6,
+        forward_s=tuple(samples * work for work in (4e-3, 3e-3, 3e-3, 2e-3, 1e-3, 1e-3)),
+        backward_s=tuple(samples * work for work in (8e-3, 6e-3, 6e-3, 4e-3, 2e-3, 2e-3)),
+        cut_bytes=tuple(samples * size for size in (8e5, 4e5, 2e5, 1e5, 5e4)),
+        gradient_bytes=(1e5, 2e5, 4e5, 8e5, 2e8, 2e8),
+        kept_bytes=(0.0,) * 6,
+        activation_bytes=(0.0,) * 6,
+        step_s=(1e-4,) * 6,
+    )
+
+
+def speed(at: ClusterDescription, device: int, size: int) -> float:
+    """Of the slowest of the devices that stand for this one in all replicas."""
+    return min(at.relative_speeds[device::size])
+
+
+def by_hand(shape: Shape, at: ClusterDescription, ends: list[int], batch: int) -> float:
+    """The step of other cuts of the same shape."""
+    size, costs = shape.devices_per_replica, costs_of(batch // shape.microbatches)
+    owners = [d if isinstance(d, tuple) else (d,) for d in shape.devices]
+    bounds = list(zip([0, *ends[:-1]], ends))
+
+    def each(work: tuple[float, ...]) -> list[list[float]]:
+        return [
+            [sum(work[a:b]) / speed(at, device, size) for device in devices]
+            for (a, b), devices in zip(bounds, owners)
+        ]
+
+    groups = [
+        [replica * size + device for replica in range(shape.replicas) for device in devices]
+        for devices in owners
+    ]
+    levels = [at.level(ranks) if len(ranks) > 1 else None for ranks in groups]
+    reduce_s = []
+    for (a, b), ranks, level in zip(bounds, groups, levels):
+        rings = min(levels.count(level), 2 if level is NETWORK else 1)
+        bytes_s = ring_s(level, sum(costs.gradient_bytes[a:b]), len(ranks), rings)
+        # all messages of a ring wait once, with the first partition
+        waits_s = ring_s(level, 0.0, len(ranks))
+        reduce_s.append(bytes_s - (waits_s if a else 0.0))
+    edges = {}
+    for stage, (here, there) in enumerate(pairwise(owners)):
+        for i, source in enumerate(here):
+            for j, target in enumerate(there):
+                found = [
+                    at.level([k + source, k + target]) for k in range(0, len(at.devices), size)
+                ]
+                level = max((each for each in found if each), key=lambda level: level.devices)
+                sent = costs.cut_bytes[ends[stage] - 1] / level.bandwidth_bytes_per_s
+                edges[Copy(stage, i), Copy(stage + 1, j)] = (sent, level.latency_s)
+    hand = DealtCosts(
+        forward_s=each(costs.forward_s),
+        backward_s=each(costs.backward_s),
+        weight_s=each((0.0,) * 6),
+        step_s=each(costs.step_s),
+        reduce_s=reduce_s,
+        edges=edges,
+    )
+    return dealt_s(hand, shape.microbatches)
+
+
+@pytest.mark.parametrize("speeds", [(1.0,) * 4, (1.0, 1.0, 0.5, 0.5), (1.0, 0.4, 0.4, 0.2)])
+def test_of_four_devices_no_cuts_are_faster_in_any_shape_with_copies(
+    speeds: tuple[float, ...],
+) -> None:
+    shapes = [s for s in rank_shapes(costs_of, cluster(*speeds), 12) if s.copies]
+    # of four devices, and of the first three where they are not alike
+    expected = {(3, 1), (2, 1, 1), (1, 2, 1)} | ({(2, 1)} if len(set(speeds)) > 1 else set())
+    assert {shape.copies for shape in shapes} == expected
+    for shape in shapes:
+        used = cluster(*speeds).take(shape.replicas * shape.devices_per_replica)
+        steps = [
+            by_hand(shape, used, [*cuts, 6], 12)
+            for cuts in combinations(range(1, 6), len(shape.copies) - 1)
+        ]
+        assert shape.step_s == pytest.approx(min(steps), rel=1e-9)
+
+
+def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts() -> None:
+    slow = replace(NETWORK, bandwidth_bytes_per_s=2.5e8)
+    at = cluster(1.0, 1.0, 1.0, 1.0, levels=(replace(HOST, bandwidth_bytes_per_s=2.5e8), slow))
+    best = fastest(rank_shapes(costs_of, at, 12))
+    assert best.copies == (3, 1)
+    assert str(best).startswith("1 replica x 2 stages (3-1 copies)")
+    plan = plan_of(best, costs_of, at, 12)
+    assert (plan.copies, plan.devices, plan.world_size) == ((3, 1), ((1, 2, 3), 0), 4)
+    assert plan.predicted_step_s == best.step_s
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_alike_devices_on_alike_links_have_no_copies() -> None:
+    at = cluster(1.0, 1.0, 1.0, 1.0, levels=(NETWORK,))
+    assert not [shape for shape in rank_shapes(costs_of, at, 12) if shape.copies]

@@ -1,0 +1,100 @@
+"""Copies of a stage, in processes: the numbers of one device, and the same bits in all owners."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEFAULTS
+from test_exact_training import SETTINGS, one_device
+
+from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.errors import PlanError
+
+pytestmark = pytest.mark.distributed
+Train = Callable[..., list[dict[str, Any]]]
+slow = pytest.mark.conformance
+
+
+@pytest.mark.parametrize(
+    ("replicas", "copies", "network"),
+    [
+        (1, (2, 1), "residual"),
+        *(
+            pytest.param(*shape, marks=slow)
+            for shape in [
+                (1, (3, 1), "dropout"),
+                (1, (1, 2, 1), "residual"),
+                (1, (2, 1), "resattnet"),
+                (2, (2, 1), "residual"),
+            ]
+        ),
+    ],
+)
+def test_losses_and_weights_are_those_of_one_device(
+    train: Train, replicas: int, copies: tuple[int, ...], network: str
+) -> None:
+    config = {
+        **DEFAULTS,
+        **SETTINGS.get(network, {"side": 4 if network == "dropout" else 8}),
+        "network": network,
+        "dtype": "float64",
+        "steps": 6,
+        "replicas": replicas,
+        "stages": sum(copies),
+    }
+    if network != "resattnet":
+        config |= {"microbatches": 5, "batch": 5, "samples": 20 * replicas}
+    losses, weights = one_device(config)
+    ranks = train(**config, copies=copies)
+    for replica in range(replicas):
+        found = ranks[replica * sum(copies)]["losses"]
+        assert torch.tensor(found) == pytest.approx(torch.tensor(losses[replica]), abs=1e-10)
+    for rank in ranks:
+        for name, value in rank["weights"].items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-10, atol=1e-10, msg=name)
+    names = [{*rank["gradients"]} for rank in ranks[: sum(copies)]]
+    workers = sum(copies[:-1])
+    assert names[1] == names[copies[0]]  # copies of stage 0 have worked on the same weights
+    assert sum(1 for one, two in pairwise(names[1 : workers + 1]) if one == two) == max(copies) - 1
+
+
+@slow
+def test_cuts_that_are_chosen_for_a_shape_give_the_numbers_of_one_device(train: Train) -> None:
+    config = {
+        **DEFAULTS,
+        "dtype": "float64",
+        "steps": 4,
+        "stages": 3,
+        "microbatches": 4,
+        "batch": 4,
+        "samples": 16,
+    }
+    losses, weights = one_device(config)
+    ranks = train(**config, copies=(2, 1), allocation="gabra")
+    assert ranks[0]["losses"] == pytest.approx(losses[0], abs=1e-10)
+    for name, value in ranks[1]["weights"].items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-10, atol=1e-10, msg=name)
+    assert "2-1" in ranks[0]["plan"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"pipeline_parallel_size": (1, 2)}, r"the last stage, .* Use .*=\(1, 1\)"),
+        ({"pipeline_parallel_size": (0, 1)}, r"pipeline_parallel_size=\(0, 1\) must be"),
+        ({"schedule": "1f1b"}, "go together with schedule='1f1b'. Use schedule='gpipe'"),
+        ({"schedule": "looped"}, "go together with schedule='looped'"),
+        ({"contiguous": False}, "go together with contiguous=False"),
+        ({"balance": "speed"}, "go together with balance='speed'"),
+        ({"shard_optimizer_states": True}, "go together with shard_optimizer_states=True"),
+        ({"checkpoint": "sharded"}, "go together with checkpoint='sharded'"),
+        ({"rng": "device"}, "go together with rng='device'"),
+    ],
+)
+def test_what_does_not_go_together_with_copies_is_refused(
+    asked: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(PlanError, match=reason):
+        HybridGabraStrategy(**{"pipeline_parallel_size": (3, 1), **asked})
