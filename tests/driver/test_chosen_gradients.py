@@ -39,7 +39,7 @@ def network() -> Iterator[Any]:
         leaf=leaf,
         weight=weight,
         weights=lambda: [weight],
-        placement=SimpleNamespace(schedule="gpipe"),
+        placement=SimpleNamespace(schedule="gpipe", devices=(1, 0)),
     )
     gradients: Any = SimpleNamespace(kept_local=nullcontext, settle=lambda: None)
     hooks: Any = lambda *_, **__: nullcontext()  # noqa: E731  there are none

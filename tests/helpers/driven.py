@@ -21,6 +21,7 @@ from lightning_hybrid.driver.driven_network import Placement
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.streamed_calls import Batches
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import NetworkGraph, cut, make_stages, network_partitions
 from lightning_hybrid.remote.hollow_network import Hollow
 from lightning_hybrid.stage.rank_stages import StageOptions
@@ -247,9 +248,13 @@ class Replica(Ranks):
         equal = [round(share * k) for k in range(1, len(devices))]
         codes = cut(graph, partitions, list(ends[:-1]) or equal)
         placement = Placement.of(codes, devices, schedule, split)
-        self.network = self.driver.add_network(
-            "net", model.net, codes, placement, continues=continues
-        )
+        try:
+            self.network = self.driver.add_network(
+                "net", model.net, codes, placement, continues=continues
+            )
+        except HybridError:  # refused: the workers wait
+            let_go(self)
+            raise
         self.call = NetworkCall(self.network, self.network.specialize(graph, parts))
         self._calls.compute = lambda _, values: self.call(values)
 

@@ -1,0 +1,52 @@
+"""Two copies of a stage end with the running statistics of one device, the same bits on both."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import gloo_groups, together
+from torch import nn
+
+from lightning_hybrid.comm.mesh import GroupHandle
+from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[list[Any]]:
+    handles = [GroupHandle(group) for group in gloo_groups(30)]
+    yield handles
+    for handle in handles:
+        handle.close()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_copies_end_with_the_statistics_of_one_device(
+    groups: list[Any], momentum: float | None, microbatches: int
+) -> None:
+    torch.manual_seed(1)
+    alone = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3)).double()
+    parts = [2 + torch.randn(4, 3, dtype=torch.float64) for _ in range(2 * microbatches)]
+    copies = [deepcopy(alone) for _ in groups]
+    for part in parts:
+        alone(part)
+
+    def train(number: int) -> None:
+        network = copies[number]
+        statistics = ReplayedStatistics(network, groups[number])
+        buffers = dict(network.named_buffers())
+        stage: Any = SimpleNamespace(taken=lambda: buffers, written=set(buffers))
+        for begin in (0, microbatches):
+            for m in range(number, microbatches, 2):
+                with statistics.noting(stage, m):
+                    network(parts[begin + m])
+            statistics.replay(stage, microbatches)
+
+    together(lambda: train(0), lambda: train(1))
+    for name, expected in alone.named_buffers():
+        one, other = (copy.get_buffer(name) for copy in copies)
+        assert one.equal(other)
+        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
