@@ -136,7 +136,7 @@ class Config:
             )
         _check_copies(
             copies,
-            schedule=("gpipe" if schedule == "auto" else schedule, "gpipe"),
+            schedule=("gpipe" if chosen == AUTO else chosen, "gpipe"),
             contiguous=(contiguous, True),
             balance=(balance, "equal"),
             shard_optimizer_states=(shard_optimizer_states, False),

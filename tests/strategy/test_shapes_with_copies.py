@@ -9,7 +9,7 @@ import torch
 from conftest import DEFAULTS
 from test_exact_training import SETTINGS, one_device
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.errors import PlanError
 
 pytestmark = pytest.mark.distributed
@@ -98,3 +98,16 @@ def test_what_does_not_go_together_with_copies_is_refused(
 ) -> None:
     with pytest.raises(PlanError, match=reason):
         HybridGabraStrategy(**{"pipeline_parallel_size": (3, 1), **asked})
+
+
+def test_a_plan_with_copies_under_another_schedule_is_refused() -> None:
+    plan = Plan(
+        replicas=1,
+        stages=2,
+        microbatches=4,
+        schedule="zero_bubble",
+        cuts=("b",),
+        devices=((1, 2), 0),
+    )
+    with pytest.raises(PlanError, match="go together with schedule='zero_bubble'"):
+        HybridGabraStrategy(plan=plan)
