@@ -69,28 +69,33 @@ class ReplayedStatistics:
         assert all(microbatch % copies == me for microbatch in seen)
         wait(start(self._group.allgather, [parts], [mine], peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
         for microbatch in range(microbatches):
-            here, values = parts[microbatch % copies][microbatch // copies].split([1, sum(sizes)])
-            if here:
-                added = dict(zip(written, values.split(sizes)))
-                self._update(written, added)
+            here, *values = parts[microbatch % copies][microbatch // copies].split([1, *sizes])
+            self._update(written, dict(zip(written, values)), here)
 
     def _written(self, stage: Stage) -> dict[str, Tensor]:
         """By ``data``: autograd takes note of a write, and saves buffers that it does not need."""
         return {name: t.data for name, t in stage.taken().items() if name in stage.written}
 
-    def _update(self, written: dict[str, Tensor], added: dict[str, Tensor]) -> None:
-        """Do what the forward of one micro-batch would have done."""
+    def _update(self, written: dict[str, Tensor], added: dict[str, Tensor], here: Tensor) -> None:
+        """Do what the forward of one micro-batch would have done; a device is not waited for.
+
+        Args:
+            written: the statistics.
+            added: what the micro-batch has added to statistics of zero.
+            here: 1; or 0, with zeros, where the forward has failed.
+        """
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in written):
             prefix = f"{owner}." if owner else ""
-            uses = added[prefix + _COUNT].item() if prefix + _COUNT in written else 1.0
-            momentum: Any = self._network.get_submodule(owner).momentum
-            if prefix + _COUNT in written:
-                written[prefix + _COUNT].add_(int(uses))
+            layer: Any = self._network.get_submodule(owner)
+            count, momentum = prefix + _COUNT, layer.momentum
+            uses = added.get(count, here).reshape(())
+            if count in written:
+                written[count].add_(uses.to(written[count].dtype))
             if momentum is None:  # a cumulative average; what was noted is that of these uses
-                share = uses / written[prefix + _COUNT].item()
+                share = uses / written[count].clamp(min=1)
                 kept = 1.0 - share
             else:
-                share, kept = 1.0, (1.0 - momentum) ** uses
+                share, kept = here.reshape(()), (1.0 - momentum) ** uses
             for name in (prefix + key for key in _AVERAGES):
                 if name in written:
                     average = written[name]
