@@ -75,6 +75,7 @@ __all__ = [
     "set_num_threads",
     "set_random_states",
     "set_rank_of_messages",
+    "steps_alone",
     "training_source",
 ]
 
@@ -190,6 +191,23 @@ def training_source(trainer: Trainer) -> Any:
     asks for then is divided, and kept for the run.
     """
     return trainer.fit_loop._data_source.instance
+
+
+def steps_alone(trainer: Trainer, alone: bool) -> None:
+    """Whether each rank begins its batches without a word to the others.
+
+    Before each batch Lightning broadcasts from rank 0 whether it was told to end, for which all
+    would wait. Instead each rank looks at what it was told itself.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def look() -> None:
+        if getattr(trainer, "received_sigterm", False):
+            raise pytorch.utilities.exceptions.SIGTERMException
+
+    vars(loop).pop("_broadcast_sigterm_tensor", None)
+    if alone:
+        vars(loop)["_broadcast_sigterm_tensor"] = look
 
 
 def forget_loaded_checkpoint(trainer: Trainer) -> None:

@@ -18,6 +18,7 @@ ScheduleName = Literal[
 Rng = Literal["microbatch", "device"]
 Balance = Literal["equal", "speed"]
 Replan = Literal["never", "epoch"]
+GradientSync = Literal["allreduce", "asgd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class Config:
         shard_optimizer_states: whether the replicas of a stage divide its optimizer states.
         balance: whether replicas take equal parts of each global batch, or parts by their speed.
         replan: when parts by speed follow what was measured in the training.
+        gradient_sync: whether replicas wait for each other at each step.
+        staleness: how many updates old weights may be under `asgd`.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -62,6 +65,8 @@ class Config:
     shard_optimizer_states: bool = False
     balance: Balance = "equal"
     replan: Replan = "never"
+    gradient_sync: GradientSync = "allreduce"
+    staleness: int = 0
     chosen: bool = False
 
     @classmethod
@@ -89,6 +94,8 @@ class Config:
         shard_optimizer_states: bool = False,
         balance: Balance = "equal",
         replan: Replan = "never",
+        gradient_sync: GradientSync = "allreduce",
+        staleness: int = 0,
         seed: int = 0,
     ) -> "Config":
         """Check the arguments of the strategy, which documents them, and load the plan.
@@ -130,6 +137,16 @@ class Config:
                 "replan='epoch' gives replicas other parts of a batch when they turn out faster or "
                 "slower, and balance='equal' gives all the same. Use balance='speed'."
             )
+        _check_asynchronous(
+            gradient_sync,
+            staleness,
+            {
+                f"balance={balance!r}": balance != "equal",
+                f"schedule={chosen!r}": chosen in STREAMED,
+                f"shard_optimizer_states={shard_optimizer_states}": shard_optimizer_states,
+                f"checkpoint={checkpoint!r}": checkpoint != "full",
+            },
+        )
         names = [network] if isinstance(network, str) else network
         return cls(
             replicas=replicas,
@@ -158,6 +175,8 @@ class Config:
             shard_optimizer_states=shard_optimizer_states,
             balance=balance,
             replan=replan,
+            gradient_sync=gradient_sync,
+            staleness=staleness,
         )
 
     @property
@@ -253,6 +272,25 @@ def _check_kind(name: str, value: str, kinds: tuple[str, ...]) -> None:
     """Complain about a value that is none of those that there are."""
     if value not in kinds:
         raise PlanError(f"{name}={value!r} is none of {', '.join(map(repr, kinds))}.")
+
+
+def _check_asynchronous(gradient_sync: str, staleness: int, others: dict[str, bool]) -> None:
+    """Complain about a bound that is none, and what replicas do together at each step."""
+    _check_kind("gradient_sync", gradient_sync, get_args(GradientSync))
+    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+        raise PlanError(f"staleness={staleness!r} must be a whole number of updates, 0 or more.")
+    if gradient_sync != "asgd":
+        if staleness:
+            raise PlanError(
+                f"staleness={staleness} is for gradient_sync='asgd'. Give both, or leave it out."
+            )
+        return
+    for other, given in others.items():
+        if given:
+            raise PlanError(
+                f"gradient_sync='asgd' lets no replica wait for another one, and {other} needs "
+                "them together. Leave one of them out."
+            )
 
 
 def _check_placement(schedule: str, contiguous: bool, allocation: str | list[str]) -> None:

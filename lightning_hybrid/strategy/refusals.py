@@ -324,3 +324,58 @@ def refuse_all_but_plain_sgd(optimizers: Iterable[Optimizer], schedule: str) -> 
                 f"and {type(optimizer).__name__} does something else. Use torch.optim.SGD without "
                 "momentum and weight decay; or schedule='fdg', which has the same delays."
             )
+
+
+def refuse_asynchronous(run: Run, optimizers: Iterable[Optimizer]) -> None:
+    """What needs all replicas in each step, or an update that shrinks with its gradient.
+
+    Args:
+        run: that is about to begin.
+        optimizers: the user's.
+    """
+    for reason in _together(run, list(optimizers)):
+        raise PlanError(f"gradient_sync='asgd' {reason}; or use gradient_sync='allreduce'.")
+
+
+def _together(run: Run, optimizers: list[Optimizer]) -> Iterator[str]:
+    trainer, module, here = run.trainer, run.module, run.world.coordinates
+    if here.ranks_per_replica > 1:
+        yield (
+            f"is for replicas of one stage, and pipeline_parallel_size={here.ranks_per_replica}. "
+            "Use pipeline_parallel_size=1"
+        )
+    if here.replicas == 1:
+        yield "has nobody to be ahead of: data_parallel_size=1. Use 2 replicas or more"
+    if not module.automatic_optimization:
+        yield "steps once a batch, and automatic_optimization=False leaves that open. Leave it out"
+    if len(optimizers) != 1:
+        yield f"has one optimizer, and configure_optimizers returns {len(optimizers)}. Return one"
+    for optimizer in optimizers:
+        if type(optimizer) is not SGD:
+            yield (
+                f"makes R updates of a part of the gradient each, and {type(optimizer).__name__} "
+                "is not torch.optim.SGD: its updates may not shrink with the gradient. Use SGD"
+            )
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        kinds = sorted({str(p.dtype) for p in parameters if p.requires_grad})
+        if len(kinds) != 1:
+            yield f"takes parameters of one type, and here are {', '.join(kinds)}. Use one"
+    if trainer.accumulate_grad_batches != 1:
+        yield f"knows no accumulate_grad_batches={trainer.accumulate_grad_batches}. Leave it out"
+    if trainer.gradient_clip_val:
+        yield f"clips no gradients: gradient_clip_val={trainer.gradient_clip_val}. Leave it out"
+    if scalers_of(run.precision):
+        yield "has no scale of the loss (precision='16-mixed'). Use 'bf16-mixed'"
+    if run.synchronised:
+        yield "takes batch statistics of each replica, not sync_batchnorm=True. Leave it out"
+    if state_buffers(module):
+        yield (
+            "leaves buffers to each replica, and the network has some that its steps read "
+            "(codebooks, queues). Take them out"
+        )
+    for scheduler in trainer.lr_scheduler_configs:
+        if scheduler.interval == "step":
+            yield (
+                "lets replicas be at different steps, and a scheduler has interval='step'. Use "
+                "interval='epoch'"
+            )
