@@ -232,6 +232,7 @@ class AsynchronousReplica:
             return
         self._fenced = True
         if self._home is not None:
+            self._home.open()
             self._take(self._home.fence(0))
             self._home.give_state()
             self._write()
