@@ -1,5 +1,6 @@
 """What the user has asked for, checked: the arguments of the strategy as one record."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -285,6 +286,11 @@ def _check_asynchronous(gradient_sync: str, staleness: int, others: dict[str, bo
                 f"staleness={staleness} is for gradient_sync='asgd'. Give both, or leave it out."
             )
         return
+    if "LIGHTNING_HYBRID_UNFINISHED_ASGD" not in os.environ:
+        raise PlanError(
+            "gradient_sync='asgd' is not finished and was not shown to be right. Use "
+            "gradient_sync='allreduce'."
+        )
     for other, given in others.items():
         if given:
             raise PlanError(
