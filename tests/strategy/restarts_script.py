@@ -56,9 +56,13 @@ def main(folder: Path, replicas: int) -> None:
     (folder / f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
     with (folder / "starts.txt").open("a") as starts:
         starts.write(f"{os.environ['RANK']} of {processes * hosts}\n")
+    microbatches = 2 if processes * hosts > replicas else 1
     trainer = Trainer(
         # as many stages as there are processes, two replicas of them where that is asked for
-        strategy=HybridGabraStrategy(data_parallel_size=replicas, num_microbatches=2),
+        # masks of dropout are those of one device, however many stages there are
+        strategy=HybridGabraStrategy(
+            data_parallel_size=replicas, num_microbatches=microbatches, rng="device"
+        ),
         accelerator="cpu",
         devices=processes,
         num_nodes=hosts,
