@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_hybrid.comm import copies_of
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.run.device_times import StepWatcher
 
@@ -117,7 +116,7 @@ class PlanCheck(StepWatcher):
 def planned_busy_s(plan: Plan) -> list[float]:
     """Seconds that each device is to compute per batch, by its index in the replica."""
     seconds = [0.0] * plan.devices_per_replica
-    for copies, row in zip(map(copies_of, plan.devices), plan.rows):
+    for copies, row in zip(plan.owners, plan.rows):
         of_each = (row.forward_s or 0.0) + (row.backward_s or 0.0)
         for turn, device in enumerate(copies):
             seconds[device] += len(range(turn, plan.microbatches, len(copies))) * of_each
