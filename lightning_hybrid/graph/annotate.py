@@ -8,7 +8,7 @@ values, nothing is known of the rest, and nothing of the rest is cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +99,21 @@ FAILURES = (
 """How a run on fake tensors breaks off; nothing else (a time-out, an interrupt) is caught."""
 
 
+def _attention_flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Floating-point operations of attention, from shapes (batch, heads, positions, features).
+
+    As `FlopCounterMode` counts those of the kernels of GPUs: two matrix products for each head.
+    """
+    batch, heads, positions, features = query
+    return 2 * batch * heads * positions * key[2] * (features + value[3])
+
+
+# the one attention kernel that `FlopCounterMode` counts as nothing
+_UNCOUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+
+
 class _Run:
     def __init__(self, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
         self.graph, self.attributes = graph, attributes
@@ -107,7 +122,8 @@ class _Run:
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        self.flops, self.watch = FlopCounterMode(display=False), _Watch()
+        self.flops = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
+        self.watch = _Watch()
         self.lost: str | None = None
 
     def annotations(self) -> Annotations:

@@ -39,6 +39,17 @@ def test_convolution_load_is_counted_from_its_shape() -> None:
     assert first.flops == 2 * multiplications + light
 
 
+def test_attention_load_is_that_of_its_two_matrix_products() -> None:
+    class Attention(nn.Module):
+        def forward(self, query: Tensor, key: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(query, key, key)
+
+    (partition,) = network_partitions(
+        graph_of(Attention(), torch.ones(2, 3, 5, 4), torch.ones(2, 3, 7, 4))
+    )
+    assert partition.flops == 2 * (2 * 3) * 5 * 7 * (4 + 4)
+
+
 def test_bytes_at_a_cut_are_those_of_all_that_crosses() -> None:
     partitions = resnet_partitions()
     assert partitions[0].output_bytes == 2 * 4 * 4**3 * 4

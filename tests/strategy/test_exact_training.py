@@ -110,7 +110,7 @@ def assert_each_stage_worked_alone(ranks: list[dict[str, Any]], config: dict[str
     assert len({rank["pid"] for rank in ranks}) == replicas * stages
     everything = {name for name in ranks[0]["weights"] if "running" not in name}
     everything = {n.removeprefix("net.") for n in everything if "num_batches" not in n}
-    calls = config["steps"] * config["microbatches"]
+    calls = (config["steps"] - 1) * config["microbatches"]
     for replica in range(replicas):
         mine = ranks[replica * stages : (replica + 1) * stages]
         owned = [set(rank["gradients"]) for rank in mine]

@@ -193,6 +193,7 @@ class Classifier(LightningModule):
         self.automatic_optimization = config.get("optimizer") != "two"
         self.losses: list[float] = []
         self.forwards: Counter[str] = Counter()
+        self.before: Counter[str] = Counter()
         self.gradients: Counter[str] = Counter()
 
     def setup(self, stage: str) -> None:
@@ -249,6 +250,10 @@ class Classifier(LightningModule):
         self.manual_backward(loss)
         for optimizer in self.optimizers():
             optimizer.step()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """The first step captures the network and measures its layers, on the driver."""
+        self.before = self.before or Counter(self.forwards)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -380,7 +385,7 @@ def observed(trainer: Trainer, module: Classifier) -> dict[str, Any]:
         "pid": os.getpid(),
         "losses": list(module.losses),
         "weights": deepcopy(module.state_dict()),
-        "forwards": Counter(module.forwards),
+        "forwards": module.forwards - module.before,
         "gradients": Counter(module.gradients),
         "metrics": dict(trainer.callback_metrics),
         "step": trainer.global_step,
