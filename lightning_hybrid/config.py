@@ -142,6 +142,8 @@ class Config:
             shard_optimizer_states=(shard_optimizer_states, False),
             checkpoint=(checkpoint, "full"),
             rng=(rng, "microbatch"),
+            # the driver's copy of the last stage borrows its weights
+            **({"compile_stages": (compile_stages, False)} if copies and copies[-1] > 1 else {}),
         )
         names = [network] if isinstance(network, str) else network
         return cls(
@@ -371,16 +373,11 @@ def _check_copies(copies: tuple[int, ...], **options: tuple[Any, Any]) -> None:
         options: by name of an argument its value, and the one that does.
 
     Raises:
-        PlanError: the last stage has copies, or an argument has another value.
+        PlanError: an argument has another value.
     """
     if not copies:
         return
     shape = f"pipeline_parallel_size={copies} gives stages copies"
-    if copies[-1] > 1:
-        raise PlanError(
-            f"{shape}, and the last stage, which is the driver's, can have only one. Use "
-            f"pipeline_parallel_size={(*copies[:-1], 1)}."
-        )
     for name, (value, good) in options.items():
         if value != good:
             raise PlanError(

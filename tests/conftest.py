@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from zlib import crc32
 
 import pytest
+from hypothesis import settings
 
 PARTS = 8
 """Of the slow tier; each takes about a quarter of an hour on two cores."""
@@ -15,6 +16,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="TEXT",
         help=f"run one of {PARTS} parts of the selected tests; the text (a commit) decides which",
     )
+
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:

@@ -17,6 +17,9 @@ _enter_autocast = find("torch.amp.autocast_mode:_enter_autocast")
 set_gradients = find("torch:_C._set_grad_enabled")
 """What TorchDynamo writes down for `with torch.no_grad()` and the like."""
 
+attention_of_cpu = find("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu")
+"""The one kernel of attention that torch's `FlopCounterMode` counts as nothing."""
+
 exit_autocast = find("torch.amp.autocast_mode:_exit_autocast")
 """Leaves a region; takes what has entered it."""
 

@@ -103,6 +103,9 @@ OPTIONAL = {
     "torch:_C._select_conv_backend": (
         "convolutions of 16 samples and more are not split into smaller parts on CPUs"
     ),
+    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": (
+        "attention on a CPU is taken to cost nothing where costs are counted"
+    ),
     "torch:_VF": "recurrent layers are captured for each length of their sequences",
     "torch:_C._autograd._enable_record_function": _PROFILED,
     "torch.autograd.profiler:_is_profiler_enabled": _PROFILED,

@@ -254,7 +254,7 @@ def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch:
     table = problem.table
     if shape.copies:
         copied = _with_copies(problem, shape.copies, table, used)
-        firsts = [devices[0] for devices in owners_of(shape.copies)]
+        firsts = [*map(min, owners_of(shape.copies))]
         costs = replace(copied.stage_costs(shape.ends), devices=firsts)
     else:
         costs = problem.costs(shape.ends, _chain_of(shape))

@@ -23,6 +23,7 @@ from lightning_hybrid.graph import (
     NetworkGraph,
     NetworkPartition,
     StageCode,
+    collecting,
     cut,
     cut_at,
     find_boundary,
@@ -91,8 +92,9 @@ class Adoption:
                 plan, codes = self._plan_and_cut(found, graph, partitions, leaves, is_part=is_part)
             parts = self._parts(found, graph, leaves, plan.microbatches)
             self._announcements.doing(found, "handing out the stages of")
+            devices = (*plan.devices, 0) if _collects(plan) else plan.devices
             placement = Placement.of(
-                codes, plan.devices, plan.schedule, plan.split or (), plan.recompute
+                codes, devices, plan.schedule, plan.split or (), plan.recompute
             )
             refuse_streaming(found, graph, plan, placement, first=not self._driver.has_networks)
             continues = not found.whole or self._driver.calls.follows
@@ -119,7 +121,8 @@ class Adoption:
         self._announcements.doing(found, "planning")
         plan = self._plan(key, found, graph, partitions, leaves, is_part=is_part)
         boundaries = [find_boundary(partitions, first) for first in plan.cuts]
-        codes = cut(graph, partitions, boundaries, self._driver.device)
+        collects = _collects(plan)
+        codes = cut(graph, partitions, boundaries, self._driver.device, collects=collects)
         if found.is_materialized:
             self._announcements.doing(found, "checking the stages of")
             check(graph, codes, leaves, with_room_for(found.module, self._driver.device))
@@ -150,7 +153,9 @@ class Adoption:
         if refusal is not None:
             raise CannotFollow(f"it {refusal}")
         refuse_streaming(found, graph, plan, network.placement)
-        positions = follow(graph, network.placement.owned)
+        positions = follow(graph, network.placement.owned[: plan.stages])
+        if _collects(plan):
+            positions += collecting(graph)
         with _as_if_alone():
             codes = cut_at(graph, positions, self._driver.device)
             parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
@@ -319,6 +324,11 @@ def refuse_streaming(
             f"{found.shown} cannot run under schedule={schedule.name!r}, which begins with later "
             f"batches early: {reason}. Use schedule='gpipe'."
         )
+
+
+def _collects(plan: Plan) -> bool:
+    """Whether a stage without layers takes the outputs from copies of the last one."""
+    return plan.copies[-1] > 1
 
 
 def _refuse_moved(found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]) -> None:

@@ -22,6 +22,7 @@ from lightning_hybrid.stage import (
     is_running_statistic,
     own_buffers,
     own_parameters,
+    replayed_statistics,
     state_buffers,
     tensors_of,
 )
@@ -222,6 +223,7 @@ class Distribution:
         Takeover(self._module, mine, (), self._mesh.coordinates).settle(())
         for part in here:
             part.move(self._device)
+        copies = copies_of(placement.devices[next(iter(links))])
         replica_group = ReplicaGroup(
             own_parameters(here, borrowed),
             partial(own_buffers, here),
@@ -242,6 +244,7 @@ class Distribution:
             self._options,
             placement.split,
             placement.recompute,
+            replayed_statistics(network, self._mesh, copies),
         )
 
 

@@ -62,6 +62,12 @@ class Placement:
     split: tuple[int, ...] = ()
     recompute: bool = False
 
+    @property
+    def collects(self) -> bool:
+        """Whether the driver has a copy of the last stage with layers, and collects behind it."""
+        before = self.devices[-2] if len(self.devices) > 1 else 0
+        return not isinstance(before, int) and 0 in before
+
     @classmethod
     def of(
         cls,
@@ -185,6 +191,7 @@ class DrivenNetwork(StagedNetwork):
             self._free(self._dropped.popleft())
         graph = specialization.graph
         self._weights.before_forward(graph, grad=grad)
+        self._commands.remote.fetch(self._buffers_of_others(specialization.number))
         # in the middle of a pass no worker could answer what its buffer is now
         leaves = [read_now(leaf) for leaf in leaves]
         slices, numbers = specialization.split(leaves)
@@ -220,6 +227,17 @@ class DrivenNetwork(StagedNetwork):
             if launched is None:
                 self._launch(specialization, leaves)
         return call, outputs
+
+    def _buffers_of_others(self, number: int) -> list[str]:
+        """Names in the LightningModule of what this rank's copy of a stage reads in its forward.
+
+        Running statistics that it writes are replayed on the workers, and not read.
+        """
+        if not self.placement.collects:
+            return []
+        stage, prefix = self.engine.owned[0].specializations[number], f"{self.name}."
+        names = (name for name in stage.buffer_names if name not in stage.written)
+        return [(prefix + name).removeprefix(".") for name in names]
 
     @signals_deferred
     def backward(

@@ -281,7 +281,9 @@ class Driver:
         self.optimizers.ship(fresh=ALL if first else 0)
         tensors = tensors_of(self._module)
         owned_there = (name for names in made.remote.values() for name in names)
-        stages = [own.specializations[0] for own in driven.engine.owned]
+        devices = driven.placement.devices  # (what copies write is written on workers)
+        alone = [own for own in driven.engine.owned if isinstance(devices[own.number], int)]
+        stages = [own.specializations[0] for own in alone]
         used_here = [prefix + name for stage in stages for name in stage.buffer_names]
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here, views)

@@ -57,7 +57,7 @@ class Borrowing:
         remote.flush()
         if remote.state(Kind.PARAMETER) == self._current:
             return
-        remote.read_all(self._here)
+        remote.fetch(self._here)
         for worker, names in self._workers.items():
             values = self._ownership.give(Kind.PARAMETER, names)
             self._commands.workers.send(worker, TakeWeights(values.items()))

@@ -3,6 +3,7 @@
 from lightning_hybrid.graph.cut_stages import (
     Stage,
     StageCode,
+    collecting,
     compiled,
     compute_whole,
     cut,
@@ -38,6 +39,7 @@ __all__ = [
     "Stage",
     "StageCode",
     "captured_recurrence",
+    "collecting",
     "compiled",
     "compute_whole",
     "count",

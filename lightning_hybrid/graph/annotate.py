@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid._torch.autograd import dual_level, functorch_level
+from lightning_hybrid._torch.graphs import attention_of_cpu
 from lightning_hybrid._torch.random_operators import draws
 from lightning_hybrid._torch.symbols import OF_VALUES, ShapeEnv, is_symbolic, symbols_in, value_with
 from lightning_hybrid._torch.tensors import (
@@ -110,10 +111,6 @@ def _attention_flops(
     return 2 * batch * heads * positions * key[2] * (features + value[3])
 
 
-# the one attention kernel that `FlopCounterMode` counts as nothing
-_UNCOUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-
-
 class _Run:
     def __init__(self, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
         self.graph, self.attributes = graph, attributes
@@ -122,7 +119,9 @@ class _Run:
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        self.flops = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
+        self.flops = FlopCounterMode(
+            display=False, custom_mapping={attention_of_cpu: _attention_flops}
+        )
         self.watch = _Watch()
         self.lost: str | None = None
 

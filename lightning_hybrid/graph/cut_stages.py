@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -79,7 +80,7 @@ class Stage:
         self._numbers, self.checkpointed = code.numbers, code.checkpointed
         self._all_places = [_place(network, name) for name in code.owned]
         self._places = self._all_places[: len(code.tensors)]
-        self._code, self._device = code.code, device
+        self._code, self.device = code.code, device
         self._run = code.code.function(device)
         self.compiled = False
 
@@ -88,7 +89,7 @@ class Stage:
         if not self.compiled:
             self.compiled = True
             # (AOTAutograd fails to save what the backward of a recurrent layer needs, torch 2.13)
-            self._run = compiled(self._code.function(self._device, without=RECURRENT))
+            self._run = compiled(self._code.function(self.device, without=RECURRENT))
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[Any] = ()) -> list[Any]:
         """Run the layers of this stage.
@@ -110,6 +111,19 @@ class Stage:
     def taken(self) -> dict[str, Tensor]:
         """By name, the parameters and buffers that a call takes, in the order of `run_with`."""
         return {name: table[key] for name, (table, key) in zip(self.tensor_names, self._places)}
+
+    @contextmanager
+    def instead(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, calls take other tensors in the place of those with these names."""
+        places = [(*p, tensors[n]) for n, p in zip(self.tensor_names, self._places) if n in tensors]
+        before = [table[key] for table, key, _ in places]
+        try:
+            for table, key, tensor in places:
+                table[key] = tensor
+            yield
+        finally:
+            for (table, key, _), tensor in zip(places, before):
+                table[key] = tensor
 
     def move(self, device: torch.device | str) -> None:
         """Move the network's parameters and buffers that this stage uses."""
@@ -157,6 +171,8 @@ def cut(
     partitions: Sequence[NetworkPartition],
     boundaries: Sequence[int],
     device: torch.device | None = None,
+    *,
+    collects: bool = False,
 ) -> list[StageCode]:
     """Cut the network before the partitions numbered ``boundaries``.
 
@@ -171,9 +187,11 @@ def cut(
         boundaries: rising numbers of the partitions that stages 1, 2 ... begin with; none: one
             stage.
         device: where the network was captured; that of the first leaf by default.
+        collects: whether a further stage follows, without layers, which takes the outputs from
+            copies of the one before it.
 
     Raises:
-        NetworkError: the boundaries are out of order or out of range.
+        NetworkError: the boundaries are out of order or out of range, or outputs cannot travel.
     """
     if list(boundaries) != sorted(set(boundaries)) or not all(
         0 < boundary < len(partitions) for boundary in boundaries
@@ -182,7 +200,23 @@ def cut(
             f"boundaries {list(boundaries)} must rise and lie in 1..{len(partitions) - 1} "
             f"(the network has {len(partitions)} partitions)"
         )
-    return cut_at(graph, [partitions[b].start for b in boundaries], device)
+    positions = [partitions[b].start for b in boundaries]
+    return cut_at(graph, [*positions, *collecting(graph)] if collects else positions, device)
+
+
+def collecting(graph: NetworkGraph) -> list[int]:
+    """Where a stage without layers begins that collects the outputs: behind all layers.
+
+    Raises:
+        NetworkError: an output cannot travel.
+    """
+    end = len(graph.layers)
+    if refusal := Cuts(graph).refusal(end):
+        raise NetworkError(
+            f"the last stage cannot have copies, which send the driver its outputs: {refusal}. "
+            "Give it one copy (pipeline_parallel_size)."
+        )
+    return [end]
 
 
 def cut_at(

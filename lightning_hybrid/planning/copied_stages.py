@@ -25,9 +25,10 @@ AfterBackward = Sequence[tuple[Sequence[float], Sequence[float]]]
 
 
 def owners_of(copies: Sequence[int]) -> Owners:
-    """The devices of a replica that have each stage; the last one is on 0, the driver's."""
-    ends = [*accumulate(copies[:-1], initial=1)]
-    return (*(tuple(range(a, b)) for a, b in pairwise(ends)), (0,))
+    """The devices of a replica that have each stage; the last copy is on 0, the driver's."""
+    ends = [*accumulate(copies, initial=1)]
+    *stages, last = (tuple(range(a, b)) for a, b in pairwise(ends))
+    return (*stages, (*last[:-1], 0))
 
 
 def of_slowest(values: Sequence[float], owners: Owners) -> list[float]:
@@ -60,11 +61,8 @@ class CopiedStages:
     after: AfterBackward = ()
 
     def __post_init__(self) -> None:
-        if len(self.copies) != self.chain.m or self.copies[-1] > 1:
-            raise PlanError(
-                f"copies{self.copies} must be one number for each of stages({self.chain.m}), and 1 "
-                "for the last, the driver's"
-            )
+        if len(self.copies) != self.chain.m:
+            raise PlanError(f"copies{self.copies} must be one for each of stages({self.chain.m})")
         if self.speeds and len(self.speeds) != sum(self.copies):
             raise PlanError(
                 f"copies{self.copies} need speeds of {sum(self.copies)} devices, there "

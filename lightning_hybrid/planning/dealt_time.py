@@ -18,9 +18,9 @@ from lightning_hybrid.schedules import (
     DealtSchedule,
     Instruction,
     Kind,
+    collected,
     deal,
     make_schedule,
-    peer,
 )
 
 Edge = tuple[Copy, Copy]
@@ -49,6 +49,11 @@ class DealtCosts:
     step_s: Sequence[Sequence[float]]
     reduce_s: Sequence[float]
     edges: Mapping[Edge, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """How many copies each stage has."""
+        return tuple(map(len, self.forward_s))
 
     @classmethod
     def alike(cls, costs: StepCosts, copies: Sequence[int]) -> "DealtCosts":
@@ -81,23 +86,27 @@ class DealtCosts:
 
 
 def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
-    """Execute dealt lists on one clock for each copy.
+    """Execute dealt lists on one clock for each device.
 
     Where each stage has one copy, the times are those of `simulate`.
+
+    Args:
+        dealt: The lists, of `collected` copies.
+        costs: Of the stages with layers.
 
     Raises:
         PlanError: the costs are those of other copies, or the lists cannot be run.
     """
-    shape = tuple(map(len, costs.forward_s))
-    if shape != dealt.copies:
-        raise PlanError(f"copies{dealt.copies} of the lists are not copies{shape} of the costs")
-    return _timed(_order(dealt), costs)
+    if collected(costs.copies) != dealt.copies:
+        raise PlanError(
+            f"copies{dealt.copies} of the lists are not copies{costs.copies} of the costs"
+        )
+    return _timed(_order(dealt, costs.copies), costs)
 
 
 def dealt_s(costs: DealtCosts, microbatches: int) -> float:
     """Seconds of one step of fill-drain, from the first forward to the last optimizer step."""
-    copies = tuple(map(len, costs.forward_s))
-    return _timed(_fill_drain(copies, microbatches), costs).makespan_s
+    return _timed(_fill_drain(costs.copies, microbatches), costs).makespan_s
 
 
 def _timed(order: Order, costs: DealtCosts) -> Timeline:
@@ -109,27 +118,31 @@ def _timed(order: Order, costs: DealtCosts) -> Timeline:
 
 @lru_cache(maxsize=512)
 def _fill_drain(copies: tuple[int, ...], microbatches: int) -> Order:
-    return _order(deal(make_schedule("gpipe", len(copies), microbatches), copies))
+    stages = collected(copies)
+    return _order(deal(make_schedule("gpipe", len(stages), microbatches), stages), copies)
 
 
-def _order(dealt: DealtSchedule) -> Order:
+def _order(dealt: DealtSchedule, copies: tuple[int, ...]) -> Order:
     """A possible order of all instructions, with the other end of each send or receive."""
+    collects = copies != dealt.copies
     return tuple(
         (
             place,
             step,
-            peer(place, step, dealt.copies) if step.kind.is_send or step.kind.is_receive else place,
+            dealt.peer(place, step) if step.kind.is_send or step.kind.is_receive else place,
         )
         for lists in (dealt.forward, dealt.backward)
-        for place, step in dealt.execute(lists)
+        for place, step in dealt.execute(lists, collects=collects)
     )
 
 
 class _Run:
-    """A simulated step: clocks of the copies, and of their ways out."""
+    """A simulated step: clocks of the devices, and of their ways out."""
 
     def __init__(self, costs: DealtCosts) -> None:
-        self._costs = costs
+        self._costs, last = costs, len(costs.copies) - 1
+        # what collects has no layers, and is on the driver, as is the last copy
+        self._driver, self._collects = Copy(last, costs.copies[-1] - 1), Copy(last + 1, 0)
         self._seconds = {
             Kind.FORWARD: costs.forward_s,
             Kind.BACKWARD: costs.backward_s,
@@ -144,24 +157,28 @@ class _Run:
 
     def take(self, place: Copy, step: Instruction, other: Copy) -> None:
         """Execute an instruction of a copy, with the copy at its other end."""
-        start_s = self._clock_s[place]
+        device = self._driver if place == self._collects else place
+        start_s = self._clock_s[device]
         if seconds := self._seconds.get(step.kind):
-            end_s = self._clock_s[place] = start_s + seconds[place.stage][place.number]
+            taken_s = 0.0 if place == self._collects else seconds[place.stage][place.number]
+            end_s = self._clock_s[device] = start_s + taken_s
+        elif place == self._collects and step.kind is Kind.REDUCE:
+            return
         elif step.kind is Kind.REDUCE:  # its end is known when all have come to it
             self._ready_s[place.stage] = max(self._ready_s[place.stage], start_s)
             self._reduces.append((place, step))
             return
         elif step.kind.is_send:
-            back = step.kind in (Kind.SEND_GRADIENT, Kind.SEND_OUTPUT_GRADIENT)
+            back = step.kind is Kind.SEND_GRADIENT
             edge = (other, place) if back else (place, other)
             send_s, latency_s = self._costs.edges.get(edge, (0.0, 0.0))
             if send_s:  # what takes no time waits for nothing
-                start_s = max(start_s, self._out_s[place])
-                self._out_s[place] = start_s + send_s
+                start_s = max(start_s, self._out_s[device])
+                self._out_s[device] = start_s + send_s
             end_s = start_s + send_s + latency_s
             self._arrivals_s[place, other].append(end_s)
         else:
-            end_s = self._clock_s[place] = max(start_s, self._arrivals_s[other, place].popleft())
+            end_s = self._clock_s[device] = max(start_s, self._arrivals_s[other, place].popleft())
         self._events.append(Event(place.stage, step, start_s, end_s, place.number))
 
     def timeline(self) -> Timeline:

@@ -213,8 +213,8 @@ class Plan:
 
     @property
     def first_devices(self) -> tuple[int, ...]:
-        """The device of each stage, or that of its first copy."""
-        return tuple([devices[0] for devices in self.owners])
+        """The device of each stage; of copies the driver's, or that of the first."""
+        return tuple(map(min, self.owners))
 
     def _group_sizes(self) -> tuple[int, ...]:
         return tuple([self.replicas * copies for copies in self.copies])
@@ -234,11 +234,11 @@ class Plan:
         self._check_copies()
         named = set(self._all_devices())
         count = len(named)
-        if named != set(range(count)) or self.owners[-1][0] != 0:
+        if named != set(range(count)) or self.owners[-1][-1] != 0:
             raise PlanError(
                 f"devices{self.devices} must name each of 0..{count - 1} (as many as there are "
-                "different ones) and end with 0, the driver's, which owns the last stage, as its "
-                "first copy"
+                "different ones) and end with 0, the driver's, which owns the last stage, or the "
+                "last copy of it"
             )
         if count == 1 and self.stages > 1:
             raise PlanError(

@@ -25,7 +25,14 @@ from lightning_hybrid.report import (
     paragraph,
     table,
 )
-from lightning_hybrid.schedules import SCHEDULES, STREAMED, Kind, deal, make_schedule
+from lightning_hybrid.schedules import (
+    SCHEDULES,
+    STREAMED,
+    Kind,
+    collected,
+    deal,
+    make_schedule,
+)
 
 _MOST_LANES = 32
 _KINDS = {
@@ -89,10 +96,11 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
     if plan.schedule in STREAMED:
         return {}
     spans: dict[int, list[Span]] = {device: [] for device in _devices(plan)}
-    schedule = make_schedule(plan.schedule, plan.stages, plan.microbatches, split=plan.split)
+    copies = collected(plan.copies)
+    schedule = make_schedule(plan.schedule, len(copies), plan.microbatches, split=plan.split)
     costs = _costs(plan)
-    if max(plan.copies) > 1:
-        timeline = simulate_dealt(deal(schedule, plan.copies), DealtCosts.alike(costs, plan.copies))
+    if max(copies) > 1:
+        timeline = simulate_dealt(deal(schedule, copies), DealtCosts.alike(costs, plan.copies))
     else:
         timeline = simulate(schedule, costs)
     for event in timeline.events:

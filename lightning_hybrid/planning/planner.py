@@ -356,8 +356,14 @@ def plan_within_memory(
 
 
 def _is_tight(plan: Plan, limits: Sequence[int]) -> bool:
-    """Whether memory may have said where the cuts are: one more stage of a device fits nowhere."""
+    """Whether memory may have said where the cuts are: one more stage of a device fits nowhere.
+
+    Args:
+        plan: to look at.
+        limits: as `plan_stages` takes them: where stages have copies, by stage, the last one first.
+    """
     held = [0] * len(limits)
-    for row in plan.rows:
-        held[row.device] += row.memory_bytes or 0
+    for stage, row in enumerate(plan.rows):
+        place = (stage + 1) % plan.stages if max(plan.copies) > 1 else row.device
+        held[place] += row.memory_bytes or 0
     return any(2 * size > limit for size, limit in zip(held, limits))

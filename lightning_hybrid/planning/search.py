@@ -190,7 +190,7 @@ def _with_copies(
     else:
         ends, chosen_by = _given(chain.table.names, cut_points, chain.m), "given"
     owners = owners_of(problem.copies)
-    firsts = [devices[0] for devices in owners]
+    firsts = [*map(min, owners)]
     return Plan(
         replicas=replicas,
         stages=chain.m,

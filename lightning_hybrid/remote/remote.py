@@ -328,10 +328,10 @@ class RemoteTensors:
             with torch.no_grad():
                 self._fetch(wanted)
 
-    def read_all(self, names: Iterable[str] | None = None) -> None:
-        """Have these parameters, or all, here as the owners have them."""
+    def read_all(self) -> None:
+        """Have all parameters here as the owners have them."""
         with as_they_are():
-            for name in [*self._tensors[Kind.PARAMETER]] if names is None else names:
+            for name in [*self._tensors[Kind.PARAMETER]]:
                 self.read(self._tensors[Kind.PARAMETER][name])
 
     def bring(self, prefix: str) -> None:
@@ -340,10 +340,15 @@ class RemoteTensors:
         Args:
             prefix: with which their names begin.
         """
+        self.fetch(name for name in self.places.names() if name.startswith(prefix))
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Have these parameters and buffers here as the owners have them, in one go."""
         self.flush()
+        wanted = set(names)
         with torch.no_grad(), as_they_are():
             for remotes in self.places.tensors.values():
-                self._fetch([r for name, r in remotes.items() if name.startswith(prefix)])
+                self._fetch([remotes[name] for name in wanted & remotes.keys()])
 
     def absent_bytes(self, prefix: str) -> int:
         """Memory that the parameters of a module need which have none here.

@@ -2,7 +2,14 @@
 
 from collections.abc import Callable
 
-from lightning_hybrid.schedules.dealt import Copy, DealtSchedule, check_copies, deal, peer
+from lightning_hybrid.schedules.dealt import (
+    Copy,
+    DealtSchedule,
+    check_copies,
+    collected,
+    deal,
+    together,
+)
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, execute_merged
 from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order, looped
@@ -63,10 +70,11 @@ __all__ = [
     "Schedule",
     "Work",
     "check_copies",
+    "collected",
     "deal",
     "execute_merged",
     "loop_order",
     "make_schedule",
     "merge",
-    "peer",
+    "together",
 ]

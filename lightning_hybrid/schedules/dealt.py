@@ -7,14 +7,15 @@ backwards, by copy m mod r_s. With copies (2, 1) and five micro-batches fill-dra
     stage 0, copy 1   1 3 . . . . | . . 3 . 1 .
     stage 1           . 0 1 2 3 4 | 4 3 2 1 0 .
 
-The driver is copy 0 of the last stage. Its other copies are workers: they send it the network's
-outputs, and get the gradients of these back before the driver computes its own.
+The last stage, which gives the driver the network's outputs, has one copy. Where copies are to
+compute to the end of the network, it is one without layers, and the driver has two stages: this
+and one of the copies.
 
 Both ends of a link know the order of its messages: the micro-batches that the two have in common,
 rising in the forward pass and falling in the backward pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +39,10 @@ class Copy(NamedTuple):
 DealtLists = tuple[tuple[tuple[Instruction, ...], ...], ...]
 """By stage and copy the instruction list."""
 
+# Of a stage that collects, what comes before the device's own copy computes, since others wait for
+# it; the rest waits for others, and comes after.
+_BEFORE = frozenset({Kind.SEND_INPUT, Kind.BACKWARD, Kind.SEND_GRADIENT, Kind.REDUCE})
+
 
 @dataclass(frozen=True)
 class DealtSchedule:
@@ -55,29 +60,49 @@ class DealtSchedule:
     forward: DealtLists
     backward: DealtLists
 
-    def execute(self, lists: DealtLists) -> Iterator[tuple[Copy, Instruction]]:
+    def execute(
+        self, lists: DealtLists, *, collects: bool = False
+    ) -> Iterator[tuple[Copy, Instruction]]:
         """Run `forward` or `backward` side by side, as `instructions.execute` does.
+
+        Args:
+            lists: By stage and copy.
+            collects: Whether the last stage and the last copy of the one before are on one device.
 
         Raises:
             PlanError: see there.
         """
-        named = [
-            [(Copy(stage, number), step) for step in steps]
-            for stage, copies in enumerate(lists)
-            for number, steps in enumerate(copies)
-        ]
-        yield from exchange(named, lambda place, step: peer(place, step, self.copies), str)
+        places = [Copy(s, n) for s, copies in enumerate(lists) for n in range(len(copies))]
+        devices = [*([place] for place in places[:-2]), places[-2:]] if collects else None
+        yield from exchange(
+            [together(lists, at) for at in devices or ([place] for place in places)], self.peer, str
+        )
+
+    def peer(self, place: Copy, step: Instruction) -> Copy:
+        """The copy at the other end of a send or receive."""
+        stage = step.peer(place.stage, len(self.copies))
+        return Copy(stage, step.microbatch % self.copies[stage])
 
 
-def peer(place: Copy, step: Instruction, copies: Sequence[int]) -> Copy:
-    """The copy at the other end of a send or receive."""
-    # The driver, which closes the ring, is copy 0, whoever has the micro-batch in the last stage.
-    if step.kind in (Kind.SEND_OUTPUT, Kind.RECEIVE_OUTPUT_GRADIENT) or (
-        place.stage == 0 and step.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)
-    ):
-        return Copy(len(copies) - 1, 0)
-    stage = step.peer(place.stage, len(copies))
-    return Copy(stage, step.microbatch % copies[stage])
+def together(lists: DealtLists, places: Sequence[Copy]) -> list[tuple[Copy, Instruction]]:
+    """What a device does, in order, and for which copy.
+
+    Args:
+        lists: By stage and copy.
+        places: What is on it: a copy, or a copy and the stage that collects.
+    """
+    own, *collects = ([(at, step) for step in lists[at.stage][at.number]] for at in places)
+    before = [each for steps in collects for each in steps if each[1].kind in _BEFORE]
+    after = [each for steps in collects for each in steps if each[1].kind not in _BEFORE]
+    return [*before, *own, *after]
+
+
+def collected(copies: Sequence[int]) -> tuple[int, ...]:
+    """Copies of the stages as they run: behind a last stage with several stands one that collects.
+
+    It has no layers, and is on the device of the last of those copies, the driver.
+    """
+    return (*copies, 1) if copies[-1] > 1 else tuple(copies)
 
 
 def deal(schedule: Schedule, copies: Sequence[int]) -> DealtSchedule:
@@ -94,15 +119,17 @@ def deal(schedule: Schedule, copies: Sequence[int]) -> DealtSchedule:
 
     Raises:
         PlanError: the schedule cannot be dealt, or `copies` is not one number of at least 1 for
-            each stage, or gives several to a stage that is alone.
+            each stage, or gives several to a stage that is alone or the last one.
     """
     counts = tuple(copies)
     check_copies(counts, schedule.stages, schedule.name)
+    if counts[-1] > 1:
+        raise PlanError(f"copies{counts}: the last stage, which has the outputs, has one copy")
     return DealtSchedule(
         copies=counts,
         microbatches=schedule.microbatches,
-        forward=_dealt(schedule.forward, counts, _forward_of_last),
-        backward=_dealt(schedule.backward, counts, _backward_of_last),
+        forward=_dealt(schedule.forward, counts),
+        backward=_dealt(schedule.backward, counts),
     )
 
 
@@ -129,59 +156,16 @@ def check_copies(copies: Sequence[int], stages: int, schedule: str) -> None:
         )
 
 
-def _dealt(
-    lists: Sequence[Sequence[Instruction]],
-    copies: tuple[int, ...],
-    of_last: Callable[[Sequence[Instruction], int, int], Iterator[Instruction]],
-) -> DealtLists:
-    last = len(lists) - 1
-
+def _dealt(lists: Sequence[Sequence[Instruction]], copies: tuple[int, ...]) -> DealtLists:
     def one(stage: int, number: int) -> tuple[Instruction, ...]:
         count, steps = copies[stage], lists[stage]
         if count == 1:
             return tuple(steps)
-        if stage == last:
-            return _reduced(steps, [*of_last(steps, number, count)])
         return _reduced(steps, [s for s in steps if s.microbatch % count == number])
 
     return tuple(
         tuple(one(stage, number) for number in range(count)) for stage, count in enumerate(copies)
     )
-
-
-_FEEDS = (Kind.SEND_INPUT, Kind.RECEIVE_INPUT_GRADIENT)  # the driver's, for all micro-batches
-
-
-def _forward_of_last(
-    steps: Sequence[Instruction], number: int, count: int
-) -> Iterator[Instruction]:
-    for step in steps:
-        if step.kind in _FEEDS:
-            if number == 0:
-                yield step
-        elif step.microbatch % count == number:
-            yield step
-            if step.kind is Kind.FORWARD and number > 0:
-                yield Instruction(Kind.SEND_OUTPUT, step.microbatch)
-    if number == 0:  # the others compute while the driver does
-        microbatches = [s.microbatch for s in steps if s.kind is Kind.FORWARD]
-        yield from (Instruction(Kind.RECEIVE_OUTPUT, m) for m in microbatches if m % count)
-
-
-def _backward_of_last(
-    steps: Sequence[Instruction], number: int, count: int
-) -> Iterator[Instruction]:
-    if number == 0:  # else the others wait for what the driver computes
-        microbatches = [s.microbatch for s in steps if s.kind is Kind.BACKWARD]
-        yield from (Instruction(Kind.SEND_OUTPUT_GRADIENT, m) for m in microbatches if m % count)
-    for step in steps:
-        if step.kind in _FEEDS:
-            if number == 0:
-                yield step
-        elif step.microbatch % count == number:
-            if step.kind is Kind.BACKWARD and number > 0:
-                yield Instruction(Kind.RECEIVE_OUTPUT_GRADIENT, step.microbatch)
-            yield step
 
 
 def _reduced(of_stage: Sequence[Instruction], own: list[Instruction]) -> tuple[Instruction, ...]:

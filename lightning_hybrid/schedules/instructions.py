@@ -56,14 +56,6 @@ class Kind(StrEnum):
     """
     RECEIVE_INPUT_GRADIENT = "receive_input_gradient"
     """Driver: take the gradient of the network's inputs from stage 0."""
-    SEND_OUTPUT = "send_output"
-    """Copy of the last stage: send the network's outputs of a micro-batch to the driver."""
-    RECEIVE_OUTPUT = "receive_output"
-    """Driver: take the outputs of a micro-batch from the copy that computed them."""
-    SEND_OUTPUT_GRADIENT = "send_output_gradient"
-    """Driver: send the gradient of such outputs back."""
-    RECEIVE_OUTPUT_GRADIENT = "receive_output_gradient"
-    """Copy of the last stage: take it."""
 
     @property
     def computes(self) -> bool:
@@ -85,8 +77,6 @@ _TAKES = {
     Kind.RECEIVE_ACTIVATION: (Kind.SEND_INPUT, Kind.SEND_ACTIVATION),
     Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT,),
     Kind.RECEIVE_INPUT_GRADIENT: (Kind.SEND_GRADIENT,),
-    Kind.RECEIVE_OUTPUT: (Kind.SEND_OUTPUT,),
-    Kind.RECEIVE_OUTPUT_GRADIENT: (Kind.SEND_OUTPUT_GRADIENT,),
 }
 _SENDS = frozenset(kind for kinds in _TAKES.values() for kind in kinds)
 
@@ -98,11 +88,6 @@ _STEP_TO_PEER = {
     Kind.SEND_GRADIENT: -1,
     Kind.RECEIVE_GRADIENT: +1,
     Kind.RECEIVE_INPUT_GRADIENT: +1,
-    # between copies of the last stage
-    Kind.SEND_OUTPUT: 0,
-    Kind.RECEIVE_OUTPUT: 0,
-    Kind.SEND_OUTPUT_GRADIENT: 0,
-    Kind.RECEIVE_OUTPUT_GRADIENT: 0,
 }
 
 

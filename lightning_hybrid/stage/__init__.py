@@ -19,7 +19,7 @@ from lightning_hybrid.stage.gradient_averaging import (
     state_buffers,
 )
 from lightning_hybrid.stage.rank_stages import StageOptions
-from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics, is_running_statistic
+from lightning_hybrid.stage.replayed_statistics import is_running_statistic, replayed_statistics
 from lightning_hybrid.stage.split_backward import HookWatch, input_part
 from lightning_hybrid.stage.stage_check import (
     check,
@@ -47,7 +47,6 @@ __all__ = [
     "Engine",
     "Gradients",
     "HookWatch",
-    "ReplayedStatistics",
     "ReplicaGroup",
     "StageOptions",
     "StagedNetwork",
@@ -71,6 +70,7 @@ __all__ = [
     "own_copy",
     "own_parameters",
     "random_state",
+    "replayed_statistics",
     "serial_s",
     "set_random_state",
     "state_buffers",

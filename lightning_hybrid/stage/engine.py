@@ -51,9 +51,9 @@ class Engine(RankStages):
             works[index].do(kind, microbatch)
         for own in self.owned:
             own.early.end_forward(call.number)
-        if self.replayed is not None:
-            [own] = self.owned
-            self.replayed.replay(self.stage_for(own, call.key), call.key.microbatches)
+        if self.replayed is not None:  # the first is the one that has copies
+            copied = self.stage_for(self.owned[0], call.key)
+            self.replayed.replay(copied, call.key.microbatches)
         error = next((work.error for work in works if work.error), None)
         for own in self.owned:
             for links in own.links if own.number > 0 else ():

@@ -25,12 +25,14 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import (
     STREAMED,
+    Copy,
     DelayedWeights,
     Kind,
     Schedule,
     deal,
     make_schedule,
     merge,
+    together,
 )
 from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import Call
@@ -127,18 +129,16 @@ def lists_of(
 ) -> tuple[Todo, Todo]:
     """The forward and the backward list of the rank with this ``pp_rank``."""
     schedule = schedule_of(name, len(devices), microbatches, input_gradient, split)
-    copies = [copies_of(device) for device in devices]
-    own = [stage for stage, ranks in enumerate(copies) if here in ranks]
-    if max(map(len, copies)) > 1:  # each rank has one stage
-        [stage] = own
-        shared = deal(schedule, [*map(len, copies)])
-        mine = (
-            lists[stage][copies[stage].index(here)] for lists in (shared.forward, shared.backward)
-        )
-        steps = (tuple([(stage, step) for step in each]) for each in mine)
+    ranks = [copies_of(device) for device in devices]
+    own = [stage for stage, owners in enumerate(ranks) if here in owners]
+    if max(map(len, ranks)) > 1:
+        dealt = deal(schedule, [*map(len, ranks)])
+        places = [Copy(stage, ranks[stage].index(here)) for stage in own]
+        found = [together(lists, places) for lists in (dealt.forward, dealt.backward)]
+        steps = [[(place.stage, step) for place, step in each] for each in found]
     else:
-        first = [ranks[0] for ranks in copies]
-        steps = (merge(lists, first)[here] for lists in (schedule.forward, schedule.backward))
+        first = [owners[0] for owners in ranks]
+        steps = [[*merge(each, first)[here]] for each in (schedule.forward, schedule.backward)]
     forward, backward = (
         tuple([(own.index(stage), i.kind, i.microbatch) for stage, i in each]) for each in steps
     )

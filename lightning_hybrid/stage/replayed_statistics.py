@@ -6,7 +6,7 @@ its micro-batch adds to them; at the end of the pass the copies exchange that, a
 own statistics with all micro-batches in their order. All copies end with the same bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.modules import BatchNorm
-from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
+from lightning_hybrid.comm import ANOTHER_REPLICA, Group, Mesh, start, wait
 from lightning_hybrid.graph import Stage
 
 _COUNT, _AVERAGES = "num_batches_tracked", ("running_mean", "running_var")
@@ -25,28 +25,27 @@ class ReplayedStatistics:
 
     Args:
         network: that the stage is of.
-        group: the copies of this replica, in their order.
+        group: gives the group of the copies of this replica, in their order, which they make
+            together when it is first asked for.
+        owns: whether the statistics are this rank's. The driver, which may have a copy of the last
+            stage, sees those of the workers.
     """
 
-    def __init__(self, network: nn.Module, group: Group) -> None:
-        self._network, self._group = network, group
+    def __init__(self, network: nn.Module, group: Callable[[], Group], *, owns: bool) -> None:
+        self._network, self._group, self._owns = network, group, owns
         self._seen: dict[int, Tensor] = {}
 
     @contextmanager
     def noting(self, stage: Stage, microbatch: int) -> Iterator[None]:
         """Inside, the forward of a micro-batch leaves what it writes to be replayed."""
-        written = self._written(stage)
-        before = [buffer.clone() for buffer in written.values()]
-        try:
-            for buffer in written.values():
-                buffer.zero_()
+        noted = {
+            name: torch.zeros(buffer.shape, dtype=buffer.dtype, device=stage.device)
+            for name, buffer in stage.taken().items()
+            if name in stage.written
+        }
+        with stage.instead(noted):
             yield
-            self._seen[microbatch] = torch.cat(
-                [buffer.flatten().to(torch.float64) for buffer in written.values()]
-            )
-        finally:
-            for buffer, value in zip(written.values(), before):
-                buffer.copy_(value)
+        self._seen[microbatch] = torch.cat([n.flatten().to(torch.float64) for n in noted.values()])
 
     def replay(self, stage: Stage, microbatches: int) -> None:
         """Update the statistics with all micro-batches of a pass; the copies call it together.
@@ -54,20 +53,22 @@ class ReplayedStatistics:
         A micro-batch whose forward has failed changes nothing.
         """
         seen, self._seen = self._seen, {}
-        written = self._written(stage)
-        if not written:
+        if not stage.written:
             return
-        copies, me = self._group.size(), self._group.rank()
-        first = next(iter(written.values()))
-        sizes = [buffer.numel() for buffer in written.values()]
+        group = self._group()
+        copies, me = group.size(), group.rank()
+        sizes = [t.numel() for name, t in stage.taken().items() if name in stage.written]
         shape = -(-microbatches // copies), 1 + sum(sizes)
-        mine = torch.zeros(shape, dtype=torch.float64, device=first.device)
+        mine = torch.zeros(shape, dtype=torch.float64, device=stage.device)
         for microbatch, values in seen.items():
             line = mine[microbatch // copies]
             line[0], line[1:] = 1.0, values
         parts = [torch.empty_like(mine) for _ in range(copies)]
         assert all(microbatch % copies == me for microbatch in seen)
-        wait(start(self._group.allgather, [parts], [mine], peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+        wait(start(group.allgather, [parts], [mine], peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+        if not self._owns:
+            return
+        written = self._written(stage)
         for microbatch in range(microbatches):
             here, *values = parts[microbatch % copies][microbatch // copies].split([1, *sizes])
             self._update(written, dict(zip(written, values)), here)
@@ -101,6 +102,22 @@ class ReplayedStatistics:
                     average = written[name]
                     value = added[name].to(average.dtype).view_as(average)
                     average.mul_(kept).add_(value * share)
+
+
+def replayed_statistics(
+    network: nn.Module, mesh: Mesh, copies: tuple[int, ...]
+) -> ReplayedStatistics | None:
+    """Those of the copies of a stage, one of them on this rank; nothing where there is one copy.
+
+    Args:
+        network: that the stage is of.
+        mesh: of this rank.
+        copies: ``pp_rank`` of each.
+    """
+    if len(copies) == 1:
+        return None
+    owns = not mesh.coordinates.is_driver
+    return ReplayedStatistics(network, lambda: mesh.siblings(copies), owns=owns)
 
 
 def is_running_statistic(network: nn.Module, name: str) -> bool:

@@ -116,7 +116,8 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
 
     Args:
         stages: of each stage of the network, the names of the parameters that it uses.
-        devices: of each of them the ``pp_rank`` of its rank, or of all its copies.
+        devices: of each of them the ``pp_rank`` of its rank, or of all its copies; those that are
+            workers own the same, and the driver borrows it of the first.
 
     Raises:
         NetworkError: a stage that has copies shares a parameter with another stage.
@@ -125,8 +126,10 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
     ranks = [copies_of(device) for device in devices]
     used: list[set[str]] = [set() for _ in range(max(map(max, ranks)) + 1)]
     owner: dict[str, int] = {}
-    for names, (device, *_) in zip(stages, ranks):
+    for names, (device, *others) in zip(stages, ranks):
         used[device] |= {*names}
+        if 0 in others:  # the driver
+            used[0] |= {*names}
         for name in names:
             # (the driver is rank 0, which is false)
             owner[name] = owner.get(name) or device

@@ -126,7 +126,8 @@ class HybridGabraStrategy(DDPStrategy):
             ``contiguous=False`` or a plan give devices several. ``"auto"``: devices / replicas. A
             network that cannot be cut is refused if a number is given; with ``"auto"`` it runs on
             the driver of each replica. A tuple gives stages copies: with ``(3, 1)`` three devices
-            have stage 0 and take micro-batches in turn, the driver has stage 1.
+            have stage 0 and take micro-batches in turn, the driver has stage 1; with ``(1, 3)`` the
+            driver has one of the copies of stage 1.
         num_microbatches: into how many slices a replica's batch is split on its way through the
             stages. ``"auto"``: chosen with the sizes, or, where these are given, enough to fill the
             pipeline twice, at least two samples each.

@@ -46,7 +46,6 @@ from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
     Engine,
-    ReplayedStatistics,
     ReplicaGroup,
     StagedNetwork,
     StageOptions,
@@ -55,6 +54,7 @@ from lightning_hybrid.stage import (
     names_of,
     own_buffers,
     own_parameters,
+    replayed_statistics,
     state_buffers,
 )
 from lightning_hybrid.state import FilesOfWorker, Takeover, share_optimizers
@@ -225,8 +225,9 @@ class Worker:
         own = own_parameters(mine, order.borrowed)
         state, buffers = partial(state_buffers, network), partial(own_buffers, mine)
         copies = copies_of(order.devices[next(iter(links))])
-        group = self._mesh.owners(copies)
-        replica_group = ReplicaGroup(own, buffers, group, self._trace, state, len(copies))
+        workers = [copy for copy in copies if copy != DRIVER]  # the driver borrows
+        group = self._mesh.owners(workers)
+        replica_group = ReplicaGroup(own, buffers, group, self._trace, state, len(workers))
         engine = Engine(
             stages,
             order.devices,
@@ -240,15 +241,10 @@ class Worker:
             self._options,
             order.split,
             order.recompute,
-            self._replayed(network, copies),
+            replayed_statistics(network, self._mesh, copies),
         )
         staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
         self._networks.append(staged)
-
-    def _replayed(self, network: nn.Module, copies: tuple[int, ...]) -> ReplayedStatistics | None:
-        if len(copies) == 1:
-            return None
-        return ReplayedStatistics(network, self._mesh.siblings(copies))
 
     def _forward(self, command: Forward) -> None:
         network = self._networks[command.network]

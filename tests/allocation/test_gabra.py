@@ -61,7 +61,7 @@ def test_both_methods_equal_brute_force_on_small_instances(
             assert problem.costs(solve(problem)[None])[0] == pytest.approx(best, rel=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 100_000),
     st.sampled_from(["makespan", "profit"]),
@@ -128,7 +128,7 @@ def test_a_chain_of_1000_on_64_devices_comes_within_2_per_cent() -> None:
     assert found < best * 1.02
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 1000), st.integers(1, 5), st.integers(0, 8), st.booleans())
 def test_every_allocation_is_feasible(seed: int, m: int, more: int, contiguous: bool) -> None:
     problem = instance(seed, m + more, m, contiguous=contiguous)
@@ -139,7 +139,7 @@ def test_every_allocation_is_feasible(seed: int, m: int, more: int, contiguous: 
 
 
 @pytest.mark.conformance
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 1000), st.sampled_from(["makespan", "profit"]))
 def test_the_best_value_never_gets_worse(seed: int, objective: Any) -> None:
     problem = instance(seed, 9, 3, objective=objective, contiguous=False)
@@ -207,7 +207,7 @@ def test_both_children_of_a_crossover_keep_every_gene_where_it_was() -> None:
     assert genes.crossover(right, left).tolist() == [5, 6, 2, 3, 4]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10_000), st.integers(2, 6), st.integers(0, 12))
 def test_the_operators_on_runs_give_runs(seed: int, m: int, more: int) -> None:
     problem = instance(seed, m + more, m)
@@ -225,7 +225,7 @@ def test_a_crossover_takes_the_halves_from_the_parents() -> None:
     assert Runs(problem).crossover(left, right).tolist() == [[0, 1, 3, 2], [1, 2, 6, 8]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.booleans())
 def test_refining_never_makes_it_worse(seed: int, contiguous: bool) -> None:
     problem = instance(seed, 12, 4, contiguous=contiguous)
@@ -236,14 +236,14 @@ def test_refining_never_makes_it_worse(seed: int, contiguous: bool) -> None:
     assert problem.costs(after)[0] <= problem.costs(before)[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 1000), st.booleans(), st.sampled_from(["makespan", "profit"]))
 def test_no_assignment_beats_the_bound(seed: int, contiguous: bool, objective: Any) -> None:
     problem = instance(seed, 6, 3, contiguous=contiguous, objective=objective)
     assert problem.bound <= brute_force(problem) + 1e-9
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.integers(0, 6), st.floats(0, 1))
 def test_more_load_never_shortens_the_optimum(seed: int, where: int, more: float) -> None:
     rng = np.random.default_rng(seed)
@@ -253,7 +253,7 @@ def test_more_load_never_shortens_the_optimum(seed: int, where: int, more: float
     assert values[0] <= values[1] + 1e-12
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.integers(0, 2))
 def test_a_faster_device_never_lengthens_the_optimum(seed: int, which: int) -> None:
     loads = np.random.default_rng(seed).uniform(0.1, 1.0, 7).tolist()
@@ -262,7 +262,7 @@ def test_a_faster_device_never_lengthens_the_optimum(seed: int, which: int) -> N
     assert fast <= slow
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.integers(0, 1000), st.permutations(range(3)), st.booleans())
 @example(475, [2, 0, 1], False)  # HiGHS with presolve is 0.2 % off
 @example(429, [0, 2, 1], False)  # and 0.5 % here
@@ -280,7 +280,7 @@ def test_the_order_in_which_devices_are_given_does_not_matter(
     assert mine.value == pytest.approx(one, rel=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.integers(0, 2), st.floats(0, 1))
 def test_more_memory_never_lengthens_the_optimum(seed: int, which: int, more: float) -> None:
     rng = np.random.default_rng(seed)

@@ -47,7 +47,7 @@ def test_it_finds_most_of_the_optima_of_small_problems() -> None:
     assert hits >= 17
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.sampled_from(["profit", "makespan"]), st.integers(2, 9))
 def test_the_best_value_never_gets_worse_and_is_feasible(seed: int, objective: Any, n: int) -> None:
     try:

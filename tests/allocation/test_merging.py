@@ -38,7 +38,7 @@ def test_where_no_merge_keeps_the_limit_the_lightest_neighbours_are_merged() -> 
     assert merge([9, 1, 1], [1, 1], 2) == [1, 3]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 1000), st.integers(1, 9), st.data())
 def test_merging_ends_with_k_runs_and_cuts_never_cost_more(seed: int, n: int, data: Any) -> None:
     count = data.draw(st.integers(1, n))

@@ -252,7 +252,7 @@ class DrawnThreeStages(_Drawn):
     reference = DrawnOneDevice
 
 
-drawn_by_hypothesis = settings(max_examples=12, derandomize=True, deadline=None)
+drawn_by_hypothesis = settings(max_examples=12, derandomize=True)
 
 
 @pytest.mark.conformance

@@ -58,7 +58,7 @@ def test_scale_and_offset_change_nothing(heads, kind, tmp_path):
     plain = prepared(saved(tmp_path, heads[kind]), PROFILES[kind])
     assert (plain != 0).mean() > 0.1
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     @given(st.floats(-4, 4), st.floats(-5, 5))
     def scaled(power: float, offset: float) -> None:
         top = heads[kind].max()

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from adopted import Driven
 from driven import Model, Replica, model
 from driven import batches as first_batches
 from torch import Tensor, nn
 
+from lightning_hybrid.comm import copies_of
 from lightning_hybrid.driver.held_hooks import HeldHooks
 from lightning_hybrid.errors import NetworkError
 
@@ -18,6 +20,10 @@ SHAPES = {
     "3-1": ((1, 2, 3), 0),
     "2-1-1": ((1, 2), 3, 0),
     "1-2-1": (1, (2, 3), 0),
+    "1-2": (1, (2, 0), 0),
+    "1-3": (1, (2, 3, 0), 0),
+    "2-2": ((1, 2), (3, 0), 0),
+    "1-1-2": (1, 2, (3, 0), 0),
 }
 Make = Callable[..., Replica]
 SIZES = (13, 13, 13, 2)
@@ -108,9 +114,10 @@ def owners(replica: Replica) -> dict[str, list[Tensor]]:
 
 
 def check_copies_alike(replica: Replica) -> None:
-    """The copies have the same bits."""
+    """The copies have the same bits; what the driver has a copy of it sees by its proxies."""
     several = [values for values in owners(replica).values() if len(values) > 1]
-    assert several
+    workers = [set(copies_of(d)) - {0} for d in replica.network.placement.devices]
+    assert bool(several) == any(len(copies) > 1 for copies in workers)
     for first, *others in several:
         assert all(torch.equal(first, other) for other in others)
 
@@ -138,9 +145,12 @@ def test_losses_and_weights_are_those_of_one_device(
 
 
 @pytest.mark.parametrize("synchronize", [False, True])
-def test_gradients_that_accumulate_are_counted_once(synchronize: bool, replicas: Make) -> None:
+@pytest.mark.parametrize("shape", ["3-1", "1-3"])
+def test_gradients_that_accumulate_are_counted_once(
+    shape: str, synchronize: bool, replicas: Make
+) -> None:
     network: Any = model()
-    replica = replicas(deepcopy(network), SHAPES["3-1"], parts=5)
+    replica = replicas(deepcopy(network), SHAPES[shape], parts=5)
     expected = one_device(network, sgd(network), every=2)
     found = train(replica, sgd(replica.model), every=2, synchronize=synchronize)
     assert found == pytest.approx(expected, rel=0, abs=1e-10)
@@ -159,18 +169,42 @@ def normalised(momentum: float | None = 0.3) -> Model:
     ).double()
 
 
-@pytest.mark.parametrize("momentum", [0.3, None])
-def test_running_statistics_are_those_of_one_device(momentum: float | None, replicas: Make) -> None:
+@pytest.mark.parametrize(
+    ("shape", "ends", "momentum"),
+    [("2-1", (2, 3), 0.3), ("2-1", (2, 3), None), ("1-2", (1, 3), 0.3), ("1-3", (1, 3), None)],
+)
+def test_running_statistics_are_those_of_one_device(
+    shape: str, ends: tuple[int, ...], momentum: float | None, replicas: Make
+) -> None:
     network = normalised(momentum)
-    replica = replicas(deepcopy(network), SHAPES["2-1"], parts=4, ends=(2, 3))
+    replica = replicas(deepcopy(network), SHAPES[shape], parts=4, ends=ends)
     found = train(replica, sgd(replica.model), sizes=(12, 12, 12, 9))
     network.net(first_batches(1)[0])  # as the capture does
     expected = one_device(network, sgd(network), parts=4, sizes=(12, 12, 12, 9))
     assert found == pytest.approx(expected, rel=0, abs=1e-10)
     check_as_one_device(network, replica)
-    for rank in (1, 2):  # not only what the driver was given at the end
-        there: Any = replica.modules[rank].net
-        assert int(there[1].num_batches_tracked) == 1 + 4 + 4 + 4 + 3
+    owned = owners(replica)  # not only what the driver was given at the end
+    assert all(
+        int(value) == uses * (1 + 4 + 4 + 4 + 3)
+        for name, uses in (("net.1.num_batches_tracked", 1), ("net.4.num_batches_tracked", 2))
+        for value in owned[name]
+    )
+
+
+def test_each_evaluation_reads_the_statistics_of_now(ranks: Any) -> None:
+    """The driver's copy of the last stage too, whose statistics are written on workers."""
+    driven = Driven(ranks, normalised().net, workers=2, devices=(1, (2, 0)))
+    networks = driven.module.net, driven.reference
+    for value in batches((12, 12)):
+        for network in networks:
+            network.train()
+        found = driven.module.net(value)
+        parts = [driven.reference(part) for part in value.chunk(2)]
+        torch.testing.assert_close(found, torch.cat(parts), **CLOSE)
+        for network in networks:
+            network.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(networks[0](value), networks[1](value), **CLOSE)
 
 
 class Counting(nn.Module):
@@ -235,12 +269,13 @@ CHANGES = [clip, read_and_scale, replace_gradient, change_weight]
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("shape", ["2-1", "1-2"])
 def test_what_is_done_to_gradients_and_weights_is_done_to_all_copies(
-    change: Callable[..., None], every: int, replicas: Make
+    shape: str, change: Callable[..., None], every: int, replicas: Make
 ) -> None:
     """Also in the middle of an accumulation, where each copy has a part of the gradient."""
     network: Any = model()
-    replica = replicas(deepcopy(network), SHAPES["2-1"], parts=5)
+    replica = replicas(deepcopy(network), SHAPES[shape], parts=5)
     mine, theirs = sgd(replica.model), sgd(network)
     driver = replica.driver
     driver.optimizers.connect([mine])
@@ -269,9 +304,12 @@ def test_what_is_done_to_gradients_and_weights_is_done_to_all_copies(
     check_as_one_device(network, replica)
 
 
-def test_weights_that_are_loaded_and_evaluated_are_those_of_all_copies(replicas: Make) -> None:
+@pytest.mark.parametrize("shape", ["3-1", "1-3"])
+def test_weights_that_are_loaded_and_evaluated_are_those_of_all_copies(
+    shape: str, replicas: Make
+) -> None:
     network: Any = model()
-    replica = replicas(deepcopy(network), SHAPES["3-1"], parts=5)
+    replica = replicas(deepcopy(network), SHAPES[shape], parts=5)
     other = {name: value + 0.1 for name, value in network.state_dict().items()}
     network.load_state_dict(other)
     replica.model.load_state_dict(other)
@@ -298,12 +336,15 @@ def test_states_of_optimizers_are_those_of_one_device(replicas: Make) -> None:
     assert {f"net.{k}.weight" for k in (0, 2)} <= found.keys()
 
 
-def test_an_error_in_a_copy_is_raised_and_training_goes_on(replicas: Make) -> None:
+@pytest.mark.parametrize(("shape", "rank"), [("2-1", 2), ("1-2", 2), ("1-2", 0)])
+def test_an_error_in_a_copy_is_raised_and_training_goes_on(
+    shape: str, rank: int, replicas: Make
+) -> None:
     """The other copies keep their appointments, and nothing is left on a link."""
     network: Any = model()
-    replica = replicas(deepcopy(network), SHAPES["2-1"], parts=5)
+    replica = replicas(deepcopy(network), SHAPES[shape], parts=5)
     [value, *_] = batches(SIZES)
-    engine = replica.workers[2]._networks[0].engine
+    engine = (replica.workers[rank]._networks[0] if rank else replica.network).engine
     stage: Any = engine.owned[0].specializations[0]
     call: list[None] = []
 

@@ -22,11 +22,18 @@ class Driven:
         network: the network.
         workers: how many.
         verify: which calls are compared with what the network's Python gives.
+        devices: of each stage its device, or those of its copies; empty: each worker has a stage.
     """
 
     def __init__(
-        self, ranks: Any, network: nn.Module, workers: int = 1, verify: Verify = False
+        self,
+        ranks: Any,
+        network: nn.Module,
+        workers: int = 1,
+        verify: Verify = False,
+        devices: tuple[int | tuple[int, ...], ...] = (),
     ) -> None:
+        self._devices = devices
         torch.manual_seed(0)
         self.module = Model(network).double()
         self.reference = deepcopy(self.module).net
@@ -54,10 +61,15 @@ class Driven:
 
     def plan(self, name: str, graph: Any, partitions: Any, *rest: Any, **how: Any) -> Plan:
         _, microbatches = rest
-        stages = len(self.ranks.modules) + 1
+        stages = len(self._devices) or len(self.ranks.modules) + 1
         cuts = tuple(partitions[k].name for k in range(1, stages))
         return Plan(
-            replicas=1, stages=stages, microbatches=microbatches, schedule="gpipe", cuts=cuts
+            replicas=1,
+            stages=stages,
+            microbatches=microbatches,
+            schedule="gpipe",
+            cuts=cuts,
+            devices=self._devices,
         )
 
     def assert_same(self, value: Tensor) -> None:

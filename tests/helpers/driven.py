@@ -137,6 +137,7 @@ class Ranks:
         self.results: dict[int, Any] = {}
         self._lock = Lock()
         self._groups: dict[tuple[str | int, ...], MemoryGroup] = {}
+        self._members: dict[tuple[str, int], Any] = {}
         self.workers = {
             rank: Worker(module, self.mesh(rank), on(rank), options)
             for rank, module in self.modules.items()
@@ -180,7 +181,7 @@ class Ranks:
             return ALONE
         with self._lock:
             group = self._groups.setdefault((kind, *copies), MemoryGroup(len(copies)))
-        return group.of(copies.index(rank))
+            return self._members.setdefault((kind, rank), group.of(copies.index(rank)))
 
     def _serve(self, rank: int) -> None:
         if self._on(rank).type == "cuda":
@@ -244,9 +245,11 @@ class Replica(Ranks):
         self._calls = Calls(model.net, on(0))
         graph = self._calls.graph(value)
         partitions = network_partitions(graph)
-        share = len(partitions) / len(devices)
-        equal = [round(share * k) for k in range(1, len(devices))]
-        codes = cut(graph, partitions, list(ends[:-1]) or equal)
+        # a copy of the driver's has no layers behind it
+        collects = any(0 in copies_of(device) for device in devices[:-1])
+        stages = len(devices) - collects
+        equal = [round(len(partitions) / stages * k) for k in range(1, stages)]
+        codes = cut(graph, partitions, list(ends[:-1]) or equal, collects=collects)
         placement = Placement.of(codes, devices, schedule, split)
         try:
             self.network = self.driver.add_network(

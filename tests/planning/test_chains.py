@@ -45,7 +45,7 @@ def order(m: int) -> list[int]:
     return [*range(1, m), 0]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(0, 5), st.integers(1, 5),
        st.booleans())  # fmt: skip
 def test_the_best_chain_equals_brute_force(

@@ -12,6 +12,7 @@ from lightning_hybrid.planning import copied_stages
 from lightning_hybrid.planning.copied_stages import CopiedStages, best_cuts, owners_of
 from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import predicted_lanes
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
@@ -74,7 +75,7 @@ def by_hand(partitions: PartitionTable, copies: tuple[int, ...], ends: list[int]
     return dealt_s(DealtCosts.alike(costs, copies), 5)
 
 
-SHAPES = [(2, 1), (3, 1), (2, 1, 1), (1, 2, 1), (7, 1)]
+SHAPES = [(2, 1), (3, 1), (2, 1, 1), (1, 2, 1), (7, 1), (1, 2), (2, 2)]
 
 
 @pytest.mark.parametrize("copies", SHAPES)
@@ -156,8 +157,29 @@ def test_a_plan_says_the_devices_of_the_copies_and_their_step() -> None:
     assert max(span.end_s for spans in lanes.values() for span in spans) == 2 * (9 + 9 + 9)
     with pytest.raises(PlanError, match="planned with schedule 'gpipe', not 'zero_bubble'"):
         planned(**arguments, copies=(3, 1), schedule="zero_bubble")
-    with pytest.raises(PlanError, match=r"copies\(1, 2\) .* 1 for the last"):
-        planned(**arguments, copies=(1, 2))
+
+
+def test_a_plan_gives_the_driver_a_copy_of_the_last_stage() -> None:
+    found = planned(
+        names=tuple("abcd"),
+        forward_s=[3.0] * 4,
+        backward_s=[3.0] * 4,
+        cut_bytes=[0.0] * 3,
+        parameters=[1] * 4,
+        layers=[1] * 4,
+        replicas=1,
+        stages=2,
+        microbatches=6,
+        copies=(1, 3),
+    )
+    assert (found.devices, found.cuts, found.allocation) == ((1, (2, 3, 0)), ("b",), "exact")
+    assert Plan.from_json(found.to_json()) == found
+    # the last of six leaves the first stage after 18 s
+    assert found.predicted_step_s == 2 * (18 + 9)
+    lanes = predicted_lanes(found)
+    assert [*lanes] == ["device 1", "device 2", "device 3", "device 0 (driver)"]
+    forwards = [s.label for s in lanes["device 0 (driver)"] if s.kind == "forward"]
+    assert forwards == ["2", "5"]
 
 
 def test_each_pair_of_copies_has_the_link_of_its_devices() -> None:
@@ -176,3 +198,4 @@ def test_each_pair_of_copies_has_the_link_of_its_devices() -> None:
 def test_devices_are_numbered_in_the_order_of_their_stages() -> None:
     assert owners_of((3, 1)) == ((1, 2, 3), (0,))
     assert owners_of((1, 2, 1)) == ((1,), (2, 3), (0,))
+    assert owners_of((2, 3)) == ((1, 2), (3, 4, 0))

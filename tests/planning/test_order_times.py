@@ -22,7 +22,7 @@ def equal(value: float, stages: int) -> list[float]:
     return [value] * stages
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(stages_, st.integers(1, 12), times_, times_)
 def test_fill_drain_has_its_bubble_and_holds_all(p: int, m: int, f: float, b: float) -> None:
     found = time_orders(fill_drain(p, m), equal(f, p), equal(b, p))
@@ -33,7 +33,7 @@ def test_fill_drain_has_its_bubble_and_holds_all(p: int, m: int, f: float, b: fl
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(stages_, st.integers(0, 12), times_, times_)
 def test_1f1b_has_the_same_bubble_and_holds_as_many_as_stages_follow(
     p: int, more: int, f: float, b: float
@@ -54,7 +54,7 @@ def test_v_stages_a_device_divide_the_bubble_by_v(p: int, m: int, v: int) -> Non
     assert timeline.makespan_s - 3 * m == pytest.approx(3 * (p - 1) / v)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(stages_, st.integers(0, 9), times_, st.floats(0.0, 0.3), st.floats(0.0, 0.3))
 def test_zb_h1_fills_the_bubble_with_weight_gradients(
     p: int, more: int, f: float, longer: float, shorter: float
@@ -65,7 +65,7 @@ def test_zb_h1_fills_the_bubble_with_weight_gradients(
     assert max(found.in_flight) == p
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(stages_, st.integers(0, 9), times_, st.floats(0.0, 0.2))
 def test_zb_h2_has_no_bubble_where_times_are_equal(
     p: int, more: int, f: float, difference: float

@@ -33,7 +33,7 @@ def valid(genes: tuple[int, ...], n: int, m: int) -> bool:
     return len(genes) == n and genes[-1] == 0 and set(genes) == set(range(m))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(0, 10))
 def test_all_operators_give_each_device_a_partition_and_the_driver_the_last(
     seed: int, m: int, more: int

@@ -2,7 +2,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planned import simulate
 
@@ -14,7 +14,6 @@ stages_ = st.integers(1, 6)
 microbatches_ = st.integers(1, 9)
 
 
-@settings(deadline=None)
 @given(stages_, microbatches_)
 def test_a_balanced_gpipe_has_the_textbook_bubble(stages: int, microbatches: int) -> None:
     timeline = simulate(gpipe(stages, microbatches), [1.0] * stages, [2.0] * stages)
@@ -22,7 +21,6 @@ def test_a_balanced_gpipe_has_the_textbook_bubble(stages: int, microbatches: int
     assert timeline.makespan_s == 3 * (microbatches + stages - 1)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=5), microbatches_)
 def test_without_transfers_the_slowest_stage_sets_the_pace(
     durations: list[int], microbatches: int
@@ -32,7 +30,6 @@ def test_without_transfers_the_slowest_stage_sets_the_pace(
     assert timeline.makespan_s == sum(durations) + (microbatches - 1) * max(durations)
 
 
-@settings(deadline=None)
 @given(st.data(), stages_, microbatches_)
 def test_the_bounds_of_every_step_hold(data: Any, stages: int, microbatches: int) -> None:
     times = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)
@@ -90,7 +87,6 @@ def test_a_loop_over_the_devices_fills_and_drains_in_smaller_steps() -> None:
     assert loop.makespan_s == 24 + 3
 
 
-@settings(deadline=None)
 @given(st.permutations(range(4)), microbatches_)
 def test_the_numbers_of_the_devices_do_not_matter(devices: list[int], microbatches: int) -> None:
     times = [1.0, 3.0, 2.0, 5.0]

@@ -59,7 +59,7 @@ def test_given_cuts_are_kept() -> None:
 times = st.lists(st.floats(0.1, 5), min_size=4, max_size=4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(times, times, times, st.integers(1, 5))
 def test_the_choice_is_the_best_of_all(
     forward: list[float], inputs: list[float], weights: list[float], microbatches: int

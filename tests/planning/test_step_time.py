@@ -27,14 +27,14 @@ def drawn(data: Any, stages: int, devices: Any) -> StepCosts:
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
 def test_a_chain_takes_what_its_events_take(data: Any, stages: int, microbatches: int) -> None:
     costs = drawn(data, stages, data.draw(st.permutations(range(stages))))
     assert fill_drain_s(costs, microbatches) == pytest.approx(simulated_s(costs, microbatches))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
 def test_split_backwards_take_what_their_events_take(
     data: Any, stages: int, microbatches: int
@@ -45,7 +45,7 @@ def test_split_backwards_take_what_their_events_take(
     assert fill_drain_s(costs, microbatches) == pytest.approx(simulated_s(costs, microbatches))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.lists(st.integers(0, 2), min_size=2, max_size=8), st.integers(1, 6))
 def test_stages_that_share_devices_take_what_their_events_take(
     data: Any, places: list[int], microbatches: int
@@ -73,7 +73,6 @@ def test_latency_delays_a_message_and_not_the_next_one() -> None:
     assert fill_drain_s(occupied, 3) == 1 + 30 + 1 + 30
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.1, 5), min_size=1, max_size=7), st.integers(1, 5))
 def test_more_work_never_shortens_a_step(times: list[float], microbatches: int) -> None:
     longer = [times[0] + 1, *times[1:]]

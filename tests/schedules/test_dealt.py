@@ -8,24 +8,25 @@ import pytest
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules import (
+    Copy,
     DealtSchedule,
     Instruction,
     Kind,
     Schedule,
     deal,
     make_schedule,
+    together,
 )
 
 NAMES = ("gpipe", "zero_bubble")
 
 
 def shapes(most: int = 4) -> Iterator[tuple[int, ...]]:
-    """All numbers of copies with so many ranks at most, of which one stage alone has one."""
+    """All numbers of copies with so many ranks at most; the last stage has one."""
 
     def grow(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(shape) > 1 or shape == (1,):
-            yield shape
-        for more in range(1, most - sum(shape) + 1):
+        yield (*shape, 1)
+        for more in range(1, most - sum(shape)):
             yield from grow((*shape, more))
 
     yield from grow(())
@@ -71,15 +72,13 @@ class Ranks:
             self.take(rank, lists[rank].popleft())
 
     def source(self, rank: int, step: Instruction) -> int:
-        stage, last = self.stage[rank], len(self.copies) - 1
+        stage = self.stage[rank]
         return {
             Kind.RECEIVE_ACTIVATION: lambda: (
                 self.rank(stage - 1, step.microbatch) if stage else self.driver
             ),
             Kind.RECEIVE_GRADIENT: lambda: self.rank(stage + 1, step.microbatch),
             Kind.RECEIVE_INPUT_GRADIENT: lambda: self.rank(0, step.microbatch),
-            Kind.RECEIVE_OUTPUT: lambda: self.rank(last, step.microbatch),
-            Kind.RECEIVE_OUTPUT_GRADIENT: lambda: self.driver,
         }[step.kind]()
 
     def ready(self, rank: int, step: Instruction) -> bool:
@@ -90,9 +89,7 @@ class Ranks:
         last = stage == len(self.copies) - 1
         if kind.is_receive:
             value = self.queues[self.source(rank, step), rank].popleft()
-            if kind is Kind.RECEIVE_OUTPUT:
-                self.outputs[m] = value
-            elif kind is Kind.RECEIVE_INPUT_GRADIENT:
+            if kind is Kind.RECEIVE_INPUT_GRADIENT:
                 self.input_gradients[m] = value
             else:
                 self.held[rank, "x" if kind is Kind.RECEIVE_ACTIVATION else "g", m] = value
@@ -114,15 +111,11 @@ class Ranks:
         stage, m = self.stage[rank], step.microbatch
         if step.kind is Kind.SEND_INPUT:
             target, value = self.rank(0, m), ["x", m]
-        elif step.kind is Kind.SEND_OUTPUT_GRADIENT:
-            target, value = self.rank(stage, m), ["g", m]
         elif step.kind is Kind.SEND_GRADIENT:
             target = self.rank(stage - 1, m) if stage else self.driver
             value = self.held.pop((rank, "dx", m))
         else:
-            output = step.kind is Kind.SEND_OUTPUT
-            target = self.driver if output else self.rank(stage + 1, m)
-            value = self.held.pop((rank, "y", m))
+            target, value = self.rank(stage + 1, m), self.held.pop((rank, "y", m))
         assert target != rank
         self.queues.setdefault((rank, target), deque()).append(value)
 
@@ -180,22 +173,17 @@ def test_single_copies_leave_a_schedule_as_it_is() -> None:
             assert tuple(steps for (steps,) in dealt.backward) == schedule.backward
 
 
-def test_the_driver_gives_output_gradients_before_it_computes() -> None:
-    driver, other = deal(make_schedule("gpipe", 2, 3), (1, 2)).backward[1]
-    assert [str(step) for step in driver] == [
-        "send_output_gradient(1)",
-        "backward(2)",
-        "send_gradient(2)",
-        "reduce(0)",
-        "backward(0)",
-        "send_gradient(0)",
-    ]
-    assert [str(step) for step in other] == [
-        "receive_output_gradient(1)",
-        "reduce(1)",
-        "backward(1)",
-        "send_gradient(1)",
-    ]
+@pytest.mark.parametrize("copies", [(2, 1), (3, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2, 1)])
+def test_the_driver_may_have_a_copy_of_the_stage_before_its_own(copies: tuple[int, ...]) -> None:
+    """What others wait for comes first, and nobody waits in a circle."""
+    for microbatches in range(1, 8):
+        schedule = make_schedule("gpipe", len(copies), microbatches, input_gradient=True)
+        dealt = deal(schedule, copies)
+        for lists in (dealt.forward, dealt.backward):
+            assert Counter(dealt.execute(lists, collects=True)) == Counter(dealt.execute(lists))
+    places = [Copy(len(copies) - 2, copies[-2] - 1), Copy(len(copies) - 1, 0)]
+    stages = [place.stage for place, step in together(dealt.backward, places) if step.kind.computes]
+    assert stages == sorted(stages, reverse=True)
 
 
 def test_a_list_that_breaks_the_order_of_a_link_is_refused_by_its_copies() -> None:
@@ -216,6 +204,7 @@ def test_a_list_that_breaks_the_order_of_a_link_is_refused_by_its_copies() -> No
         ("gpipe", 2, (2,), r"copies\(2,\) .* stages\(2\)"),
         ("gpipe", 2, (0, 1), r"copies\(0, 1\)"),
         ("gpipe", 1, (3,), "are replicas"),
+        ("gpipe", 2, (1, 2), r"copies\(1, 2\): the last stage"),
     ],
 )
 def test_what_cannot_be_dealt_is_refused_by_name(

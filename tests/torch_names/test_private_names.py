@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid._torch import private_names
 from lightning_hybrid._torch.private_names import ATTRIBUTES, OPTIONAL, REQUIRED, find
@@ -243,6 +244,14 @@ def operators_have_classes_and_names(higher: Any, overload: Any, packet: Any) ->
     assert isinstance(torch.ops.aten.add.Tensor, overload)
     assert isinstance(torch.ops.aten.add, packet)
     assert str(torch.ops.aten.add.Tensor) == "aten.add.Tensor"
+
+
+@relied_on("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu")
+def attention_on_a_cpu_is_one_operation(kernel: Any) -> None:
+    value = torch.ones(1, 2, 3, 4)
+    with FlopCounterMode(display=False, custom_mapping={kernel: lambda *_, **__: 7}) as counter:
+        torch.nn.functional.scaled_dot_product_attention(value, value, value)
+    assert counter.get_total_flops() == 7
 
 
 @relied_on("torch.fx.node:_get_qualified_name")
