@@ -321,7 +321,7 @@ class AsynchronousReplica:
             return
         if (path := self._path) is not None:
             with path.open("a", newline="") as file:
-                csv.writer(file).writerows(self._order)
+                csv.writer(file, lineterminator="\n").writerows(self._order)
         self._order.clear()
         mean = sum(age * count for age, count in counts.items()) / counts.total()
         metrics = {"hybrid/staleness_mean": mean, "hybrid/staleness_max": float(max(counts))}
