@@ -37,7 +37,9 @@ def order(folder: Path) -> list[dict[str, int]]:
         return [{name: int(value) for name, value in line.items()} for line in csv.DictReader(file)]
 
 
-def replay(folder: Path, ranks: list[dict[str, Any]], fences: int) -> dict[str, Tensor]:
+def replay(
+    folder: Path, ranks: list[dict[str, Any]], fences: int, samples: int
+) -> dict[str, Tensor]:
     """The weights of one process that makes the recorded updates, with plain torch.
 
     The rate is the one of replica 0's step, or after a fence the one of all.
@@ -46,8 +48,9 @@ def replay(folder: Path, ranks: list[dict[str, Any]], fences: int) -> dict[str, 
         folder: of the run.
         ranks: what they have seen.
         fences: there is one after each so many batches.
+        samples: of the data.
     """
-    net, (x, y, _) = network(), data(48).tensors
+    net, (x, y, _) = network(), data(samples).tensors
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     versions, step = [{n: p.detach().clone() for n, p in net.named_parameters()}], 0
     counts = [0] * len(ranks)
@@ -73,7 +76,7 @@ def replay(folder: Path, ranks: list[dict[str, Any]], fences: int) -> dict[str, 
 
 
 def assert_replayed(
-    folder: Path, ranks: list[dict[str, Any]], bound: int, *, fences: int = 6
+    folder: Path, ranks: list[dict[str, Any]], bound: int, *, fences: int = 6, samples: int = 48
 ) -> list[int]:
     """All of it is true of the recorded order. Returns how old each push was."""
     pushes = order(folder)
@@ -81,7 +84,7 @@ def assert_replayed(
     assert sorted((push["replica"], push["push"]) for push in pushes) == batches
     ages = [push["version"] - push["read"] for push in pushes]
     assert max(ages) <= bound
-    expected = replay(folder, ranks, fences)
+    expected = replay(folder, ranks, fences, samples)
     for rank in ranks:
         for name, value in expected.items():
             torch.testing.assert_close(rank["weights"][name], value, rtol=0, atol=1e-9)
@@ -192,12 +195,12 @@ def test_a_replica_that_is_killed_ends_all(tmp_path: Path, replica: int) -> None
 
 
 @slow
-def test_replicas_that_are_told_to_end_do_so_together(tmp_path: Path) -> None:
-    run = training(tmp_path, 2, **ENDLESS)
+def test_replicas_that_are_told_to_end_in_an_epoch_do_so_together(tmp_path: Path) -> None:
+    run = training(tmp_path, 2, **ENDLESS, samples=80_000)
     assert signal_in_a_run(run, 0, signal.SIGTERM) == 0  # it tells the processes it has started
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     assert ["SIGTERMException" in rank["error"] for rank in ranks] == [True, True]
-    assert_replayed(tmp_path, ranks, 2)
+    assert_replayed(tmp_path, ranks, 2, fences=10_000, samples=80_000)
 
 
 @pytest.mark.parametrize(
