@@ -62,6 +62,7 @@ __all__ = [
     "WrappingCheckpointIO",
     "ask_strategy_whether_distributed",
     "batch_counts",
+    "begin_batches_alone",
     "call_teardown_hooks",
     "end_run",
     "forget_loaded_checkpoint",
@@ -190,6 +191,18 @@ def training_source(trainer: Trainer) -> Any:
     asks for then is divided, and kept for the run.
     """
     return trainer.fit_loop._data_source.instance
+
+
+def begin_batches_alone(trainer: Trainer, alone: bool) -> None:
+    """Whether each rank begins its batches without a word to the others.
+
+    Before each batch Lightning broadcasts from rank 0 whether it was told to end, for which all
+    would wait. After a batch each rank looks at what it was told itself, in any case.
+    """
+    loop = vars(trainer.fit_loop.epoch_loop)
+    loop.pop("_broadcast_sigterm_tensor", None)
+    if alone:
+        loop["_broadcast_sigterm_tensor"] = lambda: None
 
 
 def forget_loaded_checkpoint(trainer: Trainer) -> None:

@@ -19,6 +19,7 @@ ScheduleName = Literal[
 Rng = Literal["microbatch", "device"]
 Balance = Literal["equal", "speed"]
 Replan = Literal["never", "epoch"]
+GradientSync = Literal["allreduce", "asgd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class Config:
         shard_optimizer_states: whether the replicas of a stage divide its optimizer states.
         balance: whether replicas take equal parts of each global batch, or parts by their speed.
         replan: when parts by speed follow what was measured in the training.
+        gradient_sync: whether replicas wait for each other at each step.
+        staleness: how many updates old weights may be under `asgd`.
         chosen: whether the sizes are ours, so that a network which does not suit them is no error.
     """
 
@@ -64,6 +67,8 @@ class Config:
     shard_optimizer_states: bool = False
     balance: Balance = "equal"
     replan: Replan = "never"
+    gradient_sync: GradientSync = "allreduce"
+    staleness: int = 0
     chosen: bool = False
     copies: tuple[int, ...] = ()
 
@@ -92,6 +97,8 @@ class Config:
         shard_optimizer_states: bool = False,
         balance: Balance = "equal",
         replan: Replan = "never",
+        gradient_sync: GradientSync = "allreduce",
+        staleness: int = 0,
         seed: int = 0,
     ) -> "Config":
         """Check the arguments of the strategy, which documents them, and load the plan.
@@ -145,10 +152,21 @@ class Config:
             # the driver's copy of the last stage borrows its weights
             **({"compile_stages": (compile_stages, False)} if copies and copies[-1] > 1 else {}),
         )
+        _check_asynchronous(
+            gradient_sync,
+            staleness,
+            {
+                f"pipeline_parallel_size={copies or stages}": stages not in (None, 1),
+                f"balance={balance!r}": balance != "equal",
+                f"schedule={chosen!r}": chosen in STREAMED,
+                f"shard_optimizer_states={shard_optimizer_states}": shard_optimizer_states,
+                f"checkpoint={checkpoint!r}": checkpoint != "full",
+            },
+        )
         names = [network] if isinstance(network, str) else network
         return cls(
             replicas=replicas,
-            stages=stages,
+            stages=1 if gradient_sync == "asgd" else stages,
             microbatches=None if num_microbatches == "auto" else num_microbatches,
             names=None if names is None else tuple(names),
             settings=PlanSettings(
@@ -175,6 +193,8 @@ class Config:
             balance=balance,
             replan=replan,
             copies=copies,
+            gradient_sync=gradient_sync,
+            staleness=staleness,
         )
 
     @property
@@ -270,6 +290,25 @@ def _check_kind(name: str, value: str, kinds: tuple[str, ...]) -> None:
     """Complain about a value that is none of those that there are."""
     if value not in kinds:
         raise PlanError(f"{name}={value!r} is none of {', '.join(map(repr, kinds))}.")
+
+
+def _check_asynchronous(gradient_sync: str, staleness: int, others: dict[str, bool]) -> None:
+    """Complain about a bound that is none, and what replicas do together at each step."""
+    _check_kind("gradient_sync", gradient_sync, get_args(GradientSync))
+    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+        raise PlanError(f"staleness={staleness!r} must be a whole number of updates, 0 or more.")
+    if gradient_sync != "asgd":
+        if staleness:
+            raise PlanError(
+                f"staleness={staleness} is for gradient_sync='asgd'. Give both, or leave it out."
+            )
+        return
+    for other, given in others.items():
+        if given:
+            raise PlanError(
+                f"gradient_sync='asgd' is for replicas of one stage that do not wait for each "
+                f"other, and does not go together with {other}. Leave one of them out."
+            )
 
 
 def _check_placement(schedule: str, contiguous: bool, allocation: str | list[str]) -> None:

@@ -164,6 +164,9 @@ class BetweenRuns:
     ) -> None:
         self._ranks, self._building, self._divided = ranks, building, divided
 
+    def fence(self) -> None:
+        """No replica is ahead of the others."""
+
     def loading(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, weights are written to the module."""
         return self._building.loading(module)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_hybrid._lightning import (
     LightningModule,
@@ -26,6 +26,7 @@ from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.comm import Failure, broadcast_object, run_pending
 from lightning_hybrid.driver import Discovery, Driver, NetworkOptions, Planner
 from lightning_hybrid.process import Results, adopt_results, collect_results, is_loss, read_fault
+from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
 from lightning_hybrid.run.device_times import StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
@@ -70,6 +71,7 @@ class DriverSession:
         self._batches, self._shares = batches, shares
         self._statistics, self._watchers = statistics, watchers
         self._failure = Failure("this rank has failed")
+        self._asynchronous: AsynchronousReplica | None = None
         self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
         self._changed = False  # whether weights or buffers are others than before the run
         self._salvages = False  # whether the workers can be asked for their weights
@@ -150,6 +152,8 @@ class DriverSession:
 
     def _release(self) -> None:
         """Undo :meth:`_intercept`."""
+        if self._asynchronous is not None:
+            self._asynchronous.close()
         run_backwards_by(None)
         vars(self._run.precision).pop("clip_grad_by_norm", None)
         vars(self._run.precision).pop("clip_grad_by_value", None)
@@ -212,11 +216,12 @@ class DriverSession:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Inside, gradients stay those of each replica."""
-        self._driver.gradients.synchronize = False
+        gradients = self._driver.gradients
+        before, gradients.synchronize = gradients.synchronize, False
         try:
             yield
         finally:
-            self._driver.gradients.synchronize = True
+            gradients.synchronize = before
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers step on all ranks.
@@ -243,8 +248,22 @@ class DriverSession:
         """
         return self._batches.arrive(batch, move)
 
+    def start_asynchronous(self, optimizers: Sequence[Optimizer]) -> None:
+        """From now on the optimizer pushes to the home of the parameters, and reads from it."""
+        [optimizer] = optimizers
+        assert isinstance(optimizer, SGD)
+        self._driver.gradients.synchronize = False
+        self._asynchronous = AsynchronousReplica(self._run, optimizer, rank_zero_info)
+
+    def fence(self) -> None:
+        """Replicas are about to do something together: none is ahead of the others."""
+        if self._asynchronous is not None and self._run.world.phase is Phase.RUNNING:
+            self._asynchronous.fence()
+
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
+        if self._asynchronous is not None:
+            self._asynchronous.batch_starts()
         if not self._run.is_global_zero:
             run_pending(hold=True)
         if self._shares is not None:
@@ -254,6 +273,7 @@ class DriverSession:
 
     def training_ends(self) -> None:
         """All batches are trained on."""
+        self.fence()
         run_pending(hold=False)
         self._driver.interrupt()
         for watcher in self._watchers:
@@ -298,6 +318,7 @@ class DriverSession:
         """
         # else a callback saves what is left after a failure
         if self._run.world.phase is Phase.RUNNING:
+            self.fence()
             self._driver.interrupt()
             self._driver.check()
             self._driver.weights.broadcast_buffers()
@@ -316,6 +337,7 @@ class DriverSession:
     ) -> dict[str, Any]:
         """The state dict of one device; for a sharded checkpoint as :meth:`state_dict`."""
         if self._run.world.phase is Phase.RUNNING:
+            self.fence()
             optimizers = self._driver.optimizers
             return optimizers.state_dict(
                 optimizer, here=here, unread=self._saves_shards, at_once=self._streams

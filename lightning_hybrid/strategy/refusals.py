@@ -1,7 +1,7 @@
 """What of Lightning does not go together with stages, refused before anything is trained."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import signature
 from itertools import chain
 from pathlib import Path
@@ -331,3 +331,51 @@ def refuse_all_but_plain_sgd(optimizers: Iterable[Optimizer], schedule: str) -> 
                 f"and {type(optimizer).__name__} does something else. Use torch.optim.SGD without "
                 "momentum and weight decay; or schedule='fdg', which has the same delays."
             )
+
+
+def refuse_asynchronous(run: Run, optimizers: Sequence[Optimizer]) -> None:
+    """What needs all replicas in each step, or an update that does not shrink with its gradient.
+
+    Args:
+        run: that is about to begin.
+        optimizers: the user's.
+    """
+    for reason in chain(_needs_all(run), _no_plain_steps(run, optimizers)):
+        raise PlanError(f"gradient_sync='asgd' {reason}; or use gradient_sync='allreduce'.")
+
+
+def _needs_all(run: Run) -> Iterator[str]:
+    """What replicas would have to agree on."""
+    trainer = run.trainer
+    if trainer.gradient_clip_val:
+        yield f"clips no gradients: gradient_clip_val={trainer.gradient_clip_val}. Leave it out"
+    if scalers_of(run.precision):
+        yield "has no scale of the loss (precision='16-mixed'). Use 'bf16-mixed'"
+    if run.synchronised:
+        yield "takes batch statistics of each replica, not sync_batchnorm=True. Leave it out"
+    if state_buffers(run.module):
+        yield (
+            "leaves buffers to each replica, and the network has some that its steps read "
+            "(codebooks, queues). Take them out"
+        )
+
+
+def _no_plain_steps(run: Run, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """What does not step once a batch with an optimizer that may be given parts of a gradient."""
+    accumulated = run.trainer.accumulate_grad_batches
+    if not run.module.automatic_optimization:
+        yield "steps once a batch, and automatic_optimization=False leaves that open. Leave it out"
+    if accumulated != 1:
+        yield f"steps once a batch, not accumulate_grad_batches={accumulated}. Leave it out"
+    if len(optimizers) != 1:
+        yield f"has one optimizer, and configure_optimizers returns {len(optimizers)}. Return one"
+    for optimizer in optimizers:
+        if type(optimizer) is not SGD:
+            yield (
+                f"makes R updates of a part of the gradient each, and {type(optimizer).__name__} "
+                "is not torch.optim.SGD: its updates may not shrink with the gradient. Use SGD"
+            )
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        kinds = sorted({str(p.dtype) for p in parameters})
+        if len(kinds) != 1:
+            yield f"takes parameters of one type, and here are {', '.join(kinds)}. Use one"

@@ -43,6 +43,7 @@ from lightning_hybrid.config import (
     Checkpoint,
     Config,
     Count,
+    GradientSync,
     Replan,
     Rng,
     ScheduleName,
@@ -85,6 +86,7 @@ from lightning_hybrid.strategy.refusals import (
     callbacks_allow,
     refuse_accelerator,
     refuse_all_but_plain_sgd,
+    refuse_asynchronous,
     refuse_callbacks,
     refuse_checkpoint_io,
     refuse_copies,
@@ -200,6 +202,10 @@ class HybridGabraStrategy(DDPStrategy):
         replan: ``"epoch"``: each epoch is dealt by the speeds that were measured in the one before
             it, so that parts follow a device that becomes slower or was taken for faster than it
             is. Which samples a step has does not change. For ``balance="speed"``.
+        gradient_sync: ``"allreduce"``: replicas average their gradients in each step. ``"asgd"``:
+            asynchronous SGD, for replicas of one stage: none waits for the others as long as no
+            weights in use are more than ``staleness`` updates old; see ``docs/unlike_devices.md``.
+        staleness: that bound. With 0 the steps are the synchronous ones.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -242,6 +248,8 @@ class HybridGabraStrategy(DDPStrategy):
         shard_optimizer_states: bool = False,
         balance: Balance = "equal",
         replan: Replan = "never",
+        gradient_sync: GradientSync = "allreduce",
+        staleness: int = 0,
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -274,6 +282,8 @@ class HybridGabraStrategy(DDPStrategy):
             shard_optimizer_states=shard_optimizer_states,
             balance=balance,
             replan=replan,
+            gradient_sync=gradient_sync,
+            staleness=staleness,
             seed=seed,
         )
         self._ranks = Ranks(config)
@@ -439,12 +449,14 @@ class HybridGabraStrategy(DDPStrategy):
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         if self._ranks.world.phase is Phase.RUNNING:
+            self._session.fence()
             super().barrier(name, *args, **kwargs)
         elif name != LOADING:  # between runs a rank may ask for a loader that others have
             self._ranks.world.barrier(name or "")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self._ranks.world.phase is Phase.RUNNING:
+            self._session.fence()
             return super().broadcast(obj, src)
         return self._ranks.world.broadcast(obj, src)
 
@@ -456,6 +468,7 @@ class HybridGabraStrategy(DDPStrategy):
         whole = isinstance(tensor, Tensor) and not tensor.is_floating_point()
         if whole and self._config.balance == "speed" and reduce_op in ("mean", "avg"):
             tensor = tensor.float()
+        self._session.fence()
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(
@@ -464,6 +477,7 @@ class HybridGabraStrategy(DDPStrategy):
         """One replica is one device, whose tensors get no dimension of devices."""
         if self.num_replicas == 1:
             return tensor
+        self._session.fence()
         return super().all_gather(tensor, group, sync_grads)
 
     # ------------------------------------------------------------------ a run
@@ -534,6 +548,10 @@ class HybridGabraStrategy(DDPStrategy):
         self._session = DriverSession.begin(run, partial(self._plan_network, run))
         if run.fitting:
             self.setup_optimizers(trainer)
+            if self._config.gradient_sync == "asgd":
+                refuse_asynchronous(run, self.optimizers)
+                if ranks.replicas > 1:  # else there is nobody to be ahead of
+                    self._session.start_asynchronous(self.optimizers)
             if ranks.stages > 1:
                 announce_averages(trainer, self._module)
             scaled = bool(scalers_of(self.precision_plugin))
@@ -704,6 +722,7 @@ class HybridGabraStrategy(DDPStrategy):
         self._driving.evaluation_starts(between=False)
 
     def on_validation_start(self) -> None:
+        self._session.fence()
         super().on_validation_start()
         self._ranks.joined.defer_signals()
         self._driving.evaluation_starts(between=True)

@@ -41,6 +41,30 @@ def test_devices_of_all_nodes_count() -> None:
         config.shape(nodes=3, devices_per_node=2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"pipeline_parallel_size": (3, 1)}, r"pipeline_parallel_size=\(3, 1\)"),
+        ({"plan": CHAIN}, "pipeline_parallel_size=2"),
+        ({"balance": "speed"}, "balance='speed'"),
+        ({"shard_optimizer_states": True}, "shard_optimizer_states=True"),
+        ({"checkpoint": "sharded"}, "checkpoint='sharded'"),
+        ({"schedule": "fdg"}, "schedule='fdg'"),
+        ({"staleness": -1}, "staleness=-1 must be a whole number"),
+        ({"gradient_sync": "allreduce"}, "staleness=2 is for gradient_sync='asgd'"),
+        ({"gradient_sync": "sometimes"}, "gradient_sync='sometimes' is none of 'allreduce'"),
+    ],
+)
+def test_asynchronous_replicas_have_one_stage_and_share_nothing(
+    arguments: dict[str, Any], named: str
+) -> None:
+    usual: dict[str, Any] = {"gradient_sync": "asgd", "staleness": 2}
+    assert Config.resolve(**usual).shape(1, 4) == (4, 1)
+    with pytest.raises(PlanError, match=named):
+        Config.resolve(**{**usual, **arguments})
+
+
 @pytest.mark.parametrize("verify", [True, 0, -1, "never", 1.5])
 def test_what_is_no_choice_of_calls_to_verify_is_refused(verify: Any) -> None:
     with pytest.raises(PlanError, match=r"verify=.* 'auto' \(calls 1, 2, 4, 8, ...\), False"):
