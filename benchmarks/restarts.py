@@ -199,10 +199,9 @@ def host(run: Run, _: int, dice: random.Random) -> None:
         run.torchrun(
             *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"),
             *("--rdzv-id=run", f"--rdzv-endpoint=127.0.0.1:{port}"),
-            "--rdzv-conf=join_timeout=60,last_call_timeout=5,keep_alive_interval=1,"
+            "--rdzv-conf=join_timeout=60,last_call_timeout=10,keep_alive_interval=1,"
             "keep_alive_max_attempt=3",
         )
-        time.sleep(1)  # the first one has the store in which they meet
     if not run.wait(lambda: any(run.folder.glob("saving 1.0"))):
         return
     time.sleep(dice.random() * AFTER_S["training"])

@@ -20,5 +20,5 @@ def test_a_run_that_torchrun_starts_again_has_the_numbers_of_an_undisturbed_one(
 
 @pytest.mark.parametrize("lost", ["host", "launch"])
 def test_a_run_goes_on_with_fewer_processes_and_the_same_numbers(lost: str) -> None:
-    for name, run in islice(runs([lost], seed=0), 2):
-        assert (len(run.kills), run.wrong) == (1, []), name
+    name, run = next(runs([lost], seed=0))
+    assert (len(run.kills), run.wrong) == (1, []), name
