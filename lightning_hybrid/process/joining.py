@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning_hybrid.comm import Coordinates, Group, GroupHandle, Mesh, bound_to, make_world
 from lightning_hybrid.planning import Cluster
 from lightning_hybrid.process.children import have_met, miss_nobody
+from lightning_hybrid.process.starts import of_this_start
 
 LETTING_GO_S = 0.2
 """How long a process waits, in seconds, between the last operation of its groups and its end.
@@ -40,12 +41,14 @@ class Meeting:
         port: port of the store.
         hosts: number of hosts.
         serve: whether this rank hosts the store (rank 0, unless the launcher's agent already does).
+        outlives: whether the store outlives the ranks: the agent does, and may start them again.
     """
 
     address: str
     port: int
     hosts: int
     serve: bool
+    outlives: bool = False
 
 
 def make_store(meeting: Meeting, timeout: timedelta = MEETING_TIMEOUT) -> dist.TCPStore:
@@ -108,7 +111,7 @@ class _Process:
         failed: whether the last run has: then all ranks meet anew.
     """
 
-    store: dist.TCPStore | None = None
+    store: dist.Store | None = None
     everyone: Everyone | None = None
     joined: Joined | None = None
     key: tuple[object, ...] = ()
@@ -141,6 +144,8 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
         atexit.register(_end)
         atexit.register(time.sleep, LETTING_GO_S)  # before the groups are closed
         _Process.store = make_store(meeting)
+        if meeting.outlives:
+            _Process.store = of_this_start(_Process.store, coordinates.rank, size, MEETING_TIMEOUT)
     _Process.generation += 1
     store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
     if _Process.failed:

@@ -218,7 +218,8 @@ class Ranks:
         address, port = environment.main_address, environment.main_port
         choose_interface(address, port, self.hosts)
         serve = coordinates.rank == 0 and not agent_serves
-        return gather(coordinates, Meeting(address, port, self.hosts, serve))
+        meeting = Meeting(address, port, self.hosts, serve, outlives=agent_serves)
+        return gather(coordinates, meeting)
 
     def look_around(self, group: Group) -> Machine:
         """Look at the devices of all ranks of a group, which call this together."""

@@ -83,6 +83,7 @@ WORKS = {
         "tests/strategy/test_faults.py": "*",
         "tests/strategy/test_manners.py": "*",
         "tests/strategy/test_random_kills.py": "*",
+        "tests/strategy/test_restarts.py": "*",
     },
 }
 """Tests beside the suite: files, and what the names of their tests end with (``*``: anything)."""

@@ -1,0 +1,58 @@
+"""A store that outlives the ranks: an agent of torchrun hosts it, and starts ranks again with it.
+
+They find there what the ranks before them have written, first of all the addresses of processes
+that have ended. No variable has a number of the start that is the same everywhere: each agent
+counts the failures of its own host (``TORCHELASTIC_RESTART_COUNT``), and torch opens no new store.
+"""
+
+import time
+from datetime import timedelta
+from uuid import uuid4
+
+from torch.distributed import PrefixStore, Store
+
+from lightning_hybrid.errors import RemoteError
+
+_LOOK_EVERY_S = 0.02
+_OFFER = "start"
+
+
+def of_this_start(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+    """What the ranks that were started together have for themselves of a store.
+
+    Rank 0 offers a name, the others answer with one of theirs, and rank 0 confirms these: so
+    nobody takes an offer of a rank 0 that has ended, nor an answer of a rank that has.
+
+    Args:
+        store: that all ranks reach, those of earlier starts too.
+        rank: this one.
+        size: number of ranks.
+        timeout: how long to wait for the others.
+
+    Raises:
+        RemoteError: some have not come.
+    """
+    mine, deadline = uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank == 0:
+        store.set(_OFFER, mine)
+    missing = "rank 0"
+    while time.monotonic() < deadline:
+        if rank == 0:
+            answers = {f"{mine}/{other}": other for other in range(1, size)}
+            late = [other for key, other in answers.items() if not store.check([key])]
+            if not late:
+                names = [store.get(key).decode() for key in answers]
+                store.set(f"{mine}/confirmed", " ".join(names))
+                return PrefixStore(mine, store)
+            missing = f"ranks {', '.join(map(str, late))}"
+        elif store.check([_OFFER]):
+            offered = store.get(_OFFER).decode()
+            store.set(f"{offered}/{rank}", mine)
+            confirmed = f"{offered}/confirmed"
+            if store.check([confirmed]) and mine in store.get(confirmed).decode().split():
+                return PrefixStore(offered, store)
+        time.sleep(_LOOK_EVERY_S)
+    raise RemoteError(
+        f"Rank {rank} has waited {timeout} for {missing} of {size}, which torchrun has started "
+        "together with it. Look for the first error that they print."
+    )
