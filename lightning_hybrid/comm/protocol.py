@@ -15,7 +15,7 @@ of :mod:`~lightning_hybrid.worker.worker`, :mod:`~lightning_hybrid.worker.worker
 :mod:`~lightning_hybrid.worker.worker_optimizers`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -130,6 +130,44 @@ class Command(Message):
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where the stages of a network are.
+
+    Attributes:
+        devices: ``pp_rank`` of each stage, or of all its copies; the last one is 0, the driver.
+        owned: of each stage, the names in the network of the tensors that belong to its rank.
+        schedule: name of the schedule.
+        split: numbers of the stages whose backward it splits.
+        recompute: whether forwards keep no activations, and run again for their backward.
+    """
+
+    devices: tuple[int | tuple[int, ...], ...]
+    owned: tuple[frozenset[str], ...] = field(hash=False)  # (lists are looked up in each pass)
+    schedule: str
+    split: tuple[int, ...] = ()
+    recompute: bool = False
+
+    @property
+    def collects(self) -> bool:
+        """Whether the driver has a copy of the last stage with layers, and collects behind it."""
+        before = self.devices[-2] if len(self.devices) > 1 else 0
+        return not isinstance(before, int) and 0 in before
+
+    @classmethod
+    def of(
+        cls,
+        codes: Sequence[StageCode],
+        devices: Sequence[int | tuple[int, ...]],
+        schedule: str,
+        split: Sequence[int] = (),
+        recompute: bool = False,
+    ) -> "Placement":
+        """That of these stages on these devices; see the attributes."""
+        owned = tuple([frozenset(code.owned) for code in codes])
+        return cls(tuple(devices), owned, schedule, tuple(split), recompute)
+
+
+@dataclass(frozen=True)
 class Cut(Command):
     """Make this rank's stages of a network, or of another graph of a network that is cut already.
 
@@ -137,12 +175,9 @@ class Cut(Command):
         network: number of the network; one that is known gets another graph.
         name: its dotted name in the LightningModule; empty for the LightningModule itself.
         stages: the rank's stages, by number.
-        devices: of each stage of the network the ``pp_rank`` of its rank, or of all its copies.
+        placement: where all stages are.
         borrowed: names in the network of parameters that the rank uses and another one owns.
-        schedule: name of the schedule.
         seed: of the random numbers inside the network.
-        split: numbers of the stages whose backward the schedule splits.
-        recompute: whether forwards keep no activations, and run again for their backward.
         vacates: whether parameters of the network that this rank does not use give their memory
             back.
     """
@@ -151,12 +186,9 @@ class Cut(Command):
     network: int
     name: str
     stages: Mapping[int, StageCode]
-    devices: tuple[int | tuple[int, ...], ...]
+    placement: Placement
     borrowed: frozenset[str]
-    schedule: str
     seed: int
-    split: tuple[int, ...]
-    recompute: bool
     vacates: bool
 
 

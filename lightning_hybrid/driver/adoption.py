@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid.comm import Mesh, broadcast_object
+from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.driver.announcements import Announcements
-from lightning_hybrid.driver.driven_network import DrivenNetwork, Placement
+from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.found_network import FoundNetwork, count
 from lightning_hybrid.driver.network_call import NetworkCall

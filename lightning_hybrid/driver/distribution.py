@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from lightning_hybrid.comm import Dealt, Devices, Mesh, copies_of, link_copies, signals_deferred
-from lightning_hybrid.comm.protocol import Command, Cut, TakeWeights
+from lightning_hybrid.comm.protocol import Command, Cut, Placement, TakeWeights
 from lightning_hybrid.driver.commands import Commands
-from lightning_hybrid.driver.driven_network import DrivenNetwork, Placement
+from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import StageCode, make_stages
 from lightning_hybrid.stage import (
@@ -169,12 +169,9 @@ class Distribution:
                 number,
                 name,
                 theirs,
-                placement.devices,
+                placement,
                 borrowed[worker],
-                placement.schedule,
                 self._seed,
-                placement.split,
-                placement.recompute,
                 self._vacates,
             )
         self._commands.tell_each(orders)
@@ -233,18 +230,15 @@ class Distribution:
         )
         return Engine(
             stages,
-            placement.devices,
-            self._mesh.coordinates,
-            links,
-            replica_group,
-            self._device,
-            placement.schedule,
-            self._seed,
-            self._trace,
+            placement,
             self._options,
-            placement.split,
-            placement.recompute,
-            replayed_statistics(network, self._mesh, copies),
+            coordinates=self._mesh.coordinates,
+            links=links,
+            replica_group=replica_group,
+            replayed=replayed_statistics(network, self._mesh, copies),
+            device=self._device,
+            seed=self._seed,
+            trace=self._trace,
         )
 
 

@@ -7,7 +7,6 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,20 +15,19 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import (
     CallKey,
-    Devices,
     Precision,
     TensorSpec,
     copies_of,
     signals_deferred,
 )
-from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free
+from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free, Placement
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.split_batch import Numbers, Specialization
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches, Calls, Stream
 from lightning_hybrid.driver.weights import Weights
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
-from lightning_hybrid.graph import NetworkGraph, StageCode
+from lightning_hybrid.graph import NetworkGraph
 from lightning_hybrid.remote import read_now
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import (
@@ -42,44 +40,6 @@ from lightning_hybrid.stage import (
     set_random_state,
     tensors_of,
 )
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where the stages of a network are.
-
-    Attributes:
-        devices: ``pp_rank`` of each stage, or of all its copies; the last one is 0, the driver.
-        owned: of each stage, the names in the network of the tensors that belong to its rank.
-        schedule: name of the schedule.
-        split: numbers of the stages whose backward it splits.
-        recompute: whether forwards keep no activations, and run again for their backward.
-    """
-
-    devices: tuple[int | tuple[int, ...], ...]
-    owned: tuple[frozenset[str], ...]
-    schedule: str
-    split: tuple[int, ...] = ()
-    recompute: bool = False
-
-    @property
-    def collects(self) -> bool:
-        """Whether the driver has a copy of the last stage with layers, and collects behind it."""
-        before = self.devices[-2] if len(self.devices) > 1 else 0
-        return not isinstance(before, int) and 0 in before
-
-    @classmethod
-    def of(
-        cls,
-        codes: Sequence[StageCode],
-        devices: Devices,
-        schedule: str,
-        split: Sequence[int] = (),
-        recompute: bool = False,
-    ) -> "Placement":
-        """That of these stages on these devices; see the attributes."""
-        owned = tuple([frozenset(code.owned) for code in codes])
-        return cls(tuple(devices), owned, schedule, tuple(split), recompute)
 
 
 class DrivenNetwork(StagedNetwork):

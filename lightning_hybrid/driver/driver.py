@@ -30,6 +30,7 @@ from lightning_hybrid.comm.protocol import (
     Check,
     End,
     ForgetFailure,
+    Placement,
     Report,
     SaveShard,
     Share,
@@ -38,7 +39,7 @@ from lightning_hybrid.driver.after_run import AfterRun
 from lightning_hybrid.driver.chosen_gradients import ChosenGradients
 from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.distribution import Distributed, Distribution
-from lightning_hybrid.driver.driven_network import DrivenNetwork, Placement
+from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.driven_optimizers import ALL, DrivenOptimizers
 from lightning_hybrid.driver.held_hooks import HeldHooks
 from lightning_hybrid.driver.ownership import Ownership, Unsettled

@@ -4,7 +4,7 @@ Lists are made once per number of micro-batches; forward and backward passes sha
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,12 +16,12 @@ from lightning_hybrid.comm import (
     CallKey,
     Coordinates,
     Dealt,
-    Devices,
     Failure,
     Group,
     Links,
     copies_of,
 )
+from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import (
     STREAMED,
@@ -120,16 +120,13 @@ Todo = tuple[tuple[int, Kind, int], ...]
 
 @lru_cache(maxsize=256)
 def lists_of(
-    name: str,
-    devices: tuple[int | tuple[int, ...], ...],
-    here: int,
-    microbatches: int,
-    input_gradient: bool,
-    split: tuple[int, ...] = (),
+    placement: Placement, here: int, microbatches: int, input_gradient: bool
 ) -> tuple[Todo, Todo]:
     """The forward and the backward list of the rank with this ``pp_rank``."""
-    schedule = schedule_of(name, len(devices), microbatches, input_gradient, split)
-    ranks = [copies_of(device) for device in devices]
+    ranks = [copies_of(device) for device in placement.devices]
+    schedule = schedule_of(
+        placement.schedule, len(ranks), microbatches, input_gradient, placement.split
+    )
     own = [stage for stage, owners in enumerate(ranks) if here in owners]
     if max(map(len, ranks)) > 1:
         dealt = deal(schedule, [*map(len, ranks)])
@@ -150,18 +147,15 @@ class RankStages:
 
     Args:
         stages: this rank's stages of the network, by number.
-        devices: of each stage of the network the ``pp_rank`` of its rank, or of all its copies.
+        placement: where all of its stages are, and how they run.
+        options: how stages compute.
         coordinates: this rank.
         links: of each stage that is here, in their order.
         replica_group: averages the gradients of this rank's stages over the replicas.
+        replayed: the running statistics of a stage that has copies.
         device: where the stages live.
-        schedule: name of the schedule.
         seed: of the random numbers inside the network.
         trace: where to record.
-        options: how stages compute.
-        split: numbers of the stages whose backward the schedule splits.
-        recompute: whether forwards keep no activations, and run again for their backward.
-        replayed: the running statistics of a stage that has copies.
 
     Attributes:
         owned: the stages of this rank, in their order.
@@ -172,38 +166,37 @@ class RankStages:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        devices: Devices,
+        placement: Placement,
+        options: StageOptions,
+        *,
         coordinates: Coordinates,
         links: Mapping[int, Dealt],
         replica_group: ReplicaGroup,
+        replayed: ReplayedStatistics | None = None,
         device: torch.device,
-        schedule: str,
         seed: int,
         trace: Trace,
-        options: StageOptions,
-        split: Sequence[int] = (),
-        recompute: bool = False,
-        replayed: ReplayedStatistics | None = None,
     ) -> None:
         self.replayed = replayed
         self.coordinates, self.replica_group = coordinates, replica_group
         self.device, self.seed, self.trace = device, seed, trace
         self.failure: Failure | None = None
         self.passed = True
-        streamed = STREAMED.get(schedule)
+        count, recompute = len(placement.devices), placement.recompute
+        streamed = STREAMED.get(placement.schedule)
         delayed = options.delayed_weights if streamed and streamed.delayed else None
-        self._ahead = streamed.look_aheads(len(devices))[0] if streamed else 0
+        self._ahead = streamed.look_aheads(count)[0] if streamed else 0
         self.shrink, self.recompute = options.shrink, recompute
         self.owned = [
             OwnedStage(
                 number,
                 [stages[number]],
                 both,
-                number == len(devices) - 1,
+                number == count - 1,
                 f"stage {number} " if len(links) > 1 else "",
                 EarlyForwards(delayed),
                 # what is computed again in the backward would be so for each part
-                splits=number in split
+                splits=number in placement.split
                 and not (options.compiled or recompute or stages[number].checkpointed),
             )
             for number, both in links.items()
@@ -211,8 +204,7 @@ class RankStages:
         # the first stage of the rank is the last to have its gradients
         first, *others = (dict.fromkeys(own.specializations[0].parameters()) for own in self.owned)
         self.done_before = [p for other in others for p in other if p not in first]
-        self._schedule_name, self._devices = schedule, tuple(devices)
-        self._split = tuple(split)
+        self._placement = placement
         self._compiled = options.compiled
         self._statistics = options.statistics and Synchronised(options.statistics)
 
@@ -223,9 +215,7 @@ class RankStages:
     def lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
         """What this rank does in the forward and in the backward of a call of this kind."""
         here, microbatches = self.coordinates.pp_rank, key.microbatches
-        return lists_of(
-            self._schedule_name, self._devices, here, microbatches, input_gradient, self._split
-        )
+        return lists_of(self._placement, here, microbatches, input_gradient)
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
         """The code of a stage for a call of this kind, compiled where that is asked for."""

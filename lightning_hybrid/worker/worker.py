@@ -205,7 +205,7 @@ class Worker:
     def _cut(self, order: Cut) -> None:
         # first of all: the others wait for this rank in it
         known = order.network < len(self._networks)
-        links = {} if known else link_copies(self._mesh, order.devices, self._device)
+        links = {} if known else link_copies(self._mesh, order.placement.devices, self._device)
         network = self._module.get_submodule(order.name)
         stages = {n: Stage(code, network, self._device) for n, code in order.stages.items()}
         if known:
@@ -224,24 +224,21 @@ class Worker:
             stage.move(self._device)
         own = own_parameters(mine, order.borrowed)
         state, buffers = partial(state_buffers, network), partial(own_buffers, mine)
-        copies = copies_of(order.devices[next(iter(links))])
+        copies = copies_of(order.placement.devices[next(iter(links))])
         workers = [copy for copy in copies if copy != DRIVER]  # the driver borrows
         group = self._mesh.owners(workers)
         replica_group = ReplicaGroup(own, buffers, group, self._trace, state, len(workers))
         engine = Engine(
             stages,
-            order.devices,
-            self._mesh.coordinates,
-            links,
-            replica_group,
-            self._device,
-            order.schedule,
-            order.seed,
-            self._trace,
+            order.placement,
             self._options,
-            order.split,
-            order.recompute,
-            replayed_statistics(network, self._mesh, copies),
+            coordinates=self._mesh.coordinates,
+            links=links,
+            replica_group=replica_group,
+            replayed=replayed_statistics(network, self._mesh, copies),
+            device=self._device,
+            seed=order.seed,
+            trace=self._trace,
         )
         staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
         self._networks.append(staged)

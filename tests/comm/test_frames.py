@@ -20,6 +20,7 @@ from lightning_hybrid.comm.protocol import (
     Leaving,
     Message,
     Pattern,
+    Placement,
     Reduce,
     Skip,
     Status,
@@ -34,6 +35,7 @@ from lightning_hybrid.comm.travelling_errors import Failure
 
 SPEC = TensorSpec((2, 3), torch.float64, requires_grad=True)
 KEY = CallKey(0, ((SPEC,),), ((1,),), True, True, (True,), Precision.current(torch.device("cpu")))
+PLACEMENT = Placement((1, 0), (frozenset("a"), frozenset()), "zero_bubble", (1,), True)
 STEADY = [
     Forward(0, 10**12, -5, 2, False, True, False),
     Drop(0, 3),
@@ -53,7 +55,7 @@ OTHERS = [
     Skip(0, 1, 3, True, True, KEY),
     Step(0, [{"lr": 0.1, "params": ["a"]}]),
     ClipValues(0, 0.5),
-    Cut(0, "net", {}, (1, 0), frozenset("a"), "zero_bubble", 2**64 - 1, (1,), True, False),
+    Cut(0, "net", {}, PLACEMENT, frozenset("a"), 2**64 - 1, False),
     Answer(value={"a": 1}),
     Header([SPEC], uses_rng=True),
     Status(Failure("text")),

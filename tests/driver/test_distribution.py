@@ -9,8 +9,8 @@ from driven import Model, batches, model
 from torch import nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.driver.distribution import Distribution
-from lightning_hybrid.driver.driven_network import Placement
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.stage.rank_stages import StageOptions
 

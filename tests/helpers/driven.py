@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_hybrid.capture import Capture
 from lightning_hybrid.capture.watched_calls import own_forward
 from lightning_hybrid.comm.activation_links import copies_of
+from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.comm.travelling_errors import Failure
-from lightning_hybrid.driver.driven_network import Placement
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.streamed_calls import Batches

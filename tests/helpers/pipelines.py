@@ -10,7 +10,7 @@ from nccl_rules import StrictReplica
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.activation_links import link_copies
-from lightning_hybrid.comm.protocol import Backward
+from lightning_hybrid.comm.protocol import Backward, Placement
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
 from lightning_hybrid.stage.calls import Call, Traffic
 from lightning_hybrid.stage.engine import Engine
@@ -76,16 +76,14 @@ class Pipeline:
             own: Any = {n: stages[n] for n, owner in enumerate(devices) if owner == rank}
             self.engines[rank] = Engine(
                 own,
-                devices,
-                self.replica.lines[rank].coordinates,
-                link_copies(self.replica.lines[rank], devices, device),
-                ReplicaGroup([], [], ALONE, Trace(rank, "")),
-                device,
-                schedule,
-                0,
-                Trace(rank, ""),
+                Placement(tuple(devices), (), schedule, tuple(split)),
                 StageOptions(),
-                split,
+                coordinates=self.replica.lines[rank].coordinates,
+                links=link_copies(self.replica.lines[rank], devices, device),
+                replica_group=ReplicaGroup([], [], ALONE, Trace(rank, "")),
+                device=device,
+                seed=0,
+                trace=Trace(rank, ""),
             )
 
     def open(self, parts: Sequence[Sequence[Tensor]], *, uses_rng: bool = False) -> dict[int, Call]:

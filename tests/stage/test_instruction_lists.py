@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.stage.rank_stages import lists_of, schedule_of
 
@@ -11,7 +12,7 @@ def spelled(todo: tuple[tuple[int, str, int], ...]) -> list[str]:
 
 
 def test_of_two_stages_on_two_ranks() -> None:
-    forward, backward = lists_of("gpipe", (1, 0), 1, 2, True)
+    forward, backward = lists_of(Placement((1, 0), (), "gpipe"), 1, 2, True)
     assert spelled(forward) == [
         *("0 receive_activation 0", "0 forward 0", "0 send_activation 0"),
         *("0 receive_activation 1", "0 forward 1", "0 send_activation 1"),
@@ -30,7 +31,7 @@ def test_each_stage_does_on_its_rank_what_it_would_do_alone(
     schedule = gpipe(len(devices), 3, input_gradient=input_gradient)
     for device in set(devices):
         own = [stage for stage, owner in enumerate(devices) if owner == device]
-        todo = lists_of("gpipe", devices, device, 3, input_gradient)
+        todo = lists_of(Placement(devices, (), "gpipe"), device, 3, input_gradient)
         for lists, found in zip((schedule.forward, schedule.backward), todo):
             assert {index for index, _, _ in found} == {*range(len(own))}
             for index, stage in enumerate(own):
@@ -39,6 +40,7 @@ def test_each_stage_does_on_its_rank_what_it_would_do_alone(
 
 
 def test_they_are_made_once_for_each_number_of_micro_batches() -> None:
-    assert lists_of("gpipe", (1, 0), 0, 4, False) is lists_of("gpipe", (1, 0), 0, 4, False)
+    placement = Placement((1, 0), (), "gpipe")
+    assert lists_of(placement, 0, 4, False) is lists_of(placement, 0, 4, False)
     assert schedule_of("gpipe", 2, 4, True) == gpipe(2, 4, input_gradient=True)
     assert schedule_of("gpipe", 2, 4, True) is schedule_of("gpipe", 2, 4, True)

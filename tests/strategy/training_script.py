@@ -193,7 +193,7 @@ class Classifier(LightningModule):
         self.automatic_optimization = config.get("optimizer") != "two"
         self.losses: list[float] = []
         self.forwards: Counter[str] = Counter()
-        self.before: Counter[str] = Counter()
+        self.prepares = False
         self.gradients: Counter[str] = Counter()
 
     def setup(self, stage: str) -> None:
@@ -203,15 +203,17 @@ class Classifier(LightningModule):
             if next(module.children(), None) is None:
                 module.register_forward_hook(partial(noting, name))
         LISTENERS.append(self.ran)
-        if looked_at := self.config.get("looks_at"):  # in the middle of a pass
-            looker, weight = looked_at[0], self.net.get_parameter(looked_at[1])
-            LISTENERS.append(lambda name, _: weight.sum().item() if name == looker else None)
         for name, parameter in self.net.named_parameters():
             hear_of_gradients(parameter, partial(self.got_gradient, name))
 
     def ran(self, name: str, trained: bool) -> None:
         """A module ran in this process. (In its fifth training call it is surely at work.)"""
+        if self.prepares:
+            return
         self.forwards.update([name])
+        looker, parameter = self.config.get("looks_at", ("", ""))  # in the middle of a pass
+        if name == looker:
+            self.net.get_parameter(parameter).sum().item()
         here = Path(f"pid.{os.environ.get('LOCAL_RANK', '0')}")
         works = trained and self.forwards[name] >= 10
         if works and Path("config.json").exists() and not here.exists():
@@ -251,9 +253,12 @@ class Classifier(LightningModule):
         for optimizer in self.optimizers():
             optimizer.step()
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """In the first step the driver tries operations and measures layers of the network."""
+        self.prepares = batch_idx == 0
+
     def on_train_batch_end(self, *_: Any) -> None:
-        """The first step captures the network and measures its layers, on the driver."""
-        self.before = self.before or Counter(self.forwards)
+        self.prepares = False
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -385,7 +390,7 @@ def observed(trainer: Trainer, module: Classifier) -> dict[str, Any]:
         "pid": os.getpid(),
         "losses": list(module.losses),
         "weights": deepcopy(module.state_dict()),
-        "forwards": module.forwards - module.before,
+        "forwards": Counter(module.forwards),
         "gradients": Counter(module.gradients),
         "metrics": dict(trainer.callback_metrics),
         "step": trainer.global_step,
