@@ -14,20 +14,24 @@ Where stages do not fit, a shape is tried once more with stages that run their f
 backward and hold the activations of one micro-batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import truediv
 
-import numpy as np
-
+from lightning_hybrid.asking.arrangements import Arrangement, Arrangements, improve
 from lightning_hybrid.asking.balanced import balanced_ends
-from lightning_hybrid.asking.cluster_description import ClusterDescription, Level
+from lightning_hybrid.asking.cluster_description import ClusterDescription
+from lightning_hybrid.asking.step_problems import (
+    CostsOf,
+    links_of,
+    problem_of,
+    unlimited,
+    with_copies,
+)
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import (
-    CopiedStages,
     Fit,
-    Links,
     PartitionTable,
     Plan,
     StepProblem,
@@ -36,7 +40,6 @@ from lightning_hybrid.planning import (
     best_cuts,
     deal,
     gigabytes,
-    of_slowest,
     owners_of,
     what_lacks,
     what_would_fit,
@@ -52,10 +55,6 @@ _MOST_COPIED = 8
 """Devices of a replica whose stages have copies, at most; twice as many micro-batches."""
 _QUICK = 400
 """Partitions times devices up to which it takes a moment."""
-
-
-CostsOf = Callable[[int], PartitionTable]
-"""What the partitions cost for a micro-batch of so many samples, on a cluster's first device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +77,8 @@ class Shape:
         shares: samples that each replica takes in a step; empty: all take as many.
         fit: of what does not fit, what lacks if each device has one stage.
         copies: of each stage; empty: each has one.
+        numbers: of the cluster's devices that are used, replica by replica, each with its driver
+            first; empty: the first ones in their order.
     """
 
     replicas: int
@@ -95,6 +96,14 @@ class Shape:
     shares: tuple[int, ...] = ()
     fit: Fit | None = None
     copies: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the devices, where only those that are used have one; empty: in their order."""
+        used = sorted(self.numbers)
+        ranks = tuple(map(used.index, self.numbers))
+        return () if ranks == tuple(range(len(used))) else ranks
 
     @property
     def fits(self) -> bool:
@@ -146,15 +155,85 @@ def rank_shapes(
     """
     if batch < 1:
         raise PlanError(f"a replica takes {batch} samples a step: at least 1 is needed")
-    count = len(cluster.devices)
-    alike = len(set(cluster.devices)) == 1
-    used = [cluster] if alike else [cluster.take(k) for k in range(1, count + 1)]
-    found = [shape for some in used for shape in _shapes(costs_of, some, batch, splits)]
+    found = _shapes(costs_of, cluster, batch, splits)
+    if len(set(cluster.devices)) > 1:
+        found += _joint(costs_of, cluster, batch, splits, found)
     return sorted(found, key=_rank)
 
 
+def _joint(
+    costs_of: CostsOf,
+    cluster: ClusterDescription,
+    batch: int,
+    splits: bool,
+    found: Sequence[Shape],
+) -> list[Shape]:
+    """Shapes on unlike devices, also without some of them: the best first devices, and of all."""
+    space = Arrangements(costs_of, cluster, batch, _microbatches(batch, splits))
+    count = len(cluster.devices)
+    everyone = tuple(range(count))
+    speeds = cluster.relative_speeds
+    by_speed = tuple(sorted(everyone, key=lambda k: -speeds[k]))
+    seeds = [_arrangement(shape, everyone) for shape in found if shape.fits]
+    alone = list[Shape]()
+    for order in (everyone, by_speed):
+        for number in range(1, count + 1):
+            one = Arrangement(order, number, (1,), 1, space.numbers[0], False, (space.partitions,))
+            seeds += [replace(one, microbatches=slices) for slices in space.numbers]
+            used = order[:number]
+            # all smaller numbers of many devices would take long
+            if (order == everyone and number == count) or (number > 8 and count % number):
+                continue
+            shapes = _shapes(costs_of, cluster.pick(used), batch, splits, copied=count <= 4)
+            seeds += [_arrangement(shape, order) for shape in shapes if shape.fits]
+            if order == everyone:
+                alone += shapes
+    best = improve(space, seeds)
+    return alone if best is None else [*alone, _shape_of(space, best)]
+
+
+def _arrangement(shape: Shape, devices: tuple[int, ...]) -> Arrangement:
+    return Arrangement(
+        devices=devices,
+        replicas=shape.replicas,
+        copies=shape.copies or (1,) * shape.devices_per_replica,
+        turns=shape.stages_per_device,
+        microbatches=shape.microbatches,
+        recompute=shape.recompute,
+        ends=shape.ends,
+    )
+
+
+def _shape_of(space: Arrangements, genes: Arrangement) -> Shape:
+    step_s, shares = space.timed(genes)
+    return Shape(
+        replicas=genes.replicas,
+        devices_per_replica=genes.size,
+        stages_per_device=genes.turns,
+        microbatches=genes.microbatches,
+        ends=genes.ends,
+        devices=owners_of(genes.copies) if genes.has_copies else tuple(genes.chain),
+        step_s=step_s,
+        samples=genes.replicas * space.batch,
+        bubble=space.bubble(genes),
+        search="descent",
+        recompute=genes.recompute,
+        shares=shares,
+        copies=genes.copies if genes.has_copies else (),
+        numbers=() if genes.used == tuple(range(len(genes.used))) else genes.used,
+    )
+
+
+def _microbatches(batch: int, splits: bool) -> tuple[int, ...]:
+    return _divisors(batch, _MOST_MICROBATCHES) if splits else (1,)
+
+
 def _shapes(
-    costs_of: CostsOf, cluster: ClusterDescription, batch: int, splits: bool
+    costs_of: CostsOf,
+    cluster: ClusterDescription,
+    batch: int,
+    splits: bool,
+    copied: bool = True,
 ) -> list[Shape]:
     """All shapes that use all devices of a cluster, the fastest first."""
     count = len(cluster.devices)
@@ -162,7 +241,7 @@ def _shapes(
     for devices in _divisors(count):
         # which links a replica uses depends on the number of its devices alone
         links = links_of(cluster, devices)
-        for microbatches in _divisors(batch, _MOST_MICROBATCHES) if splits else (1,):
+        for microbatches in _microbatches(batch, splits):
             costs = costs_of(batch // microbatches).divided(count // devices)
             # each device needs a partition
             if devices > len(costs.names):
@@ -174,7 +253,7 @@ def _shapes(
                     fit = _fit(problem, batch, recompute)
                     shapes = [s if s.fits else replace(s, fit=fit) for s in shapes]
                 found += shapes
-                if not recompute:
+                if copied and not recompute:
                     found += _copied(problem, costs, cluster, batch)
                 # one device, or one micro-batch, would hold as much as before
                 if devices == 1 or microbatches == 1 or all(shape.fits for shape in shapes):
@@ -249,11 +328,11 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
 
 def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Plan:
     """The plan of a shape from `rank_shapes`, which was given the same."""
-    used = cluster.take(shape.replicas * shape.devices_per_replica)
+    used = cluster.pick(shape.numbers or range(shape.replicas * shape.devices_per_replica))
     problem = _problem_of_shape(shape, costs_of, used, batch)
     table = problem.table
     if shape.copies:
-        copied = _with_copies(problem, shape.copies, table, used)
+        copied = with_copies(problem, shape.copies, table, used)
         firsts = [devices[0] for devices in owners_of(shape.copies)]
         costs = replace(copied.stage_costs(shape.ends), devices=firsts)
     else:
@@ -272,6 +351,7 @@ def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch:
         allocation=shape.search,
         recompute=shape.recompute,
         shares=shape.shares,
+        ranks=shape.ranks,
     )
 
 
@@ -288,46 +368,6 @@ def _problem_of_shape(
     return problem_of(costs, cluster, devices, slices, recompute=shape.recompute)
 
 
-def problem_of(
-    costs: PartitionTable,
-    cluster: ClusterDescription,
-    devices: int,
-    microbatches: int,
-    links: Links | None = None,
-    recompute: bool = False,
-    replica: int | None = None,
-) -> StepProblem:
-    """The step of replicas with so many devices each, on all devices of a cluster.
-
-    With `recompute` a backward takes a forward more; of all micro-batches a device then keeps the
-    inputs (at most what crosses the widest cut), and the activations of one.
-
-    All replicas wait for each other, so a ``pp_rank`` is as fast and as large as its smallest
-    device, and a link as slow as its slowest; with the number of a `replica`, its devices count.
-    """
-    replicas = len(cluster.devices) // devices
-    speeds, limits = cluster.relative_speeds, cluster.memory_limits
-    if replica is not None:
-        mine = slice(replica * devices, (replica + 1) * devices)
-        speeds, limits = speeds[mine], limits and limits[mine]
-    table = replace(
-        costs,
-        memory_bytes=costs.held_bytes(1 if recompute else microbatches),
-        reduce_s=_reduce_s(costs, cluster, devices, replicas),
-    )
-    if recompute:
-        table = table.recomputed()
-        kept = microbatches * max(costs.cut_bytes, default=0)
-        limits = limits and tuple(max(0.0, limit - kept) for limit in limits)
-    return StepProblem(
-        table=table,
-        speeds=[min(speeds[k::devices]) for k in range(devices)],
-        links=links or links_of(cluster, devices),
-        microbatches=microbatches,
-        memory_limits=[min(limits[k::devices]) for k in range(devices)] if limits else (),
-    )
-
-
 def _fit(problem: StepProblem, batch: int, recompute: bool) -> Fit:
     """The same shape as far as its memory goes; without limits it lacks nothing."""
     limits, microbatches = problem.memory_limits, problem.microbatches
@@ -335,63 +375,6 @@ def _fit(problem: StepProblem, batch: int, recompute: bool) -> Fit:
     fit = Fit.of(problem.table, way, limits, batch)
     # the problem has taken what is crossing away
     return replace(fit, limits=[limit + recompute * fit.crossing_bytes for limit in limits])
-
-
-def links_of(cluster: ClusterDescription, devices: int) -> Links:
-    """The links between the devices of a replica: of all replicas the slowest."""
-    ranks = np.arange(len(cluster.devices)).reshape(-1, devices)
-    seconds, latency = np.zeros((devices, devices)), np.zeros((devices, devices))
-    if devices > 1:
-        # from the outermost level, which joins all, to the innermost
-        for level in reversed(cluster.levels):
-            groups = ranks // level.devices
-            # replicas with the same pattern of groups have the same links
-            patterns = np.unique(groups - groups[:, :1], axis=0)
-            joined = np.ones((devices, devices), dtype=bool)
-            for row in patterns:
-                joined &= row[:, None] == row[None, :]
-            seconds[joined] = 1 / level.bandwidth_bytes_per_s
-            latency[joined] = level.latency_s
-    return Links(seconds_per_byte=seconds.tolist(), latency_s=latency.tolist())
-
-
-def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int = 1) -> float:
-    """Seconds of a ring all-reduce over replicas whose links `sharers` rings use at once."""
-    if level is None or replicas < 2:
-        return 0.0
-    carried = 2 * (replicas - 1) / replicas * size_bytes * sharers
-    return carried / level.bandwidth_bytes_per_s + 2 * (replicas - 1) * level.latency_s
-
-
-def _reduce_s(
-    costs: PartitionTable, cluster: ClusterDescription, devices: int, replicas: int
-) -> tuple[float, ...]:
-    if replicas == 1:
-        return ()
-    level = cluster.level(range(0, len(cluster.devices), devices))
-    if level is None:
-        return ()
-    # each stage has a ring of its own
-    return _rings_s(level, costs.gradient_bytes, replicas, min(devices, _inside(cluster, level)))
-
-
-def _inside(cluster: ClusterDescription, level: Level | None) -> int:
-    """Devices that share the links of a level: those of a group of the level inside.
-
-    A ring goes through each such group once.
-    """
-    place = cluster.levels.index(level) if level is not None else 0
-    return cluster.levels[place - 1].devices if place else 1
-
-
-def _rings_s(
-    level: Level | None, sizes: Sequence[float], owners: int, sharers: int
-) -> tuple[float, ...]:
-    """Seconds of the all-reduce of each partition, over so many owners."""
-    times = [ring_s(level, size, owners, sharers) for size in sizes]
-    waits = ring_s(level, 0.0, owners)
-    # the first partition's is the last to begin: there the latency counts
-    return (*times[:1], *(time - waits for time in times[1:]))
 
 
 def _copied(
@@ -406,7 +389,7 @@ def _copied(
     for copies in ((*front, 1) for front in fronts):
         if max(copies) == 1 or problem.microbatches < max(copies):
             continue
-        copied = _with_copies(problem, copies, costs, cluster)
+        copied = with_copies(problem, copies, costs, cluster)
         try:
             ends, all_tried = best_cuts(copied)
         except PlanError:  # the chain of as many devices says what lacks
@@ -432,44 +415,6 @@ def _copied(
         )
 
 
-def _with_copies(
-    problem: StepProblem,
-    copies: tuple[int, ...],
-    costs: PartitionTable,
-    cluster: ClusterDescription,
-) -> CopiedStages:
-    """The stages with copies that the devices of a chain can be, with the all-reduces of each."""
-    owners, table = owners_of(copies), problem.table
-    groups = [
-        [k + d for k in range(0, len(cluster.devices), problem.m) for d in devices]
-        for devices in owners
-    ]
-    levels = [cluster.level(ranks) if len(ranks) > 1 else None for ranks in groups]
-    after = []
-    for ranks, level in zip(groups, levels):
-        sharers = min(levels.count(level), _inside(cluster, level))
-        after.append(
-            (
-                _rings_s(level, costs.gradient_bytes, len(ranks), sharers),
-                table.step_s or [0.0] * problem.n,
-            )
-        )
-    limits = problem.memory_limits
-    return CopiedStages(
-        chain=StepProblem(
-            table=table,
-            speeds=of_slowest(problem.speeds, owners),
-            links=Links.equal(len(copies), 1.0),
-            microbatches=problem.microbatches,
-            memory_limits=of_slowest(limits, owners) if limits else (),
-        ),
-        copies=copies,
-        speeds=problem.speeds,
-        links=problem.links,
-        after=after,
-    )
-
-
 def _cut(problem: StepProblem, replicas: int, batch: int, recompute: bool) -> Iterator[Shape]:
     devices = problem.m
     # a device keeps inputs for each of its stages, so there recomputation is for single ones
@@ -480,7 +425,7 @@ def _cut(problem: StepProblem, replicas: int, batch: int, recompute: bool) -> It
             return
         ends = balanced_ends(problem, order)
         if ends is None:  # show what lacks
-            ends = balanced_ends(_unlimited(problem), order)
+            ends = balanced_ends(unlimited(problem), order)
         if ends is not None:
             shape = _shape(problem, ends, order, replicas, batch, "balanced")
             yield replace(shape, recompute=recompute)
@@ -509,7 +454,7 @@ def _shape(
     batch: int,
     search: str,
 ) -> Shape:
-    free = _unlimited(problem)
+    free = unlimited(problem)
     step_s = free.step_time_s(ends, order)
     costs = free.costs(ends, order)
     busy_s = problem.microbatches * (sum(costs.forward_s) + sum(costs.backward_s))
@@ -529,10 +474,6 @@ def _shape(
         search=search,
         lacking_bytes=0.0 if fits else max(lacks),
     )
-
-
-def _unlimited(problem: StepProblem) -> StepProblem:
-    return replace(problem, memory_limits=())
 
 
 def _rank(shape: Shape) -> tuple[bool, float, int, int]:

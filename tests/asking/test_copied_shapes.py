@@ -6,7 +6,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes, ring_s
+from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes
+from lightning_hybrid.asking.step_problems import ring_s
 from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.schedules import Copy
