@@ -8,7 +8,7 @@ ones. Neighbouring partitions are joined until twelve are left.
 Up to four devices every arrangement that the strategy can run is gone through: devices and their
 order, replicas, stages, rounds of a loop, copies, micro-batches, recomputation, all cuts, the best
 shares. (Those whose busiest devices alone would take longer than the best so far are left out.)
-Above four the search for a better one has thirty times the evaluations that the planner has, in
+Above four the search for a better one has three times the evaluations that the planner has, in
 descents from its answer and from random arrangements, which are bred as well; the best of these may
 not be the best there is. All times are simulated.
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from _results import record
 
-from lightning_hybrid.allocation import Breeding, descend, evolve, run_counted
+from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run_counted
 from lightning_hybrid.asking.arrangements import Arrangement, Arrangements
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.partition_costs import capture_call, counted_parts
@@ -41,7 +41,7 @@ PARTITIONS = 12
 FLOPS_PER_S = 10e12
 EXHAUSTIVE = 4
 """Devices up to which all arrangements are gone through."""
-LONG = 200_000
+LONG = 80_000
 """Evaluations of the search above that, divided by the devices."""
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run_counted
+from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.allocation.exact import solve_exactly
 from lightning_hybrid.allocation.gabra import gabra
 from lightning_hybrid.allocation.knapsack import (
@@ -19,17 +19,7 @@ from lightning_hybrid.allocation.literal import literal_gabra
 from lightning_hybrid.allocation.merging import merge
 from lightning_hybrid.errors import AllocationError
 
-__all__ = [
-    "SLACK",
-    "Breeding",
-    "Floats",
-    "Ints",
-    "allocate",
-    "descend",
-    "evolve",
-    "merge",
-    "run_counted",
-]
+__all__ = ["SLACK", "Breeding", "Floats", "Ints", "allocate", "evolve", "merge"]
 
 
 @dataclass(frozen=True)

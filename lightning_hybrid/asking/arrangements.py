@@ -4,7 +4,8 @@ What a search for one of them holds fixed, another could have: a slow device is 
 given the light stage, or a copy beside it, or few samples. So all of them are changed together, one
 small step after the other, from the best plans that are made one at a time. An arrangement is what
 the strategy can run: the driver of the first replica is on the first of the devices that are used,
-the last stage has one copy, and replicas take unequal shares only where no stage has several.
+the last stage has one copy, and where any stage has several, replicas take equal shares and each
+keeps the whole state of the optimizer.
 """
 
 from collections.abc import Sequence
@@ -36,14 +37,15 @@ from lightning_hybrid.planning import CopiedStages, PartitionTable, StepProblem,
 Rng = np.random.Generator
 
 _MOST_TURNS = 3
+"""Stages per device that are tried at most."""
 _MOST_SIMULATED = 128
 """Micro-batches times devices up to which steps of stages with copies are simulated."""
 _STARTS = 6
 """Arrangements to begin with, each of another shape: of those that are given, and random ones."""
-_RANDOM = 100
-"""Random arrangements of which these are the best."""
-_WORK = 60_000
+_WORK = 24_000
 """Evaluations times devices of the search: seconds."""
+_EACH = 60
+"""Evaluations for each device and partition, which is less where there are few of them."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Arrangement:
 
     @property
     def has_copies(self) -> bool:
+        """Whether any stage has several."""
         return max(self.copies) > 1
 
     @property
@@ -108,6 +111,8 @@ class Arrangements:
     ) -> None:
         self.costs_of, self.cluster, self.batch = costs_of, cluster, batch
         self.numbers = list(microbatches)
+        self.cost = lru_cache(maxsize=None)(self._cost)
+        self.kinds = lru_cache(maxsize=4096)(self._kinds)
         self.table = lru_cache(maxsize=None)(self._table)
         self.problem = lru_cache(maxsize=4096)(self._problem)
         self.copied = lru_cache(maxsize=1024)(self._copied)
@@ -120,7 +125,12 @@ class Arrangements:
         """Their number."""
         return len(self.costs_of(self.batch // self.numbers[0]).forward_s)
 
-    def cost(self, genes: Arrangement) -> float:
+    @cached_property
+    def may_copy(self) -> bool:
+        """Whether stages may have copies: not where replicas divide the states of optimizers."""
+        return not self.costs_of(self.batch // self.numbers[0]).state_bytes
+
+    def _cost(self, genes: Arrangement) -> float:
         """Seconds for a sample; infinite where a device cannot hold its stages."""
         return self.timed(genes)[0] / (genes.replicas * self.batch)
 
@@ -131,15 +141,16 @@ class Arrangements:
             return self.copied(used, genes.copies, slices).step_time_s(genes.ends), ()
         problem = self.problem(used, size, slices, genes.recompute, self.batch, None)
         step_s = problem.step_time_s(genes.ends, genes.chain)
-        if len(set(self._kinds(used, size))) == 1 or self.batch == 1:
+        if max(self.kinds(used, size)) == 0 or self.batch == 1:
             return step_s, ()
         shares, dealt_s = self._dealt(genes)
         return (dealt_s, shares) if dealt_s < step_s and len(set(shares)) > 1 else (step_s, ())
 
-    def _kinds(self, used: tuple[int, ...], size: int) -> list[tuple[Any, ...]]:
-        """The devices of each replica; replicas with the same take the same time."""
-        specs = self._picked(used).devices
-        return [specs[k : k + size] for k in range(0, len(specs), size)]
+    def _kinds(self, used: tuple[int, ...], size: int) -> list[int]:
+        """A number for each replica; those with the same devices take the same time."""
+        specs, known = self._picked(used).devices, dict[Any, int]()
+        chains = [specs[k : k + size] for k in range(0, len(specs), size)]
+        return [known.setdefault(chain, len(known)) for chain in chains]
 
     def _dealt(self, genes: Arrangement) -> tuple[tuple[int, ...], float]:
         """The shares of least step, and that.
@@ -148,7 +159,7 @@ class Arrangements:
         would end sooner elsewhere are the best.
         """
         used, size, slices, chain = genes.used, genes.size, genes.microbatches, genes.chain
-        kinds, known = self._kinds(used, size), dict[Any, float]()
+        kinds, known = self.kinds(used, size), dict[tuple[int, int], float]()
 
         def time_s(replica: int, share: int) -> float:
             key = kinds[replica], share
@@ -157,21 +168,25 @@ class Arrangements:
                 known[key] = found.step_time_s(genes.ends, chain)
             return known[key]
 
-        columns = list(zip(*[[_rate(device) for device in kind] for kind in kinds]))
-        slowest = [min(column) for column in columns]
-        rates = [min(map(truediv, row, slowest)) for row in zip(*columns)]
+        speeds = self._picked(used).relative_speeds
+        slowest = [min(speeds[k::size]) for k in range(size)]
+        chains = [speeds[k : k + size] for k in range(0, len(speeds), size)]
+        rates = [min(map(truediv, chain, slowest)) for chain in chains]
         total = genes.replicas * self.batch
         rest = deal(total - genes.replicas * (slices - 1), rates)
         shares = [slices - 1 + share for share in rest]
         replicas = range(genes.replicas)
+        now_s = [time_s(r, shares[r]) for r in replicas]
+        then_s = [time_s(r, shares[r] + 1) for r in replicas]
         while True:
-            worst = max(replicas, key=lambda r: time_s(r, shares[r]))
-            best = min(replicas, key=lambda r: time_s(r, shares[r] + 1))
-            step_s = time_s(worst, shares[worst])
-            if shares[worst] == slices or time_s(best, shares[best] + 1) >= step_s:
-                return tuple(shares), step_s
-            shares[worst] -= 1
-            shares[best] += 1
+            worst = max(replicas, key=now_s.__getitem__)
+            best = min(replicas, key=then_s.__getitem__)
+            if shares[worst] == slices or then_s[best] >= now_s[worst]:
+                return tuple(shares), now_s[worst]
+            for replica, more in ((worst, -1), (best, 1)):
+                shares[replica] += more
+                now_s[replica] = time_s(replica, shares[replica])
+                then_s[replica] = time_s(replica, shares[replica] + 1)
 
     def bubble(self, genes: Arrangement) -> float:
         """The share of the time of a step in which the devices do not compute."""
@@ -261,7 +276,8 @@ class Arrangements:
         if not genes.has_copies:
             return True
         return (
-            genes.turns == 1
+            self.may_copy
+            and genes.turns == 1
             and not genes.recompute
             and max(genes.copies) <= genes.microbatches
             and genes.microbatches * genes.size <= _MOST_SIMULATED
@@ -280,7 +296,8 @@ class Arrangements:
     def recut(self, genes: Arrangement) -> Arrangement | None:
         """Another shape, with balanced cuts; None: there are too few devices or partitions."""
         stages = len(genes.copies) * genes.turns
-        if genes.replicas * genes.size > len(genes.devices) or stages > self.partitions:
+        most = max(stages, genes.size)
+        if genes.replicas * genes.size > len(genes.devices) or most > self.partitions:
             return None
         genes = self.seated(genes)
         if genes.has_copies:
@@ -375,24 +392,18 @@ class Arrangements:
         return self.recut(replace(genes, turns=turns, recompute=genes.recompute and turns == 1))
 
 
-def _rate(device: Any) -> float:
-    return float(device.flops_per_s or device.speed or 1.0)
-
-
 def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) -> Arrangement | None:
     """The best arrangement that is bred from the best of these; None: none was found that fits.
 
     It is never worse than any of them.
     """
     rng = np.random.default_rng(seed)
-    randoms = [space.random(rng) for _ in range(_RANDOM)]
-    starts = [
-        *_best(space, [*map(space.seated, seeds)])[:_STARTS],
-        *_best(space, randoms)[:_STARTS],
-    ]
-    breeding = Breeding(
-        evaluations=max(500, _WORK // len(space.cluster.devices)), population=len(starts)
-    )
+    count = len(space.cluster.devices)
+    evaluations = max(500, min(_WORK // count, _EACH * count * space.partitions))
+    randoms = [space.random(rng) for _ in range(evaluations // 25)]
+    seated = [space.seated(genes) for genes in seeds]
+    starts = [*_best(space, seated)[:_STARTS], *_best(space, randoms)[:_STARTS]]
+    breeding = Breeding(evaluations=evaluations, population=len(starts))
     try:
         return evolve(space, seed, breeding, starts)[0]
     except AllocationError:

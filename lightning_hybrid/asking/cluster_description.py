@@ -28,6 +28,7 @@ A description is a YAML file, see `lightning_hybrid/asking/clusters/`::
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -128,7 +129,7 @@ class ClusterDescription:
                 f"(the outermost joins {joined}): add one"
             )
 
-    @property
+    @cached_property
     def relative_speeds(self) -> tuple[float, ...]:
         """Speed of each device, the first one's being 1, of a description that is whole."""
         return tuple(rate / self._unit for rate in map(_rate, self.devices))
@@ -137,7 +138,7 @@ class ClusterDescription:
     def _unit(self) -> float:
         return self.unit or _rate(self.devices[0])
 
-    @property
+    @cached_property
     def memory_limits(self) -> tuple[float, ...] | None:
         """Bytes that each device holds; None: not known of all."""
         sizes = [device.memory_bytes for device in self.devices]

@@ -53,6 +53,12 @@ _REFINED = 5
 """Shapes that the dynamic programme looks at again."""
 _MOST_COPIED = 8
 """Devices of a replica whose stages have copies, at most; twice as many micro-batches."""
+_ALL_SIZES = 8
+"""Numbers of unlike devices that are all tried; of larger ones those that divide their number."""
+_ALL_COPIED = 4
+"""Unlike devices whose shapes with copies are all tried; of more they are left to the search."""
+_STARTS = 12
+"""Shapes from which that search starts."""
 _QUICK = 400
 """Partitions times devices up to which it takes a moment."""
 
@@ -174,21 +180,21 @@ def _joint(
     everyone = tuple(range(count))
     speeds = cluster.relative_speeds
     by_speed = tuple(sorted(everyone, key=lambda k: -speeds[k]))
-    seeds = [_arrangement(shape, everyone) for shape in found if shape.fits]
-    alone = list[Shape]()
+    seeds = [(shape, everyone) for shape in found]
     for order in (everyone, by_speed):
-        for number in range(1, count + 1):
-            one = Arrangement(order, number, (1,), 1, space.numbers[0], False, (space.partitions,))
-            seeds += [replace(one, microbatches=slices) for slices in space.numbers]
-            used = order[:number]
-            # all smaller numbers of many devices would take long
-            if (order == everyone and number == count) or (number > 8 and count % number):
-                continue
-            shapes = _shapes(costs_of, cluster.pick(used), batch, splits, copied=count <= 4)
-            seeds += [_arrangement(shape, order) for shape in shapes if shape.fits]
-            if order == everyone:
-                alone += shapes
-    best = improve(space, seeds)
+        # all smaller numbers of many devices would take long
+        for number in (k for k in range(1, count + 1) if k <= _ALL_SIZES or count % k == 0):
+            if number < count or order != everyone:
+                some = cluster.pick(order[:number])
+                shapes = _shapes(costs_of, some, batch, splits, copied=count <= _ALL_COPIED)
+                seeds += [(shape, order) for shape in shapes]
+    alone = [shape for shape, order in seeds[len(found) :] if order == everyone]
+    starts: dict[object, Arrangement] = {}
+    for shape, order in sorted(seeds, key=lambda seed: _rank(seed[0])):
+        genes = _arrangement(shape, order)
+        if shape.fits and len(starts) < _STARTS:
+            starts.setdefault((genes.used, genes.copies, genes.turns), genes)
+    best = improve(space, [*starts.values()])
     return alone if best is None else [*alone, _shape_of(space, best)]
 
 
@@ -242,7 +248,8 @@ def _shapes(
         # which links a replica uses depends on the number of its devices alone
         links = links_of(cluster, devices)
         for microbatches in _microbatches(batch, splits):
-            costs = costs_of(batch // microbatches).divided(count // devices)
+            whole = costs_of(batch // microbatches)
+            costs = whole.divided(count // devices)
             # each device needs a partition
             if devices > len(costs.names):
                 continue
@@ -253,7 +260,8 @@ def _shapes(
                     fit = _fit(problem, batch, recompute)
                     shapes = [s if s.fits else replace(s, fit=fit) for s in shapes]
                 found += shapes
-                if copied and not recompute:
+                # copies do not go together with divided states
+                if copied and not recompute and not whole.state_bytes:
                     found += _copied(problem, costs, cluster, batch)
                 # one device, or one micro-batch, would hold as much as before
                 if devices == 1 or microbatches == 1 or all(shape.fits for shape in shapes):
