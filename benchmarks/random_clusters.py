@@ -8,7 +8,7 @@ ones. Neighbouring partitions are joined until twelve are left.
 Up to four devices every arrangement that the strategy can run is gone through: devices and their
 order, replicas, stages, rounds of a loop, copies, micro-batches, recomputation, all cuts, the best
 shares. (Those whose busiest devices alone would take longer than the best so far are left out.)
-Above four the search for a better one has three times the evaluations that the planner has, in
+Above four the search for a better one has two to four times the evaluations of the planner, in
 descents from its answer and from random arrangements, which are bred as well; the best of these may
 not be the best there is. All times are simulated.
 
@@ -129,7 +129,7 @@ def random_cluster(seed: int, costs: PartitionTable) -> ClusterDescription:
             flops_per_s=FLOPS_PER_S * float(speeds[kind]),
             memory_bytes=needed * float(shares[kind]),
         )
-        for kind in rng.permutation([*range(kinds), *rng.integers(kinds, size=count)])[:count]
+        for kind in rng.permutation([0, 1, *rng.integers(kinds, size=count - 2)])
     )
     inside = Level(
         name="host", devices=host, bandwidth_bytes_per_s=float(rng.choice([6e9, 5e10])),

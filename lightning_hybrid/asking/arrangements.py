@@ -40,9 +40,11 @@ _MOST_TURNS = 3
 """Stages per device that are tried at most."""
 _MOST_SIMULATED = 128
 """Micro-batches times devices up to which steps of stages with copies are simulated."""
-_STARTS = 6
-"""Arrangements to begin with, each of another shape: of those that are given, and random ones."""
-_WORK = 24_000
+_STARTS = 8
+"""Arrangements to begin with, each of another shape, of those that are given."""
+_RANDOM = 8
+"""Random ones beside them, of the same shapes or others."""
+_WORK = 40_000
 """Evaluations times devices of the search: seconds."""
 _EACH = 60
 """Evaluations for each device and partition, which is less where there are few of them."""
@@ -293,6 +295,18 @@ class Arrangements:
         spare = sorted(genes.devices[len(used) :])
         return replace(genes, devices=(*used, *spare))
 
+    def across(self, genes: Arrangement) -> Arrangement | None:
+        """The same where each stage has devices of about one speed in all replicas."""
+        speeds, replicas = self.cluster.relative_speeds, genes.replicas
+        ranked = sorted(genes.used, key=lambda device: -speeds[device])
+        used = [device for first in range(replicas) for device in ranked[first::replicas]]
+        return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
+
+    def shuffled(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+        """The same shape on any devices in any order."""
+        devices = rng.permutation(len(genes.devices)).tolist()
+        return self.recut(replace(genes, devices=tuple(devices)))
+
     def recut(self, genes: Arrangement) -> Arrangement | None:
         """Another shape, with balanced cuts; None: there are too few devices or partitions."""
         stages = len(genes.copies) * genes.turns
@@ -402,7 +416,10 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
     evaluations = max(500, min(_WORK // count, _EACH * count * space.partitions))
     randoms = [space.random(rng) for _ in range(evaluations // 25)]
     seated = [space.seated(genes) for genes in seeds]
-    starts = [*_best(space, seated)[:_STARTS], *_best(space, randoms)[:_STARTS]]
+    across = [other for genes in seated if (other := space.across(genes)) is not None]
+    for _ in range(evaluations // 6 // max(1, len(seated))):
+        randoms += [other for genes in seated if (other := space.shuffled(genes, rng)) is not None]
+    starts = [*_best(space, [*seated, *across])[:_STARTS], *_best(space, randoms)[:_RANDOM]]
     breeding = Breeding(evaluations=evaluations, population=len(starts))
     try:
         return evolve(space, seed, breeding, starts)[0]

@@ -40,6 +40,7 @@ from lightning_hybrid.planning import (
     best_cuts,
     deal,
     gigabytes,
+    improved,
     owners_of,
     what_lacks,
     what_would_fit,
@@ -50,15 +51,15 @@ _MOST_TURNS = 3
 _MOST_MICROBATCHES = 64
 """Micro-batches that are tried at most. More of them hold no less, since all are in flight."""
 _REFINED = 5
-"""Shapes that the dynamic programme looks at again."""
+"""Chains and loops that are looked at again."""
 _MOST_COPIED = 8
 """Devices of a replica whose stages have copies, at most; twice as many micro-batches."""
 _ALL_SIZES = 8
 """Numbers of unlike devices that are all tried; of larger ones those that divide their number."""
 _ALL_COPIED = 4
 """Unlike devices whose shapes with copies are all tried; of more they are left to the search."""
-_STARTS = 12
-"""Shapes from which that search starts."""
+_STARTS = 100
+"""Shapes that this search is given."""
 _QUICK = 400
 """Partitions times devices up to which it takes a moment."""
 
@@ -193,7 +194,7 @@ def _joint(
     for shape, order in sorted(seeds, key=lambda seed: _rank(seed[0])):
         genes = _arrangement(shape, order)
         if shape.fits and len(starts) < _STARTS:
-            starts.setdefault((genes.used, genes.copies, genes.turns), genes)
+            starts.setdefault((genes.replicas, genes.copies, genes.turns), genes)
     best = improve(space, [*starts.values()])
     return alone if best is None else [*alone, _shape_of(space, best)]
 
@@ -267,13 +268,14 @@ def _shapes(
                 if devices == 1 or microbatches == 1 or all(shape.fits for shape in shapes):
                     break
     found.sort(key=_rank)
-    chains = [
-        k
-        for k, s in enumerate(found)
-        if s.stages_per_device == 1 < s.devices_per_replica and not s.copies
-    ]
-    for number in chains[:_REFINED]:
-        found[number] = _refined(found[number], costs_of, cluster, batch)
+    for loops in (False, True):
+        numbers = [
+            k
+            for k, s in enumerate(found)
+            if s.devices_per_replica > 1 and not s.copies and (s.stages_per_device > 1) == loops
+        ]
+        for number in numbers[:_REFINED]:
+            found[number] = _refined(found[number], costs_of, cluster, batch)
     dealt = (_dealt(shape, costs_of, cluster, batch) for shape in found if not shape.copies)
     return [*found, *filter(None, dealt)]
 
@@ -440,17 +442,20 @@ def _cut(problem: StepProblem, replicas: int, batch: int, recompute: bool) -> It
 
 
 def _refined(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Shape:
-    """The same cut by the dynamic programme, if that is quick and better."""
-    problem = _problem_of_shape(shape, costs_of, cluster, batch)
+    """The same cut by the dynamic programme, or a loop by moving cuts, where that is quick."""
+    problem, chain = _problem_of_shape(shape, costs_of, cluster, batch), _chain_of(shape)
     if problem.n * problem.m > _QUICK:
         return shape
+    if shape.stages_per_device > 1:
+        ends = improved([*shape.ends], lambda ends: problem.step_time_s(ends, chain))
+        return _shape(problem, ends, chain, shape.replicas, batch, "descent")
     try:
-        ends, step_s = best_chain(problem, _chain_of(shape))
+        ends, step_s = best_chain(problem, chain)
     except PlanError:
         return shape
     if shape.fits and step_s >= shape.step_s:
         return replace(shape, search="dynamic")  # the exact search found no faster chain
-    refined = _shape(problem, ends, _chain_of(shape), shape.replicas, batch, "dynamic")
+    refined = _shape(problem, ends, chain, shape.replicas, batch, "dynamic")
     return replace(refined, recompute=shape.recompute)
 
 

@@ -123,7 +123,7 @@ def test_alike_devices_on_alike_links_have_no_copies() -> None:
 
 def test_replicas_that_divide_states_have_no_copies() -> None:
     def dividing(samples: int) -> PartitionTable:
-        return replace(costs_of(samples), state_bytes=(1e6,) * 6)
+        return replace(costs_of(samples), kept_bytes=(2e6,) * 6, state_bytes=(1e6,) * 6)
 
     for at in (cluster(1.0, 1.0, 1.0, 1.0), cluster(1.0, 0.4, 1.0)):
         assert not [shape for shape in rank_shapes(dividing, at, 4) if shape.copies]
