@@ -275,9 +275,9 @@ class Arrangements:
         return changed if changed is not None and self._may_be(changed) else left
 
     def _may_be(self, genes: Arrangement) -> bool:
-        if not genes.has_copies:
-            return True
-        return (
+        if genes.recompute and (genes.turns > 1 or genes.size == 1 or genes.microbatches == 1):
+            return False
+        return not genes.has_copies or (
             self.may_copy
             and genes.turns == 1
             and not genes.recompute
@@ -352,13 +352,18 @@ class Arrangements:
 
     def _sliced(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
         """Another number of micro-batches, or what memory they need."""
-        if rng.random() < 0.2 and genes.size > 1 and not genes.has_copies:
-            return replace(genes, recompute=not genes.recompute and genes.microbatches > 1)
-        place = self.numbers.index(genes.microbatches) + (1 if rng.random() < 0.5 else -1)
-        if not 0 <= place < len(self.numbers):
-            return None
-        slices = self.numbers[place]
-        return replace(genes, microbatches=slices, recompute=genes.recompute and slices > 1)
+        slices, recompute = genes.microbatches, genes.recompute
+        if rng.random() < 0.2:
+            recompute = not recompute
+        else:
+            place = self.numbers.index(slices) + (1 if rng.random() < 0.5 else -1)
+            if not 0 <= place < len(self.numbers):
+                return None
+            slices = self.numbers[place]
+            recompute &= slices > 1
+        changed = replace(genes, microbatches=slices, recompute=recompute)
+        # other micro-batches hold more or less, so that other cuts may fit
+        return self.recut(changed) if rng.random() < 0.5 and self._may_be(changed) else changed
 
     def _sized(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
         """A copy more or less, or a stage; in all replicas."""
@@ -416,10 +421,12 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
     evaluations = max(500, min(_WORK // count, _EACH * count * space.partitions))
     randoms = [space.random(rng) for _ in range(evaluations // 25)]
     seated = [space.seated(genes) for genes in seeds]
-    across = [other for genes in seated if (other := space.across(genes)) is not None]
+    ordered = [*seated]
+    for genes in seated:
+        ordered += [other for other in (space.recut(genes), space.across(genes)) if other]
     for _ in range(evaluations // 6 // max(1, len(seated))):
         randoms += [other for genes in seated if (other := space.shuffled(genes, rng)) is not None]
-    starts = [*_best(space, [*seated, *across])[:_STARTS], *_best(space, randoms)[:_RANDOM]]
+    starts = [*_best(space, ordered)[:_STARTS], *_best(space, randoms)[:_RANDOM]]
     breeding = Breeding(evaluations=evaluations, population=len(starts))
     try:
         return evolve(space, seed, breeding, starts)[0]
