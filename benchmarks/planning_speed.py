@@ -19,7 +19,8 @@ from _results import record
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.partition_costs import capture_call, counted_parts
-from lightning_hybrid.asking.shapes import CostsOf, rank_shapes
+from lightning_hybrid.asking.shapes import rank_shapes
+from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import optimizer_bytes
 from lightning_hybrid.planning.partition_table import PartitionTable

@@ -7,9 +7,10 @@ roulette wheel, crossover with probability 0.8, mutation, and a child replaces t
 each new member is improved by neighbours as long as that helps.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from math import inf
 from typing import Protocol, TypeVar
 
@@ -59,9 +60,19 @@ class _Spent(Exception):
 
 
 def evolve(
-    space: Space[Genes], seed: int = 0, breeding: Breeding | None = None
+    space: Space[Genes],
+    seed: int = 0,
+    breeding: Breeding | None = None,
+    starts: Sequence[Genes] = (),
 ) -> tuple[Genes, tuple[float, ...]]:
     """Search for genes of least cost.
+
+    Args:
+        space: what can be bred.
+        seed: of the random numbers.
+        breeding: numbers of the search.
+        starts: members to begin with, beside random ones; the best genes are no worse than the
+            first of them.
 
     Returns:
         The best genes, and the least cost after each evaluation.
@@ -72,7 +83,7 @@ def evolve(
     breeding = breeding or Breeding()
 
     def search(cost: Callable[[Genes], float]) -> None:
-        _breed(space, cost, np.random.default_rng(seed), breeding)
+        _breed(space, cost, np.random.default_rng(seed), breeding, starts)
 
     return run_counted(space, search, breeding.evaluations)
 
@@ -135,11 +146,19 @@ def _breed(
     cost: Callable[[Genes], float],
     rng: np.random.Generator,
     breeding: Breeding,
+    starts: Sequence[Genes],
 ) -> None:
+    firsts = [*starts[: breeding.population], *repeat(None, breeding.population - len(starts))]
     # the first members are improved less: calls are better spent on their children
     members = [
-        descend(space, space.random(rng), cost, rng, breeding.patience // 3)
-        for _ in range(breeding.population)
+        descend(
+            space,
+            space.random(rng) if genes is None else genes,
+            cost,
+            rng,
+            breeding.patience // 3,
+        )
+        for genes in firsts
     ]
     stale = False  # whether the last child was a member already: then a random one takes its place
     while True:

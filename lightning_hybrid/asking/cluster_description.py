@@ -25,9 +25,10 @@ A description is a YAML file, see `lightning_hybrid/asking/clusters/`::
 `cluster` (the module beside this one) is about the devices of a run that is going on, as measured.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -89,6 +90,8 @@ class ClusterDescription:
         devices: one entry for each, by number.
         levels: from the innermost to the outermost; empty: there is one device.
         about: where the numbers come from.
+        places: of each device the number by which levels join it; empty: its own number.
+        unit: the rate or speed that counts as 1; None: that of the first device.
 
     Raises:
         PlanError: there is no device; some devices have a compute rate and others a relative speed;
@@ -99,6 +102,8 @@ class ClusterDescription:
     devices: tuple[DeviceSpec, ...]
     levels: tuple[Level, ...] = ()
     about: str = ""
+    places: tuple[int, ...] = ()
+    unit: float | None = None
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -124,13 +129,16 @@ class ClusterDescription:
                 f"(the outermost joins {joined}): add one"
             )
 
-    @property
+    @cached_property
     def relative_speeds(self) -> tuple[float, ...]:
-        """Speed of each device, the first one's being 1."""
-        rates = [device.flops_per_s or device.speed or 1.0 for device in self.devices]
-        return tuple(rate / rates[0] for rate in rates)
+        """Speed of each device, the first one's being 1, of a description that is whole."""
+        return tuple(rate / self._unit for rate in map(_rate, self.devices))
 
     @property
+    def _unit(self) -> float:
+        return self.unit or _rate(self.devices[0])
+
+    @cached_property
     def memory_limits(self) -> tuple[float, ...] | None:
         """Bytes that each device holds; None: not known of all."""
         sizes = [device.memory_bytes for device in self.devices]
@@ -151,8 +159,21 @@ class ClusterDescription:
                 )
         if len(numbers) < 2:
             return None
+        places = [self.places[number] for number in numbers] if self.places else numbers
         return next(
-            level for level in self.levels if len({n // level.devices for n in numbers}) == 1
+            level for level in self.levels if len({n // level.devices for n in places}) == 1
+        )
+
+    def pick(self, numbers: Sequence[int]) -> Self:
+        """The same with these devices only, in this order."""
+        places = tuple(self.places[number] for number in numbers) if self.places else tuple(numbers)
+        outermost = self.level(numbers)
+        return replace(
+            self,
+            devices=tuple(self.devices[number] for number in numbers),
+            levels=self.levels[: self.levels.index(outermost) + 1] if outermost else (),
+            places=() if places == tuple(range(len(places))) else places,
+            unit=self._unit,
         )
 
     def take(self, count: int) -> Self:
@@ -166,8 +187,7 @@ class ClusterDescription:
                 f"cluster {self.name!r} has {len(self.devices)} devices, {count} are asked for: "
                 "ask for fewer, or describe a larger cluster"
             )
-        needed = 1 + sum(level.devices < count for level in self.levels)
-        return replace(self, devices=self.devices[:count], levels=self.levels[:needed])
+        return self.pick(range(count))
 
     def to_yaml(self) -> str:
         """The description as the text of a file that `from_yaml` reads."""
@@ -236,6 +256,10 @@ class ClusterDescription:
             return cls.from_yaml(text)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
+
+
+def _rate(device: DeviceSpec) -> float:
+    return device.flops_per_s or device.speed or 1.0
 
 
 def _device_record(device: DeviceSpec, count: int) -> dict[str, Any]:

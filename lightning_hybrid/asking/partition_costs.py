@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.asking.shapes import CostsOf
+from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.capture import Capture, NotCaptured, own_forward
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import FAILS, NetworkGraph, NetworkPartition, count

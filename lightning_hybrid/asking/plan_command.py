@@ -67,13 +67,16 @@ def _alone(study: Study, best: Shape) -> list[str]:
 
 def _left_out(study: Study, best: Shape, count: int) -> list[str]:
     """What to say of devices that are too slow to help, and how to leave them out."""
-    used = best.replicas * best.devices_per_replica
-    if used == count:
+    used = best.numbers or range(best.replicas * best.devices_per_replica)
+    left = [k for k in range(count) if k not in used]
+    if not left:
         return []
-    names = ", ".join(f"{k} ({study.cluster.devices[k].name})" for k in range(used, count))
+    names = ", ".join(f"{k} ({study.cluster.devices[k].name})" for k in left)
+    # the first ones are taken by their number
+    devices = len(used) if min(left) == len(used) else sorted(used)
     return [
-        f"Without device {names} it is fastest: in no shape would all {count} be as fast. Use "
-        f"Trainer(devices={used})."
+        f"Without device {names} it is fastest: in no shape that was tried would all {count} be as "
+        f"fast. Use Trainer(devices={devices})."
     ]
 
 
@@ -125,7 +128,7 @@ def _memory(shape: Shape) -> str:
 def _page(
     study: Study, plan: Plan, shapes: Sequence[Shape], count: int, facts: Sequence[str]
 ) -> str:
-    cluster = study.cluster.take(plan.world_size)
+    cluster = study.cluster.pick(shapes[0].numbers or range(plan.world_size))
     limits = cluster.memory_limits
     devices = plan.devices_per_replica
     # the page shows one replica, whose devices are as large as the smallest of all

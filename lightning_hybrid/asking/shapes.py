@@ -14,20 +14,24 @@ Where stages do not fit, a shape is tried once more with stages that run their f
 backward and hold the activations of one micro-batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import truediv
 
-import numpy as np
-
+from lightning_hybrid.asking.arrangements import Arrangement, Arrangements, improve
 from lightning_hybrid.asking.balanced import balanced_ends
-from lightning_hybrid.asking.cluster_description import ClusterDescription, Level
+from lightning_hybrid.asking.cluster_description import ClusterDescription
+from lightning_hybrid.asking.step_problems import (
+    CostsOf,
+    links_of,
+    problem_of,
+    unlimited,
+    with_copies,
+)
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import (
-    CopiedStages,
     Fit,
-    Links,
     PartitionTable,
     Plan,
     StepProblem,
@@ -36,7 +40,7 @@ from lightning_hybrid.planning import (
     best_cuts,
     deal,
     gigabytes,
-    of_slowest,
+    improved,
     owners_of,
     what_lacks,
     what_would_fit,
@@ -47,15 +51,17 @@ _MOST_TURNS = 3
 _MOST_MICROBATCHES = 64
 """Micro-batches that are tried at most. More of them hold no less, since all are in flight."""
 _REFINED = 5
-"""Shapes that the dynamic programme looks at again."""
+"""Chains and loops that are looked at again."""
 _MOST_COPIED = 8
 """Devices of a replica whose stages have copies, at most; twice as many micro-batches."""
+_ALL_SIZES = 8
+"""Numbers of unlike devices that are all tried; of larger ones those that divide their number."""
+_ALL_COPIED = 4
+"""Unlike devices whose shapes with copies are all tried; of more they are left to the search."""
+_STARTS = 100
+"""Shapes that this search is given."""
 _QUICK = 400
 """Partitions times devices up to which it takes a moment."""
-
-
-CostsOf = Callable[[int], PartitionTable]
-"""What the partitions cost for a micro-batch of so many samples, on a cluster's first device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,8 @@ class Shape:
         shares: samples that each replica takes in a step; empty: all take as many.
         fit: of what does not fit, what lacks if each device has one stage.
         copies: of each stage; empty: each has one.
+        numbers: of the cluster's devices that are used, replica by replica, each with its driver
+            first; empty: the first ones in their order.
     """
 
     replicas: int
@@ -95,6 +103,14 @@ class Shape:
     shares: tuple[int, ...] = ()
     fit: Fit | None = None
     copies: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the devices, where only those that are used have one; empty: in their order."""
+        used = sorted(self.numbers)
+        ranks = tuple(map(used.index, self.numbers))
+        return () if ranks == tuple(range(len(used))) else ranks
 
     @property
     def fits(self) -> bool:
@@ -146,15 +162,85 @@ def rank_shapes(
     """
     if batch < 1:
         raise PlanError(f"a replica takes {batch} samples a step: at least 1 is needed")
-    count = len(cluster.devices)
-    alike = len(set(cluster.devices)) == 1
-    used = [cluster] if alike else [cluster.take(k) for k in range(1, count + 1)]
-    found = [shape for some in used for shape in _shapes(costs_of, some, batch, splits)]
+    found = _shapes(costs_of, cluster, batch, splits)
+    if len(set(cluster.devices)) > 1:
+        found += _joint(costs_of, cluster, batch, splits, found)
     return sorted(found, key=_rank)
 
 
+def _joint(
+    costs_of: CostsOf,
+    cluster: ClusterDescription,
+    batch: int,
+    splits: bool,
+    found: Sequence[Shape],
+) -> list[Shape]:
+    """Shapes on unlike devices, also without some of them: the best first devices, and of all."""
+    space = Arrangements(costs_of, cluster, batch, _microbatches(batch, splits))
+    count = len(cluster.devices)
+    everyone = tuple(range(count))
+    speeds = cluster.relative_speeds
+    by_speed = tuple(sorted(everyone, key=lambda k: -speeds[k]))
+    seeds = [(shape, everyone) for shape in found]
+    for order in (everyone, by_speed):
+        # all smaller numbers of many devices would take long
+        for number in (k for k in range(1, count + 1) if k <= _ALL_SIZES or count % k == 0):
+            if number < count or order != everyone:
+                some = cluster.pick(order[:number])
+                shapes = _shapes(costs_of, some, batch, splits, copied=count <= _ALL_COPIED)
+                seeds += [(shape, order) for shape in shapes]
+    alone = [shape for shape, order in seeds[len(found) :] if order == everyone]
+    starts: dict[object, Arrangement] = {}
+    for shape, order in sorted(seeds, key=lambda seed: _rank(seed[0])):
+        genes = _arrangement(shape, order)
+        if shape.fits and len(starts) < _STARTS:
+            starts.setdefault((genes.replicas, genes.copies, genes.turns), genes)
+    best = improve(space, [*starts.values()])
+    return alone if best is None else [*alone, _shape_of(space, best)]
+
+
+def _arrangement(shape: Shape, devices: tuple[int, ...]) -> Arrangement:
+    return Arrangement(
+        devices=devices,
+        replicas=shape.replicas,
+        copies=shape.copies or (1,) * shape.devices_per_replica,
+        turns=shape.stages_per_device,
+        microbatches=shape.microbatches,
+        recompute=shape.recompute,
+        ends=shape.ends,
+    )
+
+
+def _shape_of(space: Arrangements, genes: Arrangement) -> Shape:
+    step_s, shares = space.timed(genes)
+    return Shape(
+        replicas=genes.replicas,
+        devices_per_replica=genes.size,
+        stages_per_device=genes.turns,
+        microbatches=genes.microbatches,
+        ends=genes.ends,
+        devices=owners_of(genes.copies) if genes.has_copies else tuple(genes.chain),
+        step_s=step_s,
+        samples=genes.replicas * space.batch,
+        bubble=space.bubble(genes),
+        search="descent",
+        recompute=genes.recompute,
+        shares=shares,
+        copies=genes.copies if genes.has_copies else (),
+        numbers=() if genes.used == tuple(range(len(genes.used))) else genes.used,
+    )
+
+
+def _microbatches(batch: int, splits: bool) -> tuple[int, ...]:
+    return _divisors(batch, _MOST_MICROBATCHES) if splits else (1,)
+
+
 def _shapes(
-    costs_of: CostsOf, cluster: ClusterDescription, batch: int, splits: bool
+    costs_of: CostsOf,
+    cluster: ClusterDescription,
+    batch: int,
+    splits: bool,
+    copied: bool = True,
 ) -> list[Shape]:
     """All shapes that use all devices of a cluster, the fastest first."""
     count = len(cluster.devices)
@@ -162,8 +248,9 @@ def _shapes(
     for devices in _divisors(count):
         # which links a replica uses depends on the number of its devices alone
         links = links_of(cluster, devices)
-        for microbatches in _divisors(batch, _MOST_MICROBATCHES) if splits else (1,):
-            costs = costs_of(batch // microbatches).divided(count // devices)
+        for microbatches in _microbatches(batch, splits):
+            whole = costs_of(batch // microbatches)
+            costs = whole.divided(count // devices)
             # each device needs a partition
             if devices > len(costs.names):
                 continue
@@ -174,19 +261,21 @@ def _shapes(
                     fit = _fit(problem, batch, recompute)
                     shapes = [s if s.fits else replace(s, fit=fit) for s in shapes]
                 found += shapes
-                if not recompute:
+                # copies do not go together with divided states
+                if copied and not recompute and not whole.state_bytes:
                     found += _copied(problem, costs, cluster, batch)
                 # one device, or one micro-batch, would hold as much as before
                 if devices == 1 or microbatches == 1 or all(shape.fits for shape in shapes):
                     break
     found.sort(key=_rank)
-    chains = [
-        k
-        for k, s in enumerate(found)
-        if s.stages_per_device == 1 < s.devices_per_replica and not s.copies
-    ]
-    for number in chains[:_REFINED]:
-        found[number] = _refined(found[number], costs_of, cluster, batch)
+    for loops in (False, True):
+        numbers = [
+            k
+            for k, s in enumerate(found)
+            if s.devices_per_replica > 1 and not s.copies and (s.stages_per_device > 1) == loops
+        ]
+        for number in numbers[:_REFINED]:
+            found[number] = _refined(found[number], costs_of, cluster, batch)
     dealt = (_dealt(shape, costs_of, cluster, batch) for shape in found if not shape.copies)
     return [*found, *filter(None, dealt)]
 
@@ -249,11 +338,11 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
 
 def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Plan:
     """The plan of a shape from `rank_shapes`, which was given the same."""
-    used = cluster.take(shape.replicas * shape.devices_per_replica)
+    used = cluster.pick(shape.numbers or range(shape.replicas * shape.devices_per_replica))
     problem = _problem_of_shape(shape, costs_of, used, batch)
     table = problem.table
     if shape.copies:
-        copied = _with_copies(problem, shape.copies, table, used)
+        copied = with_copies(problem, shape.copies, table, used)
         firsts = [*map(min, owners_of(shape.copies))]
         costs = replace(copied.stage_costs(shape.ends), devices=firsts)
     else:
@@ -272,6 +361,7 @@ def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch:
         allocation=shape.search,
         recompute=shape.recompute,
         shares=shape.shares,
+        ranks=shape.ranks,
     )
 
 
@@ -288,46 +378,6 @@ def _problem_of_shape(
     return problem_of(costs, cluster, devices, slices, recompute=shape.recompute)
 
 
-def problem_of(
-    costs: PartitionTable,
-    cluster: ClusterDescription,
-    devices: int,
-    microbatches: int,
-    links: Links | None = None,
-    recompute: bool = False,
-    replica: int | None = None,
-) -> StepProblem:
-    """The step of replicas with so many devices each, on all devices of a cluster.
-
-    With `recompute` a backward takes a forward more; of all micro-batches a device then keeps the
-    inputs (at most what crosses the widest cut), and the activations of one.
-
-    All replicas wait for each other, so a ``pp_rank`` is as fast and as large as its smallest
-    device, and a link as slow as its slowest; with the number of a `replica`, its devices count.
-    """
-    replicas = len(cluster.devices) // devices
-    speeds, limits = cluster.relative_speeds, cluster.memory_limits
-    if replica is not None:
-        mine = slice(replica * devices, (replica + 1) * devices)
-        speeds, limits = speeds[mine], limits and limits[mine]
-    table = replace(
-        costs,
-        memory_bytes=costs.held_bytes(1 if recompute else microbatches),
-        reduce_s=_reduce_s(costs, cluster, devices, replicas),
-    )
-    if recompute:
-        table = table.recomputed()
-        kept = microbatches * max(costs.cut_bytes, default=0)
-        limits = limits and tuple(max(0.0, limit - kept) for limit in limits)
-    return StepProblem(
-        table=table,
-        speeds=[min(speeds[k::devices]) for k in range(devices)],
-        links=links or links_of(cluster, devices),
-        microbatches=microbatches,
-        memory_limits=[min(limits[k::devices]) for k in range(devices)] if limits else (),
-    )
-
-
 def _fit(problem: StepProblem, batch: int, recompute: bool) -> Fit:
     """The same shape as far as its memory goes; without limits it lacks nothing."""
     limits, microbatches = problem.memory_limits, problem.microbatches
@@ -335,63 +385,6 @@ def _fit(problem: StepProblem, batch: int, recompute: bool) -> Fit:
     fit = Fit.of(problem.table, way, limits, batch)
     # the problem has taken what is crossing away
     return replace(fit, limits=[limit + recompute * fit.crossing_bytes for limit in limits])
-
-
-def links_of(cluster: ClusterDescription, devices: int) -> Links:
-    """The links between the devices of a replica: of all replicas the slowest."""
-    ranks = np.arange(len(cluster.devices)).reshape(-1, devices)
-    seconds, latency = np.zeros((devices, devices)), np.zeros((devices, devices))
-    if devices > 1:
-        # from the outermost level, which joins all, to the innermost
-        for level in reversed(cluster.levels):
-            groups = ranks // level.devices
-            # replicas with the same pattern of groups have the same links
-            patterns = np.unique(groups - groups[:, :1], axis=0)
-            joined = np.ones((devices, devices), dtype=bool)
-            for row in patterns:
-                joined &= row[:, None] == row[None, :]
-            seconds[joined] = 1 / level.bandwidth_bytes_per_s
-            latency[joined] = level.latency_s
-    return Links(seconds_per_byte=seconds.tolist(), latency_s=latency.tolist())
-
-
-def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int = 1) -> float:
-    """Seconds of a ring all-reduce over replicas whose links `sharers` rings use at once."""
-    if level is None or replicas < 2:
-        return 0.0
-    carried = 2 * (replicas - 1) / replicas * size_bytes * sharers
-    return carried / level.bandwidth_bytes_per_s + 2 * (replicas - 1) * level.latency_s
-
-
-def _reduce_s(
-    costs: PartitionTable, cluster: ClusterDescription, devices: int, replicas: int
-) -> tuple[float, ...]:
-    if replicas == 1:
-        return ()
-    level = cluster.level(range(0, len(cluster.devices), devices))
-    if level is None:
-        return ()
-    # each stage has a ring of its own
-    return _rings_s(level, costs.gradient_bytes, replicas, min(devices, _inside(cluster, level)))
-
-
-def _inside(cluster: ClusterDescription, level: Level | None) -> int:
-    """Devices that share the links of a level: those of a group of the level inside.
-
-    A ring goes through each such group once.
-    """
-    place = cluster.levels.index(level) if level is not None else 0
-    return cluster.levels[place - 1].devices if place else 1
-
-
-def _rings_s(
-    level: Level | None, sizes: Sequence[float], owners: int, sharers: int
-) -> tuple[float, ...]:
-    """Seconds of the all-reduce of each partition, over so many owners."""
-    times = [ring_s(level, size, owners, sharers) for size in sizes]
-    waits = ring_s(level, 0.0, owners)
-    # the first partition's is the last to begin: there the latency counts
-    return (*times[:1], *(time - waits for time in times[1:]))
 
 
 def _copied(
@@ -406,7 +399,7 @@ def _copied(
     for copies in ((*front, 1) for front in fronts):
         if max(copies) == 1 or problem.microbatches < max(copies):
             continue
-        copied = _with_copies(problem, copies, costs, cluster)
+        copied = with_copies(problem, copies, costs, cluster)
         try:
             ends, all_tried = best_cuts(copied)
         except PlanError:  # the chain of as many devices says what lacks
@@ -432,44 +425,6 @@ def _copied(
         )
 
 
-def _with_copies(
-    problem: StepProblem,
-    copies: tuple[int, ...],
-    costs: PartitionTable,
-    cluster: ClusterDescription,
-) -> CopiedStages:
-    """The stages with copies that the devices of a chain can be, with the all-reduces of each."""
-    owners, table = owners_of(copies), problem.table
-    groups = [
-        [k + d for k in range(0, len(cluster.devices), problem.m) for d in devices]
-        for devices in owners
-    ]
-    levels = [cluster.level(ranks) if len(ranks) > 1 else None for ranks in groups]
-    after = []
-    for ranks, level in zip(groups, levels):
-        sharers = min(levels.count(level), _inside(cluster, level))
-        after.append(
-            (
-                _rings_s(level, costs.gradient_bytes, len(ranks), sharers),
-                table.step_s or [0.0] * problem.n,
-            )
-        )
-    limits = problem.memory_limits
-    return CopiedStages(
-        chain=StepProblem(
-            table=table,
-            speeds=of_slowest(problem.speeds, owners),
-            links=Links.equal(len(copies), 1.0),
-            microbatches=problem.microbatches,
-            memory_limits=of_slowest(limits, owners) if limits else (),
-        ),
-        copies=copies,
-        speeds=problem.speeds,
-        links=problem.links,
-        after=after,
-    )
-
-
 def _cut(problem: StepProblem, replicas: int, batch: int, recompute: bool) -> Iterator[Shape]:
     devices = problem.m
     # a device keeps inputs for each of its stages, so there recomputation is for single ones
@@ -480,24 +435,27 @@ def _cut(problem: StepProblem, replicas: int, batch: int, recompute: bool) -> It
             return
         ends = balanced_ends(problem, order)
         if ends is None:  # show what lacks
-            ends = balanced_ends(_unlimited(problem), order)
+            ends = balanced_ends(unlimited(problem), order)
         if ends is not None:
             shape = _shape(problem, ends, order, replicas, batch, "balanced")
             yield replace(shape, recompute=recompute)
 
 
 def _refined(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Shape:
-    """The same cut by the dynamic programme, if that is quick and better."""
-    problem = _problem_of_shape(shape, costs_of, cluster, batch)
+    """The same cut by the dynamic programme, or a loop by moving cuts, where that is quick."""
+    problem, chain = _problem_of_shape(shape, costs_of, cluster, batch), _chain_of(shape)
     if problem.n * problem.m > _QUICK:
         return shape
+    if shape.stages_per_device > 1:
+        ends = improved([*shape.ends], lambda ends: problem.step_time_s(ends, chain))
+        return _shape(problem, ends, chain, shape.replicas, batch, "descent")
     try:
-        ends, step_s = best_chain(problem, _chain_of(shape))
+        ends, step_s = best_chain(problem, chain)
     except PlanError:
         return shape
     if shape.fits and step_s >= shape.step_s:
         return replace(shape, search="dynamic")  # the exact search found no faster chain
-    refined = _shape(problem, ends, _chain_of(shape), shape.replicas, batch, "dynamic")
+    refined = _shape(problem, ends, chain, shape.replicas, batch, "dynamic")
     return replace(refined, recompute=shape.recompute)
 
 
@@ -509,7 +467,7 @@ def _shape(
     batch: int,
     search: str,
 ) -> Shape:
-    free = _unlimited(problem)
+    free = unlimited(problem)
     step_s = free.step_time_s(ends, order)
     costs = free.costs(ends, order)
     busy_s = problem.microbatches * (sum(costs.forward_s) + sum(costs.backward_s))
@@ -529,10 +487,6 @@ def _shape(
         search=search,
         lacking_bytes=0.0 if fits else max(lacks),
     )
-
-
-def _unlimited(problem: StepProblem) -> StepProblem:
-    return replace(problem, memory_limits=())
 
 
 def _rank(shape: Shape) -> tuple[bool, float, int, int]:

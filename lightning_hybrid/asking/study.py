@@ -10,7 +10,8 @@ import torch
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription
 from lightning_hybrid.asking.partition_costs import counted_parts, measured_parts
-from lightning_hybrid.asking.shapes import CostsOf, Shape, rank_shapes
+from lightning_hybrid.asking.shapes import Shape, rank_shapes
+from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.asking.target import (
     Target,
     add_target_options,

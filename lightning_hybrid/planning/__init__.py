@@ -18,6 +18,7 @@ from lightning_hybrid.planning.copied_stages import (
     owners_of,
 )
 from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
+from lightning_hybrid.planning.looped_placements import improved
 from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lacks, what_would_fit
 from lightning_hybrid.planning.memory_free import free_addresses, free_bytes, free_of_host, free_on
@@ -64,6 +65,7 @@ __all__ = [
     "free_on",
     "gigabytes",
     "given_speeds",
+    "improved",
     "look_at",
     "make_plan",
     "measure_speed",

@@ -105,8 +105,48 @@ def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
 
 
 def dealt_s(costs: DealtCosts, microbatches: int) -> float:
-    """Seconds of one step of fill-drain, from the first forward to the last optimizer step."""
-    return _timed(_fill_drain(costs.copies, microbatches), costs).makespan_s
+    """Seconds of one step of fill-drain, from the first forward to the last optimizer step.
+
+    That of `simulate_dealt`, without events where only neighbouring stages wait for each other:
+    made to be called thousands of times.
+    """
+    copies = costs.copies
+    if copies[-1] > 1 or any(target.stage != source.stage + 1 for source, target in costs.edges):
+        return _timed(_fill_drain(copies, microbatches), costs).makespan_s
+    return _fill_drain_s(costs, copies, microbatches)
+
+
+def _fill_drain_s(costs: DealtCosts, copies: tuple[int, ...], microbatches: int) -> float:
+    stages = range(len(copies))
+    clock_s = [[0.0] * count for count in copies]
+    out_s = [[0.0] * count for count in copies]  # when the last message of each has left
+    last_s = [[0.0] * count for count in copies]  # when the last backward of each began
+    nothing = 0.0, 0.0
+    for forward in (True, False):
+        seconds = costs.forward_s if forward else costs.backward_s
+        turn = 1 if forward else -1
+        # after the forwards a copy without a micro-batch has nothing to wait for
+        last_s = [[*clocks] for clocks in clock_s]
+        for number in range(microbatches)[::turn]:
+            arrived_s = 0.0
+            for stage in stages[::turn]:
+                copy = number % copies[stage]
+                start_s = last_s[stage][copy] = max(clock_s[stage][copy], arrived_s)
+                end_s = clock_s[stage][copy] = start_s + seconds[stage][copy]
+                other = stage + turn
+                if not 0 <= other < len(copies):
+                    break
+                ends = Copy(stage, copy), Copy(other, number % copies[other])
+                send_s, latency_s = costs.edges.get(ends if forward else ends[::-1], nothing)
+                if send_s:  # what takes no time waits for nothing
+                    end_s = max(end_s, out_s[stage][copy])
+                    out_s[stage][copy] = end_s + send_s
+                arrived_s = end_s + send_s + latency_s
+    return max(
+        max(clock, max(last_s[stage]) + costs.reduce_s[stage]) + step
+        for stage in stages
+        for clock, step in zip(clock_s[stage], costs.step_s[stage])
+    )
 
 
 def _timed(order: Order, costs: DealtCosts) -> Timeline:

@@ -104,6 +104,8 @@ class Plan:
         shares: samples that each replica takes of a global batch. Empty: all take as many. Devices
             that are not alike take unequal ones under `balance="speed"`, which such a plan asks
             for.
+        ranks: rank of each device, replica by replica: other devices than the first may be the
+            first replica's, but rank 0 drives it. Empty: all in their order.
         split: numbers of the stages whose backward schedule `zero_bubble` splits. None: of all but
             the first.
         recompute: whether stages keep no activations, and run their forward again for the backward.
@@ -132,6 +134,7 @@ class Plan:
     capacities: tuple[float, ...] = ()
     data_parallel_sizes: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
     split: tuple[int, ...] | None = None
     recompute: bool = False
     split_by: str = ""
@@ -161,6 +164,7 @@ class Plan:
             "capacities": tuple(self.capacities),
             "data_parallel_sizes": tuple(self.data_parallel_sizes),
             "shares": tuple(self.shares),
+            "ranks": tuple(self.ranks),
             "rows": tuple(self.rows),
             "tried": tuple(self.tried),
             "split": self._splits(),
@@ -255,6 +259,11 @@ class Plan:
             raise PlanError(
                 f"shares{self.shares} must be one number of samples, at least 1, for each of "
                 f"replicas({self.replicas})"
+            )
+        if self.ranks and (self.ranks[0] or sorted(self.ranks) != [*range(self.world_size)]):
+            raise PlanError(
+                f"ranks{self.ranks} must name each of 0..{self.world_size - 1} once, replica by "
+                "replica, and begin with 0, which drives the first"
             )
         rows = tuple(row.device for row in self.rows)
         if rows and rows != self.first_devices:
@@ -445,6 +454,7 @@ class Plan:
             f"allocation: {self.allocation} ({self.objective})"
             + (", activations are computed again" if self.recompute else "")
             + (f", shares of a batch: {', '.join(map(str, self.shares))}" if self.shares else "")
+            + (f", ranks in the order {', '.join(map(str, self.ranks))}" if self.ranks else "")
             + ("" if predicted is None else f", predicted step: {predicted:.4g} s")
             + (f"\n{_OF_GABRA}" if bred else "")
             + (f"\nsamples do not meet: {self.split_by}" if self.split_by else "")

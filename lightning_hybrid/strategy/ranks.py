@@ -7,6 +7,7 @@ are told of it is :mod:`lightning_hybrid.run.replica_world`.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -236,12 +237,16 @@ class Ranks:
         if replicas > 1:  # drivers start with the same generators, as under DDP
             reset_seed()
 
+        plan = self.config.plan
+        order = plan.ranks if plan is not None else ()
+
         def look(group: Group) -> Cluster:
-            return (machine or self.look_around(group)).cluster(replicas, stages)
+            cluster = (machine or self.look_around(group)).cluster(replicas, stages)
+            return replace(cluster, order=order or cluster.order)
 
         joined = join(
             world.everyone,
-            self._coordinates_at(self.launched.rank),
+            replace(self._coordinates_at(self.launched.rank), order=order),
             backend=self._backend,
             timeout=self._timeout,
             device=self.root_device,

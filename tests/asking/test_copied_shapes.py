@@ -6,7 +6,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes, ring_s
+from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes
+from lightning_hybrid.asking.step_problems import ring_s
 from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.schedules import Copy
@@ -118,3 +119,11 @@ def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts() -> N
 def test_alike_devices_on_alike_links_have_no_copies() -> None:
     at = cluster(1.0, 1.0, 1.0, 1.0, levels=(NETWORK,))
     assert not [shape for shape in rank_shapes(costs_of, at, 12) if shape.copies]
+
+
+def test_replicas_that_divide_states_have_no_copies() -> None:
+    def dividing(samples: int) -> PartitionTable:
+        return replace(costs_of(samples), kept_bytes=(2e6,) * 6, state_bytes=(1e6,) * 6)
+
+    for at in (cluster(1.0, 1.0, 1.0, 1.0), cluster(1.0, 0.4, 1.0)):
+        assert not [shape for shape in rank_shapes(dividing, at, 4) if shape.copies]

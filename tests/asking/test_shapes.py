@@ -4,14 +4,8 @@ import pytest
 from planned import simulate
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.asking.shapes import (
-    fastest,
-    links_of,
-    plan_of,
-    problem_of,
-    rank_shapes,
-    ring_s,
-)
+from lightning_hybrid.asking.shapes import fastest, plan_of, rank_shapes
+from lightning_hybrid.asking.step_problems import links_of, problem_of, ring_s
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.schedules.gpipe import gpipe

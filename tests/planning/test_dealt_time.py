@@ -133,3 +133,30 @@ def test_costs_of_other_copies_are_refused_with_both() -> None:
     costs = StepCosts(forward_s=[1, 1], backward_s=[1, 1], devices=[1, 0])
     with pytest.raises(PlanError, match=r"copies\(2, 1\) .* copies\(3, 1\)"):
         simulate_dealt(deal(make_schedule("gpipe", 2, 3), (2, 1)), DealtCosts.alike(costs, (3, 1)))
+
+
+@pytest.mark.parametrize("copies", [(2, 1), (3, 1), (1, 2, 1), (2, 3, 1), (4, 2, 1), (1, 1)])
+def test_the_time_without_events_is_that_of_the_lists(copies: tuple[int, ...]) -> None:
+    chance, count = random.Random(len(copies)), range(len(copies))
+
+    def some(most: float) -> list[list[float]]:
+        return [[chance.uniform(0, most) for _ in range(copies[stage])] for stage in count]
+
+    for microbatches in (1, 2, 5, 9):
+        edges = {
+            (Copy(stage, i), Copy(stage + 1, j)): (chance.choice((0.0, 0.7)), chance.random())
+            for stage in count[:-1]
+            for i in range(copies[stage])
+            for j in range(copies[stage + 1])
+        }
+        costs = DealtCosts(
+            forward_s=some(1.0),
+            backward_s=some(2.0),
+            weight_s=[[0.0] * each for each in copies],
+            step_s=some(1.0),
+            reduce_s=[chance.uniform(0, 4) for _ in count],
+            edges=edges,
+        )
+        lists = deal(make_schedule("gpipe", len(copies), microbatches), copies)
+        slow_s = simulate_dealt(lists, costs).makespan_s
+        assert dealt_s(costs, microbatches) == pytest.approx(slow_s, rel=1e-12)

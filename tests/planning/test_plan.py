@@ -210,6 +210,7 @@ def test_a_file_from_before_stages_had_copies_is_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"ranks": (1, 0)}, r"ranks\(1, 0\) must name each of 0..\d once, .* begin with 0"),
         ({"devices": ((1, 1), 0)}, r"devices\(\(1, 1\), 0\): where a stage has copies"),
         ({"devices": ((0, 1), 2)}, "end with 0"),
         ({"devices": ((1, 2), 0), "schedule": "1f1b"}, "need schedule 'gpipe' or 'zero_bubble'"),

@@ -31,6 +31,28 @@ def test_ranks_that_change_places_train_as_one_device(tmp_path: Path) -> None:
         assert rank["test"] == ranks[0]["test"]
 
 
+@pytest.mark.parametrize(
+    ("replicas", "devices", "ranks", "drivers"),
+    [(2, [1, 0], [0, 2, 3, 1], [0, 3]), (1, [[1, 2], 0], [0, 2, 1], [0]), (1, [2, 1, 0], [], [0])],
+    ids=["two replicas", "copies", "stages in another order"],
+)
+def test_a_plan_says_which_rank_has_which_stage(
+    tmp_path: Path, replicas: int, devices: list[int], ranks: list[int], drivers: list[int]
+) -> None:
+    config = {**DEFAULTS, "dtype": "float64", "steps": 4, "replicas": replicas, "devices": devices}
+    config |= {"stages": 2 if replicas == 2 else 3, "ranks": ranks}
+    losses, weights = one_device(config)
+    found = Training(tmp_path, **config).run()
+    said = [rank["coordinates"] for rank in found]
+    assert [k for k, text in enumerate(said) if "driver" in text] == drivers
+    for replica, driver in enumerate(drivers):
+        mine = torch.tensor(found[driver]["losses"])
+        assert mine == pytest.approx(torch.tensor(losses[replica]), abs=1e-10)
+    for rank in found:
+        for name, value in rank["weights"].items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-10, atol=1e-10, msg=name)
+
+
 class Runs:
     """Two runs of a script, one after the other, with a cache of their own."""
 

@@ -340,6 +340,7 @@ def strategy(config: dict[str, Any]) -> Any:
             schedule="gpipe",
             cuts=CUTS[config["network"]][len(devices)],
             devices=devices,
+            ranks=config.get("ranks", ()),
         )
     copies = config.get("copies")  # of each stage; `stages` is the number of processes
     cuts = CUTS[config["network"]].get(len(copies) if copies else stages, [])

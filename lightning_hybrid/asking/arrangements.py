@@ -1,0 +1,442 @@
+"""Shape, order of the devices, cuts, copies and shares together, where devices are not alike.
+
+What a search for one of them holds fixed, another could have: a slow device is best left out, or
+given the light stage, or a copy beside it, or few samples. So all of them are changed together, one
+small step after the other, from the best plans that are made one at a time. An arrangement is what
+the strategy can run: the driver of the first replica is on the first of the devices that are used,
+the last stage has one copy, and where any stage has several, replicas take equal shares and each
+keeps the whole state of the optimizer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from operator import truediv
+from typing import Any
+
+import numpy as np
+
+from lightning_hybrid.allocation import Breeding, evolve
+from lightning_hybrid.asking.balanced import balanced_ends
+from lightning_hybrid.asking.cluster_description import ClusterDescription
+from lightning_hybrid.asking.step_problems import (
+    CostsOf,
+    Ring,
+    in_training,
+    links_of,
+    placed,
+    ring_of,
+    rings_s,
+    unlimited,
+    with_copies,
+)
+from lightning_hybrid.errors import AllocationError
+from lightning_hybrid.planning import CopiedStages, PartitionTable, StepProblem, deal, owners_of
+
+Rng = np.random.Generator
+
+_MOST_TURNS = 3
+"""Stages per device that are tried at most."""
+_MOST_SIMULATED = 128
+"""Micro-batches times devices up to which steps of stages with copies are simulated."""
+_STARTS = 8
+"""Arrangements to begin with, each of another shape, of those that are given."""
+_RANDOM = 8
+"""Random ones beside them, of the same shapes or others."""
+_WORK = 40_000
+"""Evaluations times devices of the search: seconds."""
+_EACH = 60
+"""Evaluations for each device and partition, which is less where there are few of them."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A shape with its devices and cuts.
+
+    Attributes:
+        devices: numbers of all devices of the cluster, those that are used first, replica by
+            replica, each with its driver first.
+        replicas: their number.
+        copies: of each stage; of a loop, ones for each device.
+        turns: stages of a device, one in each round of a loop.
+        microbatches: slices of a replica's batch.
+        recompute: whether stages run their forward again.
+        ends: for each stage the number after its last partition.
+    """
+
+    devices: tuple[int, ...]
+    replicas: int
+    copies: tuple[int, ...]
+    turns: int
+    microbatches: int
+    recompute: bool
+    ends: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Devices of a replica."""
+        return sum(self.copies)
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The devices that are used."""
+        return self.devices[: self.replicas * self.size]
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether any stage has several."""
+        return max(self.copies) > 1
+
+    @property
+    def chain(self) -> list[int]:
+        """The device of each stage within its replica, where none has copies."""
+        return [*range(1, self.size), 0] * self.turns
+
+
+class Arrangements:
+    """All arrangements of a network on a cluster, as a space to search: see `allocation.Space`.
+
+    Args:
+        costs_of: the costs of the network's partitions.
+        cluster: the devices.
+        batch: samples of one replica in a step.
+        microbatches: the numbers of micro-batches there may be.
+    """
+
+    def __init__(
+        self,
+        costs_of: CostsOf,
+        cluster: ClusterDescription,
+        batch: int,
+        microbatches: Sequence[int],
+    ) -> None:
+        self.costs_of, self.cluster, self.batch = costs_of, cluster, batch
+        self.numbers = list(microbatches)
+        self.cost = lru_cache(maxsize=None)(self._cost)
+        self.kinds = lru_cache(maxsize=4096)(self._kinds)
+        self.table = lru_cache(maxsize=None)(self._table)
+        self.problem = lru_cache(maxsize=4096)(self._problem)
+        self.copied = lru_cache(maxsize=1024)(self._copied)
+        self._picked = lru_cache(maxsize=4096)(cluster.pick)
+        self._rings = lru_cache(maxsize=4096)(lambda used, size: ring_of(self._picked(used), size))
+        self._links = lru_cache(maxsize=4096)(lambda used, size: links_of(self._picked(used), size))
+
+    @cached_property
+    def partitions(self) -> int:
+        """Their number."""
+        return len(self.costs_of(self.batch // self.numbers[0]).forward_s)
+
+    @cached_property
+    def may_copy(self) -> bool:
+        """Whether stages may have copies: not where replicas divide the states of optimizers."""
+        return not self.costs_of(self.batch // self.numbers[0]).state_bytes
+
+    def _cost(self, genes: Arrangement) -> float:
+        """Seconds for a sample; infinite where a device cannot hold its stages."""
+        return self.timed(genes)[0] / (genes.replicas * self.batch)
+
+    def timed(self, genes: Arrangement) -> tuple[float, tuple[int, ...]]:
+        """Seconds of a step, and the samples that replicas take; empty: all take as many."""
+        used, size, slices = genes.used, genes.size, genes.microbatches
+        if genes.has_copies:
+            return self.copied(used, genes.copies, slices).step_time_s(genes.ends), ()
+        problem = self.problem(used, size, slices, genes.recompute, self.batch, None)
+        step_s = problem.step_time_s(genes.ends, genes.chain)
+        if max(self.kinds(used, size)) == 0 or self.batch == 1:
+            return step_s, ()
+        shares, dealt_s = self._dealt(genes)
+        return (dealt_s, shares) if dealt_s < step_s and len(set(shares)) > 1 else (step_s, ())
+
+    def _kinds(self, used: tuple[int, ...], size: int) -> list[int]:
+        """A number for each replica; those with the same devices take the same time."""
+        specs, known = self._picked(used).devices, dict[Any, int]()
+        chains = [specs[k : k + size] for k in range(0, len(specs), size)]
+        return [known.setdefault(chain, len(known)) for chain in chains]
+
+    def _dealt(self, genes: Arrangement) -> tuple[tuple[int, ...], float]:
+        """The shares of least step, and that.
+
+        The time of each replica grows with its share, so shares where no sample of the slowest
+        would end sooner elsewhere are the best.
+        """
+        used, size, slices, chain = genes.used, genes.size, genes.microbatches, genes.chain
+        kinds, known = self.kinds(used, size), dict[tuple[int, int], float]()
+
+        def time_s(replica: int, share: int) -> float:
+            key = kinds[replica], share
+            if key not in known:
+                found = self.problem(used, size, slices, genes.recompute, share, replica)
+                known[key] = found.step_time_s(genes.ends, chain)
+            return known[key]
+
+        speeds = self._picked(used).relative_speeds
+        slowest = [min(speeds[k::size]) for k in range(size)]
+        chains = [speeds[k : k + size] for k in range(0, len(speeds), size)]
+        rates = [min(map(truediv, chain, slowest)) for chain in chains]
+        total = genes.replicas * self.batch
+        rest = deal(total - genes.replicas * (slices - 1), rates)
+        shares = [slices - 1 + share for share in rest]
+        replicas = range(genes.replicas)
+        now_s = [time_s(r, shares[r]) for r in replicas]
+        then_s = [time_s(r, shares[r] + 1) for r in replicas]
+        while True:
+            worst = max(replicas, key=now_s.__getitem__)
+            best = min(replicas, key=then_s.__getitem__)
+            if shares[worst] == slices or then_s[best] >= now_s[worst]:
+                return tuple(shares), now_s[worst]
+            for replica, more in ((worst, -1), (best, 1)):
+                shares[replica] += more
+                now_s[replica] = time_s(replica, shares[replica])
+                then_s[replica] = time_s(replica, shares[replica] + 1)
+
+    def bubble(self, genes: Arrangement) -> float:
+        """The share of the time of a step in which the devices do not compute."""
+        step_s, shares = self.timed(genes)
+        table = self.costs_of(self.batch // genes.microbatches)
+        sums = table.recomputed().sums if genes.recompute else table.sums
+        speeds, busy_s = self._picked(genes.used).relative_speeds, 0.0
+        owners = owners_of(genes.copies) * genes.turns
+        for replica in range(genes.replicas):
+            share = shares[replica] / self.batch if shares else 1.0
+            for (a, b), devices in zip(pairwise((0, *genes.ends)), owners):
+                once_s, step_s_ = (
+                    sum(sums[name][b] - sums[name][a] for name in names)
+                    for names in (("forward_s", "backward_s"), ("step_s",))
+                )
+                for number, device in enumerate(devices):
+                    dealt = len(range(number, genes.microbatches, len(devices)))
+                    speed = speeds[replica * genes.size + device]
+                    busy_s += (dealt * share * once_s + step_s_) / speed
+        return max(0.0, 1 - busy_s / (len(genes.used) * step_s)) if step_s else 0.0
+
+    def _table(
+        self, slices: int, replicas: int, ring: Ring, recompute: bool, share: int
+    ) -> PartitionTable:
+        costs = self.costs_of(self.batch // slices).divided(replicas)
+        costs = costs if share == self.batch else costs.scaled(share / self.batch)
+        reduce_s = rings_s(ring, costs.gradient_bytes, replicas)
+        return in_training(costs, slices, reduce_s, recompute)
+
+    def _problem(
+        self,
+        used: tuple[int, ...],
+        size: int,
+        slices: int,
+        recompute: bool,
+        share: int,
+        replica: int | None,
+    ) -> StepProblem:
+        """The step of the slowest devices, or that of one replica."""
+        ring, links = self._rings(used, size), self._links(used, size)
+        table = self.table(slices, len(used) // size, ring, recompute, share)
+        return placed(table, self._picked(used), size, slices, links, recompute, replica)
+
+    def _copied(self, used: tuple[int, ...], copies: tuple[int, ...], slices: int) -> CopiedStages:
+        size = sum(copies)
+        problem = self.problem(used, size, slices, False, self.batch, None)
+        return with_copies(problem, copies, problem.table, self._picked(used))
+
+    # ------------------------------------------------------------------ moves
+
+    def neighbour(self, genes: Arrangement, rng: Rng) -> Arrangement:
+        """The same with a cut, a device, a copy, a stage, a replica or micro-batches changed."""
+        moves = (self._cut, self._swapped, self._sliced, self._sized, self._divided, self._turned)
+        move = moves[int(rng.choice(len(moves), p=(0.35, 0.25, 0.1, 0.15, 0.1, 0.05)))]
+        changed = move(genes, rng)
+        return changed if changed is not None and self._may_be(changed) else genes
+
+    def random(self, rng: Rng) -> Arrangement:
+        """Any arrangement, with fair cuts."""
+        count = len(self.cluster.devices)
+        while True:
+            stages = int(rng.integers(1, min(count, self.partitions) + 1))
+            replicas = int(rng.integers(1, count // stages + 1))
+            copies = [1] * stages
+            if stages > 1 and rng.random() < 0.5:
+                for _ in range(count // replicas - stages):
+                    copies[int(rng.integers(stages - 1))] += int(rng.integers(2))
+            genes = Arrangement(
+                devices=tuple(rng.permutation(count).tolist()),
+                replicas=replicas,
+                copies=tuple(copies),
+                turns=1,
+                microbatches=self.numbers[int(rng.integers(len(self.numbers)))],
+                recompute=False,
+                ends=(),
+            )
+            found = self.recut(genes)
+            if found is not None and self._may_be(found):
+                return found
+
+    def cross(self, left: Arrangement, right: Arrangement, rng: Rng) -> Arrangement:
+        """The shape of one parent on the devices of the other."""
+        changed = self.recut(replace(left, devices=right.devices))
+        return changed if changed is not None and self._may_be(changed) else left
+
+    def _may_be(self, genes: Arrangement) -> bool:
+        if genes.recompute and (genes.turns > 1 or genes.size == 1 or genes.microbatches == 1):
+            return False
+        return not genes.has_copies or (
+            self.may_copy
+            and genes.turns == 1
+            and not genes.recompute
+            and max(genes.copies) <= genes.microbatches
+            and genes.microbatches * genes.size <= _MOST_SIMULATED
+        )
+
+    def seated(self, genes: Arrangement) -> Arrangement:
+        """The same, where the first of the devices that are used drives the first replica."""
+        size, used = genes.size, list(genes.used)
+        first = used.index(min(used))
+        driver = first - first % size
+        used[first], used[driver] = used[driver], used[first]
+        used = used[driver : driver + size] + used[:driver] + used[driver + size :]
+        spare = sorted(genes.devices[len(used) :])
+        return replace(genes, devices=(*used, *spare))
+
+    def across(self, genes: Arrangement) -> Arrangement | None:
+        """The same where each stage has devices of about one speed in all replicas."""
+        speeds, replicas = self.cluster.relative_speeds, genes.replicas
+        ranked = sorted(genes.used, key=lambda device: -speeds[device])
+        used = [device for first in range(replicas) for device in ranked[first::replicas]]
+        return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
+
+    def shuffled(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+        """The same shape on any devices in any order."""
+        devices = rng.permutation(len(genes.devices)).tolist()
+        return self.recut(replace(genes, devices=tuple(devices)))
+
+    def recut(self, genes: Arrangement) -> Arrangement | None:
+        """Another shape, with balanced cuts; None: there are too few devices or partitions."""
+        stages = len(genes.copies) * genes.turns
+        most = max(stages, genes.size)
+        if genes.replicas * genes.size > len(genes.devices) or most > self.partitions:
+            return None
+        genes = self.seated(genes)
+        if genes.has_copies:
+            if not self._may_be(genes):
+                return None
+            copied = self.copied(genes.used, genes.copies, genes.microbatches)
+            # a stage works at the speed of all its copies
+            alone, count = copied.chain, (genes.copies[-1], *genes.copies[:-1])
+            problem = replace(alone, speeds=[s * k for s, k in zip(alone.speeds, count)])
+            chain = [*range(1, len(genes.copies)), 0]
+        else:
+            whole = (genes.used, genes.size, genes.microbatches, genes.recompute, self.batch)
+            problem, chain = self.problem(*whole, None), genes.chain
+        ends = balanced_ends(problem, chain) or balanced_ends(unlimited(problem), chain)
+        return None if ends is None else replace(genes, ends=tuple(ends))
+
+    def _cut(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+        ends = list(genes.ends)
+        if len(ends) < 2:
+            return None
+        place = int(rng.integers(len(ends) - 1))
+        last = place + 1 if rng.random() < 0.7 else int(rng.integers(place, len(ends) - 1)) + 1
+        step = int(rng.integers(1, 3)) * (1 if rng.random() < 0.5 else -1)
+        ends[place:last] = [end + step for end in ends[place:last]]
+        if any(b <= a for a, b in pairwise((0, *ends))):
+            return None
+        return replace(genes, ends=tuple(ends))
+
+    def _swapped(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+        """Two devices change places, of which one at least is used."""
+        if len(genes.devices) < 2:
+            return None
+        devices, used = list(genes.devices), len(genes.used)
+        one, other = int(rng.integers(used)), int(rng.integers(len(devices)))
+        devices[one], devices[other] = devices[other], devices[one]
+        changed = self.seated(replace(genes, devices=tuple(devices)))
+        return self.recut(changed) if rng.random() < 0.5 else changed
+
+    def _sliced(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+        """Another number of micro-batches, or what memory they need."""
+        slices, recompute = genes.microbatches, genes.recompute
+        if rng.random() < 0.2:
+            recompute = not recompute
+        else:
+            place = self.numbers.index(slices) + (1 if rng.random() < 0.5 else -1)
+            if not 0 <= place < len(self.numbers):
+                return None
+            slices = self.numbers[place]
+            recompute &= slices > 1
+        changed = replace(genes, microbatches=slices, recompute=recompute)
+        # other micro-batches hold more or less, so that other cuts may fit
+        return self.recut(changed) if rng.random() < 0.5 and self._may_be(changed) else changed
+
+    def _sized(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+        """A copy more or less, or a stage; in all replicas."""
+        copies, kind = list(genes.copies), int(rng.integers(4))
+        place = int(rng.integers(len(copies)))
+        if kind == 0 and place < len(copies) - 1:
+            copies[place] += 1
+        elif kind == 1 and copies[place] > 1:
+            copies[place] -= 1
+        elif kind == 2:
+            copies.insert(place, 1)
+        elif kind == 3 and len(copies) > 1:
+            del copies[place]
+        else:
+            return None
+        if copies[-1] > 1:
+            return None
+        turns = genes.turns if max(copies) == 1 < len(copies) else 1
+        recompute = genes.recompute and max(copies) == 1 < len(copies)
+        return self.recut(replace(genes, copies=tuple(copies), turns=turns, recompute=recompute))
+
+    def _divided(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+        """One replica more or less, or two that become one of twice the stages, or the reverse."""
+        kind, stages = int(rng.integers(4)), len(genes.copies)
+        if kind < 2:
+            more = 1 if kind == 0 or genes.replicas == 1 else -1
+            return self.recut(replace(genes, replicas=genes.replicas + more))
+        if genes.has_copies:
+            return None
+        if kind == 2 and genes.replicas > 1:
+            changed = replace(genes, replicas=genes.replicas // 2, copies=(1,) * (2 * stages))
+        elif kind == 3 and stages % 2 == 0:
+            changed = replace(genes, replicas=2 * genes.replicas, copies=(1,) * (stages // 2))
+        else:
+            return None
+        if len(changed.copies) == 1:
+            changed = replace(changed, turns=1, recompute=False)
+        return self.recut(changed)
+
+    def _turned(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+        """One round of a loop more or less."""
+        turns = genes.turns + (1 if rng.random() < 0.5 else -1)
+        if genes.has_copies or genes.size == 1 or not 1 <= turns <= _MOST_TURNS:
+            return None
+        return self.recut(replace(genes, turns=turns, recompute=genes.recompute and turns == 1))
+
+
+def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) -> Arrangement | None:
+    """The best arrangement that is bred from the best of these; None: none was found that fits.
+
+    It is never worse than any of them.
+    """
+    rng = np.random.default_rng(seed)
+    count = len(space.cluster.devices)
+    evaluations = max(500, min(_WORK // count, _EACH * count * space.partitions))
+    randoms = [space.random(rng) for _ in range(evaluations // 25)]
+    seated = [space.seated(genes) for genes in seeds]
+    ordered = [*seated]
+    for genes in seated:
+        ordered += [other for other in (space.recut(genes), space.across(genes)) if other]
+    for _ in range(evaluations // 6 // max(1, len(seated))):
+        randoms += [other for genes in seated if (other := space.shuffled(genes, rng)) is not None]
+    starts = [*_best(space, ordered)[:_STARTS], *_best(space, randoms)[:_RANDOM]]
+    breeding = Breeding(evaluations=evaluations, population=len(starts))
+    try:
+        return evolve(space, seed, breeding, starts)[0]
+    except AllocationError:
+        return None
+
+
+def _best(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:
+    """The best of each shape, the best first."""
+    shapes: dict[object, Arrangement] = {}
+    for genes in sorted(found, key=space.cost):
+        shapes.setdefault((genes.replicas, genes.copies, genes.turns), genes)
+    return [*shapes.values()]

@@ -1,0 +1,183 @@
+"""The step of a shape on a cluster's devices: what its devices compute, hold, send and reduce.
+
+Replica r has the devices r S .. r S + S - 1 of the description, in that order; where all replicas
+are to have the same cuts, the slowest device, the smallest memory and the slowest link count.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_hybrid.asking.cluster_description import ClusterDescription, Level
+from lightning_hybrid.planning import (
+    CopiedStages,
+    Links,
+    PartitionTable,
+    StepProblem,
+    of_slowest,
+    owners_of,
+)
+
+CostsOf = Callable[[int], PartitionTable]
+"""What the partitions cost for a micro-batch of so many samples, on a cluster's first device."""
+
+
+def problem_of(
+    costs: PartitionTable,
+    cluster: ClusterDescription,
+    devices: int,
+    microbatches: int,
+    links: Links | None = None,
+    recompute: bool = False,
+    replica: int | None = None,
+) -> StepProblem:
+    """The step of replicas with so many devices each, on all devices of a cluster.
+
+    With `recompute` a backward takes a forward more; of all micro-batches a device then keeps the
+    inputs (at most what crosses the widest cut), and the activations of one.
+
+    All replicas wait for each other, so a ``pp_rank`` is as fast and as large as its smallest
+    device, and a link as slow as its slowest; with the number of a `replica`, its devices count.
+    """
+    replicas = len(cluster.devices) // devices
+    reduce_s = rings_s(ring_of(cluster, devices), costs.gradient_bytes, replicas)
+    table = in_training(costs, microbatches, reduce_s, recompute)
+    links = links or links_of(cluster, devices)
+    return placed(table, cluster, devices, microbatches, links, recompute, replica)
+
+
+def in_training(
+    costs: PartitionTable, microbatches: int, reduce_s: Sequence[float], recompute: bool = False
+) -> PartitionTable:
+    """What partitions hold and take in a step with so many micro-batches."""
+    held = costs.held_bytes(1 if recompute else microbatches)
+    table = replace(costs, memory_bytes=held, reduce_s=reduce_s)
+    return table.recomputed() if recompute else table
+
+
+def placed(
+    table: PartitionTable,
+    cluster: ClusterDescription,
+    devices: int,
+    microbatches: int,
+    links: Links,
+    recompute: bool,
+    replica: int | None,
+) -> StepProblem:
+    """The step of what `in_training` says; see `problem_of`."""
+    speeds, limits = cluster.relative_speeds, cluster.memory_limits
+    if replica is not None:
+        mine = slice(replica * devices, (replica + 1) * devices)
+        speeds, limits = speeds[mine], limits and limits[mine]
+    if recompute:
+        kept = microbatches * max(table.cut_bytes, default=0)
+        limits = limits and tuple(max(0.0, limit - kept) for limit in limits)
+    return StepProblem(
+        table=table,
+        speeds=[min(speeds[k::devices]) for k in range(devices)],
+        links=links,
+        microbatches=microbatches,
+        memory_limits=[min(limits[k::devices]) for k in range(devices)] if limits else (),
+    )
+
+
+def links_of(cluster: ClusterDescription, devices: int) -> Links:
+    """The links between the devices of a replica: of all replicas the slowest."""
+    places = cluster.places or range(len(cluster.devices))
+    ranks = np.asarray(places).reshape(-1, devices)
+    seconds, latency = np.zeros((devices, devices)), np.zeros((devices, devices))
+    if devices > 1:
+        # from the outermost level, which joins all, to the innermost
+        for level in reversed(cluster.levels):
+            groups = ranks // level.devices
+            # replicas with the same pattern of groups have the same links
+            patterns = np.unique(groups - groups[:, :1], axis=0)
+            joined = np.ones((devices, devices), dtype=bool)
+            for row in patterns:
+                joined &= row[:, None] == row[None, :]
+            seconds[joined] = 1 / level.bandwidth_bytes_per_s
+            latency[joined] = level.latency_s
+    return Links(seconds_per_byte=seconds.tolist(), latency_s=latency.tolist())
+
+
+def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int = 1) -> float:
+    """Seconds of a ring all-reduce over replicas whose links `sharers` rings use at once."""
+    if level is None or replicas < 2:
+        return 0.0
+    carried = 2 * (replicas - 1) / replicas * size_bytes * sharers
+    return carried / level.bandwidth_bytes_per_s + 2 * (replicas - 1) * level.latency_s
+
+
+Ring = tuple[Level | None, int]
+"""The level that joins those who average their gradients, and how many rings share its links."""
+
+
+def ring_of(cluster: ClusterDescription, devices: int) -> Ring:
+    """The slowest ring of a stage of replicas with so many devices each."""
+    ranks = range(len(cluster.devices))
+    levels = [cluster.level(ranks[k::devices]) for k in range(devices)]
+    level = max(levels, key=lambda level: level.devices if level else 0)
+    return level, min(levels.count(level), _inside(cluster, level))
+
+
+def _inside(cluster: ClusterDescription, level: Level | None) -> int:
+    """Devices that share the links of a level: those of a group of the level inside.
+
+    A ring goes through each such group once.
+    """
+    place = cluster.levels.index(level) if level is not None else 0
+    return cluster.levels[place - 1].devices if place else 1
+
+
+def rings_s(ring: Ring, sizes: Sequence[float], owners: int) -> tuple[float, ...]:
+    """Seconds of the all-reduce of each partition, over so many owners."""
+    level, sharers = ring
+    if level is None:
+        return ()
+    times = [ring_s(level, size, owners, sharers) for size in sizes]
+    waits = ring_s(level, 0.0, owners)
+    # the first partition's is the last to begin: there the latency counts
+    return (*times[:1], *(time - waits for time in times[1:]))
+
+
+def with_copies(
+    problem: StepProblem,
+    copies: tuple[int, ...],
+    costs: PartitionTable,
+    cluster: ClusterDescription,
+) -> CopiedStages:
+    """The stages with copies that the devices of a chain can be, with the all-reduces of each."""
+    owners, table = owners_of(copies), problem.table
+    groups = [
+        [k + d for k in range(0, len(cluster.devices), problem.m) for d in devices]
+        for devices in owners
+    ]
+    levels = [cluster.level(ranks) if len(ranks) > 1 else None for ranks in groups]
+    after = []
+    for ranks, level in zip(groups, levels):
+        sharers = min(levels.count(level), _inside(cluster, level))
+        after.append(
+            (
+                rings_s((level, sharers), costs.gradient_bytes, len(ranks)) or [0.0] * problem.n,
+                table.step_s or [0.0] * problem.n,
+            )
+        )
+    limits = problem.memory_limits
+    return CopiedStages(
+        chain=StepProblem(
+            table=table,
+            speeds=of_slowest(problem.speeds, owners),
+            links=Links.equal(len(copies), 1.0),
+            microbatches=problem.microbatches,
+            memory_limits=of_slowest(limits, owners) if limits else (),
+        ),
+        copies=copies,
+        speeds=problem.speeds,
+        links=problem.links,
+        after=after,
+    )
+
+
+def unlimited(problem: StepProblem) -> StepProblem:
+    return replace(problem, memory_limits=())

@@ -1,0 +1,167 @@
+"""Shape, order of unlike devices, cuts, copies and shares together, against all there are."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, permutations, product
+from math import inf
+
+import pytest
+
+from lightning_hybrid.asking.arrangements import Arrangement, Arrangements, improve
+from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.asking.shapes import fastest, plan_of, rank_shapes
+from lightning_hybrid.asking.step_problems import problem_of, with_copies
+from lightning_hybrid.planning import PartitionTable
+
+BATCH, SLICES = 4, (1, 2, 4)
+
+
+def cluster(*devices: tuple[float, float], bandwidth: float = 2.5e8) -> ClusterDescription:
+    """Hosts of two devices, each with its speed and its memory in GB."""
+    return ClusterDescription(
+        name="test",
+        devices=tuple(
+            DeviceSpec(name=f"of {speed}", speed=speed, memory_bytes=memory * 1e9)
+            for speed, memory in devices
+        ),
+        levels=(
+            Level(name="host", devices=2, bandwidth_bytes_per_s=8e9, latency_s=1e-5),
+            Level(name="network", devices=8, bandwidth_bytes_per_s=bandwidth, latency_s=1e-4),
+        ),
+    )
+
+
+def costs_of(samples: int) -> PartitionTable:
+    """Work in front, parameters behind, and activations that fill a small device."""
+    return PartitionTable(
+        names=tuple("abcdef"),
+        layers=(1,) * 6,
+        parameters=(1,) * 6,
+        forward_s=tuple(samples * work for work in (4e-3, 3e-3, 3e-3, 2e-3, 1e-3, 1e-3)),
+        backward_s=tuple(samples * work for work in (8e-3, 6e-3, 6e-3, 4e-3, 2e-3, 2e-3)),
+        cut_bytes=tuple(samples * size for size in (8e5, 4e5, 2e5, 1e5, 5e4)),
+        gradient_bytes=(1e5, 2e5, 4e5, 8e5, 2e7, 2e7),
+        kept_bytes=(4e5, 8e5, 2e6, 4e6, 8e7, 8e7),
+        activation_bytes=tuple(samples * size for size in (3e7, 2e7, 2e7, 1e7, 1e6, 1e6)),
+        step_s=(1e-4,) * 6,
+    )
+
+
+def parts(total: int, replicas: int, least: int) -> Iterator[tuple[int, ...]]:
+    """All ways to deal samples to replicas."""
+    for shares in product(range(least, total + 1), repeat=replicas):
+        if sum(shares) == total:
+            yield shares
+
+
+def least_of_one_choice(at: ClusterDescription, replicas: int, size: int, slices: int) -> float:
+    """The least step of so many replicas on these devices in this order."""
+    costs = costs_of(BATCH // slices)
+    cuts_of = {count: [*combinations(range(1, 6), count - 1)] for count in (1, 2, 3, 4, 6)}
+    steps = [inf]
+    for recompute in (False, True) if size > 1 and slices > 1 else (False,):
+        whole = problem_of(costs, at, size, slices, recompute=recompute)
+        for turns in (1, 2, 3) if size > 1 and not recompute else (1,):
+            order = [*range(1, size), 0] * turns
+            ends = [(*cuts, 6) for cuts in cuts_of.get(size * turns, [])]
+            steps += [whole.step_time_s(each, order) for each in ends]
+            for shares in parts(replicas * BATCH, replicas, slices):
+                if len(set(shares)) == 1:
+                    continue
+                apart = [
+                    problem_of(
+                        *(costs.scaled(share / BATCH), at, size, slices),
+                        recompute=recompute,
+                        replica=replica,
+                    )
+                    for replica, share in enumerate(shares)
+                ]
+                steps += [max(each.step_time_s(e, order) for each in apart) for e in ends]
+        if size == 3 and slices > 1 and not recompute:
+            copied = with_copies(whole, (2, 1), costs, at)
+            steps += [copied.step_time_s((*cuts, 6)) for cuts in cuts_of[2]]
+    return min(steps)
+
+
+def least_s(at: ClusterDescription) -> float:
+    """The least seconds for a sample of all that the strategy can run, one after the other."""
+    found = []
+    for replicas, size in ((1, 1), (1, 2), (1, 3), (2, 1), (3, 1)):
+        for used in permutations(range(len(at.devices)), replicas * size):
+            if used[0] != min(used):  # rank 0 drives the first replica
+                continue
+            found += [
+                least_of_one_choice(at.pick(used), replicas, size, slices) / (replicas * BATCH)
+                for slices in SLICES
+            ]
+    return min(found)
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(
+    "at",
+    [
+        cluster((1.0, 9), (0.4, 9), (0.7, 9)),
+        cluster((0.3, 9), (1.0, 9), (1.0, 9), bandwidth=5e7),
+        cluster((1.0, 0.3), (0.5, 0.3), (1.0, 0.2)),
+    ],
+    ids=["three speeds", "a slow device in front", "small memory"],
+)
+def test_nothing_on_three_devices_is_faster_than_the_plan(at: ClusterDescription) -> None:
+    best = fastest(rank_shapes(costs_of, at, BATCH))
+    assert 1 / best.samples_per_s <= least_s(at) * (1 + 1e-9)
+
+
+UNLIKE = cluster((0.4, 9), (1.0, 9), (1.0, 9), (0.4, 9))
+
+
+def test_the_answer_is_no_worse_than_any_start_and_can_be_run() -> None:
+    space = Arrangements(costs_of, UNLIKE, BATCH, SLICES)
+    starts = [
+        Arrangement((0, 1, 2, 3), 4, (1,), 1, 1, False, (6,)),
+        Arrangement((0, 1, 2, 3), 1, (3, 1), 1, 4, False, (4, 6)),
+        Arrangement((0, 1, 2, 3), 2, (1, 1), 1, 2, False, (2, 6)),
+    ]
+    found = improve(space, starts)
+    assert found is not None
+    assert space.cost(found) <= min(map(space.cost, starts))
+    assert found.copies[-1] == 1
+    assert found.used[0] == min(found.used)
+    assert not (found.has_copies and space.timed(found)[1])
+
+
+def test_shares_are_the_best_there_are() -> None:
+    space = Arrangements(costs_of, UNLIKE, BATCH, SLICES)
+    genes = Arrangement((0, 3, 1, 2), 2, (1, 1), 1, 2, False, (3, 6))
+    step_s, shares = space.timed(genes)
+    at, costs = UNLIKE.pick(genes.used), costs_of(BATCH // 2)
+
+    def dealt_s(shares: tuple[int, ...]) -> float:
+        return max(
+            problem_of(costs.scaled(share / BATCH), at, 2, 2, replica=k).step_time_s((3, 6), [1, 0])
+            for k, share in enumerate(shares)
+        )
+
+    assert step_s == pytest.approx(min(map(dealt_s, parts(2 * BATCH, 2, 2))), rel=1e-12)
+    assert step_s == pytest.approx(dealt_s(shares), rel=1e-12)
+
+
+def test_a_plan_names_the_ranks_of_devices_that_change_places() -> None:
+    first = next(s for s in rank_shapes(costs_of, UNLIKE, BATCH) if s.devices_per_replica == 2)
+    shape = replace(first, replicas=1, numbers=(1, 3), shares=())
+    assert shape.ranks == ()  # those that are left are ranks 0 and 1
+    shape = replace(first, replicas=2, numbers=(0, 3, 2, 1), shares=())
+    plan = plan_of(shape, costs_of, UNLIKE, BATCH)
+    assert plan.ranks == (0, 3, 2, 1)
+    assert plan.capacities == (1.0, 1.0)
+    assert type(plan).from_json(plan.to_json()) == plan
+    assert "ranks in the order 0, 3, 2, 1" in plan.describe()
+
+
+def test_a_ring_is_as_slow_as_that_of_its_slowest_stage() -> None:
+    levels = (replace(UNLIKE.levels[0], devices=4), UNLIKE.levels[1])
+    six = replace(cluster(*[(1.0, 9)] * 6), levels=levels)
+    # of two replicas of three, the drivers are on one host and other stages are not
+    reduce_s = problem_of(costs_of(4), six, 3, 1).table.reduce_s
+    carried = sum(costs_of(4).gradient_bytes) * 2 / levels[1].bandwidth_bytes_per_s
+    assert sum(reduce_s) == pytest.approx(carried + 2 * levels[1].latency_s)
