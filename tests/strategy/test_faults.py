@@ -298,15 +298,6 @@ def test_a_killed_rank_ends_the_others_with_batches_under_way(start: Start, rank
 
 
 @slow
-def test_a_look_at_another_rank_between_two_stages_of_this_one_is_refused(start: Start) -> None:
-    training, process = start(stages=2, devices=[0, 1, 0], looks_at=["stem", "second.weight"])
-    since = time.monotonic() + 60  # the look comes by itself, in the first step
-    output = end(training, process, {process.pid}, since)
-    assert process.returncode
-    assert "in the middle of a pass" in output
-
-
-@slow
 def test_a_failed_replica_ends_the_other_replicas(start: Start) -> None:
     fault = {"where": "forward", "rank": 3, "step": 3}
     training, process = start(replicas=2, stages=2, fault=fault)

@@ -28,6 +28,8 @@ from models import ResAttNet3D
 from tests.ran_here import LISTENERS, hear_of_gradients, noting
 
 CLASSES = 2
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+"""Among all processes; inside of a run the variable counts replicas."""
 
 
 class Residual(nn.Module):
@@ -168,7 +170,7 @@ class Ended(Logger):
     def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
 
     def finalize(self, status: str) -> None:
-        Path(f"ended.{os.environ.get('LOCAL_RANK', '0')}").write_text(status)
+        Path(f"ended.{RANK}").write_text(status)
 
 
 def data(config: dict[str, Any]) -> TensorDataset:
@@ -211,10 +213,7 @@ class Classifier(LightningModule):
         if self.prepares:
             return
         self.forwards.update([name])
-        looker, parameter = self.config.get("looks_at", ("", ""))  # in the middle of a pass
-        if name == looker:
-            self.net.get_parameter(parameter).sum().item()
-        here = Path(f"pid.{os.environ.get('LOCAL_RANK', '0')}")
+        here = Path(f"pid.{RANK}")
         works = trained and self.forwards[name] >= 10
         if works and Path("config.json").exists() and not here.exists():
             Path(f"writing{os.getpid()}").write_text(str(os.getpid()))
@@ -270,7 +269,7 @@ class Classifier(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         slow = self.config.get("slow_prediction_s", 0)
-        if batch_idx == 0 and os.environ.get("LOCAL_RANK") == "1":
+        if batch_idx == 0 and RANK == 1:
             time.sleep(slow)
         return self.net(batch[0])
 
@@ -291,11 +290,10 @@ class Classifier(LightningModule):
 def fault(config: dict[str, Any], where: str, step: int) -> None:
     """Fail on purpose, where the configuration says so."""
     wanted = config.get("fault")
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if wanted == {"where": where, "step": step, "rank": rank}:
+    if wanted == {"where": where, "step": step, "rank": RANK}:
         Path("fault").write_text(str(time.monotonic()))
         raise ValueError("this error is on purpose")
-    if wanted == {"where": where, "step": step, "rank": rank, "busy": True}:
+    if wanted == {"where": where, "step": step, "rank": RANK, "busy": True}:
         Path("busy").touch()
         time.sleep(600)
 
@@ -387,6 +385,7 @@ def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
 def observed(trainer: Trainer, module: Classifier) -> dict[str, Any]:
     """What the lines of a script after `fit` may look at."""
     pickle.dumps(trainer.strategy)
+    ranks = getattr(trainer.strategy, "_ranks", None)
     return {
         "pid": os.getpid(),
         "losses": list(module.losses),
@@ -399,7 +398,7 @@ def observed(trainer: Trainer, module: Classifier) -> dict[str, Any]:
         "best": trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path,
         "plan": str(getattr(trainer.strategy, "plan", None)),
         "coordinates": str(getattr(trainer.strategy, "coordinates", "")),
-        "cluster": getattr(getattr(trainer.strategy, "_world", None), "cluster", None),
+        "cluster": ranks and getattr(ranks.world, "cluster", None),
     }
 
 
