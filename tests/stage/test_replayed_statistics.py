@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from capturing import graph_of
 from ranks import gloo_groups, together
 from torch import nn
 
 from lightning_hybrid.comm.mesh import GroupHandle
+from lightning_hybrid.graph import cut_at, make_stages
 from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
 
 
@@ -31,18 +32,17 @@ def test_copies_end_with_the_statistics_of_one_device(
     alone = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3)).double()
     parts = [2 + torch.randn(4, 3, dtype=torch.float64) for _ in range(2 * microbatches)]
     copies = [deepcopy(alone) for _ in groups]
+    codes = cut_at(graph_of(deepcopy(alone), parts[0]), [])
     for part in parts:
         alone(part)
 
     def train(number: int) -> None:
-        network = copies[number]
-        statistics = ReplayedStatistics(network, groups[number])
-        buffers = dict(network.named_buffers())
-        stage: Any = SimpleNamespace(taken=lambda: buffers, written=set(buffers))
+        statistics = ReplayedStatistics(copies[number], lambda: groups[number], owns=True)
+        [stage] = make_stages(codes, copies[number], torch.device("cpu"))
         for begin in (0, microbatches):
             for m in range(number, microbatches, 2):
                 with statistics.noting(stage, m):
-                    network(parts[begin + m])
+                    stage([parts[begin + m]])
             statistics.replay(stage, microbatches)
 
     together(lambda: train(0), lambda: train(1))
