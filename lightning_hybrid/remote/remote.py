@@ -344,8 +344,10 @@ class RemoteTensors:
 
     def fetch(self, names: Iterable[str]) -> None:
         """Have these parameters and buffers here as the owners have them, in one go."""
-        self.flush()
         wanted = set(names)
+        if not wanted:
+            return
+        self.flush()
         with torch.no_grad(), as_they_are():
             for remotes in self.places.tensors.values():
                 self._fetch([remotes[name] for name in wanted & remotes.keys()])

@@ -113,6 +113,18 @@ def owners(replica: Replica) -> dict[str, list[Tensor]]:
     return found
 
 
+def test_the_driver_has_the_weights_of_its_copy_alone(replicas: Make) -> None:
+    """What other stages own stays there in a step."""
+    replica = replicas(model(), SHAPES["1-2"], parts=5)
+    asked: list[str] = []
+    owned: Any = replica.driver._ownership
+    give = owned.give
+    owned.give = lambda kind, names: asked.extend(names) or give(kind, names)
+    train(replica, sgd(replica.model), sizes=(13, 13))
+    assert asked
+    assert {*asked} == set(owned.tensors_of(2))
+
+
 def check_copies_alike(replica: Replica) -> None:
     """The copies have the same bits; what the driver has a copy of it sees by its proxies."""
     several = [values for values in owners(replica).values() if len(values) > 1]

@@ -1,5 +1,6 @@
 """`schedule="auto"` takes the exact schedule with the shortest step."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,29 @@ def test_forwards_run_twice_where_cuts_by_memory_cost_more() -> None:
     assert plan_within_memory(False, plans.__getitem__, [100, 100]) is plans[False]
     plans[True] = held(2.0, 40, 40)
     assert plan_within_memory("auto", plans.__getitem__, [100, 100]) is plans[False]
+
+
+def test_stages_with_copies_are_looked_at_stage_by_stage() -> None:
+    """Four devices have three stages, and memory is known of the least of each."""
+    names, firsts = "abc", (1, 3, 0)
+    plan = Plan(
+        replicas=1,
+        stages=3,
+        microbatches=2,
+        schedule="gpipe",
+        cuts=("b", "c"),
+        devices=((1, 2), 3, 0),
+        rows=tuple(
+            StagePlan(
+                layers=1, partitions=(n,), parameters=1, load=0.3, device=d, memory_bytes=size
+            )
+            for n, d, size in zip(names, firsts, (90, 10, 10))
+        ),
+        predicted_step_s=2.0,
+    )
+    plans = {False: plan, True: replace(plan, predicted_step_s=1.5)}
+    assert plan_within_memory("auto", plans.__getitem__, [100, 100, 100]) is plans[True]
+    assert plan_within_memory("auto", plans.__getitem__, [100, 1000, 100]) is plans[False]
 
 
 def test_forwards_run_twice_where_nothing_else_fits() -> None:
