@@ -55,6 +55,10 @@ class Breeding:
     patience: int = 150
 
 
+_REPEATS = 4
+"""Times as many repeated questions for a cost, which are free, after which a search ends."""
+
+
 class _Spent(Exception):
     """The evaluations are used up."""
 
@@ -98,12 +102,19 @@ def run_counted(
     """
     best: Genes | None = None
     history: list[float] = []
+    known: dict[Genes, float] = {}
+    repeated = 0
 
     def cost(genes: Genes) -> float:
-        nonlocal best
+        nonlocal best, repeated
+        if genes in known:
+            repeated += 1
+            if repeated == _REPEATS * evaluations:
+                raise _Spent  # all there is has been seen, or nearly
+            return known[genes]
         if len(history) == evaluations:
             raise _Spent  # out of the search, which need not count
-        value = space.cost(genes)
+        value = known[genes] = space.cost(genes)
         if not history or value < history[-1]:
             best = genes
         history.append(min(value, history[-1] if history else inf))

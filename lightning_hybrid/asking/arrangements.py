@@ -118,6 +118,7 @@ class Arrangements:
         self.table = lru_cache(maxsize=None)(self._table)
         self.problem = lru_cache(maxsize=4096)(self._problem)
         self.copied = lru_cache(maxsize=1024)(self._copied)
+        self._balanced = lru_cache(maxsize=None)(self._cut_evenly)
         self._picked = lru_cache(maxsize=4096)(cluster.pick)
         self._rings = lru_cache(maxsize=4096)(lambda used, size: ring_of(self._picked(used), size))
         self._links = lru_cache(maxsize=4096)(lambda used, size: links_of(self._picked(used), size))
@@ -256,11 +257,12 @@ class Arrangements:
             if stages > 1 and rng.random() < 0.5:
                 for _ in range(count // replicas - stages):
                     copies[int(rng.integers(stages - 1))] += int(rng.integers(2))
+            looped = max(copies) == 1 < stages and rng.random() < 0.5
             genes = Arrangement(
                 devices=tuple(rng.permutation(count).tolist()),
                 replicas=replicas,
                 copies=tuple(copies),
-                turns=1,
+                turns=int(rng.integers(2, _MOST_TURNS + 1)) if looped else 1,
                 microbatches=self.numbers[int(rng.integers(len(self.numbers)))],
                 recompute=False,
                 ends=(),
@@ -302,6 +304,16 @@ class Arrangements:
         used = [device for first in range(replicas) for device in ranked[first::replicas]]
         return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
 
+    def alike(self, genes: Arrangement) -> Arrangement | None:
+        """The same where all replicas are about as fast: the next fastest joins the slowest."""
+        speeds, size = self.cluster.relative_speeds, genes.size
+        teams: list[list[int]] = [[] for _ in range(genes.replicas)]
+        for device in sorted(genes.used, key=lambda device: -speeds[device]):
+            open_teams = [team for team in teams if len(team) < size]
+            min(open_teams, key=lambda team: sum(speeds[k] for k in team)).append(device)
+        used = [device for team in teams for device in team]
+        return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
+
     def shuffled(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
         """The same shape on any devices in any order."""
         devices = rng.permutation(len(genes.devices)).tolist()
@@ -314,9 +326,13 @@ class Arrangements:
         if genes.replicas * genes.size > len(genes.devices) or most > self.partitions:
             return None
         genes = self.seated(genes)
+        if genes.has_copies and not self._may_be(genes):
+            return None
+        ends = self._balanced(replace(genes, ends=()))
+        return None if ends is None else replace(genes, ends=tuple(ends))
+
+    def _cut_evenly(self, genes: Arrangement) -> list[int] | None:
         if genes.has_copies:
-            if not self._may_be(genes):
-                return None
             copied = self.copied(genes.used, genes.copies, genes.microbatches)
             # a stage works at the speed of all its copies
             alone, count = copied.chain, (genes.copies[-1], *genes.copies[:-1])
@@ -325,17 +341,17 @@ class Arrangements:
         else:
             whole = (genes.used, genes.size, genes.microbatches, genes.recompute, self.batch)
             problem, chain = self.problem(*whole, None), genes.chain
-        ends = balanced_ends(problem, chain) or balanced_ends(unlimited(problem), chain)
-        return None if ends is None else replace(genes, ends=tuple(ends))
+        return balanced_ends(problem, chain) or balanced_ends(unlimited(problem), chain)
 
     def _cut(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
         ends = list(genes.ends)
         if len(ends) < 2:
             return None
-        place = int(rng.integers(len(ends) - 1))
-        last = place + 1 if rng.random() < 0.7 else int(rng.integers(place, len(ends) - 1)) + 1
-        step = int(rng.integers(1, 3)) * (1 if rng.random() < 0.5 else -1)
-        ends[place:last] = [end + step for end in ends[place:last]]
+        for _ in range(1 + int(rng.random() < 0.4)):  # two at once: a device gives and takes
+            place = int(rng.integers(len(ends) - 1))
+            last = place + 1 if rng.random() < 0.7 else int(rng.integers(place, len(ends) - 1)) + 1
+            step = int(rng.integers(1, 3)) * (1 if rng.random() < 0.5 else -1)
+            ends[place:last] = [end + step for end in ends[place:last]]
         if any(b <= a for a, b in pairwise((0, *ends))):
             return None
         return replace(genes, ends=tuple(ends))
@@ -423,7 +439,8 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
     seated = [space.seated(genes) for genes in seeds]
     ordered = [*seated]
     for genes in seated:
-        ordered += [other for other in (space.recut(genes), space.across(genes)) if other]
+        others = space.recut(genes), space.across(genes), space.alike(genes)
+        ordered += [other for other in others if other]
     for _ in range(evaluations // 6 // max(1, len(seated))):
         randoms += [other for genes in seated if (other := space.shuffled(genes, rng)) is not None]
     starts = [*_best(space, ordered)[:_STARTS], *_best(space, randoms)[:_RANDOM]]

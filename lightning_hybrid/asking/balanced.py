@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightning_hybrid.planning import StepProblem
+from lightning_hybrid.planning import StepProblem, fair_ends
 
 _HALVINGS = 24
 _ROOM = (1.0, 1.05, 1.2, 1.5)
@@ -41,9 +41,13 @@ def balanced_ends(problem: StepProblem, order: Sequence[int]) -> list[int] | Non
             low = middle
         else:
             high = middle
-    found = (packing.ends(high * room) for room in _ROOM)
+    found = [packing.ends(high * room) for room in _ROOM]
+    if len(order) > problem.m:
+        # full runs in front leave little to the last ones of a loop, which others then wait for
+        fair = fair_ends(problem, order)
+        found.append(fair if problem.fits(fair, order) else None)
     return min(
-        (ends for ends in found if ends is not None),
+        map(list, dict.fromkeys(tuple(ends) for ends in found if ends is not None)),
         key=lambda ends: problem.step_time_s(ends, order),
         default=None,
     )

@@ -1,6 +1,6 @@
 """What a run needs: costs of partitions, search, step time, memory, plan."""
 
-from lightning_hybrid.planning.chains import best_chain
+from lightning_hybrid.planning.chains import best_chain, fair_ends
 from lightning_hybrid.planning.cluster import (
     TOLERANCE,
     Cluster,
@@ -59,6 +59,7 @@ __all__ = [
     "choose",
     "deal",
     "device_name",
+    "fair_ends",
     "free_addresses",
     "free_bytes",
     "free_of_host",

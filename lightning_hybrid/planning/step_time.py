@@ -137,30 +137,39 @@ class _Clocks:
         Returns:
             When the last micro-batch begins, by stage.
         """
-        devices, device_s, last = self.costs.devices, self.device_s, len(way) - 1
-        arrived_s = [[0.0] * self.microbatches for _ in way]
-        start_s = [0.0] * len(way)
-        for tick in range(len(way) + self.microbatches - 1):
-            places = range(max(0, tick - self.microbatches + 1), min(last, tick) + 1)
+        device_s, microbatches, last_start_s = self.device_s, self.microbatches, [0.0] * len(way)
+        arrived_s = [[0.0] * microbatches for _ in range(len(way) + 1)]
+        places = [self._place(stage, stage + way.step, seconds[stage]) for stage in way]
+        for tick in range(len(way) + microbatches - 1):
+            ready = range(max(0, tick - microbatches + 1), min(len(way) - 1, tick) + 1)
             # within a tick a device takes its stages by their numbers, also on the way back
-            for place in places[:: way.step]:
-                stage = way[place]
-                device, number = devices[stage], tick - place
-                start_s[stage] = max(arrived_s[stage][number], device_s[device])
-                end_s = device_s[device] = start_s[stage] + seconds[stage]
-                if place < last:
-                    arrived_s[way[place + 1]][number] = self._sent(stage, way[place + 1], end_s)
-        return start_s
+            for place in ready[:: way.step]:
+                device, taken_s, there, links, send_s, latency_s = places[place]
+                number = tick - place
+                start_s = arrived_s[place][number]
+                if start_s < device_s[device]:
+                    start_s = device_s[device]
+                last_start_s[way[place]] = start_s
+                end_s = device_s[device] = start_s + taken_s
+                if there != device:
+                    if end_s < links[there]:
+                        end_s = links[there]
+                    end_s += send_s
+                    links[there] = end_s
+                    end_s += latency_s
+                arrived_s[place + 1][number] = end_s
+        return last_start_s
 
-    def _sent(self, stage: int, target: int, end_s: float) -> float:
-        """When a message is there that leaves its stage at this time."""
-        here, there = self.costs.devices[stage], self.costs.devices[target]
-        if here == there:
-            return end_s
-        cut = min(stage, target)
-        free_s = max(end_s, self.link_s[here][there]) + self.costs.send_s[cut]
-        self.link_s[here][there] = free_s
-        return free_s + self.costs.latency_s[cut]
+    def _place(
+        self, stage: int, target: int, taken_s: float
+    ) -> tuple[int, float, int, list[float], float, float]:
+        """Of a stage its device, its seconds, and where its messages go, over which link."""
+        devices, cut = self.costs.devices, min(stage, target)
+        here = devices[stage]
+        if not 0 <= target < len(devices):  # the last on the way sends nothing
+            return here, taken_s, here, [], 0.0, 0.0
+        sent = self.costs.send_s[cut], self.costs.latency_s[cut]
+        return here, taken_s, devices[target], self.link_s[here], *sent
 
 
 def speedup(serial_s: float, parallel_s: float) -> float:
