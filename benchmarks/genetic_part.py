@@ -17,10 +17,18 @@ three families, the interval excluding 0, in no family 1 % longer, and if 95 % o
 come within 1 % of the best placement. Where a search finds nothing that fits, its step is infinite.
 
     python benchmarks/genetic_part.py [--instances 50] [--evaluations 5000] [--small 20]
+
+With `--joint` the problems are those of the planner instead: shape, order of unlike devices, cuts,
+copies, micro-batches and shares together. All searches begin with the planner's seeds: GABRA and
+the same without crossover breed from them, restarts descend from each and then from random ones,
+annealing walks from the best. What is best known is the least that any of them finds, or the
+planner, whose own search has as many evaluations or more.
+
+    python benchmarks/genetic_part.py --joint [--evaluations 2000] [--seeds 3]
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, product
 from math import exp, inf, isfinite
@@ -29,10 +37,15 @@ from time import process_time
 from typing import Any
 
 import numpy as np
+from _joint_problems import NETWORKS, PROBLEMS
+from _results import record
+from random_clusters import BATCH, arrangement
 from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run_counted
+from lightning_hybrid.asking.arrangements import Arrangements, starts_of
+from lightning_hybrid.asking.shapes import fastest, rank_shapes
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.free_placements import FreePlacements
 from lightning_hybrid.planning.partition_table import PartitionTable
@@ -250,21 +263,28 @@ def all_placements(space: Any) -> Iterator[Any]:
                 yield (*labels, 0)
 
 
-def annealing(space: Any, cost: Callable[[Any], float], rng: Rng, evaluations: int) -> None:
-    genes = space.random(rng)
-    value, asked = cost(genes), 1
+def annealing(
+    space: Any, cost: Callable[[Any], float], rng: Rng, starts: Sequence[Any], evaluations: int
+) -> None:
+    genes = starts[0] if starts else space.random(rng)
+    value, seen = cost(genes), {genes}
     while True:
         near = space.neighbour(genes, rng)
         if near == genes:
             continue
-        changed, asked = cost(near), asked + 1
-        warmth = 0.03 * (0.0005 / 0.03) ** min(1.0, asked / evaluations)
+        changed = cost(near)
+        seen.add(near)
+        warmth = 0.03 * (0.0005 / 0.03) ** min(1.0, len(seen) / evaluations)
         better = changed <= value or not isfinite(value)
         if better or rng.random() < exp(-(changed / value - 1) / warmth):
             genes, value = near, changed
 
 
-def restarts(space: Any, cost: Callable[[Any], float], rng: Rng) -> None:
+def restarts(
+    space: Any, cost: Callable[[Any], float], rng: Rng, starts: Sequence[Any], evaluations: int
+) -> None:
+    for genes in starts:
+        descend(space, genes, cost, rng, RESTART_PATIENCE)
     while True:
         descend(space, space.random(rng), cost, rng, RESTART_PATIENCE)
 
@@ -277,24 +297,37 @@ def least(search: Callable[[], tuple[Any, tuple[float, ...]]]) -> float:
         return inf
 
 
-def searches(seed: int, name: str, evaluations: int) -> dict[str, float]:
-    """The least step that each search finds for an instance of a family, and their CPU seconds."""
-    space, start = FAMILIES[name](np.random.default_rng(seed)), process_time()
+def compared(
+    space: Any, seed: int, evaluations: int, starts: Sequence[Any] = ()
+) -> dict[str, float]:
+    """The least step that each search finds, and GABRA's CPU seconds."""
 
-    def peer(search: Callable[..., None], *more: Any) -> float:
+    def walked(search: Callable[..., None]) -> float:
         rng = np.random.default_rng(seed)
         return least(
-            lambda: run_counted(space, lambda cost: search(space, cost, rng, *more), evaluations)
+            lambda: run_counted(
+                space, lambda cost: search(space, cost, rng, starts, evaluations), evaluations
+            )
         )
 
-    uncrossed = Breeding(evaluations=evaluations, crossover=0)
-    found = {
-        "GABRA": least(lambda: evolve(space, seed, Breeding(evaluations=evaluations))),
-        "no crossover": least(lambda: evolve(space, seed, uncrossed)),
-        "restarts": peer(restarts),
-        "annealing": peer(annealing, evaluations),
+    def bred(crossover: float) -> float:
+        population = len(starts) or Breeding.population
+        breeding = Breeding(evaluations=evaluations, population=population, crossover=crossover)
+        return least(lambda: evolve(space, seed, breeding, starts))
+
+    begun = process_time()
+    found = {"GABRA": bred(Breeding.crossover), "seconds": process_time() - begun}
+    peers = {
+        "no crossover": bred(0.0),
+        "restarts": walked(restarts),
+        "annealing": walked(annealing),
     }
-    return found | {"seconds": process_time() - start}
+    return found | peers
+
+
+def searches(seed: int, name: str, evaluations: int) -> dict[str, float]:
+    """The same of an instance of a family."""
+    return compared(FAMILIES[name](np.random.default_rng(seed)), seed, evaluations)
 
 
 def small_problem(seed: int, name: str, evaluations: int) -> bool | None:
@@ -325,7 +358,7 @@ PEERS = ("no crossover", "restarts", "annealing")
 
 def compare(name: str, found: list[dict[str, float]], table: Table) -> tuple[float, float, float]:
     """One family: the median change against its best peer, and the interval of that."""
-    seconds = sum(f["seconds"] for f in found) / len(found) / (1 + len(PEERS))
+    seconds = sum(f["seconds"] for f in found) / len(found)
     peers = {peer: [change(f, peer) for f in found] for peer in PEERS}
     best_peer = max(peers, key=lambda peer: float(np.median(peers[peer])))
     for peer, changes in peers.items():
@@ -339,20 +372,54 @@ def compare(name: str, found: list[dict[str, float]], table: Table) -> tuple[flo
     return float(np.median(peers[best_peer])), *interval(peers[best_peer])
 
 
+def joint(evaluations: int, seeds: int) -> None:
+    """Print and record how far each search is from the best known of the planner's problems."""
+    costs = {name: make() for name, make in NETWORKS.items()}
+    worst = dict.fromkeys(("GABRA", *PEERS, "planner"), 0.0)
+    slices = [m for m in range(1, BATCH + 1) if BATCH % m == 0]
+    for problem, (network, cluster) in PROBLEMS.items():
+        shapes = rank_shapes(costs[network], cluster, BATCH)
+        # what the planner has searched for is not given to the others
+        known = [arrangement(s, len(cluster.devices)) for s in shapes if s.fits and not s.numbers]
+        runs = []
+        for seed in range(seeds):
+            space, begun = Arrangements(costs[network], cluster, BATCH, slices), process_time()
+            starts = starts_of(space, known, evaluations, np.random.default_rng(seed))
+            seeds_s = process_time() - begun
+            runs.append(compared(space, seed, evaluations, starts))
+            runs[-1] |= {"planner": 1 / fastest(shapes).samples_per_s}
+            runs[-1]["seconds"] += seeds_s
+            assert runs[-1]["GABRA"] <= min(map(space.cost, starts))
+        best = min(run[name] for run in runs for name in worst)
+        gaps = {name: [100 * (run[name] / best - 1) for run in runs] for name in worst}
+        worst |= {name: max(worst[name], *gaps[name]) for name in worst}
+        record({f"{problem}: {name}, worst": max(gap) for name, gap in gaps.items()}, "%")
+        record({f"{problem}: GABRA": max(run["seconds"] for run in runs)}, "CPU s")
+        text = "; ".join(f"{n} +{np.median(g):.2f}, +{max(g):.2f} %" for n, g in gaps.items())
+        print(f"{problem}: {text}; GABRA {runs[0]['seconds']:.1f} s", flush=True)
+    record({f"worst of all: {name}": gap for name, gap in worst.items()}, "%")
+    print("worst of all: " + "; ".join(f"{name} +{gap:.2f} %" for name, gap in worst.items()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--instances", type=int, default=50)
-    parser.add_argument("--evaluations", type=int, default=5_000)
+    parser.add_argument("--evaluations", type=int)
     parser.add_argument("--small", type=int, default=20)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--joint", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.joint:
+        joint(arguments.evaluations or 2_000, arguments.seeds)
+        return
     console = Console(width=140)
     table = Table("family", "against", "GABRA's step, median", "95 % interval", "shorter, longer",
                   "CPU s")  # fmt: skip
     verdicts, small = [], []
     with Pool(arguments.processes) as pool:
         for name in FAMILIES:
-            options = {"name": name, "evaluations": arguments.evaluations}
+            options = {"name": name, "evaluations": arguments.evaluations or 5_000}
             found = pool.map(partial(searches, **options), range(arguments.instances), 1)
             verdicts.append(compare(name, found, table))
             close = pool.map(partial(small_problem, **options), range(arguments.small), 1)

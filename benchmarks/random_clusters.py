@@ -12,7 +12,7 @@ Above four the search for a better one has two to four times the evaluations of 
 descents from its answer and from random arrangements, which are bred as well; the best of these may
 not be the best there is. All times are simulated.
 
-    python benchmarks/random_clusters.py [--clusters 30] [--first 0]
+    python benchmarks/random_clusters.py [CLUSTER ...]
 """
 
 import argparse
@@ -69,10 +69,10 @@ def joined(table: PartitionTable, count: int = PARTITIONS) -> PartitionTable:
     )
 
 
-def resattnet() -> CostsOf:
-    """The counted costs of 3D-ResAttNet-18 at the size of a brain at 2 mm."""
+def resattnet(depth: int = 18) -> CostsOf:
+    """The counted costs of 3D-ResAttNet at the size of a brain at 2 mm."""
     with torch.device("meta"):
-        network = ResAttNet3D(18)
+        network = ResAttNet3D(depth)
         graph, _ = capture_call(network, (torch.empty(BATCH, 1, 91, 109, 91),), {})
     state = optimizer_bytes(network, [torch.optim.Adam(network.parameters())])
     counted = counted_parts(graph, network_partitions(graph), FLOPS_PER_S, state)
@@ -89,6 +89,13 @@ def drawn(kind: str) -> CostsOf:
     if kind == "random":
         work, weights = 2e-3 * rng.lognormal(0, 0.8, n), 1e7 * rng.lognormal(0, 1.2, n)
         crossing = 1e6 * rng.lognormal(0, 0.8, n - 1)
+
+    return given(work, crossing, weights)
+
+
+def given(work: np.ndarray, crossing: np.ndarray, weights: np.ndarray) -> CostsOf:
+    """A network of so many seconds and bytes: forward and cuts of a sample, parameters."""
+    n = len(work)
 
     def costs_of(samples: int) -> PartitionTable:
         return PartitionTable(
@@ -252,14 +259,13 @@ def arrangement(shape: Shape, count: int) -> Arrangement:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--clusters", type=int, default=30)
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("clusters", type=int, nargs="*", default=range(30))
     arguments = parser.parse_args()
-    networks = {name: make() for name, make in NETWORKS.items()}
+    networks: dict[str, CostsOf] = {}
     gaps, seconds = {}, []
-    for seed in range(arguments.first, arguments.first + arguments.clusters):
-        network = [*networks][seed // 7 % len(networks)]
-        costs_of = networks[network]
+    for seed in arguments.clusters:
+        network = [*NETWORKS][seed // 7 % len(NETWORKS)]
+        costs_of = networks[network] = networks.get(network) or NETWORKS[network]()
         cluster = random_cluster(seed, costs_of(BATCH))
         count, start_s = len(cluster.devices), process_time()
         planned = fastest(rank_shapes(costs_of, cluster, BATCH))

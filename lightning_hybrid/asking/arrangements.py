@@ -432,9 +432,20 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
 
     It is never worse than any of them.
     """
-    rng = np.random.default_rng(seed)
     count = len(space.cluster.devices)
     evaluations = max(500, min(_WORK // count, _EACH * count * space.partitions))
+    starts = starts_of(space, seeds, evaluations, np.random.default_rng(seed))
+    breeding = Breeding(evaluations=evaluations, population=len(starts))
+    try:
+        return evolve(space, seed, breeding, starts)[0]
+    except AllocationError:
+        return None
+
+
+def starts_of(
+    space: Arrangements, seeds: Sequence[Arrangement], evaluations: int, rng: Rng
+) -> list[Arrangement]:
+    """What a search of so many evaluations begins with: the best of the seeds first, and others."""
     randoms = [space.random(rng) for _ in range(evaluations // 25)]
     seated = [space.seated(genes) for genes in seeds]
     ordered = [*seated]
@@ -443,12 +454,7 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
         ordered += [other for other in others if other]
     for _ in range(evaluations // 6 // max(1, len(seated))):
         randoms += [other for genes in seated if (other := space.shuffled(genes, rng)) is not None]
-    starts = [*_best(space, ordered)[:_STARTS], *_best(space, randoms)[:_RANDOM]]
-    breeding = Breeding(evaluations=evaluations, population=len(starts))
-    try:
-        return evolve(space, seed, breeding, starts)[0]
-    except AllocationError:
-        return None
+    return [*_best(space, ordered)[:_STARTS], *_best(space, randoms)[:_RANDOM]]
 
 
 def _best(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:

@@ -146,6 +146,16 @@ def test_shares_are_the_best_there_are() -> None:
     assert step_s == pytest.approx(dealt_s(shares), rel=1e-12)
 
 
+def test_replicas_that_are_alike_have_a_fast_and_a_slow_device_each() -> None:
+    space = Arrangements(costs_of, UNLIKE, BATCH, SLICES)
+    found = space.alike(Arrangement((0, 3, 1, 2), 2, (1, 1), 1, 2, False, (3, 6)))
+    assert found is not None
+    speeds = UNLIKE.relative_speeds
+    teams = [found.used[:2], found.used[2:]]
+    assert [sorted(speeds[k] for k in team) for team in teams] == [[1.0, 2.5]] * 2
+    assert found.used[0] == 0
+
+
 def test_a_plan_names_the_ranks_of_devices_that_change_places() -> None:
     first = next(s for s in rank_shapes(costs_of, UNLIKE, BATCH) if s.devices_per_replica == 2)
     shape = replace(first, replicas=1, numbers=(1, 3), shares=())

@@ -5,7 +5,7 @@ import pytest
 from planned import step_problem
 
 from lightning_hybrid.asking.balanced import balanced_ends
-from lightning_hybrid.planning.chains import best_chain
+from lightning_hybrid.planning.chains import best_chain, fair_ends
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 
 
@@ -56,3 +56,15 @@ def test_no_cut_lies_where_a_message_takes_longest() -> None:
     ends = balanced_ends(problem(4, 2, **alike), [1, 0])
     assert ends is not None
     assert ends[0] != 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_cuts_of_a_loop_are_no_slower_than_fair_shares_that_fit(seed: int) -> None:
+    sizes = np.random.default_rng(seed).uniform(1, 3, 12).tolist()
+    one = problem(12, 3, seed, memory_bytes=sizes, memory_limits=[0.5 * sum(sizes)] * 3)
+    order = [1, 2, 0, 1, 2, 0]
+    ends, fair = balanced_ends(one, order), fair_ends(one, order)
+    assert ends is not None
+    assert one.fits(ends, order)
+    assert one.fits(fair, order)
+    assert one.step_time_s(ends, order) <= one.step_time_s(fair, order)

@@ -73,4 +73,15 @@ def test_the_same_seed_gives_the_same_placement() -> None:
 
 def test_limits_that_no_placement_keeps_are_reported() -> None:
     with pytest.raises(AllocationError, match="none of 100 placements keeps every device"):
-        evolve(space(0, 6, 2, room=0.5), 0, Breeding(evaluations=100))
+        evolve(space(0, 12, 3, room=0.5), 0, Breeding(evaluations=100))
+
+
+def test_no_placement_is_simulated_twice_and_a_small_problem_ends() -> None:
+    class Counted(FreePlacements):
+        def cost(self, genes: tuple[int, ...]) -> float:
+            asked.append(genes)
+            return super().cost(genes)
+
+    asked: list[tuple[int, ...]] = []
+    history = evolve(Counted(space(0, 5, 2).problem), 0, Breeding(evaluations=100))[1]
+    assert len(asked) == len(set(asked)) == len(history) <= 2**4 - 1
