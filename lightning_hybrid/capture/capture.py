@@ -42,10 +42,9 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.capture.cumulative_batchnorm import captured_averages
 from lightning_hybrid.capture.own_classes import Plain, is_followed, refused_class
 from lightning_hybrid.capture.padded_encoders import PACKS, captured_encoders
-from lightning_hybrid.capture.rewritten_functions import captured_classes
+from lightning_hybrid.capture.rewritten_functions import captured_averages, captured_classes
 from lightning_hybrid.graph import (
     Divided,
     NetworkGraph,

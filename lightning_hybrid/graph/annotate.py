@@ -24,8 +24,8 @@ from lightning_hybrid._torch.symbols import OF_VALUES, ShapeEnv, is_symbolic, sy
 from lightning_hybrid._torch.tensors import (
     FakeTensorMode,
     TorchDispatchMode,
+    arguments,
     as_they_are,
-    schema,
     storage_key,
     version,
 )
@@ -231,13 +231,13 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.uses_rng |= draws(func, args, kwargs or {})
-        given = dict(zip((argument.name for argument in schema(func).arguments), args))
-        given |= kwargs or {}
+        kwargs = kwargs or {}
+        self.uses_rng |= draws(func, args, kwargs)
+        given = arguments(func, args, kwargs)
         if given.get("training", given.get("train")):
             running = (given.get(name) for name in ("running_mean", "running_var"))
             self.statistics += [tensor for tensor in running if isinstance(tensor, Tensor)]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _modes() -> tuple[Any, ...]:

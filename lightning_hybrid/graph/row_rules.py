@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.symbols import is_symbolic
-from lightning_hybrid._torch.tensors import schema
+from lightning_hybrid._torch.tensors import arguments, schema
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Rows
 
@@ -34,10 +34,7 @@ class Call:
     """The arguments of an operator by their names in its schema."""
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        arguments = schema(func).arguments
-        values = {a.name: a.default_value for a in arguments if a.has_default_value()}
-        self.values: dict[str, Any] = {**values, **dict(zip([a.name for a in arguments], args))}
-        self.values |= kwargs
+        self.values = arguments(func, args, kwargs)
         self.overload = str(func).rpartition(".")[2]
 
     def __getitem__(self, name: str) -> Any:
@@ -378,16 +375,6 @@ def attention(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] |
     return [rows if any(map(f.depends, out.shape)) else FREE for out in outs]
 
 
-def encoder_layer(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """A whole layer of `torch.nn.TransformerEncoder`, which is one operator in an evaluation."""
-    names = ("src",) if call["src"] is not None else ("query", "key", "value")
-    own = all(f.label(call[name]) == Rows(0) for name in names)
-    mask = call["mask"] is None or f.label(call["mask"]) in (FREE, Rows(0))
-    if not own or not mask or not _all_free(f, call.others(*names, "mask")):
-        return MEET
-    return [Rows(0) if any(map(f.depends, out.shape)) else FREE for out in outs]
-
-
 def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """Rows of a shared table. With ``scale_grad_by_freq`` samples would meet in the backward."""
     shared = f.label(call["weight"]) is FREE and not call["scale_grad_by_freq"]
@@ -452,21 +439,10 @@ def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows
 
 
-def index_select(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows, dim = f.label(call["self"]), call["dim"] % max(call["self"].dim(), 1)
-    return _picked_from(f, call["self"], rows, [dim], [call["index"]])
-
-
-def index_into(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    """``index_add`` and ``index_copy``: what is put in must lie where it was picked from."""
-    tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
-    rows = f.label(tensor)
-    there = _picked_from(f, tensor, rows, [dim], [call["index"]])
-    return rows if isinstance(rows, Rows) and f.label(call["source"]) == there else MEET
-
-
 def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
-    """The dimensions that ``tensor[...]`` indexes by tensors, and these tensors."""
+    """The dimensions that an operator indexes by tensors, and these tensors."""
+    if call["indices"] is None:  # `index_select` and the like have one
+        return [call["dim"] % max(call["self"].dim(), 1)], [call["index"]]
     picks = list(call["indices"])
     at = [place for place, pick in enumerate(picks) if pick is not None]
     return at, [picks[place] for place in at]
@@ -539,7 +515,8 @@ def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
 
 
 def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor, value = call["self"], call["values"]
+    """Into ``tensor[...]``; what is put in must lie where it would be picked from."""
+    tensor, value = call["self"], call["source"] if call["values"] is None else call["values"]
     at, tensors = _picks(call)
     rows = f.label(tensor)
     if not isinstance(rows, Rows):
@@ -556,7 +533,9 @@ def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     count = tensor.dim() - len(at) + max(t.dim() for t in tensors)
     if not isinstance(there, Rows) or value.dim() > count:
         return MEET
-    if tensor.dim() == 1 and f.is_whole(there.picked, tensor.shape[0]):
+    # (what is added to other numbers is no place)
+    replaces = call["accumulate"] is False
+    if replaces and tensor.dim() == 1 and f.is_whole(there.picked, tensor.shape[0]):
         size = f.size(tensor.shape[0])  # `inverse[order] = arange(len(order))`
         if f.label(value) == Rows(0, 1, Places(sympy.Integer(1), size)):
             return replace(rows, places=Places(sympy.Integer(1), size, there.picked))
@@ -755,14 +734,13 @@ RULES: dict[str, Rule] = {
         ),
         attention,
     ),
-    "_transformer_encoder_layer_fwd": encoder_layer, "_native_multi_head_attention": encoder_layer,
-    "embedding": embedding,
+    "embedding": embedding, "gather": gather,
     **{name: spatial(count) for name, count in _SPATIAL.items()},
-        "gather": gather, **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
-    "index_select": index_select, "index": index, "index_put": index_put, "nonzero": nonzero,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
+    **dict.fromkeys(("index", "index_select"), index), "nonzero": nonzero,
+    **dict.fromkeys(("index_put", "index_add", "index_copy"), index_put),
     "sort": sort, "floor_divide": floor_divide, "histc": histogram, "cumsum": cumsum,
     "_grouped_mm": grouped_matrices,
-    **dict.fromkeys(("index_add", "index_copy"), index_into),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
     **dict.fromkeys(
         (

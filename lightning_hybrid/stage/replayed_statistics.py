@@ -52,6 +52,7 @@ class ReplayedStatistics:
 
         A micro-batch whose forward has failed changes nothing.
         """
+        # all copies have the same code, so either all of them meet below or none
         seen, self._seen = self._seen, {}
         if not stage.written:
             return
@@ -59,6 +60,7 @@ class ReplayedStatistics:
         copies, me = group.size(), group.rank()
         sizes = [t.numel() for name, t in stage.taken().items() if name in stage.written]
         shape = -(-microbatches // copies), 1 + sum(sizes)
+        # float64 holds every float32 and every count exactly, so that one message carries both
         mine = torch.zeros(shape, dtype=torch.float64, device=stage.device)
         for microbatch, values in seen.items():
             line = mine[microbatch // copies]
@@ -68,6 +70,7 @@ class ReplayedStatistics:
         wait(start(group.allgather, [parts], [mine], peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
         if not self._owns:
             return
+        # in the order of micro-batches, as one device: the average forgets the first ones most
         written = self._written(stage)
         for microbatch in range(microbatches):
             here, *values = parts[microbatch % copies][microbatch // copies].split([1, *sizes])
@@ -89,6 +92,7 @@ class ReplayedStatistics:
             prefix = f"{owner}." if owner else ""
             layer: Any = self._network.get_submodule(owner)
             count, momentum = prefix + _COUNT, layer.momentum
+            # (how often the layer ran on this micro-batch: one that is called twice counts twice)
             uses = added.get(count, here).reshape(())
             if count in written:
                 written[count].add_(uses.to(written[count].dtype))
