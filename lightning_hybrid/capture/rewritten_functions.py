@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from lightning_hybrid._torch.capture import Exchanged
+from lightning_hybrid._torch.capture import replaced
 from lightning_hybrid._torch.modules import BatchNorm, check_dimensions, detects_causal_mask
 
 
@@ -44,6 +44,7 @@ def _checkpoint_sequential(
 
         return run
 
+    # (the last segment is not checkpointed: its backward follows at once)
     size, start = len(parts) // segments, 0
     for _ in range(segments - 1):
         input = checkpoint(
@@ -82,10 +83,7 @@ def _isinstance(obj: Any, target_type: Any) -> bool:
     return bool(_jit_isinstance(obj, target_type))
 
 
-captured_classes = Exchanged(
-    lambda: setattr(torch.jit, "isinstance", _isinstance),
-    lambda: setattr(torch.jit, "isinstance", _jit_isinstance),
-)
+captured_classes = replaced(torch.jit, "isinstance", _isinstance)
 """Inside, ``torch.jit.isinstance`` is followed (TorchDynamo skips it, and substitutes no such)."""
 
 
@@ -105,6 +103,8 @@ def _averaging(self: BatchNorm, input: Tensor) -> Tensor:
         result: Tensor = _batch_norm(self, input)
         return result
     check_dimensions(self, input)
+    # torch's own kernel cannot be told a momentum that is a tensor: so it takes the statistics of
+    # this batch into tensors of their own, and they are averaged here
     count.add_(1)
     # with a momentum of 1 they become the statistics of this batch
     now_mean, now_variance = torch.zeros_like(mean), torch.ones_like(variance)
@@ -117,8 +117,5 @@ def _averaging(self: BatchNorm, input: Tensor) -> Tensor:
     return result
 
 
-captured_averages = Exchanged(
-    lambda: setattr(BatchNorm, "forward", _averaging),
-    lambda: setattr(BatchNorm, "forward", _batch_norm),
-)
+captured_averages = replaced(BatchNorm, "forward", _averaging)
 """Inside, what captures a batch normalisation can follow it."""

@@ -148,6 +148,7 @@ class _Run:
             self.found.memory[node] = self._memory(value)
 
     def _effects(self, node: fx.Node, before: tuple[Any, ...]) -> Effects:
+        # differences of what counts and watches over the whole run: the modes stay open
         counted, self.watch.uses_rng = self.flops.get_total_flops(), False
         writes = self._run(node) | {self._memory(t) for t in self.watch.statistics}
         self.watch.statistics.clear()
@@ -182,6 +183,7 @@ class _Run:
                 raise NotImplementedError("a sparse or nested tensor")
             shape = [_plain(size) for size in example.shape]
             stride = [_plain(step) for step in example.stride()]
+            # (with its strides: whether a reshape is a view, which shares memory, depends on them)
             made = torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device)
             return made.requires_grad_(example.requires_grad)
         return value_with(example, {}, hint=True) if is_symbolic(example) else example

@@ -200,6 +200,7 @@ def drawn(
         dtype: of what is dropped; torch's numbers depend on it.
         device: likewise.
     """
+    # laid out in memory as the tensor is: torch hands out its random numbers in that order
     ones = torch.ones([shape[dim] for dim in order], dtype=dtype, device=device)
     ones = ones.permute(sorted(range(len(order)), key=order.__getitem__))
     kept = torch.feature_dropout(ones, rate, True) if channels else F.dropout(ones, rate)

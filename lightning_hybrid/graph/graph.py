@@ -187,6 +187,7 @@ class NetworkGraph:
     @cached_property
     def scalar_outputs(self) -> tuple[fx.Node, ...]:
         """Outputs that are numbers read from tensors."""
+        # (what follows from sizes the driver computes by itself, without waiting for a stage)
         known = {*self.info, *self.numbers}
         return tuple(
             dict.fromkeys(n for n in self.outputs if isinstance(n, fx.Node) and n not in known)
@@ -249,6 +250,7 @@ class NetworkGraph:
 
     def bind(self, values: Sequence[Any]) -> list[Tensor]:
         """What a call brings, as tensors, from the arguments of the graph."""
+        # a number as a tensor: links and specifications know nothing else
         found: list[Tensor] = []
         for leaf in self.leaves:
             value = values[self.place[leaf.node]]

@@ -116,6 +116,7 @@ class _Describing:
 
     def described(self) -> NetworkGraph:
         examples = [n.meta.get("example_value") for n in self.placeholders if n not in self.tensors]
+        # in this order: what a layer, a leaf and the fingerprint are follows from these marks
         for node in self.graph.nodes:
             self._look_at(node)
         effects = annotate(self.graph, self.attributes)
@@ -199,6 +200,8 @@ class _Describing:
             if node.op not in ("call_function", "call_method") or node.meta.get("scalar"):
                 continue
             source: Any = node.args[0] if node.target is operator.getitem else None
+            # an operation that returns several tensors is one layer with the nodes that take them
+            # out, or a cut could part them, and a tuple does not travel
             if isinstance(source, fx.Node) and source not in self.info and source in owner:
                 owner[node] = owner[source]
                 parts[owner[source]].append(node)
@@ -296,6 +299,7 @@ def rows_of_input(node: fx.Node, symbols: Collection[Any]) -> Rows | None:
     example = node.meta["example_value"]
     if not isinstance(example, Tensor) or example.layout is not torch.strided or example.is_nested:
         return None
+    # in two dimensions of that size (a matrix of samples by samples) they would be in neither
     sizes = [(d, size) for d, size in enumerate(example.shape) if is_symbolic(size)]
     dims = [(d, size) for d, size in sizes if not set(symbols).isdisjoint(symbols_in(size))]
     return Rows(dims[0][0]) if len(dims) == 1 and is_symbol(dims[0][1]) else None

@@ -81,6 +81,7 @@ def layer_flops(graph: NetworkGraph, layer: Layer) -> int:
     if layer.effects.flops or not _is_recurrent(layer):
         return layer.effects.flops or sum(elements)
     # recurrent layers are one operation that nobody counts: each parameter works in each step
+    # (the outputs have a row of the last dimension for each step of each sample)
     steps = elements[0] // max(values[0].shape[-1], 1)  # of all samples together
     return 2 * steps * sum(graph.network.get_parameter(name).numel() for name in layer.parameters)
 
@@ -110,6 +111,8 @@ def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
     the shortcut of a residual block, or queries, keys and values of an attention. (Layers that
     share a mask and nothing else are, and so is one within another module.)
     """
+    # (a product of two activations, as in attention, is no place to begin a partition: it goes with
+    # the projections beside it)
     weights = graph.made_of_weights
     heavy = [
         number

@@ -79,6 +79,8 @@ class Trial:
                 *zip(parts, _SIZES, (0, _SIZES[0])),
             )
         )
+        # (a gradient of what all samples share is a sum over them; there is none to compare of an
+        # input that takes no part)
         results = zip(self.results, whole[0], among[0], *(outputs for outputs, _ in found))
         gradients = zip(self.labels, whole[1], among[1], *(inputs for _, inputs in found))
         return all(_is_own(*each) for each in results) and all(

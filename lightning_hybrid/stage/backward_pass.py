@@ -78,26 +78,17 @@ class BackwardPass(Pass):
         self._result = [None] * len(self.traffic.incoming[microbatch])
         if engine.failure is not None:
             return
-        try:
-            # activation checkpointing runs layers again here
-            span = engine.trace.span(f"{self.own.label}backward", microbatch)
-            with span, engine.statistics(self.call.key):
-                self._result = self._run(microbatch, gradients)
-        except Exception as error:
-            self.error = error
-            engine.fail(error, self.own.number)
+        # (statistics: activation checkpointing runs layers again here)
+        with self.computing("backward", microbatch), engine.statistics(self.call.key):
+            self._result = self._run(microbatch, gradients)
 
     def weight(self, microbatch: int) -> None:
         """Add the gradients of the weights; they are there if the backward was not split."""
-        engine, part = self.engine, self._put_off.pop(microbatch, None)
-        if part is None or engine.failure is not None:
+        part = self._put_off.pop(microbatch, None)
+        if part is None or self.engine.failure is not None:
             return
-        try:
-            with engine.trace.span(f"{self.own.label}weight", microbatch):
-                part.run(keep=self.mode.keep)
-        except Exception as error:
-            self.error = error
-            engine.fail(error, self.own.number)
+        with self.computing("weight", microbatch):
+            part.run(keep=self.mode.keep)
 
     def send_gradient(self, microbatch: int) -> None:
         traffic, links = self.traffic, self.links(microbatch)

@@ -114,11 +114,7 @@ def forward(
     Returns:
         The outputs, and the recipe.
     """
-    buffers = {
-        name: value.detach().clone()
-        for name, value in stage.taken().items()
-        if name in stage.written
-    }
+    buffers = {name: value.detach().clone() for name, value in stage.changed().items()}
     # a stage may write to an input that needs no gradient
     kept = [value if value.requires_grad else value.clone() for value in values]
     # recorded all the same, so that outputs require gradients where they would

@@ -132,8 +132,7 @@ class EarlyForwards:
             later |= written
         return {
             name: later[name] if name in later else value.detach().clone()
-            for name, value in stage.taken().items()
-            if name in stage.written
+            for name, value in stage.changed().items()
         }
 
     def _saving(self, call: int, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:

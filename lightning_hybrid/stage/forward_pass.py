@@ -99,17 +99,12 @@ class ForwardPass(Pass):
             self._values = self._post(microbatch).wait()
 
     def forward(self, microbatch: int) -> None:
-        engine, self._result = self.engine, None
+        self._result = None
         # what arrives after an error is zeros: nothing is computed of it, and it is passed on
-        if self._values is None or engine.failure is not None:
+        if self._values is None or self.engine.failure is not None:
             return
-        try:
-            with engine.trace.span(f"{self.own.label}forward", microbatch):
-                self._result = self._run(microbatch, self._values)
-        except Exception as error:
-            self.error = error
-            engine.fail(error, self.own.number)
-        else:
+        with self.computing("forward", microbatch):
+            self._result = self._run(microbatch, self._values)
             self.outputs.append(self._result)
 
     def send_activation(self, microbatch: int) -> None:

@@ -261,6 +261,17 @@ class Pass:
         self.saved = call.saved[index]
         self.error: Exception | None = None
 
+    @contextmanager
+    def computing(self, what: str, microbatch: int) -> Iterator[None]:
+        """Inside, the stage computes; an error is noted, and goes no further for now."""
+        # others wait for what this list still has to send
+        try:
+            with self.engine.trace.span(f"{self.own.label}{what}", microbatch):
+                yield
+        except Exception as error:
+            self.error = error
+            self.engine.fail(error, self.own.number)
+
     def of_kind(self, todo: Todo, kind: Kind) -> list[int]:
         """The micro-batches of this stage's instructions of a kind, in their order."""
         return [m for index, each, m in todo if index == self.index and each is kind]
