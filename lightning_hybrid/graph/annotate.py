@@ -126,7 +126,7 @@ class _Run:
         self.lost: str | None = None
 
     def annotations(self) -> Annotations:
-        before = _modes()
+        before = _fixed_modes()
         with modes_restored(), self.mode, self.flops, self.watch:
             for node in self.graph.nodes:
                 self._take(node, before)
@@ -158,7 +158,7 @@ class _Run:
             frozenset(self._memory(t) for _, t in tensors_in(self.values[node])),
             frozenset(writes),
             self.watch.uses_rng,
-            _fixed(_modes()) == _fixed(before),
+            _fixed_modes() == before,
             None,
             _plain(self.flops.get_total_flops() - counted),
         )
@@ -242,33 +242,23 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _modes() -> tuple[Any, ...]:
-    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        functorch_level(),
-        dual_level(),
-        *autocast,
-    )
-
-
-def _fixed(modes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of `_modes` those that a stage cannot switch for itself, as it can gradients and autocast."""
-    return modes[1:5]
+def _fixed_modes() -> tuple[Any, ...]:
+    """The modes that a stage cannot switch for itself, as it can gradients and autocast."""
+    inference, dtype = torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    return inference, dtype, functorch_level(), dual_level()
 
 
 @contextmanager
 def modes_restored() -> Iterator[None]:
     """Undo what a graph that breaks off inside has left switched."""
-    modes = _modes()
+    gradients, default = torch.is_grad_enabled(), torch.get_default_dtype()
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     try:
         yield
     finally:
-        torch.set_grad_enabled(modes[0])
-        torch.set_default_dtype(modes[2])
-        for device, (enabled, dtype) in zip(("cpu", "cuda"), modes[5:]):
+        torch.set_grad_enabled(gradients)
+        torch.set_default_dtype(default)
+        for device, enabled, dtype in autocast:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch.graphs import exit_autocast, is_region, set_gradients
+from lightning_hybrid._torch.graphs import is_region
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph.cuts import Cuts
 from lightning_hybrid.graph.graph import NetworkGraph
-from lightning_hybrid.graph.mode_regions import Open, open_at
+from lightning_hybrid.graph.mode_regions import Open, open_at, switched
 from lightning_hybrid.graph.partition import NetworkPartition
 from lightning_hybrid.graph.recurrent_layers import RECURRENT
 from lightning_hybrid.graph.stage_code import GraphCode
@@ -328,17 +328,13 @@ class _Copier:
 
     def enter(self, regions: Open) -> None:
         """Switch the modes as they are where the stage begins."""
-        if regions.gradients != self.source.differentiable:
-            self.graph.call_function(set_gradients, (regions.gradients,))
-        for node in regions.autocasts:
-            self.add(node)
+        now = switched(self.graph, Open(self.source.differentiable), regions)
+        self._copies |= zip(regions.autocasts, now.autocasts)  # a layer may leave such a region
 
     def leave(self, regions: Open) -> None:
-        """Switch them back."""
-        for node in reversed(regions.autocasts):
-            self.graph.call_function(exit_autocast, (self._copies[node],))
-        if regions.gradients != self.source.differentiable:
-            self.graph.call_function(set_gradients, (self.source.differentiable,))
+        """Switch them back: the code of another stage, or the user's, comes next on this rank."""
+        own = replace(regions, autocasts=tuple(self._copies[n] for n in regions.autocasts))
+        switched(self.graph, own, Open(self.source.differentiable))
 
     def finished(self, outputs: Sequence[fx.Node]) -> fx.Graph:
         """The stage's graph, returning copies of ``outputs``."""

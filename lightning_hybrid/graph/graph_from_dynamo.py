@@ -145,6 +145,10 @@ class _Describing:
         return list(self.graph.find_nodes(op="placeholder"))
 
     @cached_property
+    def _parameters(self) -> set[str]:
+        return {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
+
+    @cached_property
     def _module_names(self) -> dict[str, str]:
         """The names of all modules by their identities, as TorchDynamo notes them."""
         return {str(id(part)): name for name, part in self.network.named_modules()}
@@ -208,8 +212,7 @@ class _Describing:
             else:
                 owner[node] = node
                 parts[node] = []
-        parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
-        layers = [self._layer(n, tuple(taken), effects, parameters) for n, taken in parts.items()]
+        layers = [self._layer(node, tuple(taken), effects) for node, taken in parts.items()]
         # No cut stands between a switch and the layer beside it. Those of autocast and no_grad
         # go with the layer before, since each stage switches them for itself; others (vmap) with
         # the layer after.
@@ -224,13 +227,7 @@ class _Describing:
     def _switches(self, layer: Layer) -> bool:
         return layer.node not in self.info and not layer.node.all_input_nodes
 
-    def _layer(
-        self,
-        node: fx.Node,
-        parts: tuple[fx.Node, ...],
-        effects: Annotations,
-        parameters: set[str],
-    ) -> Layer:
+    def _layer(self, node: fx.Node, parts: tuple[fx.Node, ...], effects: Annotations) -> Layer:
         module = self._module_of(node)
         names = {self.tensors[n] for n in node.all_input_nodes if n in self.tensors}
         written = {
@@ -242,8 +239,8 @@ class _Describing:
             parts,
             module,
             module in self._childless,
-            frozenset(names & parameters),
-            frozenset(names - parameters),
+            frozenset(names & self._parameters),
+            frozenset(names - self._parameters),
             frozenset(written),
             effects.of[node],
         )

@@ -20,12 +20,12 @@ import torch
 from sympy import sympify
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch.graphs import copy_source, exit_autocast, set_gradients
+from lightning_hybrid._torch.graphs import copy_source
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.symbols import is_symbolic, symbols_in, value_with
 from lightning_hybrid.graph.graph import NetworkGraph, is_symbol
 from lightning_hybrid.graph.graph_from_dynamo import describe_part, rows_of_input
-from lightning_hybrid.graph.mode_regions import Open, open_at
+from lightning_hybrid.graph.mode_regions import Open, open_at, switched
 from lightning_hybrid.graph.partition import layer_flops
 from lightning_hybrid.graph.reached import reached
 from lightning_hybrid.graph.row_proof import Followed, follow
@@ -221,13 +221,11 @@ class _Dividing:
         share = self._share(tail | early)
         if share > LIGHT:
             return f"{self._said(tail | prologue)}, and {share:.0%} of the load follows"
-        problem = self._problem(tail, prologue, early, heavy, taken)
-        if problem is not None:
-            return problem
         tried = tuple(sorted(self.graph.place_of(node) for node in self.followed.tried))
         summary = self._summary(early, tail)
         parts = prologue, frozenset(early), frozenset(tail), frozenset(heavy)
-        return _Plan(self.followed, *parts, tuple(taken), tried, summary)
+        plan = _Plan(self.followed, *parts, tuple(taken), tried, summary)
+        return self._problem(plan) or plan
 
     def _summary(self, early: Collection[fx.Node], tail: Collection[fx.Node]) -> str:
         words = ["proof"]
@@ -284,47 +282,39 @@ class _Dividing:
         # what is neither a tensor nor a number does not come back from stages
         return node not in self.graph.info and not node.meta.get("scalar")
 
-    def _problem(
-        self,
-        tail: Collection[fx.Node],
-        prologue: Collection[fx.Node],
-        early: Collection[fx.Node],
-        heavy: Collection[fx.Node],
-        taken: Sequence[fx.Node],
-    ) -> str | None:
+    def _problem(self, plan: _Plan) -> str | None:
         """Why these three parts would not compute what the graph does."""
+        tail, prologue, early = plan.tail, plan.prologue, plan.early
         # 1. What the driver computes must not be computed again by stages, or differently.
         for node in {*tail, *early} & self.layers.keys():
-            twice = node in heavy and (node in tail or node in prologue)
-            if (
-                reason := self._of_beside(node, tail if node in tail else early, twice)
-            ) is not None:
+            twice = node in plan.heavy and (node in tail or node in prologue)
+            reason = self._of_beside(node, tail if node in tail else early, twice)
+            if reason is not None:
                 return f"{self._said([node])}, and {reason}"
         # 2. Random numbers, in the order of one device.
-        if (reason := self._of_draws(tail, early, heavy)) is not None:
+        if (reason := self._of_draws(plan)) is not None:
             return reason
         # 3. What crosses between parts has its value of the moment when the graph reads it: a write
         #    that the graph does later must not come before the parts are joined.
-        for node in (*taken, *prologue):
+        for node in (*plan.taken, *prologue):
             readers = [self.order[u] for u in node.users if u in tail] or [len(self.order)]
             first = -1 if node in prologue else min(readers)
             changes = [w for m in self._memory(node) for w in self.writers.get(m, ())]
             late = [w for w in changes if self.order[w] > first and w not in early]
             if late:
                 return f"{self.graph.place_of(late[0])} changes what is used for all samples"
-        return next(filter(None, map(self._of_taken, (*taken, *prologue))), None)
+        return next(filter(None, map(self._of_taken, (*plan.taken, *prologue))), None)
 
-    def _of_draws(
-        self, tail: Collection[fx.Node], early: Collection[fx.Node], heavy: Collection[fx.Node]
-    ) -> str | None:
+    def _of_draws(self, plan: _Plan) -> str | None:
         """Why these parts would not draw the random numbers that the graph does."""
         # (the driver draws the prologue's numbers first, whatever stood before them in the graph)
         random = [node for node in self.order if self._is_random(node)]
-        own = [node for node in random if node in heavy and node not in early]
+        own = [node for node in random if node in plan.heavy and node not in plan.early]
         if own and not self._draws:
             return f"{self._at(own[0])} draws random numbers that are not made of sizes alone"
-        late = next((node for node in random if node in tail), None)
-        if late is not None and any(self.order[n] > self.order[late] for n in random if n in early):
+        late = next((node for node in random if node in plan.tail), None)
+        first = [self.order[node] for node in random if node in plan.early]
+        if late is not None and max(first, default=-1) > self.order[late]:
             return f"{self._at(late)} draws random numbers before others that are drawn first"
         return None
 
@@ -418,9 +408,9 @@ class _Beside:
         now = Open(graph.differentiable)
         for node in own:
             if node in number:
-                now = _switched(code, now, open_at(graph, number[node]))
+                now = switched(code, now, open_at(graph, number[node]))
             copies[node] = code.node_copy(node, copies.__getitem__)
-        _switched(code, now, Open(graph.differentiable))
+        switched(code, now, Open(graph.differentiable))
         code.output([copies[node] for node in returned])
         self._code = GraphCode.of(code, graph.attributes, graph.device).function(graph.device)
 
@@ -435,17 +425,6 @@ def _is_given(node: fx.Node) -> bool:
     """Whether a node is an input or a constant, or a number or shape that follows from sizes."""
     follows = node.meta.get("number") or node.meta.get("shape")
     return node.op in ("placeholder", "get_attr") or bool(follows)
-
-
-def _switched(code: fx.Graph, now: Open, wanted: Open) -> Open:
-    """Switch modes in code from those of one place to those of another."""
-    if now == wanted:
-        return now
-    for copy in reversed(now.autocasts):
-        code.call_function(exit_autocast, (copy,))
-    if now.gradients != wanted.gradients:
-        code.call_function(set_gradients, (wanted.gradients,))
-    return replace(wanted, autocasts=tuple(code.node_copy(n) for n in wanted.autocasts))
 
 
 def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], NetworkGraph]:
