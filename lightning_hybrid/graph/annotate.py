@@ -20,7 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_hybrid._torch.autograd import dual_level, functorch_level
 from lightning_hybrid._torch.graphs import attention_of_cpu
 from lightning_hybrid._torch.random_operators import draws
-from lightning_hybrid._torch.symbols import OF_VALUES, ShapeEnv, is_symbolic, symbols_in, value_with
+from lightning_hybrid._torch.symbols import (
+    OF_VALUES,
+    ShapeEnv,
+    captured_value,
+    is_symbolic,
+    symbols_in,
+    value_with,
+)
 from lightning_hybrid._torch.tensors import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -186,7 +193,7 @@ class _Run:
             # (with its strides: whether a reshape is a view, which shares memory, depends on them)
             made = torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device)
             return made.requires_grad_(example.requires_grad)
-        return value_with(example, {}, hint=True) if is_symbolic(example) else example
+        return captured_value(example)
 
     def _memory(self, tensor: Tensor) -> int:
         try:
@@ -210,7 +217,7 @@ def _plain(number: Any) -> int:
     """A number at the captured sizes; as if they were 1, of sizes that depend on values."""
     if not is_symbolic(number):
         return int(number)
-    known = value_with(number, {}, hint=True)
+    known = captured_value(number)
     return int(value_with(number, dict.fromkeys(symbols_in(number), 1)) if known is None else known)
 
 

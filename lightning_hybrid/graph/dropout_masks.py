@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from lightning_hybrid._torch.graphs import copy_source, is_region
-from lightning_hybrid._torch.symbols import expression, is_symbolic, value_with
+from lightning_hybrid._torch.symbols import captured_value, expression, is_symbolic
 from lightning_hybrid._torch.tensors import is_fake
 
 MASKS = "masks"
@@ -160,7 +160,7 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
     """The dimensions of a dense tensor from the outermost to the innermost in memory."""
-    steps = [value_with(step, {}, hint=True) for step in tensor.stride()]
+    steps = [captured_value(step) for step in tensor.stride()]
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-steps[dim], dim)))
 
 

@@ -204,9 +204,14 @@ class NetworkGraph:
         return any(layer.effects.random for layer in self.layers)
 
     @cached_property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the network's parameters, in its order; of one that has several, the first."""
+        return tuple(name for name, _ in self.network.named_parameters())
+
+    @cached_property
     def writes_parameters(self) -> bool:
         """Whether a call changes a parameter (a codebook, an average of weights)."""
-        return not self.written.isdisjoint(name for name, _ in self.network.named_parameters())
+        return not self.written.isdisjoint(self.parameter_names)
 
     @cached_property
     def is_checkpointed(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch.symbols import guards_of, is_symbolic, symbols_in, value_with
+from lightning_hybrid._torch.symbols import captured_value, guards_of, is_symbolic, symbols_in
 from lightning_hybrid.graph.annotate import Annotations, annotate
 from lightning_hybrid.graph.graph import Layer, Leaf, NetworkGraph, TensorInfo, is_symbol
 from lightning_hybrid.graph.rows import Rows
@@ -183,7 +183,7 @@ class _Describing:
     def _info(self, example: Tensor) -> TensorInfo:
         if example.layout is not torch.strided or example.is_nested:
             return TensorInfo((), example.dtype, free=False, is_strided=False)
-        known = [value_with(size, {}, hint=True) for size in example.shape]
+        known = [captured_value(size) for size in example.shape]
         return TensorInfo(tuple(size or 0 for size in known), example.dtype, None not in known)
 
     def _is_size(self, node: fx.Node) -> bool:
@@ -195,7 +195,7 @@ class _Describing:
         if not is_symbolic(example):
             return isinstance(example, int | float | bool)
         known = set(symbols_in(example)) <= self._size_symbols
-        return known and value_with(example, {}, hint=True) is not None
+        return known and captured_value(example) is not None
 
     def _layers(self, effects: Annotations) -> tuple[Layer, ...]:
         parts: dict[fx.Node, list[fx.Node]] = {}

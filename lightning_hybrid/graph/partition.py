@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from lightning_hybrid.errors import NetworkError
@@ -65,13 +65,16 @@ def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
         else:
             refused[place] = reason
     stops = [*starts[1:], len(graph.layers)]
-    names: set[str] = set()
-    parameters = {name: place for place, (name, _) in enumerate(graph.network.named_parameters())}
-    partitions = []
+    partitions: dict[str, NetworkPartition] = {}
     for start, stop in zip(starts, stops):
         inside = {place: reason for place, reason in refused.items() if start < place < stop}
-        partitions.append(_partition(graph, cuts, start, stop, inside, names, parameters))
-    return tuple(partitions)
+        partition = _partition(graph, cuts, start, stop, inside)
+        # a module that is called several times begins several partitions
+        name, count = partition.name, 2
+        while name in partitions:
+            name, count = f"{partition.name}#{count}", count + 1
+        partitions[name] = replace(partition, name=name)
+    return tuple(partitions.values())
 
 
 def layer_flops(graph: NetworkGraph, layer: Layer) -> int:
@@ -175,29 +178,17 @@ def _scope(layer: Layer) -> list[str]:
 
 
 def _partition(
-    graph: NetworkGraph,
-    cuts: Cuts,
-    start: int,
-    stop: int,
-    refused: dict[int, str],
-    names: set[str],
-    parameters: Mapping[str, int],
+    graph: NetworkGraph, cuts: Cuts, start: int, stop: int, refused: dict[int, str]
 ) -> NetworkPartition:
     layers = graph.layers[start:stop]
     used = set().union(*(layer.parameters for layer in layers))
-    name = _label(graph, start, stop)
-    count = 2
-    while name in names:  # a module that is called several times
-        name = f"{_label(graph, start, stop)}#{count}"
-        count += 1
-    names.add(name)
     return NetworkPartition(
-        name,
+        _label(graph, start, stop),
         start,
         stop,
         tuple(layer.name for layer in layers),
         tuple(layer.module for layer in layers),
-        tuple(sorted(used & parameters.keys(), key=parameters.__getitem__)),
+        tuple(name for name in graph.parameter_names if name in used),
         sum(layer_flops(graph, layer) for layer in layers),
         cuts.bytes(stop),
         tuple((_label(graph, place, stop), reason) for place, reason in refused.items()),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.autograd import outside_of_transforms
-from lightning_hybrid._torch.symbols import is_symbolic, symbols_in, value_with
+from lightning_hybrid._torch.symbols import captured_value, is_symbolic, symbols_in, value_with
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.graph.annotate import FAILURES
 from lightning_hybrid.graph.rows import Label, Rows, joined, slices
@@ -126,7 +126,7 @@ class Trial:
         known = value_with(number, dict.fromkeys(self.symbols, samples))
         if known is None and not set(self.symbols).isdisjoint(symbols_in(number)):
             raise ValueError("a size of which the samples are a part")
-        return value_with(number, {}, hint=True) if known is None else known
+        return captured_value(number) if known is None else known
 
     def _random(self, like: Tensor, scale: float) -> Tensor:
         shape = [self._number(size, sum(_SIZES)) for size in like.shape]
