@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from lightning_hybrid.planning.dealt_time import DealtCosts, simulate_dealt
 from lightning_hybrid.planning.plan import Plan, StagePlan, cells
-from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.planning.traced_step import Work, measured_step
 from lightning_hybrid.planning.units import spell

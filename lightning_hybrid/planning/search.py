@@ -81,17 +81,37 @@ class PlanSettings:
         return max(self.copies, default=1) > 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """The devices of a replica, and what they do with a batch.
+
+    Attributes:
+        replicas: number of replicas, which are all alike.
+        stages: number of devices of each, and of its stages if those are contiguous. With copies
+            that of the stages.
+        microbatches: number of micro-batches.
+        capacities: relative speeds of the devices; None: all equal. Device 0 is the driver's and
+            gets the last stage.
+        bandwidth_bytes_per_s: speed of the links between the devices.
+        latency_s: their latency.
+        memory_limits: what each device may hold, a hard limit; None: no limit. With copies of each
+            stage, the driver's first.
+    """
+
+    replicas: int = 1
+    stages: int
+    microbatches: int
+    capacities: Sequence[float] | None = None
+    bandwidth_bytes_per_s: float = float("inf")
+    latency_s: float = 0.0
+    memory_limits: tuple[int, ...] | None = None
+
+
 def plan_stages(
     table: PartitionTable,
     settings: PlanSettings,
+    replica: Replica,
     *,
-    replicas: int,
-    stages: int,
-    microbatches: int,
-    capacities: Sequence[float] | None = None,
-    bandwidth_bytes_per_s: float = float("inf"),
-    latency_s: float = 0.0,
-    memory_limits: Sequence[int] | None = None,
     cut_points: Sequence[str] | None = None,
     after: AfterBackward = (),
 ) -> Plan:
@@ -103,15 +123,7 @@ def plan_stages(
     Args:
         table: What is known of the partitions.
         settings: What the user has asked for, with the schedule chosen.
-        replicas: Number of replicas.
-        stages: Number of devices of a replica, and of its stages if those are contiguous. With
-            copies that of the stages.
-        microbatches: Number of micro-batches.
-        capacities: Relative speeds of the devices of a replica; None: all equal. Device 0 is the
-            driver's and gets the last stage.
-        bandwidth_bytes_per_s: Speed of the links between the devices.
-        latency_s: Their latency.
-        memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
+        replica: The devices.
         cut_points: Names of the first partition of each next stage, instead of a search; each
             device has one. They are taken and predicted even where they do not fit.
         after: Of stages with copies, what follows the last backward.
@@ -120,25 +132,25 @@ def plan_stages(
         PlanError: more stages than partitions, an unknown or misplaced cut point or schedule, or no
             placement.
     """
-    schedule = settings.schedule
-    given = capacities
-    if settings.has_copies and capacities is not None:
-        capacities = of_slowest(capacities, owners_of(settings.copies))
-    speeds = [1.0] * stages if capacities is None else list(capacities)
+    schedule, stages, given = settings.schedule, replica.stages, replica.capacities
+    speeds = [1.0] * stages if given is None else list(given)
+    if settings.has_copies and given is not None:
+        # the other copies of a stage wait for its slowest one: that is all the cuts need to know
+        speeds = of_slowest(given, owners_of(settings.copies))
     _check_shape(stages, len(table.names), speeds, settings)
     problem = StepProblem(
         table=table,
         speeds=speeds,
-        links=Links.equal(stages, bandwidth_bytes_per_s, latency_s),
+        links=Links.equal(stages, replica.bandwidth_bytes_per_s, replica.latency_s),
         # a stream has no end: many micro-batches make the fill and the drain negligible
-        microbatches=_STREAM if schedule in STREAMED else microbatches,
-        memory_limits=memory_limits or (),
+        microbatches=_STREAM if schedule in STREAMED else replica.microbatches,
+        memory_limits=replica.memory_limits or (),
     )
     if settings.has_copies:
         copied = CopiedStages(
             chain=problem, copies=settings.copies, speeds=given or (), after=after
         )
-        return _with_copies(copied, settings, replicas, cut_points)
+        return _with_copies(copied, settings, replica.replicas, cut_points)
     if cut_points is None:
         ends, devices, chosen_by = _best(problem, settings)
     else:
@@ -151,15 +163,15 @@ def plan_stages(
     elif schedule == "zero_bubble":
         costs = split_costs(problem, ends, devices)
     return Plan(
-        replicas=replicas,
+        replicas=replica.replicas,
         stages=len(ends),
-        microbatches=microbatches,
+        microbatches=replica.microbatches,
         schedule=schedule,
         cuts=tuple(table.names[end] for end in ends[:-1]),
         devices=tuple(devices),
         capacities=tuple(speeds),
         rows=table.rows(ends, costs),
-        predicted_step_s=_predicted_s(costs, schedule, microbatches),
+        predicted_step_s=_predicted_s(costs, schedule, replica.microbatches),
         objective=settings.objective,
         allocation=chosen_by,
         seed=settings.seed,
@@ -179,6 +191,7 @@ def _with_copies(
         PlanError: the schedule is not fill-drain, a cut point is wrong, or no cuts fit.
     """
     chain = problem.chain
+    # no search for cuts knows the step of a dealt schedule with split backwards
     if settings.schedule != "gpipe":
         raise PlanError(
             f"stages with copies{problem.copies} are planned with schedule 'gpipe', not "

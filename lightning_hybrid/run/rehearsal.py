@@ -32,8 +32,9 @@ from lightning_hybrid._lightning import (
     move_data_to_device,
 )
 from lightning_hybrid._lightning_private import random_states, set_random_states, training_source
-from lightning_hybrid.driver import LookAhead, Seen
+from lightning_hybrid.driver import LookAhead
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.planning import CalledNetwork
 from lightning_hybrid.stage import with_room_for
 
 _SHARED_BYTES = 2**20
@@ -58,7 +59,7 @@ class Rehearsed:
             there are several; 1: each takes as much as one alone.
     """
 
-    networks: Sequence[Seen]
+    networks: Sequence[CalledNetwork]
     divided: Callable[[int], int]
 
 

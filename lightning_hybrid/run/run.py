@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -20,7 +21,7 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.graph import NetworkGraph, NetworkPartition
-from lightning_hybrid.planning import Plan, make_plan
+from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan
 from lightning_hybrid.process import Snapshot
 from lightning_hybrid.remote import take_again
 from lightning_hybrid.run.building import DeferredModule, WholeModule
@@ -138,7 +139,9 @@ class Run:
         name: str,
         graph: NetworkGraph,
         partitions: Sequence[NetworkPartition],
-        *arguments: Any,
+        leaves: Sequence[Tensor],
+        microbatches: int,
+        *,
         beside: Sequence[Plan],
         chosen: bool,
         optimizers: Sequence[Optimizer],
@@ -149,7 +152,8 @@ class Run:
             name: of the network.
             graph: of it.
             partitions: of the graph.
-            arguments: see :class:`lightning_hybrid.driver.network_options.Planner`.
+            leaves: see :class:`lightning_hybrid.driver.network_options.Planner`.
+            microbatches: see there.
             beside: see there.
             chosen: see there.
             optimizers: the user's, which need memory if the run trains.
@@ -169,19 +173,20 @@ class Run:
             self.progress.doing(what, number, count)
 
         return make_plan(
-            name,
-            graph,
-            partitions,
-            *arguments,
+            CalledNetwork(name=name, graph=graph, partitions=partitions, leaves=leaves),
+            microbatches,
+            # the user's cut points are of another graph of this network
             settings=replace(settings, allocation="exact") if chosen else settings,
-            replicas=coordinates.replicas,
-            stages=len(settings.copies) or coordinates.ranks_per_replica,
-            backend=self.world.mesh.backend,
-            device=self.device,
-            cluster=self.world.cluster,
+            site=Site(
+                replicas=coordinates.replicas,
+                stages=len(settings.copies) or coordinates.ranks_per_replica,
+                backend=self.world.mesh.backend,
+                device=self.device,
+                cluster=self.world.cluster,
+                beside=beside,
+                present_bytes=present_bytes(graph.network, self.device),
+            ),
             optimizers=optimizers if self.fitting else None,
-            beside=beside,
-            present_bytes=present_bytes(graph.network, self.device),
             advance=advance,
         )
 
