@@ -137,6 +137,7 @@ class Config:
         """Number of devices of a replica; ``None``: devices / replicas."""
         if self.sizes is not None:
             return self.sizes.stages
+        # each replica steps whenever it likes, so nothing of it may be on another rank
         if self.gradient_sync == "asgd":
             return 1
         return self._asked_stages
@@ -216,6 +217,7 @@ class Config:
         replicas, stages = self.replicas, self.stages
         if stages is None:
             stages = devices // (replicas or 1)
+        # what is left open takes all the devices that there are
         if replicas is None:
             replicas = devices // max(stages, 1)
         if replicas * stages != devices:
@@ -233,6 +235,7 @@ class Config:
 
         Cut points are for a number of stages that the user has in mind: all devices.
         """
+        # cut points are for a number of stages that the user has in mind
         asked = self.replicas is not None or self.stages is not None or self.plan is not None
         return not asked and devices > 1 and isinstance(self.settings.allocation, str)
 
@@ -258,6 +261,7 @@ class Config:
     @property
     def several_stages_per_device(self) -> bool:
         """Whether stages and devices are not the same number, so that a rank tells no stage."""
+        # without a look at a plan: a loop has several stages a device, copies the other way round
         if self.settings.schedule == "looped" or self.copies:
             return True
         if self.plan is not None:
@@ -271,6 +275,7 @@ class Config:
             replicas: their number, as :meth:`shape` gives it.
             stages: number of devices of each, likewise.
         """
+        # shares come from speeds, unless a plan brings them
         if self.balance == "speed" and replicas > 1 and not (self.plan and self.plan.shares):
             return True
         given = self.plan is not None or not isinstance(self.settings.allocation, str)
@@ -289,13 +294,16 @@ class Config:
             )
         _check_kind("delayed_weights", weights, get_args(DelayedWeights))
         streamed = STREAMED.get(name)
+        # an exact schedule has one version of weights, so there is nothing to choose
         if weights != "stash" and not (streamed and streamed.delayed):
+            # named here, as nobody knows all of them by heart
             delayed = ", ".join(repr(each.name) for each in STREAMED.values() if each.delayed)
             raise PlanError(
                 f"delayed_weights={weights!r} is for the delayed schedules ({delayed}); under "
                 f"schedule={name!r} no step comes between a forward and its backward. Leave it out."
             )
         shrink = self.gradient_shrinking
+        # other schedules train the model of one device, which shrinking would change
         if shrink != 1 and not (streamed and streamed.shrinks):
             raise PlanError(
                 f"gradient_shrinking={shrink} is part of schedule='fdg', not of {name!r}. Leave it "
@@ -455,6 +463,7 @@ def _check_shape(replicas: Count, shape: Shape, plan: Plan | None) -> None:
         return
     size = plan.devices_per_replica
     if replicas not in ("auto", plan.replicas) or stages not in ("auto", size):
+        # under a free placement a device has several stages, and sizes count devices
         what = "stages" if size == plan.stages else f"devices with {plan.stages} stages"
         raise PlanError(
             f"data_parallel_size={replicas} x pipeline_parallel_size={stages} contradict the "

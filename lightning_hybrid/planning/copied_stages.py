@@ -86,6 +86,7 @@ class CopiedStages:
     def costs(self, ends: Sequence[int]) -> DealtCosts:
         """What each copy takes."""
         slowest = self.stage_costs(ends)
+        # copies may differ in speed and links, not in what they compute
         alike = DealtCosts.alike(slowest, self.copies)
         if self.links is not None:
             alike = replace(alike, edges=self._edges(self.links, ends))

@@ -20,6 +20,7 @@ def dealt_s(costs: DealtCosts, microbatches: int) -> float:
 
 def _fill_drain_s(costs: DealtCosts, copies: tuple[int, ...], microbatches: int) -> float:
     stages = range(len(copies))
+    # plain lists by stage and copy: events and dicts would cost several times the arithmetic
     clock_s = [[0.0] * count for count in copies]
     out_s = [[0.0] * count for count in copies]  # when the last message of each has left
     last_s = [[0.0] * count for count in copies]  # when the last backward of each began
@@ -36,6 +37,7 @@ def _fill_drain_s(costs: DealtCosts, copies: tuple[int, ...], microbatches: int)
                 start_s = last_s[stage][copy] = max(clock_s[stage][copy], arrived_s)
                 end_s = clock_s[stage][copy] = start_s + seconds[stage][copy]
                 other = stage + turn
+                # beyond the ends there is nobody to send to
                 if not 0 <= other < len(copies):
                     break
                 ends = Copy(stage, copy), Copy(other, number % copies[other])

@@ -143,6 +143,7 @@ class PartitionTable:
 
     def recomputed(self) -> "PartitionTable":
         """The same where the forward runs again for the backward, which is then one."""
+        # autograd then runs the stage in one go, which leaves no two parts to separate
         return replace(self.joint(), backward_s=self.loads)
 
     def averaged(self) -> "PartitionTable":
@@ -156,6 +157,7 @@ class PartitionTable:
             size - state * (replicas - 1) / replicas
             for size, state in zip(self.kept_bytes, self.state_bytes)
         ]
+        # what is divided now must not be divided once more
         return replace(self, kept_bytes=kept, state_bytes=()) if kept else self
 
     def scaled(self, share: float) -> "PartitionTable":

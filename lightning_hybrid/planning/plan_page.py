@@ -110,6 +110,7 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
             spans[plan.owners[event.stage][event.copy]].append(span)
     # a device steps for all of its stages when the last of them has its gradients
     for device, found in spans.items():
+        # optimizers of one device run one after the other
         step_s = sum(row.step_s or 0.0 for row in _rows(plan, device))
         start_s = max((span.end_s for span in found), default=0.0)
         if step_s:

@@ -68,6 +68,7 @@ class Site:
     def limits(self) -> tuple[int, ...] | None:
         """Bytes that each device of a replica may take of the network; None: not known."""
         limits = self.cluster and self.cluster.memory_limits
+        # what is in use by this network itself was counted as taken when devices were asked
         left = remaining(limits, self.beside)
         return left and tuple(limit + self.present_bytes for limit in left)
 
@@ -105,6 +106,7 @@ def make_plan(
     """
     graph, trains, first = network.graph, optimizers is not None, None
     if isinstance(settings.allocation, tuple):
+        # where cuts are given nothing is compared: to measure would cost seconds for no decision
         first = _first_of_stages(network, settings.allocation)
         profile = count(graph, network.partitions)
     else:
@@ -322,7 +324,9 @@ def plan_by_schedule(
     """
     if schedule != AUTO:
         return plan_with(schedule)
+    # fill-drain exists for every network and has the fewest instructions: others must beat it
     best = plan_with("gpipe")
+    # one stage has no bubble to shorten, and counts are no seconds to compare
     if best.stages == 1 or not measured:
         return best
     try:
@@ -354,6 +358,7 @@ def plan_within_memory(
     if isinstance(recompute, bool):
         return plan_with(recompute)
     try:
+        # a forward that runs twice is a third more to compute, so this comes first
         plan = plan_with(False)
     except PlanError:
         return plan_with(True)

@@ -251,6 +251,7 @@ def _given_for(
     """The ends and devices of stages that begin where the user has said."""
     if schedule != "looped":
         return _given(names, cut_points, stages), _order(stages)
+    # each round visits every device once: with a rest some would miss a turn
     rounds, rest = divmod(len(cut_points) + 1, stages)
     if rest or rounds < 2:
         raise PlanError(
@@ -281,6 +282,7 @@ def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list
 def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list[int], str]:
     """The ends of the stages, their devices, and which search found them."""
     if settings.schedule == "looped":
+        # whatever the method: none of them knows the step of stages that share devices
         return *best_loop(problem), "descent"
     if settings.allocation == "merging":
         return _merged(problem, settings), _order(problem.m), "merging"
@@ -297,6 +299,7 @@ def _shortest_step(
     order = _order(problem.m)
     ends, chain_s = list[int](), float("inf")
     try:
+        # where no chain fits a free placement may: a device can take several small runs
         ends, chain_s = best_chain(problem, order)
     except PlanError as error:
         if settings.contiguous:
@@ -330,6 +333,7 @@ def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
             "allocation='merging' leaves one run of partitions for each device: use "
             "contiguous=True, or allocation='gabra'"
         )
+    # it closes the dearest cuts and looks at nothing else, memory included
     ends = merge(problem.table.loads, _cut_costs(problem), problem.m)
     if not problem.fits(ends, _order(problem.m)):
         raise PlanError(

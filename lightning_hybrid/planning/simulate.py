@@ -248,6 +248,7 @@ class _Run:
         if kind is Kind.REDUCE:
             if not collects:
                 self._ready_s[place.stage] = max(self._ready_s[place.stage], start_s)
+                # the others may not have come to it yet: when it begins is known at the end
                 self._reduces.append((place, step))
             return
         if kind.computes:

@@ -301,6 +301,7 @@ class Prediction:
     def alone_s(self) -> float:
         """Seconds of a step on one device, however much it holds."""
         parts = [network(self.whole) for network in self.networks]
+        # memory is left out: this is what to compare with, and no choice
         computed = sum(self.whole * sum((*p.forward_s, *p.backward_s)) for p in parts)
         trained = sum(sum(p.gradient_bytes) for p in parts)
         return computed + self.machine.rates.update_s_per_byte * trained
@@ -327,6 +328,7 @@ class Prediction:
         """
         batch = self.batch_of(sizes.replicas)
         shares = deal(max(sizes.replicas, sizes.replicas * batch), cluster.replica_speeds)
+        # shares differ, so the last replica to end is not known before all are planned
         found: list[list[Plan]] = []
         for replica, share in enumerate(shares):
             mine = cluster.order[replica * sizes.stages : (replica + 1) * sizes.stages]
@@ -413,6 +415,7 @@ class Prediction:
         except PlanError:
             recompute = self.settings.recompute if stages > 1 else False
             again = [recompute] if isinstance(recompute, bool) else [True, False]
+            # the message says of each way that was tried what lacks there
             for each in again if limits is not None else []:
                 way = Way(stages=stages, microbatches=sizes.microbatches, recompute=each)
                 batch = self.batch_of(sizes.replicas)

@@ -55,6 +55,7 @@ class PerformanceLog(StepWatcher):
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
         step = self._trainer.global_step
+        # a checkpoint that is loaded in between may set the number of the step back
         if self._first_step is None or step < self._first_step:
             self._first_step, self._window = step, None
         if self._window is not None and step - self._window.step >= self._every:
@@ -96,6 +97,7 @@ class PerformanceLog(StepWatcher):
             "hybrid/step_s": wall_s / (step - window.step),
             "hybrid/samples_per_s": window.samples * self._replicas / wall_s,
         }
+        # one device has no other to wait for
         if len(busy_s) > 1:
             values["hybrid/bubble"] = bubble(busy_s, wall_s)
             if any(busy_s):  # else no span of a device has passed since the last value
@@ -205,6 +207,7 @@ def first_size(batch: Any) -> int | None:
         return len(batch) if batch.dim() else None
     if isinstance(batch, Mapping):
         batch = list(batch.values())
+    # a text is a sequence of texts, without end
     if isinstance(batch, str) or not isinstance(batch, Sequence):
         return None
     return next((size for size in map(first_size, batch) if size is not None), None)

@@ -69,6 +69,7 @@ class StartProgress:
             return
         self._began = self._clock()
         self._end.clear()
+        # a thread, since a capture comes back to nobody until it is done
         self._thread = BackgroundThread(self._watch, "start progress")
         self._thread.start()
         self.doing(what)
@@ -92,6 +93,7 @@ class StartProgress:
         if thread is None:
             return
         self._end.set()
+        # a display that it opened after this would never be closed
         thread.join()
         if self._display is not None:
             self._display.close()

@@ -48,6 +48,7 @@ class ReplicaTimes:
         """
         if self._left_out:
             self._left_out -= 1
+        # a batch that one replica has not timed compares nobody
         elif all(seconds):
             self._seconds.append(seconds)
 
@@ -56,12 +57,14 @@ class ReplicaTimes:
         rows, self._seconds = self._seconds, []
         if len(rows) < FEWEST:
             return None
+        # a median forgets the batch in which something else had the device
         return tuple(1 / statistics.median(column) for column in zip(*rows))
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
+        # on a GPU the clock of the host would show when work was queued, not when it was done
         event.record()
         return event
 

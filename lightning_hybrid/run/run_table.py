@@ -57,6 +57,7 @@ class TimedRun:
         columns = [field.name for field in fields(self)]
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+", newline="", encoding="utf-8") as file:
+            # "a" writes at the end, wherever the file was read
             file.seek(0)
             head = file.readline().strip()
             if head and head != ",".join(columns):
@@ -95,6 +96,7 @@ class RunTable(StepWatcher):
         step = self._trainer.global_step
         if self._first_step is None:
             self._first_step = step
+        # the first step captures and measures networks: its time is no step's
         if self._window is None and step > self._first_step:
             self._window = Window(step)
         if self._window is not None:

@@ -80,6 +80,7 @@ class SizeChooser:
         if world.coordinates.rank == 0:
             with world.choosing():
                 sizes = self._choose_or_say_why(deferred)
+        # ranks that chose by their own measurements might not agree
         return world.broadcast(sizes)
 
     def _choose_or_say_why(self, deferred: bool) -> Sizes | None:
@@ -166,6 +167,7 @@ def prepared_alone(trainer: Trainer, world: World) -> list[str]:
         for name, value in vars(owner).items()
         if value is not None
     ]
+    # names and not values, which may be large and need not be comparable
     first, *others = world.gather(names, "the comparison of what prepare_data has set")
     return sorted(set(first).difference(set(first).intersection(*map(set, others))))
 

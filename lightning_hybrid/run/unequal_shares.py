@@ -130,6 +130,7 @@ class UnequalShares:
         self._batch = 0  # samples of a full batch of all replicas
         self._own = 1.0
         # what all replicas weigh; behind it, of each the seconds for a sample of the batch before
+        # float32 would not count the samples of a large batch exactly
         self._sums = torch.ones(1 + len(speeds), dtype=torch.float64)
         self._work: dist.Work | None = None
 
@@ -146,6 +147,7 @@ class UnequalShares:
             return None
         speeds = cluster.replica_speeds if cluster else (1.0,) * replicas
         if plan is not None and plan.shares:
+            # what a plan deals is in proportion to itself
             speeds = tuple(map(float, plan.shares))
         if run.synchronised and stages > 1 and run.config.microbatches != 1:
             raise PlanError(
@@ -253,6 +255,7 @@ class UnequalShares:
         self._sums[0] = self._own
         if self._times is not None and before:
             self._sums[1 + self._replica] = self._times.batch_arrives() / before
+        # it travels beside the forward, and is needed when the loss is known
         self._work = start(self._drivers.allreduce, [self._sums], peer=ANOTHER_REPLICA)
 
     def hear(self) -> None:

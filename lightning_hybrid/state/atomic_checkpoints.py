@@ -32,6 +32,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 def exchange(one: Path, other: Path) -> bool:
     """Exchange two files or folders. Returns whether this system and file system can do it."""
     try:
+        # `os` has no call that exchanges two names
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError, TypeError):
         return False
@@ -57,6 +58,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             path: where to.
             storage_options: refused, as Lightning's own does.
         """
+        # file systems behind URLs have no rename that replaces at once
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -65,6 +67,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         with _Beside(target) as file:
             letting_go = _LettingGo(file)
             try:
+                # weights of other ranks come one by one as they are written: all may not fit
                 with streaming():
                     torch.save(checkpoint, cast(BinaryIO, letting_go))
             except (OSError, RuntimeError):  # torch may say how far it has come, and not why
@@ -88,11 +91,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if "://" not in str(path) and Path(path).is_dir():
             return read_sharded(path, weights_only)
+        # files of the format before torch 1.6 cannot be mapped
         if "://" in str(path) or not is_zipfile(path):
             return super().load_checkpoint(path, map_location, weights_only)
         with Path(path).open("rb") as file:
             if not may_be_mapped(file):
                 return load_unread(path, weights_only)
+        # a rank needs some of it: pages that nobody reads take no memory
         loaded: dict[str, Any] = torch.load(
             path, map_location=map_location, weights_only=weights_only, mmap=True
         )
@@ -122,6 +127,7 @@ class _Beside:
     def _open(self) -> BinaryIO:
         if hasattr(os, "O_TMPFILE"):
             with suppress(OSError):
+                # what has no name goes with its process, whatever ends that
                 flags = os.O_TMPFILE | os.O_WRONLY
                 return os.fdopen(os.open(self._target.parent, flags, 0o666), "wb")
         self._has_name = True
@@ -131,6 +137,7 @@ class _Beside:
         try:
             if kind is None:
                 self._file.flush()
+                # a name on the disk before its contents is an empty file after a power cut
                 os.fsync(self._file.fileno())
                 if not self._has_name:
                     self._give_name()
@@ -191,6 +198,7 @@ class ShardedSaves:
             OSError: of the save before.
         """
         self.finish(stager)  # there are copies of one checkpoint at most
+        # an event for each: that of a save which was given up must not end this one
         folder, self._given_up = _new_folder(target), Event()
         try:
             write = stager.stage_shards(checkpoint, folder, self._given_up)
@@ -207,6 +215,7 @@ class ShardedSaves:
     def remove(self, target: Path) -> None:
         """Remove a checkpoint, unless one that was saved after it fails."""
         if self._background.busy:
+            # behind the saves under way: until they are done this may be the only whole one
             self._background.submit(partial(_remove_checkpoint, target))
         else:
             _remove_checkpoint(target)
@@ -283,6 +292,7 @@ def _put_in_place(new: Path, target: Path) -> None:
         target.rename(before)
         new.rename(target)
         _remove(before)
+    # a rename is on the disk when its folder is
     folder = os.open(target.parent, os.O_RDONLY)
     with suppress(OSError):  # not every file system can
         os.fsync(folder)

@@ -27,6 +27,7 @@ def let_go_of_checkpoints() -> None:
         return
     with suppress(OSError, AttributeError):  # other systems than Linux, and old ones
         madvise = ctypes.CDLL(None).madvise
+        # torch keeps its mappings to itself; the system knows them all
         for line in Path("/proc/self/maps").read_text().splitlines():
             addresses, *_, path = line.split(maxsplit=5)
             if path in _mapped:

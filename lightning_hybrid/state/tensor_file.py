@@ -84,6 +84,7 @@ class TensorFile:
         writable = Path(folder).is_dir() and os.access(folder, os.W_OK)
         self._file = TemporaryFile(dir=folder if writable else None)  # noqa: SIM115  others open it
         self._kept = _Kept(self._file)
+        # by the time the path is opened its process number may be that of another host or process
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._file.write(self._token)
 
@@ -117,6 +118,7 @@ class TensorFile:
             packed: nested containers, with what :meth:`store` has returned.
         """
         self._file.flush()
+        # a file without a name can be opened by the descriptor of a process that has it
         path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         return Ticket(path, self._token, packed)
 
@@ -163,6 +165,7 @@ def _read(ticket: Ticket) -> Any | None:
     if file.read(_TOKEN_BYTES) != ticket.token:
         file.close()
         return None
+    # where addresses are short one file at once would leave too few to compute with
     if not may_be_mapped(file):
         return rebuild(ticket.value, _unread_from(file))
     memory = _map(file)
@@ -226,6 +229,7 @@ def let_go(part: memoryview) -> None:
     first = _address(part)
     for start, memory in _mapped.items():
         if start <= first < start + len(memory):
+            # the system takes whole pages; what else is on the first one is read again where needed
             begin = (first - start) // mmap.PAGESIZE * mmap.PAGESIZE
             with suppress(OSError):  # not every system can
                 memory.madvise(_PAGE_OUT, begin, first - start + part.nbytes - begin)
@@ -300,6 +304,7 @@ def load_unread(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     def keep(storage: Any, _: str) -> Any:
         if storage.nbytes() <= _SMALL_BYTES:
             return storage
+        # torch hands over each storage as it is read: the file has its numbers from now on
         empty = torch.UntypedStorage(storage.nbytes(), device="meta")
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         kept[storage_key(empty)] = empty, Unread(file.keep(memory))
