@@ -146,32 +146,30 @@ def plan_stages(
         microbatches=_STREAM if schedule in STREAMED else replica.microbatches,
         memory_limits=replica.memory_limits or (),
     )
+    capacities = tuple(speeds)
+    devices: tuple[int | tuple[int, ...], ...]
     if settings.has_copies:
         copied = CopiedStages(
             chain=problem, copies=settings.copies, speeds=given or (), after=after
         )
-        return _with_copies(copied, settings, replica.replicas, cut_points)
-    if cut_points is None:
-        ends, devices, chosen_by = _best(problem, settings)
+        ends, chosen_by = _cuts_of_copies(copied, settings, cut_points)
+        devices, capacities = owners_of(settings.copies), tuple(copied.speeds)
+        costs = replace(copied.stage_costs(ends), devices=[*map(min, devices)])
+        predicted_s = dealt_s(copied.costs(ends), replica.microbatches)
     else:
-        ends, devices = _given_for(schedule, table.names, cut_points, stages)
-        chosen_by = "given"
-    costs = problem.costs(ends, devices)
-    # cuts that were good without a split may not be with one: halves of a backward end sooner
-    if schedule == "zero_bubble" and cut_points is None:
-        ends, costs = best_split_chain(problem, ends, devices)
-    elif schedule == "zero_bubble":
-        costs = split_costs(problem, ends, devices)
+        ends, costs, chosen_by = _cuts(problem, settings, cut_points)
+        devices = tuple(costs.devices)
+        predicted_s = _predicted_s(costs, schedule, replica.microbatches)
     return Plan(
         replicas=replica.replicas,
         stages=len(ends),
         microbatches=replica.microbatches,
         schedule=schedule,
         cuts=tuple(table.names[end] for end in ends[:-1]),
-        devices=tuple(devices),
-        capacities=tuple(speeds),
+        devices=devices,
+        capacities=capacities,
         rows=table.rows(ends, costs),
-        predicted_step_s=_predicted_s(costs, schedule, replica.microbatches),
+        predicted_step_s=predicted_s,
         objective=settings.objective,
         allocation=chosen_by,
         seed=settings.seed,
@@ -179,44 +177,40 @@ def plan_stages(
     )
 
 
-def _with_copies(
-    problem: CopiedStages,
-    settings: PlanSettings,
-    replicas: int,
-    cut_points: Sequence[str] | None,
-) -> Plan:
-    """The plan of stages with copies.
+def _cuts(
+    problem: StepProblem, settings: PlanSettings, cut_points: Sequence[str] | None
+) -> tuple[list[int], StepCosts, str]:
+    """The ends of the stages, what those take, and which search found them."""
+    splits, names = settings.schedule == "zero_bubble", problem.table.names
+    if cut_points is not None:
+        ends, devices = _given_for(settings.schedule, names, cut_points, problem.m)
+        costs = (split_costs if splits else StepProblem.costs)(problem, ends, devices)
+        return ends, costs, "given"
+    ends, devices, chosen_by = _best(problem, settings)
+    # cuts that were good without a split may not be with one: halves of a backward end sooner
+    if splits:
+        return *best_split_chain(problem, ends, devices), chosen_by
+    return ends, problem.costs(ends, devices), chosen_by
+
+
+def _cuts_of_copies(
+    problem: CopiedStages, settings: PlanSettings, cut_points: Sequence[str] | None
+) -> tuple[list[int], str]:
+    """The ends of stages with copies, and which search found them.
 
     Raises:
         PlanError: the schedule is not fill-drain, a cut point is wrong, or no cuts fit.
     """
-    chain = problem.chain
     # no search for cuts knows the step of a dealt schedule with split backwards
     if settings.schedule != "gpipe":
         raise PlanError(
             f"stages with copies{problem.copies} are planned with schedule 'gpipe', not "
             f"{settings.schedule!r}"
         )
-    if cut_points is None:
-        ends, all_tried = best_cuts(problem)
-        chosen_by = "exact" if all_tried else "descent"
-    else:
-        ends, chosen_by = _given(chain.table.names, cut_points, chain.m), "given"
-    owners = owners_of(problem.copies)
-    firsts = [*map(min, owners)]
-    return Plan(
-        replicas=replicas,
-        stages=chain.m,
-        microbatches=chain.microbatches,
-        schedule=settings.schedule,
-        cuts=tuple(chain.table.names[end] for end in ends[:-1]),
-        devices=owners,
-        capacities=tuple(problem.speeds),
-        rows=chain.table.rows(ends, replace(problem.stage_costs(ends), devices=firsts)),
-        predicted_step_s=dealt_s(problem.costs(ends), chain.microbatches),
-        allocation=chosen_by,
-        seed=settings.seed,
-    )
+    if cut_points is not None:
+        return _given(problem.chain.table.names, cut_points, problem.chain.m), "given"
+    ends, all_tried = best_cuts(problem)
+    return ends, "exact" if all_tried else "descent"
 
 
 def _check_shape(

@@ -22,9 +22,19 @@ from lightning_hybrid._lightning import CheckpointIO, TorchCheckpointIO
 from lightning_hybrid._lightning_private import WrappingCheckpointIO
 from lightning_hybrid.remote import streaming
 from lightning_hybrid.state.background import Background
-from lightning_hybrid.state.mapped_checkpoint import remember_mapped
-from lightning_hybrid.state.sharded_checkpoint import LAST_S, is_sharded, read_sharded
-from lightning_hybrid.state.tensor_file import PIECE_BYTES, let_go, load_unread, may_be_mapped
+from lightning_hybrid.state.sharded_checkpoint import (
+    LAST_S,
+    is_sharded,
+    named_disk_errors,
+    read_sharded,
+)
+from lightning_hybrid.state.tensor_file import (
+    PIECE_BYTES,
+    let_go,
+    load_unread,
+    may_be_mapped,
+    remember_mapped,
+)
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
@@ -64,17 +74,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _Beside(target) as file:
-            letting_go = _LettingGo(file)
-            try:
-                # weights of other ranks come one by one as they are written: all may not fit
-                with streaming():
-                    torch.save(checkpoint, cast(BinaryIO, letting_go))
-            except (OSError, RuntimeError):  # torch may say how far it has come, and not why
-                if letting_go.failed is None:
-                    raise
-                code, reason = letting_go.failed.errno, letting_go.failed.strerror
-                raise OSError(code, reason, str(path)) from None
+        with (
+            _Beside(target) as file,
+            # weights of other ranks come one by one as they are written: all may not fit
+            streaming(),
+            named_disk_errors(path),
+        ):
+            torch.save(checkpoint, cast(BinaryIO, _LettingGo(file)))
 
     def load_checkpoint(
         self,
@@ -311,26 +317,18 @@ class _LettingGo:
 
     Args:
         file: the file.
-
-    Attributes:
-        failed: why a part of it could not be written.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.failed: OSError | None = None
 
     def write(self, data: memoryview) -> int:
         """Write a part of the file, such as a whole tensor."""
         written = 0
         for begin in range(0, len(data), PIECE_BYTES):
             piece = data[begin : begin + PIECE_BYTES]
-            try:
-                written += self._file.write(piece)
-                let_go(piece)
-            except OSError as error:
-                self.failed = error
-                raise
+            written += self._file.write(piece)
+            let_go(piece)
         return written
 
     def flush(self) -> None:

@@ -216,20 +216,21 @@ def write_shard(folder: str | Path, rank: int, tensors: Mapping[Key, Tensor]) ->
     # the writer names files by the place of a plan among those of all ranks
     plans = [*[SavePlan([])] * rank, planner.create_local_plan()]
     plan = writer.prepare_global_plan(plans)[rank]
-    with streaming(), _named_disk_errors(folder):
+    with streaming(), named_disk_errors(folder):
         return Shard(plan, writer.write_data(plan, planner).wait())
 
 
 @contextmanager
-def _named_disk_errors(folder: str | Path) -> Iterator[None]:
+def named_disk_errors(path: str | Path) -> Iterator[None]:
     """Inside, `torch.save` writes: it may say how far it has come, and not why no further."""
     try:
         yield
-    except RuntimeError as error:
-        cause = error.__context__
-        if not isinstance(cause, OSError):
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        # an error of ours says all there is to say, whatever it was made of
+        if isinstance(error, HybridError) or not isinstance(cause, OSError):
             raise
-        raise OSError(cause.errno, cause.strerror, str(folder)) from None
+        raise OSError(cause.errno, cause.strerror, str(path)) from None
 
 
 def _to_write(tensor: Tensor) -> Tensor:
@@ -286,7 +287,7 @@ def _left(folder: str | Path, rank: int) -> Path:
 
 def write_rest(folder: Path, rest: Mapping[str, Any]) -> None:
     """Write what no rank's file has; see :class:`Divided`."""
-    with (folder / META).open("wb") as file, _named_disk_errors(folder):
+    with (folder / META).open("wb") as file, named_disk_errors(folder):
         torch.save(rest, file)
 
 

@@ -14,6 +14,7 @@ from there when it is needed (:mod:`lightning_hybrid.remote.unread`). So what is
 is the largest tensor.
 """
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -233,6 +234,34 @@ def let_go(part: memoryview) -> None:
             begin = (first - start) // mmap.PAGESIZE * mmap.PAGESIZE
             with suppress(OSError):  # not every system can
                 memory.madvise(_PAGE_OUT, begin, first - start + part.nbytes - begin)
+
+
+_checkpoints: set[str] = set()
+"""Paths of those that torch has mapped."""
+
+
+def remember_mapped(path: str | Path) -> None:
+    """A checkpoint was mapped."""
+    _checkpoints.add(str(Path(path).resolve()))
+
+
+def let_go_of_checkpoints() -> None:
+    """Give back the memory of all pages of mapped checkpoints.
+
+    What a rank has read to send it, or to copy it to its weights, it does not read again, and a
+    page of a file that was read stays in memory until the system needs it for something else.
+    Where a number is read again it is what it was, changes included.
+    """
+    if not _checkpoints:
+        return
+    with suppress(OSError, AttributeError):  # other systems than Linux, and old ones
+        madvise = ctypes.CDLL(None).madvise
+        # torch keeps its mappings to itself; the system knows them all
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, *_, path = line.split(maxsplit=5)
+            if path in _checkpoints:
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _PAGE_OUT)
 
 
 class _Kept:
