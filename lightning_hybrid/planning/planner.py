@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import Profile, count, find_boundary
 from lightning_hybrid.planning.cluster import Cluster, Rates
-from lightning_hybrid.planning.copied_stages import AfterBackward, of_slowest, owners_of
+from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
 from lightning_hybrid.planning.measure import Advance
 from lightning_hybrid.planning.memory_check import Fit, Way, check_memory
 from lightning_hybrid.planning.memory_needed import (
@@ -123,25 +123,22 @@ def make_plan(
     batch_bytes = microbatches * passed if trains else 0
     rates = site.rates if trains else None
     table = _table(network, profile, trains=trains)
-    after: AfterBackward = ()
+    replica = _replica(site, settings, microbatches, batch_bytes, profile)
     if rates is not None:
         reduce_s, step_s = rates.after_backward(table.gradient_bytes, site.replicas)
         table = replace(table, reduce_s=reduce_s, step_s=step_s)
-        if settings.has_copies:
-            # copies average with each other too, so each stage has a ring of its own length
-            after = [
-                rates.after_backward(table.gradient_bytes, site.replicas * copies)
-                for copies in settings.copies
-            ]
+        # copies average with each other too, so each stage has a ring of its own length
+        rings = [site.replicas * copies for copies in settings.copies]
+        after = [rates.after_backward(table.gradient_bytes, owners) for owners in rings]
+        replica = replace(replica, after=after)
     plan = plan_within(
         table,
         settings,
-        _replica(site, settings, microbatches, batch_bytes, profile),
+        replica,
         partial(_check, profile, settings, microbatches * (graph.batch_of(network.leaves) or 1)),
         trains=trains,
         measured=profile.is_measured,
         cut_points=first,
-        after=after,
     )
     if not profile.is_measured:  # counted loads say nothing of times
         return plan.without_times()
@@ -255,7 +252,6 @@ def plan_within(
     trains: bool = True,
     measured: bool = True,
     cut_points: Sequence[str] | None = None,
-    after: AfterBackward = (),
 ) -> Plan:
     """Plan stages that fit into memory, with what the user has left open chosen.
 
@@ -268,7 +264,6 @@ def plan_within(
         trains: whether there is a backward.
         measured: whether times are known.
         cut_points: see :func:`plan_stages`.
-        after: likewise.
 
     Raises:
         PlanError: there is no placement.
@@ -295,7 +290,6 @@ def plan_within(
                 replace(settings, schedule=name),
                 beside_inputs,
                 cut_points=cut_points,
-                after=after,
             ),
             contiguous=settings.contiguous,
             measured=measured,

@@ -96,6 +96,7 @@ class Replica:
         latency_s: their latency.
         memory_limits: what each device may hold, a hard limit; None: no limit. With copies of each
             stage, the driver's first.
+        after: of stages with copies, what follows the last backward.
     """
 
     replicas: int = 1
@@ -105,6 +106,7 @@ class Replica:
     bandwidth_bytes_per_s: float = float("inf")
     latency_s: float = 0.0
     memory_limits: tuple[int, ...] | None = None
+    after: AfterBackward = ()
 
 
 def plan_stages(
@@ -113,7 +115,6 @@ def plan_stages(
     replica: Replica,
     *,
     cut_points: Sequence[str] | None = None,
-    after: AfterBackward = (),
 ) -> Plan:
     """Choose where to cut a chain of network partitions, and predict the time of a step.
 
@@ -126,7 +127,6 @@ def plan_stages(
         replica: The devices.
         cut_points: Names of the first partition of each next stage, instead of a search; each
             device has one. They are taken and predicted even where they do not fit.
-        after: Of stages with copies, what follows the last backward.
 
     Raises:
         PlanError: more stages than partitions, an unknown or misplaced cut point or schedule, or no
@@ -150,7 +150,7 @@ def plan_stages(
     devices: tuple[int | tuple[int, ...], ...]
     if settings.has_copies:
         copied = CopiedStages(
-            chain=problem, copies=settings.copies, speeds=given or (), after=after
+            chain=problem, copies=settings.copies, speeds=given or (), after=replica.after
         )
         ends, chosen_by = _cuts_of_copies(copied, settings, cut_points)
         devices, capacities = owners_of(settings.copies), tuple(copied.speeds)

@@ -87,6 +87,15 @@ class StartProgress:
                 self._state = what, done, total
                 self._look()
 
+    def of_profiling(self, name: str) -> Callable[[int, int], None]:
+        """What hears which partition of a network is measured, and how many there are."""
+
+        def advance(number: int, count: int) -> None:
+            what = f"profiling {number} of {count} partitions of {name or 'self'!r}"
+            self.doing(what, number, count)
+
+        return advance
+
     def over(self) -> None:
         """All is done, or has failed."""
         thread, self._thread = self._thread, None

@@ -167,11 +167,6 @@ class Run:
             given.check_network([partition.name for partition in partitions], shown)
             return given
         coordinates = self.world.coordinates
-
-        def advance(number: int, count: int) -> None:
-            what = f"profiling {number} of {count} partitions of {name or 'self'!r}"
-            self.progress.doing(what, number, count)
-
         return make_plan(
             CalledNetwork(name=name, graph=graph, partitions=partitions, leaves=leaves),
             microbatches,
@@ -187,7 +182,7 @@ class Run:
                 present_bytes=present_bytes(graph.network, self.device),
             ),
             optimizers=optimizers if self.fitting else None,
-            advance=advance,
+            advance=self.progress.of_profiling(name),
         )
 
     def take_again(self) -> None:

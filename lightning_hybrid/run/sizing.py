@@ -137,15 +137,13 @@ class SizeChooser:
         if microbatches > 1 and not graph.is_static:
             seen = replace(seen, leaves=graph.split(list(seen.leaves), microbatches)[0])
 
-        def advance(number: int, count: int) -> None:
-            what = f"profiling {number} of {count} partitions of {seen.name or 'self'!r}"
-            self._progress.doing(what, number, count)
-
         # Lightning makes the optimizers after the sizes are known: their states are assumed
         weights = graph.network.named_parameters()
         state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
         divides = self._config.settings.shards_states
-        return seen.table(self._device, state, advance, divides_states=divides)
+        return seen.table(
+            self._device, state, self._progress.of_profiling(seen.name), divides_states=divides
+        )
 
 
 def prepared_alone(trainer: Trainer, world: World) -> list[str]:
