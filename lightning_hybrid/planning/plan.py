@@ -67,8 +67,8 @@ class StagePlan:
 
     def without_times(self) -> Self:
         """The same, where the times are not to be relied on."""
-        times = [field.name for field in fields(self) if field.name.endswith("_s")]
-        return replace(self, **dict.fromkeys(times))
+        unknown: dict[str, Any] = dict.fromkeys(f.name for f in fields(self) if f.name[-2:] == "_s")
+        return replace(self, **unknown)
 
 
 @dataclass(frozen=True, kw_only=True)

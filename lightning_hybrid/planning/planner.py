@@ -67,7 +67,7 @@ class Site:
     @property
     def limits(self) -> tuple[int, ...] | None:
         """Bytes that each device of a replica may take of the network; None: not known."""
-        limits = self.cluster and self.cluster.memory_limits
+        limits = None if self.cluster is None else self.cluster.memory_limits
         # what is in use by this network itself was counted as taken when devices were asked
         left = remaining(limits, self.beside)
         return left and tuple(limit + self.present_bytes for limit in left)
@@ -75,7 +75,7 @@ class Site:
     @property
     def rates(self) -> Rates | None:
         """What a step takes beside computing; None: not known."""
-        return self.cluster and self.cluster.rates
+        return None if self.cluster is None else self.cluster.rates
 
 
 def make_plan(
@@ -172,7 +172,7 @@ def _replica(
         replicas=site.replicas,
         stages=site.stages,
         microbatches=microbatches,
-        capacities=cluster and cluster.capacities,
+        capacities=None if cluster is None else cluster.capacities,
         bandwidth_bytes_per_s=(cluster and cluster.bandwidth_bytes_per_s)
         or BANDWIDTH_BYTES_PER_S[site.backend],
         latency_s=0.0 if rates is None else rates.message_s,
