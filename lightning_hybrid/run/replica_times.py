@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,9 +21,14 @@ class ReplicaTimes:
 
     Args:
         device: of the driver of this replica.
+        is_last: whether the batch that is trained on is the last one of its epoch.
+
+    Attributes:
+        is_last: as given.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_last: Callable[[], bool] = bool) -> None:
+        self.is_last = is_last
         self._on_gpu = device.type == "cuda"
         self._begun: float | torch.cuda.Event | None = None
         self._ended: float | torch.cuda.Event | None = None

@@ -170,7 +170,7 @@ class Run:
         return make_plan(
             CalledNetwork(name=name, graph=graph, partitions=partitions, leaves=leaves),
             microbatches,
-            # the user's cut points are of another graph of this network
+            # the user's cut points are for the network as a whole, and this is a part of it
             settings=replace(settings, allocation="exact") if chosen else settings,
             site=Site(
                 replicas=coordinates.replicas,
