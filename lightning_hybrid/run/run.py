@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -20,7 +19,6 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
-from lightning_hybrid.graph import NetworkGraph, NetworkPartition
 from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan
 from lightning_hybrid.process import Snapshot
 from lightning_hybrid.remote import take_again
@@ -136,10 +134,7 @@ class Run:
 
     def plan_network(
         self,
-        name: str,
-        graph: NetworkGraph,
-        partitions: Sequence[NetworkPartition],
-        leaves: Sequence[Tensor],
+        network: CalledNetwork,
         microbatches: int,
         *,
         beside: Sequence[Plan],
@@ -149,10 +144,7 @@ class Run:
         """The plan of a network: the user's, or one that is made.
 
         Args:
-            name: of the network.
-            graph: of it.
-            partitions: of the graph.
-            leaves: see :class:`lightning_hybrid.driver.network_options.Planner`.
+            network: see :class:`lightning_hybrid.driver.network_options.Planner`.
             microbatches: see there.
             beside: see there.
             chosen: see there.
@@ -163,12 +155,12 @@ class Run:
         """
         given, settings = self.config.plan, self.config.settings
         if given is not None and not chosen:
-            shown = f"{name or 'self'!r} ({type(graph.network).__name__})"
-            given.check_network([partition.name for partition in partitions], shown)
+            shown = f"{network.name or 'self'!r} ({type(network.graph.network).__name__})"
+            given.check_network([partition.name for partition in network.partitions], shown)
             return given
         coordinates = self.world.coordinates
         return make_plan(
-            CalledNetwork(name=name, graph=graph, partitions=partitions, leaves=leaves),
+            network,
             microbatches,
             # the user's cut points are for the network as a whole, and this is a part of it
             settings=replace(settings, allocation="exact") if chosen else settings,
@@ -179,10 +171,10 @@ class Run:
                 device=self.device,
                 cluster=self.world.cluster,
                 beside=beside,
-                present_bytes=present_bytes(graph.network, self.device),
+                present_bytes=present_bytes(network.graph.network, self.device),
             ),
             optimizers=optimizers if self.fitting else None,
-            advance=self.progress.of_profiling(name),
+            advance=self.progress.of_profiling(network.name),
         )
 
     def take_again(self) -> None:
