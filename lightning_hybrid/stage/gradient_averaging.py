@@ -14,7 +14,7 @@ They travel as bytes, since NCCL takes neither every type nor every order in mem
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid._torch.modules import BatchNorm
-from lightning_hybrid._torch.tensors import copy_each
+from lightning_hybrid._torch.tensors import as_they_are, copy_each
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, bytes_of, start, wait
 from lightning_hybrid.remote import is_deferred
 from lightning_hybrid.stage.trace import Trace
@@ -167,6 +167,8 @@ class _Bucket:
 class ReplicaGroup:
     """The data-parallel group of a rank's stages: the ranks that have them, one per replica.
 
+    To the driver the parameters of a copy of its own are proxies: here they are what they are.
+
     Args:
         parameters: those of the stages, in the same order on every replica.
         buffers: gives those that the stages have now (one may be replaced), likewise.
@@ -175,6 +177,12 @@ class ReplicaGroup:
         state: gives buffers that training steps read; see :func:`state_buffers`.
         copies: how many ranks of each replica have the stages. Each has a part of the gradients of
             its replica, so that those of a replica are summed, and those sums averaged.
+        owns: whether this rank steps the parameters; if not, it has no gradient after a sum.
+        lending: gives the group of a rank that owns the parameters, the first one, and one that
+            does not, which make it together when it is first asked for.
+
+    Attributes:
+        trainable: the parameters that have gradients, where the rank does not decide that itself.
     """
 
     def __init__(
@@ -185,7 +193,13 @@ class ReplicaGroup:
         trace: Trace,
         state: Callable[[], Iterable[Tensor]] = tuple,
         copies: int = 1,
+        *,
+        owns: bool = True,
+        lending: Callable[[], Group] | None = None,
     ) -> None:
+        self.trainable: Collection[Tensor] | None = None
+        self._owns, self._lending = owns, lending
+        self._loans: Broadcasts | None = None
         self._parameters, self._buffers, self._state = list(parameters), buffers, state
         self._group, self._trace = group, trace
         self._size, self._copies = group.size(), copies
@@ -203,10 +217,18 @@ class ReplicaGroup:
         not counted twice.
         """
         if self._copies > 1 and self._whole and self._group.rank() % self._copies:
-            for parameter in self._parameters:
-                if parameter.requires_grad:
-                    parameter.grad = None
+            self._clear()
         self._whole = False
+
+    def _clear(self) -> None:
+        with as_they_are():
+            for parameter in self._parameters:
+                if self._trains(parameter):
+                    parameter.grad = None
+
+    def _trains(self, parameter: Parameter) -> bool:
+        trainable = self.trainable
+        return parameter.requires_grad if trainable is None else parameter in trainable
 
     def arm(self, final: Iterable[Parameter] = ()) -> None:
         """The next backward adds the last gradients of this step: send them as they come.
@@ -217,10 +239,11 @@ class ReplicaGroup:
         if self._size == 1:
             return
         self.take_part()
-        trainable = [parameter.requires_grad for parameter in self._parameters]
+        trainable = [self._trains(parameter) for parameter in self._parameters]
         if trainable != self._trainable:
             self._trainable = trainable
-            self._make_buckets([p for p in self._parameters if p.requires_grad])
+            with as_they_are():
+                self._make_buckets([p for p in self._parameters if self._trains(p)])
         self._armed = True
         self._sent.clear()
         for parameter in final:
@@ -234,13 +257,16 @@ class ReplicaGroup:
         self._armed = False
         for bucket in self._buckets:
             bucket.missing.clear()
-        self._send_full_buckets()
-        for bucket, work in zip(self._buckets, self._sent):
-            wait(work, ANOTHER_REPLICA)
-            for parameter, average in bucket.empty():
-                self._hand_out_rows(parameter, average)
+        with as_they_are():
+            self._send_full_buckets()
+            for bucket, work in zip(self._buckets, self._sent):
+                wait(work, ANOTHER_REPLICA)
+                for parameter, average in bucket.empty():
+                    self._hand_out_rows(parameter, average)
         self._sent.clear()  # what is kept of a transfer keeps its group from closing
         self._whole = True
+        if not self._owns:
+            self._clear()
 
     def _hand_out_rows(self, parameter: Parameter, average: Tensor) -> None:
         """A sparse gradient has the rows that some replica has used, zeros among them too."""
@@ -271,14 +297,27 @@ class ReplicaGroup:
         if state:
             read = {id(buffer) for buffer in self._state()}
             buffers = [buffer for buffer in buffers if id(buffer) in read]
-        Broadcasts(self._group).send(buffers)
+        with as_they_are():
+            Broadcasts(self._group).send(buffers)
 
     def broadcast_weights(self) -> None:
         """Give every replica the weights and buffers of replica 0."""
         if self._size == 1:
             return
         self.broadcast_buffers()
-        Broadcasts(self._group).send(self._parameters)
+        with as_they_are():
+            Broadcasts(self._group).send(self._parameters)
+
+    def lend(self) -> None:
+        """Give the rank that does not own the weights those of the first one that does.
+
+        Both call it. (A graph that has saved them and goes back after a step is an error of the
+        owners', who write to theirs; here the same numbers may come again.)
+        """
+        assert self._lending is not None
+        self._loans = self._loans or Broadcasts(self._lending())
+        with as_they_are():
+            self._loans.send(self._parameters)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -292,7 +331,8 @@ class ReplicaGroup:
         bucket, index = self._place[parameter]
         bucket.missing.discard(index)
         if not bucket.missing:
-            self._send_full_buckets()
+            with as_they_are():  # (autograd may have a thread for each device)
+                self._send_full_buckets()
 
     def _send_full_buckets(self) -> None:
         # Always in order, whichever is full first: collectives pair by their order.
@@ -322,7 +362,8 @@ class ReplicaGroup:
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 self._place[parameter] = (bucket, index)
-                if parameter not in self._hooks:  # a frozen parameter takes none
+                # a frozen parameter takes none
+                if parameter.requires_grad and parameter not in self._hooks:
                     hook = parameter.register_post_accumulate_grad_hook(self._gradient_ready)
                     self._hooks[parameter] = hook
 

@@ -237,7 +237,10 @@ class MemoryGroupOfRank:
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> Any:
         return self._begin(
-            tensors, lambda all_parts: tensors[0].copy_(sum(parts[0] for parts in all_parts))
+            tensors,
+            lambda all_parts: tensors[0].copy_(
+                sum(parts[0].to(tensors[0].device) for parts in all_parts)
+            ),
         )
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
