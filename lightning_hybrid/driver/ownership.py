@@ -145,9 +145,7 @@ class Ownership:
 
     def clear_gradients(self, names: list[str]) -> None:
         """Of remote parameters."""
-        with as_they_are():
-            for name in self._parts_here(names):
-                self._copied[name].grad = None
+        self._clear_here(self._parts_here(names))
         for rank, mine in self._by_worker(names, names).items():
             self._workers.send(rank, ClearGradients(mine))
 
@@ -164,10 +162,13 @@ class Ownership:
         """A step, or the end of the run, finds gradients with their owners alone."""
         parts = self._parts_here(self._copied)
         if parts:
-            with as_they_are():
-                for name in parts:
-                    self._copied[name].grad = None
+            self._clear_here(parts)
             self.take(Kind.GRADIENT, parts, add=True)
+
+    def _clear_here(self, names: Iterable[str]) -> None:
+        with as_they_are():
+            for name in names:
+                self._copied[name].grad = None
 
     def _parts_here(self, names: Iterable[str]) -> dict[str, Tensor]:
         """What the driver's copy of a stage has of gradients that are not summed yet."""

@@ -78,7 +78,8 @@ class Broadcasts:
     def _send_together(self, tensors: list[Tensor], nbytes: int, source: int) -> None:
         device = tensors[0].device
         if self._buffer.numel() < nbytes or self._buffer.device != device:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # (it is kept, and an evaluation may come first)
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         flat = self._buffer[:nbytes]
         parts = [
             part.view(tensor.dtype).view(tensor.shape)

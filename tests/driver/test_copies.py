@@ -348,6 +348,39 @@ def test_weights_that_are_loaded_and_evaluated_are_those_of_all_copies(
     check_as_one_device(network, replica)
 
 
+def test_what_is_frozen_in_a_forward_alone_gets_no_gradient_in_any_copy(replicas: Make) -> None:
+    network: Any = model()
+    replica = replicas(deepcopy(network), SHAPES["1-2"], parts=5)
+    mine, theirs = sgd(replica.model), sgd(network)
+    replica.driver.optimizers.connect([mine])
+    for step, value in enumerate(batches(SIZES)):
+        replica.driver.begin_step(step)
+        for module in (network, replica.model):
+            module.net[6].weight.requires_grad_(step % 2 == 0)
+        loss = loss_of(network, torch.cat([network.net(part) for part in value.chunk(5)]))
+        found = loss_of(replica.model, replica(value))
+        for module in (network, replica.model):
+            module.net[6].weight.requires_grad_(True)
+        loss.backward()
+        found.backward()
+        replica.driver.gradients.after_backward()
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    check_as_one_device(network, replica)
+
+
+def test_an_evaluation_in_inference_mode_may_come_first(replicas: Make) -> None:
+    network: Any = model()
+    replica = replicas(deepcopy(network), SHAPES["1-2"], parts=5)
+    [value, *_] = batches(SIZES)
+    with torch.inference_mode():
+        torch.testing.assert_close(replica(value), network.net(value), **CLOSE)
+    assert train(replica, sgd(replica.model)) == pytest.approx(
+        one_device(network, sgd(network)), rel=0, abs=1e-10
+    )
+
+
 def test_states_of_optimizers_are_those_of_one_device(replicas: Make) -> None:
     network: Any = model()
     replica = replicas(deepcopy(network), SHAPES["3-1"], parts=5)

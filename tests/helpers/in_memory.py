@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.connections import Transfer, Wire, connection_lost
@@ -44,7 +45,8 @@ class _Connection:
             (self._sent if sends else self._posted)[to].append(ref(transfer))
             sent, posted = self._sent[to], self._posted[to]
             while (source := _oldest(sent)) and (target := _oldest(posted)):
-                target.tensor.copy_(source.tensor)
+                with torch.inference_mode():  # as the rank may be whose tensor it is
+                    target.tensor.copy_(source.tensor)
                 source.over = target.over = True
                 sent.popleft()
                 posted.popleft()
