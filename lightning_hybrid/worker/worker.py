@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import (
     Answer,
     ConnectionLost,
+    Dealt,
     Failure,
     Guard,
     Heartbeat,
@@ -204,7 +205,8 @@ class Worker:
     def _cut(self, order: Cut) -> None:
         # first of all: the others wait for this rank in it
         known = order.network < len(self._networks)
-        copies, links = (), {}
+        copies: tuple[int, ...] = ()
+        links: Mapping[int, Dealt] = {}
         if not known:
             links = link_copies(self._mesh, order.placement.devices, self._device)
             copies = copies_of(order.placement.devices[next(iter(links))])

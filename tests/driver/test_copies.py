@@ -352,15 +352,16 @@ def test_what_is_frozen_in_a_forward_alone_gets_no_gradient_in_any_copy(replicas
     network: Any = model()
     replica = replicas(deepcopy(network), SHAPES["1-2"], parts=5)
     mine, theirs = sgd(replica.model), sgd(network)
+    weights = [part[6].weight for part in (network.net, layers(replica))]
     replica.driver.optimizers.connect([mine])
     for step, value in enumerate(batches(SIZES)):
         replica.driver.begin_step(step)
-        for module in (network, replica.model):
-            module.net[6].weight.requires_grad_(step % 2 == 0)
+        for weight in weights:
+            weight.requires_grad_(step % 2 == 0)
         loss = loss_of(network, torch.cat([network.net(part) for part in value.chunk(5)]))
         found = loss_of(replica.model, replica(value))
-        for module in (network, replica.model):
-            module.net[6].weight.requires_grad_(True)
+        for weight in weights:
+            weight.requires_grad_(True)
         loss.backward()
         found.backward()
         replica.driver.gradients.after_backward()
