@@ -140,10 +140,14 @@ class _Bucket:
                 else:
                     view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
                     self.counts[index] = _SPARSE if gradient.is_sparse else 1.0
-        self.numbers.mul_(scale)
+        if scale != 1:
+            self.numbers.mul_(scale)
 
-    def empty(self) -> list[tuple[Parameter, Tensor]]:
+    def empty(self, *, kept: bool = True) -> list[tuple[Parameter, Tensor]]:
         """Hand the averages back to the parameters.
+
+        Args:
+            kept: whether this rank uses them; if not, dense gradients stay what they are.
 
         Returns:
             The parameters whose gradients are sparse, with the averages; on all replicas the same.
@@ -153,7 +157,8 @@ class _Bucket:
         gradients = [parameter.grad for parameter in self.parameters]
         dense = [g for g in gradients if g is not None and not g.is_sparse]
         if len(dense) == len(gradients):
-            copy_each(dense, self.views)
+            if kept:
+                copy_each(dense, self.views)
             return []
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views)):
             if parameter.grad is not None and not parameter.grad.is_sparse:
@@ -262,7 +267,7 @@ class ReplicaGroup:
             self._send_full_buckets()
             for bucket, work in zip(self._buckets, self._sent):
                 wait(work, ANOTHER_REPLICA)
-                for parameter, average in bucket.empty():
+                for parameter, average in bucket.empty(kept=self._owns):
                     self._hand_out_rows(parameter, average)
         self._sent.clear()  # what is kept of a transfer keeps its group from closing
         self._whole = True
