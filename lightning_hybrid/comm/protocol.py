@@ -580,6 +580,19 @@ class TakeWeights(Command):
 
 
 @dataclass(frozen=True)
+class LendWeights(Command):
+    """Give the driver's copy of this rank's stage the weights of now, by a group for that alone.
+
+    Attributes:
+        network: number of the network.
+    """
+
+    in_frame = True
+    joint = True
+    network: int
+
+
+@dataclass(frozen=True)
 class NameGradients(Command):
     """Answer with the names of the parameters that have a gradient."""
 
@@ -690,6 +703,7 @@ MESSAGES: tuple[type[Message], ...] = (
     AwaitShards,
     MapTensors,
     TakeWeights,
+    LendWeights,
     NameGradients,
     GiveGradients,
     GiveBorrowedGradients,

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -15,15 +14,12 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import StageCode, make_stages
 from lightning_hybrid.stage import (
     Engine,
-    ReplicaGroup,
     StageOptions,
     Trace,
     borrowed_parameters,
     is_running_statistic,
-    own_buffers,
-    own_parameters,
     replayed_statistics,
-    state_buffers,
+    replica_group_of,
     tensors_of,
 )
 from lightning_hybrid.state import (
@@ -109,7 +105,8 @@ class Distribution:
             [[n for n in code.owned if n in parameters] for code in codes], placement.devices
         )
         refuse_tied(name, tensors_of(self._module), borrowed)
-        self._refuse_compiled(name, borrowed[0])
+        copied = codes[-2].owned if placement.collects else ()
+        self._refuse_compiled(name, borrowed[0] or parameters.keys() & copied)
         _refuse_copies(name, network, codes, placement.devices)
         links = self._order(number, name, codes, placement, borrowed, linked=False)
         prefix = f"{name}." if name else ""
@@ -176,6 +173,8 @@ class Distribution:
             )
         self._commands.tell_each(orders)
         links = {} if linked else link_copies(self._mesh, placement.devices, self._device)
+        if links:
+            self._mesh.owners(copies_of(placement.devices[next(iter(links))]))
         self._workers.hear(self._workers.ranks)
         return links
 
@@ -221,20 +220,15 @@ class Distribution:
         for part in here:
             part.move(self._device)
         copies = copies_of(placement.devices[next(iter(links))])
-        replica_group = ReplicaGroup(
-            own_parameters(here, borrowed),
-            partial(own_buffers, here),
-            self._mesh.data_parallel,
-            self._trace,
-            partial(state_buffers, network),
-        )
         return Engine(
             stages,
             placement,
             self._options,
             coordinates=self._mesh.coordinates,
             links=links,
-            replica_group=replica_group,
+            replica_group=replica_group_of(
+                here, network, borrowed, self._mesh, copies, self._trace
+            ),
             replayed=replayed_statistics(network, self._mesh, copies),
             device=self._device,
             seed=self._seed,

@@ -151,7 +151,6 @@ class DrivenNetwork(StagedNetwork):
             self._free(self._dropped.popleft())
         graph = specialization.graph
         self._weights.before_forward(graph, grad=grad)
-        self._commands.remote.fetch(self._buffers_of_others(specialization.number))
         # in the middle of a pass no worker could answer what its buffer is now
         leaves = [read_now(leaf) for leaf in leaves]
         slices, numbers = specialization.split(leaves)
@@ -188,17 +187,6 @@ class DrivenNetwork(StagedNetwork):
                 self._launch(specialization, leaves)
         return call, outputs
 
-    def _buffers_of_others(self, number: int) -> list[str]:
-        """Names in the LightningModule of what this rank's copy of a stage reads in its forward.
-
-        Running statistics that it writes are replayed on the workers, and not read.
-        """
-        if not self.placement.collects:
-            return []
-        stage, prefix = self.engine.owned[0].specializations[number], f"{self.name}."
-        names = (name for name in stage.buffer_names if name not in stage.written)
-        return [(prefix + name).removeprefix(".") for name in names]
-
     @signals_deferred
     def backward(
         self,
@@ -229,6 +217,7 @@ class DrivenNetwork(StagedNetwork):
             *(reduce, trainable),
         )
         self._commands.tell(mode)
+        self._told(trainable or was)
         if not keep:
             self.calls.pop(call.number, None)
         if parameters:
@@ -256,7 +245,14 @@ class DrivenNetwork(StagedNetwork):
         self._commands.tell(
             Forward(self.number, call.number, draw, number, exchange, uses_rng, False, new_key)
         )
+        self._told(key.trainable)
         return call, number
+
+    def _told(self, trainable: tuple[bool, ...]) -> None:
+        """Workers take these flags: where this rank has a copy, it sums the same gradients."""
+        if self.placement.collects:
+            flags = zip(self._parameters, trainable)
+            self.engine.replica_group.trainable = {p for p, trains in flags if trains}
 
     def _launch(self, specialization: Specialization, leaves: Sequence[Tensor]) -> None:
         """Launch calls of later batches, like one that was just called."""

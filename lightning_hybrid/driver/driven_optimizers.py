@@ -293,6 +293,7 @@ class DrivenOptimizers:
     def settle(self) -> None:
         """Gradients are about to be used."""
         self._gradients.settle()
+        self._ownership.settle()
 
     def state(self, index: int) -> dict[str, dict[str, Any]]:
         """The state of an optimizer by parameter name on the workers, tensors on the CPU."""

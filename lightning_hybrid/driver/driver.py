@@ -21,6 +21,7 @@ from lightning_hybrid.comm import (
     Failure,
     Mesh,
     broadcast_object,
+    copies_of,
     gather_objects,
     meet,
     signals_deferred,
@@ -45,7 +46,7 @@ from lightning_hybrid.driver.held_hooks import HeldHooks
 from lightning_hybrid.driver.ownership import Ownership, Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
-from lightning_hybrid.driver.tied_weights import Borrowing
+from lightning_hybrid.driver.tied_weights import Borrowing, Copied
 from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
@@ -277,23 +278,35 @@ class Driver:
         prefix = f"{driven.name}." if driven.name else ""
         first, replica_group = not self._networks, driven.engine.replica_group
         self._networks.append(driven)
-        self._ownership.add(driven.number, made.remote)
+        copied = self._copied(driven, prefix)
+        self._ownership.add(driven.number, made.remote, copied)
         self._replicated.add(replica_group, [prefix + name for name in driven.owned_names])
         self.optimizers.ship(fresh=ALL if first else 0)
         tensors = tensors_of(self._module)
         owned_there = (name for names in made.remote.values() for name in names)
-        devices = driven.placement.devices  # (what copies write is written on workers)
-        alone = [own for own in driven.engine.owned if isinstance(devices[own.number], int)]
-        stages = [own.specializations[0] for own in alone]
+        stages = [own.specializations[0] for own in driven.engine.owned]
         used_here = [prefix + name for stage in stages for name in stage.buffer_names]
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here, views)
         self._borrowing.add([[prefix + n for n in sorted(names)] for names in made.borrowed])
         if self._trains:
             self._workers.flush()  # what is on its way shows the memory of weights
-            self.remote.vacate()
+            self.remote.vacate(self._borrowing.used_here)
         if self._share:
             self._share_from_replica_0(driven.number, replica_group)
+
+    def _copied(self, driven: DrivenNetwork, prefix: str) -> dict[str, nn.Parameter]:
+        """By name in the LightningModule the parameters of this rank's copy of a stage, if any."""
+        if not driven.placement.collects:
+            return {}
+        copy = driven.engine.owned[0]
+        [owner, *_] = copies_of(driven.placement.devices[copy.number])
+        named = copy.specializations[0].named_parameters()
+        copied = {prefix + name: parameter for name, parameter in named}
+        self._borrowing.add_copy(
+            Copied(driven.number, owner, copied.keys(), driven.engine.replica_group)
+        )
+        return copied
 
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
         """Weights were loaded, or made, in one replica only."""
@@ -440,6 +453,7 @@ class Driver:
         Where files of workers cannot be read, they travel, if all ranks have room for them. Else
         each rank keeps what it owns, and the user is told.
         """
+        self._ownership.settle()
         if self._after.map_tensors():
             return
         if lacking := self._after.lacking(self.device, self.optimizers.optimizers):

@@ -5,9 +5,12 @@ here too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from torch import Tensor
+from torch.nn import Parameter
 
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import signals_deferred
 from lightning_hybrid.comm.protocol import (
     ClearGradients,
@@ -70,15 +73,24 @@ class Ownership:
         # further workers with the same: copies of a stage, or users of a constant buffer
         self._sharers: dict[str, list[int]] = {}
         self._tensors: dict[int, list[str]] = {rank: [] for rank in workers.ranks}
+        self._copied: dict[str, Parameter] = {}
 
-    def add(self, network: int, names: Mapping[int, Sequence[str]]) -> None:
+    def add(
+        self,
+        network: int,
+        names: Mapping[int, Sequence[str]],
+        copied: Mapping[str, Parameter] = MappingProxyType({}),
+    ) -> None:
         """Register a network that was cut: workers own some of its tensors from here on.
 
         Args:
             network: its number.
             names: by ``pp_rank`` of each worker, names in the LightningModule of what it owns.
+            copied: those parameters of them that the driver has a copy of: until gradients are
+                summed it has a part of theirs.
         """
         self.any_network = True
+        self._copied.update(copied)
         for rank, owned in names.items():
             for name in owned:
                 if self._owner.setdefault(name, rank) != rank:
@@ -110,6 +122,8 @@ class Ownership:
         for answer in self._workers.hear(requests):
             for name, value in answer.tensors:
                 found[name] = found[name] + value if name in found else value
+        for name, part in self._parts_here(names).items() if kind is Kind.GRADIENT else ():
+            found[name] = found[name] + part.to(found[name].device) if name in found else part
         return found
 
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
@@ -131,6 +145,7 @@ class Ownership:
 
     def clear_gradients(self, names: list[str]) -> None:
         """Of remote parameters."""
+        self._clear_here(self._parts_here(names))
         for rank, mine in self._by_worker(names, names).items():
             self._workers.send(rank, ClearGradients(mine))
 
@@ -140,7 +155,26 @@ class Ownership:
         for rank in self._workers.ranks:
             self._workers.send(rank, NameGradients())
         answers = self._workers.hear(self._workers.ranks)
-        return {name for answer in answers for name in answer.value}
+        there = {name for answer in answers for name in answer.value}
+        return there | self._parts_here(self._copied).keys()
+
+    def settle(self) -> None:
+        """A step, or the end of the run, finds gradients with their owners alone."""
+        parts = self._parts_here(self._copied)
+        if parts:
+            self._clear_here(parts)
+            self.take(Kind.GRADIENT, parts, add=True)
+
+    def _clear_here(self, names: Iterable[str]) -> None:
+        with as_they_are():
+            for name in names:
+                self._copied[name].grad = None
+
+    def _parts_here(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """What the driver's copy of a stage has of gradients that are not summed yet."""
+        with as_they_are():
+            found = {name: self._copied[name].grad for name in names if name in self._copied}
+        return {name: part for name, part in found.items() if part is not None}
 
     def _in_parts(self, name: str) -> bool:
         """Whether the gradient of a parameter is the sum of what its owners have."""

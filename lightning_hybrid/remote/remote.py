@@ -19,7 +19,7 @@ Copies and pickles are ordinary tensors. Nothing here costs anything until a pro
 look at its class by torch; our own code looks at the tensors as they are (:func:`as_they_are`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -107,9 +107,14 @@ class RemoteTensors:
         self.gradients.in_graph |= self._tensors[Kind.PARAMETER]
         self.in_graph = True
 
-    def vacate(self) -> None:
-        """Give the memory of parameters back: they have it for as long as they are read."""
-        self._here = [*self._tensors[Kind.PARAMETER].values()]
+    def vacate(self, but: Collection[str] = ()) -> None:
+        """Give the memory of parameters back: they have it for as long as they are read.
+
+        Args:
+            but: names of those that stages of this rank compute with.
+        """
+        named = self._tensors[Kind.PARAMETER].items()
+        self._here = [remote for name, remote in named if name not in but]
         self._leave()
 
     def _leave(self) -> None:
@@ -262,6 +267,13 @@ class RemoteTensors:
                     remote.seen = self._age[kind]
                     remote.settle()
         self._writes += 1
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """These parameters are here as the owners have them."""
+        for name in names:
+            remote = self._tensors[Kind.PARAMETER][name]
+            remote.seen = self._age[Kind.PARAMETER]
+            remote.settle()
 
     def bring_gradients(self) -> None:
         """The owners go: from :meth:`close` on parameters have here the gradients that are left."""

@@ -33,8 +33,7 @@ from lightning_hybrid.stage.staged_network import (
     StagedNetwork,
     borrowed_parameters,
     names_of,
-    own_buffers,
-    own_parameters,
+    replica_group_of,
     tensors_of,
     write_tensors,
 )

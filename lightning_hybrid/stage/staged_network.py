@@ -1,18 +1,21 @@
 """A network that has been cut, as one rank sees it."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import CallKey, Devices, copies_of
+from lightning_hybrid.comm import CallKey, Devices, Mesh, copies_of
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.stage.engine import Engine
+from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, state_buffers
+from lightning_hybrid.stage.trace import Trace
 from lightning_hybrid.stage.weight_hooks import WeightHooks
 
 
@@ -112,12 +115,12 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
     """Per rank of a replica, the names of the parameters that it uses and another one owns.
 
     The owner is the rank of the earliest stage that uses a parameter, but the driver only if no
-    other rank uses it: what the driver borrows it sees through its proxies.
+    other rank uses it: what the driver borrows it sees through its proxies. Copies of a stage
+    borrow nothing of each other.
 
     Args:
         stages: of each stage of the network, the names of the parameters that it uses.
-        devices: of each of them the ``pp_rank`` of its rank, or of all its copies; those that are
-            workers own the same, and the driver borrows it of the first.
+        devices: of each of them the ``pp_rank`` of its rank, or of all its copies.
 
     Raises:
         NetworkError: a stage that has copies shares a parameter with another stage.
@@ -127,10 +130,8 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
     ranks = [copies_of(device) for device in devices]
     used: list[set[str]] = [set() for _ in range(max(map(max, ranks)) + 1)]
     owner: dict[str, int] = {}
-    for names, (device, *others) in zip(stages, ranks):
+    for names, (device, *_) in zip(stages, ranks):
         used[device] |= {*names}
-        if 0 in others:  # the driver
-            used[0] |= {*names}
         for name in names:
             # (the driver is rank 0, which is false)
             owner[name] = owner.get(name) or device
@@ -160,6 +161,39 @@ def own_parameters(stages: Sequence[Stage], borrowed: frozenset[str]) -> list[nn
 def own_buffers(stages: Sequence[Stage]) -> list[Tensor]:
     """The buffers that the stages of a rank use."""
     return list({name: value for s in stages for name, value in s.named_buffers()}.values())
+
+
+def replica_group_of(
+    stages: Sequence[Stage],
+    network: nn.Module,
+    borrowed: frozenset[str],
+    mesh: Mesh,
+    copies: tuple[int, ...],
+    trace: Trace,
+) -> ReplicaGroup:
+    """What averages the gradients of a rank's stages over all ranks that have them.
+
+    Args:
+        stages: of the rank.
+        network: that they are of.
+        borrowed: names in it of parameters that another rank owns and averages.
+        mesh: of this rank.
+        copies: ``pp_rank`` of the ranks of this replica that have the stages. The driver, which may
+            be among workers, does not step them: its code sees them as the workers have them.
+        trace: where to record.
+    """
+    driver, first, here = 0, copies[0], mesh.coordinates.pp_rank
+    borrows = driver in copies[1:]
+    return ReplicaGroup(
+        own_parameters(stages, borrowed),
+        partial(own_buffers, stages),
+        mesh.owners(copies),
+        trace,
+        partial(state_buffers, network),
+        len(copies),
+        owns=not borrows or here != driver,
+        lending=partial(mesh.siblings, (first, driver)) if borrows else None,
+    )
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import (
     Answer,
     ConnectionLost,
+    Dealt,
     Failure,
     Guard,
     Heartbeat,
@@ -33,6 +34,7 @@ from lightning_hybrid.comm.protocol import (
     Forward,
     Free,
     HoldHooks,
+    LendWeights,
     Reduce,
     ReleaseHooks,
     Report,
@@ -46,16 +48,13 @@ from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
     Engine,
-    ReplicaGroup,
     StagedNetwork,
     StageOptions,
     Stopwatch,
     Trace,
     names_of,
-    own_buffers,
-    own_parameters,
     replayed_statistics,
-    state_buffers,
+    replica_group_of,
 )
 from lightning_hybrid.state import FilesOfWorker, Takeover, share_optimizers
 from lightning_hybrid.worker.worker_optimizers import WorkerOptimizers
@@ -119,6 +118,7 @@ class Worker:
             ReleaseHooks: self._release_hooks,
             SynchronizeBuffers: self._synchronize_buffers,
             Share: self._share_weights,
+            LendWeights: self._lend_weights,
             **self._optimizers.handlers(),
             **self._weights.handlers(),
             **self._shards.handlers(),
@@ -205,7 +205,12 @@ class Worker:
     def _cut(self, order: Cut) -> None:
         # first of all: the others wait for this rank in it
         known = order.network < len(self._networks)
-        links = {} if known else link_copies(self._mesh, order.placement.devices, self._device)
+        copies: tuple[int, ...] = ()
+        links: Mapping[int, Dealt] = {}
+        if not known:
+            links = link_copies(self._mesh, order.placement.devices, self._device)
+            copies = copies_of(order.placement.devices[next(iter(links))])
+            self._mesh.owners(copies)
         network = self._module.get_submodule(order.name)
         stages = {n: Stage(code, network, self._device) for n, code in order.stages.items()}
         if known:
@@ -222,19 +227,15 @@ class Worker:
         self._weights.expect(takeover)
         for stage in mine:
             stage.move(self._device)
-        own = own_parameters(mine, order.borrowed)
-        state, buffers = partial(state_buffers, network), partial(own_buffers, mine)
-        copies = copies_of(order.placement.devices[next(iter(links))])
-        workers = [copy for copy in copies if copy != DRIVER]  # the driver borrows
-        group = self._mesh.owners(workers)
-        replica_group = ReplicaGroup(own, buffers, group, self._trace, state, len(workers))
         engine = Engine(
             stages,
             order.placement,
             self._options,
             coordinates=self._mesh.coordinates,
             links=links,
-            replica_group=replica_group,
+            replica_group=replica_group_of(
+                mine, network, order.borrowed, self._mesh, copies, self._trace
+            ),
             replayed=replayed_statistics(network, self._mesh, copies),
             device=self._device,
             seed=order.seed,
@@ -326,6 +327,9 @@ class Worker:
         if command.optimizers:
             optimizers, names = self._optimizers.all, self._optimizers.names
             share_optimizers(optimizers, names, self._mesh.data_parallel, self._device)
+
+    def _lend_weights(self, command: LendWeights) -> None:
+        self._networks[command.network].engine.replica_group.lend()
 
     # -- the run
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from in_memory import MemoryGroup
-from nccl_rules import StrictReplica
+from nccl_rules import StrictGroupOfRank, StrictReplica
 from pipelines import ALONE, CPU
 from torch import Tensor, nn
 
@@ -137,7 +137,7 @@ class Ranks:
         self.results: dict[int, Any] = {}
         self._lock = Lock()
         self._groups: dict[tuple[str | int, ...], MemoryGroup] = {}
-        self._members: dict[tuple[str, int], Any] = {}
+        self._members: dict[tuple[str | int, ...], Any] = {}
         self.workers = {
             rank: Worker(module, self.mesh(rank), on(rank), options)
             for rank, module in self.modules.items()
@@ -181,7 +181,8 @@ class Ranks:
             return ALONE
         with self._lock:
             group = self._groups.setdefault((kind, *copies), MemoryGroup(len(copies)))
-            return self._members.setdefault((kind, rank), group.of(copies.index(rank)))
+            member = StrictGroupOfRank(group, copies.index(rank), self._on(rank))
+            return self._members.setdefault((kind, rank, *copies), member)
 
     def _serve(self, rank: int) -> None:
         if self._on(rank).type == "cuda":
