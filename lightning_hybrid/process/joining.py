@@ -15,7 +15,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid._lightning import rank_zero_info
 from lightning_hybrid.comm import Coordinates, Group, GroupHandle, Mesh, bound_to, make_world
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Cluster
@@ -67,7 +66,7 @@ def make_store(meeting: Meeting, timeout: timedelta = MEETING_TIMEOUT) -> dist.T
     return dist.TCPStore(address, port, None, True, timeout=timeout, master_listen_fd=listening)
 
 
-def _store_beside(group_of: int, meeting: Meeting) -> dist.TCPStore:
+def _store_beside(size: int, meeting: Meeting) -> dist.TCPStore:
     """A store where a default group of all ranks exists, which is closed.
 
     A launcher such as Ray has made it, or the script. Its own store may have the port that all
@@ -75,16 +74,16 @@ def _store_beside(group_of: int, meeting: Meeting) -> dist.TCPStore:
     default group is that of the drivers.
 
     Args:
-        group_of: number of ranks.
+        size: number of ranks.
         meeting: where they would meet without it.
 
     Raises:
         HybridError: others are in it.
     """
-    if dist.get_world_size() != group_of:
+    if dist.get_world_size() != size:
         raise HybridError(
             f"The default group of torch.distributed, which was made before this run, has "
-            f"{dist.get_world_size()} ranks, and the Trainer {group_of} processes. Let it be one "
+            f"{dist.get_world_size()} ranks, and the Trainer {size} processes. Let it be one "
             "of all processes, or call torch.distributed.destroy_process_group() on each before."
         )
     store = None
@@ -95,10 +94,6 @@ def _store_beside(group_of: int, meeting: Meeting) -> dist.TCPStore:
         dist.broadcast_object_list(port)
         meeting = replace(meeting, port=port[0])
     dist.destroy_process_group()
-    rank_zero_info(
-        f"The default group of torch.distributed, which was made before this run over all "
-        f"{group_of} processes, is closed: in a run it is that of the replicas."
-    )
     return make_store(meeting) if store is None else store
 
 
@@ -180,8 +175,8 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     if _Process.store is None:
         atexit.register(_end)
         atexit.register(time.sleep, LETTING_GO_S)  # before the groups are closed
-        made = dist.is_initialized()
-        _Process.store = _store_beside(size, meeting) if made else make_store(meeting)
+        met = dist.is_initialized()
+        _Process.store = _store_beside(size, meeting) if met else make_store(meeting)
         if meeting.outlives:
             _Process.store = of_this_start(_Process.store, coordinates.rank, size, MEETING_TIMEOUT)
     _Process.generation += 1

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from lightning_hybrid._lightning import (
     ClusterEnvironment,
@@ -24,7 +25,7 @@ from lightning_hybrid.comm import Coordinates, Group, backend_on, choose_interfa
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Cluster, Machine
-from lightning_hybrid.process import Everyone, Meeting, gather, join, look_around
+from lightning_hybrid.process import Everyone, Meeting, gather, has_met, join, look_around
 from lightning_hybrid.run import (
     Launched,
     NoWorld,
@@ -220,6 +221,11 @@ class Ranks:
         address, port = environment.main_address, environment.main_port
         choose_interface(address, port, self.hosts)
         serve = coordinates.rank == 0 and not agent_serves
+        if dist.is_initialized() and not has_met():
+            rank_zero_info(
+                "A default group of torch.distributed was made before this run. It is closed, "
+                "since in a run the default group is that of the replicas."
+            )
         meeting = Meeting(address, port, self.hosts, serve, outlives=agent_serves)
         return gather(coordinates, meeting)
 
