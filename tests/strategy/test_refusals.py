@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy, Plan
@@ -54,6 +55,36 @@ def test_a_notebook_is_told_the_name_of_the_strategy_that_works_there(
         with pytest.raises(PlanError, match="strategy='hybrid_gabra_notebook'"):
             Trainer(accelerator="cpu", devices=devices, strategy="hybrid_gabra")
     Trainer(accelerator="cpu", devices=2, strategy="hybrid_gabra_notebook", logger=False)
+
+
+@pytest.mark.parametrize(
+    ("devices", "rank", "seen"), [(1, 0, "0 of host 0"), (2, 1, "0 of host 1")]
+)
+def test_processes_that_a_cluster_has_started_are_those_that_the_trainer_wants(
+    monkeypatch: pytest.MonkeyPatch, devices: int, rank: int, seen: str
+) -> None:
+    """`Trainer(devices=..., num_nodes=...)` and the cluster's environment (LSF, MPI, Kubeflow, Ray)
+    say the same of processes and hosts."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": f"{rank}", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    strategy = HybridGabraStrategy()
+    plugins = [KubeflowEnvironment()]
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, plugins=plugins)
+    with pytest.raises(PlanError, match=f"KubeflowEnvironment says that .* 2, .* number {seen}"):
+        trainer.fit(BoringModel())
+
+
+def test_a_report_to_ray_in_a_hook_is_refused_with_stages() -> None:
+    """`RayTrainReportCallback`, for which all workers of Ray would have to run callbacks."""
+
+    class RayTrainReportCallback(Callback):
+        pass
+
+    trainer: Any = SimpleNamespace(callbacks=[type("Mine", (RayTrainReportCallback,), {})()])
+    refusals.refuse_callbacks(trainer, replicas=2, stages=1)
+    with pytest.raises(PlanError, match=r"Mine calls ray.train.report, .* after fit"):
+        refusals.refuse_callbacks(trainer, replicas=1, stages=2)
 
 
 @pytest.mark.conformance
