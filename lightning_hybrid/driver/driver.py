@@ -23,18 +23,10 @@ from lightning_hybrid.comm import (
     broadcast_object,
     gather_objects,
     meet,
+    protocol,
     signals_deferred,
 )
-from lightning_hybrid.comm.protocol import (
-    AwaitShards,
-    Check,
-    End,
-    ForgetFailure,
-    Placement,
-    Report,
-    SaveShard,
-    Share,
-)
+from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.driver.after_run import AfterRun
 from lightning_hybrid.driver.chosen_gradients import ChosenGradients
 from lightning_hybrid.driver.commands import Commands, Workers
@@ -297,7 +289,7 @@ class Driver:
 
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
         """Weights were loaded, or made, in one replica only."""
-        self.commands.tell(Share(network, self._share_optimizers))
+        self.commands.tell(protocol.Share(network, self._share_optimizers))
         replica_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
         if self._share_optimizers:
@@ -333,7 +325,7 @@ class Driver:
         """
         failure = None
         try:
-            self.commands.ask(Check())
+            self.commands.ask(protocol.Check())
         except Exception as error:
             failure = error
         if not meet(self._mesh.drivers, failed=failure is not None):
@@ -419,17 +411,17 @@ class Driver:
 
     def await_shards(self) -> None:
         """Wait until workers have written what was staged."""
-        self.commands.ask(AwaitShards())
+        self.commands.ask(protocol.AwaitShards())
 
     def _tell_shards(self, parts: Mapping[int, Any], folder: Path, *, staged: bool) -> None:
         self.commands.tell_each(
-            {rank: SaveShard(str(folder), part, staged) for rank, part in parts.items()}
+            {rank: protocol.SaveShard(str(folder), part, staged) for rank, part in parts.items()}
         )
 
     @signals_deferred
     def reports(self, name: str) -> list[Any]:
         """What each worker, in the order of their stages, answers to a question of this name."""
-        return [answer.value for answer in self.commands.ask(Report(name))]
+        return [answer.value for answer in self.commands.ask(protocol.Report(name))]
 
     # ------------------------------------------------------------------ the end
 
@@ -471,7 +463,7 @@ class Driver:
             self.optimizers.ship_in_any_case(fresh=0)
         # an evaluation after a fit has given them away, too
         self.optimizers.bring_states()
-        self.commands.ask(End(results))
+        self.commands.ask(protocol.End(results))
         self._workers.flush()
         self._workers.close()
 
@@ -485,7 +477,7 @@ class Driver:
         if not (self._workers.ranks and self._workers.in_step):
             return
         if self._networks:
-            self.commands.tell(ForgetFailure())
+            self.commands.tell(protocol.ForgetFailure())
             self.bring_all()
         if not self._after.hand_out():
             self.weights.hand_out(but=self._apart)

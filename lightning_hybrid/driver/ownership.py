@@ -8,16 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_hybrid.comm import signals_deferred
-from lightning_hybrid.comm.protocol import (
-    ClearGradients,
-    Command,
-    GiveGradients,
-    GiveWeights,
-    NameGradients,
-    TakeGradients,
-    TakeWeights,
-)
+from lightning_hybrid.comm import protocol, signals_deferred
+from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.driver.commands import Workers
 from lightning_hybrid.remote import Kind
 
@@ -99,7 +91,7 @@ class Ownership:
     @signals_deferred
     def give(self, kind: Kind, names: list[str]) -> dict[str, Tensor]:
         """Remote tensors as they are now; of gradients that copies have parts of, their sums."""
-        command = GiveGradients if kind is Kind.GRADIENT else GiveWeights
+        command = protocol.GiveGradients if kind is Kind.GRADIENT else protocol.GiveWeights
         parts = [name for name in names if kind is Kind.GRADIENT and self._in_parts(name)]
         requests: dict[int, Command] = {
             rank: command(mine) for rank, mine in self._by_worker(names, parts).items()
@@ -122,9 +114,9 @@ class Ownership:
         for rank, names in receivers.items():
             mine = {name: values[name] for name in names}
             if gradients:
-                self._workers.send(rank, TakeGradients(add, mine.items()))
+                self._workers.send(rank, protocol.TakeGradients(add, mine.items()))
             else:
-                self._workers.send(rank, TakeWeights(mine.items()))
+                self._workers.send(rank, protocol.TakeWeights(mine.items()))
         if add:
             for name in values:
                 self._unsettled.note(self.network_of[name], averaged=False)
@@ -132,13 +124,13 @@ class Ownership:
     def clear_gradients(self, names: list[str]) -> None:
         """Of remote parameters."""
         for rank, mine in self._by_worker(names, names).items():
-            self._workers.send(rank, ClearGradients(mine))
+            self._workers.send(rank, protocol.ClearGradients(mine))
 
     @signals_deferred
     def gradient_names(self) -> set[str]:
         """Of remote parameters that have a gradient."""
         for rank in self._workers.ranks:
-            self._workers.send(rank, NameGradients())
+            self._workers.send(rank, protocol.NameGradients())
         answers = self._workers.hear(self._workers.ranks)
         return {name for answer in answers for name in answer.value}
 

@@ -23,7 +23,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -189,12 +189,11 @@ def materialized(tensors: Iterable[Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
     """Inside, a deferred tensor has the memory of ``value``."""
-    kind, attributes = type(tensor), attributes_of(tensor)
-    other = show(tensor, value)
+    before = show(tensor, value)
     try:
         yield
     finally:
-        restore(tensor, other, kind, attributes)
+        restore(tensor, before)
 
 
 def materialize_here(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -230,26 +229,43 @@ def offload(tensor: Any, name: str, where: str) -> None:
     """
     with as_they_are():
         if not isinstance(tensor, _Deferred):
-            twin: Any = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-            )
-            is_parameter = isinstance(tensor, nn.Parameter)
-            if is_parameter:
-                twin = nn.Parameter(twin, tensor.requires_grad)
-            swap_memory(tensor, twin)
+            swap_memory(tensor, ordinary(tensor, like(tensor, "meta")))
         defer(tensor, None, name, where)
+
+
+def like(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A new tensor with the size and strides of another one, with no numbers in it."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 _ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred", "_trained_elsewhere")
 
 
-def attributes_of(tensor: Any) -> dict[str, Any]:
-    """What a tensor carries because it is deferred, or was."""
-    return {name: vars(tensor)[name] for name in _ATTRIBUTES if name in vars(tensor)}
+class Before(NamedTuple):
+    """What a tensor was before it got other memory.
+
+    Attributes:
+        memory: a tensor that has its memory for so long.
+        kind: its class.
+        attributes: what it carried because it was deferred.
+    """
+
+    memory: Tensor
+    kind: type
+    attributes: dict[str, Any]
+
+
+def exchange(tensor: Any, other: Tensor) -> Before:
+    """Give a tensor the memory of another one; it stays the same object, with its own class."""
+    attributes = {name: vars(tensor)[name] for name in _ATTRIBUTES if name in vars(tensor)}
+    with as_they_are():
+        swap_memory(tensor, other)
+    clear_attributes(tensor)
+    return Before(other, type(tensor), attributes)
 
 
 def clear_attributes(tensor: Any) -> None:
-    """Take away what :func:`attributes_of` gives."""
+    """Take away what a tensor carries because it is deferred, or was."""
     for name in _ATTRIBUTES:
         vars(tensor).pop(name, None)
 
@@ -273,32 +289,22 @@ def _elsewhere(tensor: Any, what: str = "") -> DeferredError:
     )
 
 
-def show(tensor: Any, value: Tensor) -> Tensor:
-    """Make an ordinary tensor of one, deferred or not, with this memory. Returns what it was."""
+def show(tensor: Any, value: Tensor) -> Before:
+    """Make an ordinary tensor of one, deferred or not, with this memory."""
+    before = exchange(tensor, ordinary(tensor, value))
     with as_they_are():
-        other = ordinary(tensor, value)
-        kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
-        swap_memory(tensor, other)
-        tensor.__class__ = kind
-        clear_attributes(tensor)
+        tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
         tensor._was_deferred = True
-        return other
+    return before
 
 
-def restore(tensor: Any, other: Tensor, kind: type, attributes: Mapping[str, Any]) -> None:
-    """Undo `show`.
-
-    Args:
-        tensor: that was shown.
-        other: what `show` returned.
-        kind: the class that the tensor had.
-        attributes: what `attributes_of` gave before.
-    """
+def restore(tensor: Any, before: Before) -> None:
+    """Undo :func:`exchange`, and what has come after it (:func:`show`, :func:`defer`)."""
     with as_they_are():
-        swap_memory(tensor, other)
-        tensor.__class__ = kind
-        vars(tensor).pop("_was_deferred", None)  # of `show`
-        vars(tensor).update(attributes)
+        swap_memory(tensor, before.memory)
+        tensor.__class__ = before.kind
+        clear_attributes(tensor)
+        vars(tensor).update(before.attributes)
 
 
 # ---------------------------------------------------------------- operations on deferred tensors

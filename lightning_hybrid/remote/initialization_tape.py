@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_hybrid._torch.tensors import schema, storage_key, version
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.remote.deferred import is_deferred, value_of
+from lightning_hybrid.remote.deferred import is_deferred, like, value_of
 
 _SNAPSHOT_BYTES = 2**20
 """Real tensors up to this size are copied when an operation on the tape reads them."""
@@ -165,7 +165,7 @@ class Tape:
 
     def lift(self, tensor: Tensor) -> Tensor:
         """A tensor without memory that has the numbers of a real one."""
-        twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        twin = like(tensor, "meta")
         view = self.view(twin)
         nothing: frozenset[int] = frozenset()
         self._add(Step(Constant.of(tensor), (), {}, (view,), nothing, frozenset({view.key})))

@@ -91,8 +91,8 @@ class RemoteGradients:
     def assign(self, remote: Remote, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
         other = source_of(value)
-        if isinstance(other, Remote):
-            other.read()
+        if other is not None:
+            other.table.read(other)
         with as_they_are():
             remote.value.grad = value  # torch's own check of shape, dtype and device
             remote.value.grad = None

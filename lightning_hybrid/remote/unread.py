@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.serialization import reduced
-from lightning_hybrid._torch.tensors import as_they_are, swap_memory, without_dispatch_modes
-from lightning_hybrid.remote.deferred import attributes_of, clear_attributes, defer, is_deferred
+from lightning_hybrid._torch.tensors import as_they_are, without_dispatch_modes
+from lightning_hybrid.remote.deferred import Before, defer, exchange, is_deferred, like, restore
 from lightning_hybrid.remote.deferred import show as make_ordinary
+from lightning_hybrid.remote.intercepted import ordinary
 
 _streams: ContextVar[bool] = ContextVar("streams", default=False)
 
@@ -91,7 +92,7 @@ def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def _become(tensor: Any, value: Tensor) -> None:
-    before = make_ordinary(tensor, value)
+    before = make_ordinary(tensor, value).memory
     vars(tensor).pop("_was_deferred", None)  # all ranks have it
     with as_they_are():
         gradient = before.grad
@@ -140,36 +141,24 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 def leave_unread(tensor: Any, name: str, value: Any) -> None:
     """Free the memory of a tensor; its numbers are those of an unread one."""
-    _exchange(tensor, name, value)
+    _leave(tensor, name, value)
 
 
 @contextmanager
 def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, the numbers of a tensor are those of an unread one, and it has no memory."""
-    kind, attributes = type(tensor), attributes_of(tensor)
-    before = _exchange(tensor, name, value)
+    before = _leave(tensor, name, value)
     try:
         yield
     finally:
-        with as_they_are():
-            swap_memory(tensor, before)
-            tensor.__class__ = kind
-            clear_attributes(tensor)
-            vars(tensor).update(attributes)
+        restore(tensor, before)
 
 
-def _exchange(tensor: Any, name: str, value: Any) -> Any:
-    """Returns what it was."""
+def _leave(tensor: Any, name: str, value: Any) -> Before:
     with as_they_are(), torch.no_grad():
-        twin: Any = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device="meta"
-        )
-        if isinstance(tensor, nn.Parameter):
-            twin = nn.Parameter(twin, tensor.requires_grad)
-        swap_memory(tensor, twin)
-        clear_attributes(tensor)
+        before = exchange(tensor, ordinary(tensor, like(value, "meta")))
         value._maker.open(tensor, name)
-    return twin
+    return before
 
 
 @contextmanager

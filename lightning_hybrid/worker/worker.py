@@ -19,28 +19,10 @@ from lightning_hybrid.comm import (
     Mesh,
     copies_of,
     link_copies,
+    protocol,
     signals_ignored,
 )
-from lightning_hybrid.comm.protocol import (
-    Backward,
-    Check,
-    Command,
-    Commit,
-    Cut,
-    Drop,
-    End,
-    ForgetFailure,
-    Forward,
-    Free,
-    HoldHooks,
-    Reduce,
-    ReleaseHooks,
-    Report,
-    Share,
-    Skip,
-    Step,
-    SynchronizeBuffers,
-)
+from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
@@ -107,25 +89,25 @@ class Worker:
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
         self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
-            Cut: self._cut,
-            Forward: self._forward,
-            Backward: self._backward,
-            Free: self._free,
-            Commit: self._commit,
-            Drop: self._drop,
-            Skip: self._skip,
-            Reduce: self._reduce,
-            HoldHooks: self._hold_hooks,
-            ReleaseHooks: self._release_hooks,
-            SynchronizeBuffers: self._synchronize_buffers,
-            Share: self._share_weights,
+            protocol.Cut: self._cut,
+            protocol.Forward: self._forward,
+            protocol.Backward: self._backward,
+            protocol.Free: self._free,
+            protocol.Commit: self._commit,
+            protocol.Drop: self._drop,
+            protocol.Skip: self._skip,
+            protocol.Reduce: self._reduce,
+            protocol.HoldHooks: self._hold_hooks,
+            protocol.ReleaseHooks: self._release_hooks,
+            protocol.SynchronizeBuffers: self._synchronize_buffers,
+            protocol.Share: self._share_weights,
             **self._optimizers.handlers(),
             **self._weights.handlers(),
             **self._shards.handlers(),
-            Check: self._answer_only,
-            Report: self._report,
-            ForgetFailure: self._forget_failure,
-            End: self._answer_only,
+            protocol.Check: self._answer_only,
+            protocol.Report: self._report,
+            protocol.ForgetFailure: self._forget_failure,
+            protocol.End: self._answer_only,
         }
 
     @property
@@ -171,13 +153,13 @@ class Worker:
             answer = self._carry_out(command)
             if command.answered:
                 self._channel.send(answer)
-            if isinstance(command, End) and self._failure is None:
+            if isinstance(command, protocol.End) and self._failure is None:
                 self._channel.flush()
                 return command.results
 
     def _carry_out(self, command: Command) -> Answer:
         answer = None
-        if self._failure is not None and isinstance(command, Step):
+        if self._failure is not None and isinstance(command, protocol.Step):
             self._optimizers.attend(command)
             return Answer(self._failure)  # its gradients are not those of the step
         try:
@@ -202,7 +184,7 @@ class Worker:
 
     # -- the network
 
-    def _cut(self, order: Cut) -> None:
+    def _cut(self, order: protocol.Cut) -> None:
         # first of all: the others wait for this rank in it
         known = order.network < len(self._networks)
         links = {} if known else link_copies(self._mesh, order.placement.devices, self._device)
@@ -243,7 +225,7 @@ class Worker:
         staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
         self._networks.append(staged)
 
-    def _forward(self, command: Forward) -> None:
+    def _forward(self, command: protocol.Forward) -> None:
         network = self._networks[command.network]
         self._hear_key(network, command)
         opened = network.open(
@@ -267,7 +249,7 @@ class Worker:
         # what fails in a forward the driver hears of at its end: the user may catch it and go on
         self._failure = before
 
-    def _backward(self, command: Backward) -> None:
+    def _backward(self, command: protocol.Backward) -> None:
         network = self._networks[command.network]
         calls = network.calls
         opened = calls[command.call] if command.keep else calls.pop(command.call)
@@ -282,23 +264,23 @@ class Worker:
             network.set_trainable(flags)
             self._trainable = (network.number, flags)
 
-    def _hear_key(self, network: StagedNetwork, command: Forward | Skip) -> None:
+    def _hear_key(self, network: StagedNetwork, command: protocol.Forward | protocol.Skip) -> None:
         # of several calls that are under way with a new key, the first one brings it
         if command.new_key is not None and command.key not in network.keys:
             network.add_key(command.new_key, command.key)
 
-    def _free(self, command: Free) -> None:
+    def _free(self, command: protocol.Free) -> None:
         self._networks[command.network].calls.pop(command.call, None)
 
-    def _commit(self, command: Commit) -> None:
+    def _commit(self, command: protocol.Commit) -> None:
         network = self._networks[command.network]
         network.engine.commit(network.calls[command.call])
 
-    def _drop(self, command: Drop) -> None:
+    def _drop(self, command: protocol.Drop) -> None:
         network = self._networks[command.network]
         network.engine.drop(network.calls.pop(command.call))
 
-    def _skip(self, command: Skip) -> None:
+    def _skip(self, command: protocol.Skip) -> None:
         network = self._networks[command.network]
         self._hear_key(network, command)
         call = network.open(
@@ -307,21 +289,21 @@ class Worker:
         del network.calls[command.call]
         network.engine.discard(call)
 
-    def _reduce(self, command: Reduce) -> None:
+    def _reduce(self, command: protocol.Reduce) -> None:
         self._networks[command.network].engine.replica_group.reduce()
 
-    def _hold_hooks(self, command: HoldHooks) -> None:
+    def _hold_hooks(self, command: protocol.HoldHooks) -> None:
         self._networks[command.network].weight_hooks.hold()
 
-    def _release_hooks(self, command: ReleaseHooks) -> None:
+    def _release_hooks(self, command: protocol.ReleaseHooks) -> None:
         hooks = self._networks[command.network].weight_hooks
         hooks.release(command.chosen, late=command.late)
 
-    def _synchronize_buffers(self, command: SynchronizeBuffers) -> None:
+    def _synchronize_buffers(self, command: protocol.SynchronizeBuffers) -> None:
         for network in self._networks:
             network.engine.replica_group.broadcast_buffers(state=command.state)
 
-    def _share_weights(self, command: Share) -> None:
+    def _share_weights(self, command: protocol.Share) -> None:
         self._networks[command.network].engine.replica_group.broadcast_weights()
         if command.optimizers:
             optimizers, names = self._optimizers.all, self._optimizers.names
@@ -329,8 +311,8 @@ class Worker:
 
     # -- the run
 
-    def _report(self, command: Report) -> Answer:
+    def _report(self, command: protocol.Report) -> Answer:
         return Answer(value=self._reports[command.name]())
 
-    def _forget_failure(self, _: ForgetFailure) -> None:
+    def _forget_failure(self, _: protocol.ForgetFailure) -> None:
         self._failure = None
