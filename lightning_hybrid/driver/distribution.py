@@ -4,19 +4,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import nn
 
 from lightning_hybrid.comm import Dealt, Devices, Mesh, copies_of, link_copies, signals_deferred
 from lightning_hybrid.comm.protocol import Command, Cut, Placement, TakeWeights
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import StageCode, make_stages
 from lightning_hybrid.stage import (
     Engine,
     ReplicaGroup,
-    StageOptions,
     Trace,
     borrowed_parameters,
     is_running_statistic,
@@ -57,30 +56,22 @@ class Distribution:
     Args:
         module: the LightningModule.
         mesh: the groups.
-        device: the driver's.
-        seed: of the random numbers inside networks.
-        options: how stages compute.
+        options: what the run has decided.
         commands: to the workers.
         trace: where the driver's stages record.
-        vacates: whether workers give the memory of other ranks' parameters back.
     """
 
     def __init__(
         self,
         module: nn.Module,
         mesh: Mesh,
-        device: torch.device,
-        seed: int,
-        options: StageOptions,
+        options: DriverOptions,
         commands: Commands,
         trace: Trace,
-        *,
-        vacates: bool,
     ) -> None:
-        self._vacates = vacates
-        self._module, self._mesh, self._device, self._seed = module, mesh, device, seed
-        self._options, self._commands, self._trace = options, commands, trace
-        self._workers = commands.workers
+        self._module, self._mesh, self._options = module, mesh, options
+        self._commands, self._trace = commands, trace
+        self._workers, self._device = commands.workers, commands.remote.device
 
     def distribute(
         self,
@@ -136,7 +127,7 @@ class Distribution:
         network.engine.add_specialization(dict(zip(here, stages)))
 
     def _refuse_compiled(self, name: str, borrowed: Iterable[str]) -> None:
-        for parameter in borrowed if self._options.compiled else ():
+        for parameter in borrowed if self._options.stages.compiled else ():
             raise NetworkError(
                 f"compile_stages=True: the driver's stage of network {name!r} shares {parameter!r} "
                 "with that of another rank, and torch.compile would not hear of its changes. Cut "
@@ -166,13 +157,8 @@ class Distribution:
             ranks = enumerate(map(copies_of, placement.devices))
             theirs = {n: codes[n] for n, owners in ranks if worker in owners}
             orders[worker] = Cut(
-                number,
-                name,
-                theirs,
-                placement,
-                borrowed[worker],
-                self._seed,
-                self._vacates,
+                *(number, name, theirs, placement, borrowed[worker]),
+                *(self._options.seed, self._options.trains),
             )
         self._commands.tell_each(orders)
         links = {} if linked else link_copies(self._mesh, placement.devices, self._device)
@@ -231,13 +217,13 @@ class Distribution:
         return Engine(
             stages,
             placement,
-            self._options,
+            self._options.stages,
             coordinates=self._mesh.coordinates,
             links=links,
             replica_group=replica_group,
             replayed=replayed_statistics(network, self._mesh, copies),
             device=self._device,
-            seed=self._seed,
+            seed=self._options.seed,
             trace=self._trace,
         )
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -68,16 +67,16 @@ class DrivenOptimizers:
     Args:
         module: the LightningModule.
         names: names of its parameters by identity, those that all ranks have.
-        device: the driver's.
+        mesh: the groups.
         commands: to the workers.
         ownership: which worker owns what.
         gradients: of this replica.
         files: of the workers.
         say: tells the user something, in one line.
-        mesh: the groups.
         shards: whether states are divided over the replicas.
 
     Attributes:
+        optimizers: the user's.
         streamed_by: the schedule, if it begins with later batches early; then no optimizer may step
             whole.
         before_step: called before an optimizer steps.
@@ -87,20 +86,20 @@ class DrivenOptimizers:
         self,
         module: nn.Module,
         names: Mapping[int, str],
-        device: torch.device,
+        mesh: Mesh,
         commands: Commands,
         ownership: Ownership,
         gradients: ReplicaGradients,
         files: FilesOfWorkers,
-        say: Callable[[str], None],
-        mesh: Mesh,
         *,
-        shards: bool = False,
+        say: Callable[[str], None],
+        shards: bool,
     ) -> None:
-        self._module, self._names, self._device, self._say = module, names, device, say
+        self._module, self._names, self._say = module, names, say
+        self._device = commands.remote.device
         self._commands, self._ownership, self._gradients = commands, ownership, gradients
         self._files = files
-        self._optimizers: list[Optimizer] = []
+        self.optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
         self._precision: Precision | None = None  # that the workers know of
         self.streamed_by, self._stays = "", ""
@@ -121,18 +120,13 @@ class DrivenOptimizers:
         """Copies of a Trainer, and of what it has patched, drive the same workers."""
         return self
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The user's."""
-        return self._optimizers
-
     def connect(self, optimizers: Sequence[Optimizer]) -> None:
         """Take charge of the user's optimizers."""
-        if self._all_here and (self._shares is None or self._optimizers == list(optimizers)):
-            self._optimizers = list(optimizers)  # they have no counterparts, or are connected
+        if self._all_here and (self._shares is None or self.optimizers == list(optimizers)):
+            self.optimizers = list(optimizers)  # they have no counterparts, or are connected
             return
         self.close()
-        self._optimizers, self._links = list(optimizers), []
+        self.optimizers, self._links = list(optimizers), []
         self._links = [
             OptimizerLink(optimizer, self._names, index, self, self._others)
             for index, optimizer in enumerate(optimizers)
@@ -285,7 +279,7 @@ class DrivenOptimizers:
     def zero_grad(self, index: int, set_to_none: bool) -> None:
         """Have the workers clear their gradients."""
         if set_to_none:
-            groups = self._optimizers[index].param_groups
+            groups = self.optimizers[index].param_groups
             known = (self._names.get(id(p), "") for group in groups for p in group["params"])
             self._commands.remote.release_gradients(known)
         self._tell(ZeroGrad(index, set_to_none))

@@ -8,7 +8,7 @@ The code around it works with its parts: :class:`Distribution` of stages, :class
 things: networks, steps, runs.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -31,9 +31,10 @@ from lightning_hybrid.driver.after_run import AfterRun
 from lightning_hybrid.driver.chosen_gradients import ChosenGradients
 from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.distribution import Distributed, Distribution
-from lightning_hybrid.driver.driven_network import DrivenNetwork
+from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import ALL, DrivenOptimizers
 from lightning_hybrid.driver.held_hooks import HeldHooks
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.ownership import Ownership, Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
@@ -46,7 +47,6 @@ from lightning_hybrid.remote import RemoteTensors, View, is_deferred, materializ
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import (
     ReplicaGroup,
-    StageOptions,
     Stopwatch,
     Trace,
     state_buffers,
@@ -71,20 +71,9 @@ class Driver:
         module: the LightningModule.
         mesh: the groups.
         device: the driver's own.
-        seed: of the random numbers inside networks.
-        options: how stages compute.
+        options: what the run has decided.
         watch: adds up the time in which this rank computes.
-        shared: names of the parameters and buffers that the workers have too; by default of all.
-        share: whether replicas may differ in weights that are not made yet, so that those of
-            replica 0 must travel.
         batches: that it is trained on, as far as later ones are known.
-        trains: whether parameters that other ranks own give their memory back.
-        folder: where ranks write what others map, if possible.
-        say: tells the user something, in one line.
-        follows: see `StepCalls`.
-        shards: whether states of optimizers are divided over the replicas.
-        first_failure: gives what the rank that failed first has raised; asked where a driver of
-            another replica has failed.
 
     Attributes:
         device: the driver's own.
@@ -103,41 +92,27 @@ class Driver:
         module: nn.Module,
         mesh: Mesh,
         device: torch.device,
-        seed: int,
-        options: StageOptions,
+        options: DriverOptions,
         watch: Stopwatch | None = None,
-        *,
-        shared: Collection[str] | None = None,
-        share: bool = False,
         batches: Batches | None = None,
-        trains: bool = False,
-        folder: str = "",
-        say: Callable[[str], None] = lambda _: None,
-        follows: bool = False,
-        shards: bool = False,
-        first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed"),
     ) -> None:
         here = mesh.coordinates
-        self._module, self._mesh, self.device = module, mesh, device
-        self._share, self._share_optimizers = share, False
+        self._module, self._mesh, self.device, self._options = module, mesh, device, options
+        self._share_optimizers = False
         self._apart: frozenset[str] = frozenset()  # what stays with its owners after the run
-        self._say, self._first_failure = say, first_failure
         self._trace = Trace(here.rank, str(here), watch)
         self._networks: list[DrivenNetwork] = []
-        self._batches = batches or Batches()
-        known = frozenset(tensors_of(module) if shared is None else shared)
+        known = frozenset(tensors_of(module) if options.shared is None else options.shared)
         self._names = {id(p): name for name, p in module.named_parameters() if name in known}
         self._workers, unsettled = Workers(mesh), Unsettled()
         self._ownership = Ownership(self._workers, unsettled)
         self.remote = RemoteTensors(self._ownership, device)
         self.commands = Commands(self._workers, self.remote)
-        files = FilesOfWorkers(self.commands, folder)
+        files = FilesOfWorkers(self.commands, options.folder)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
         self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
-        self.calls = StepCalls(seed, here.dp_rank, device, follows=follows)
-        self.distribution = Distribution(
-            module, mesh, device, seed, options, self.commands, self._trace, vacates=trains
-        )
+        self.calls = StepCalls(options.seed, here.dp_rank, device, follows=options.follows)
+        self.distribution = Distribution(module, mesh, options, self.commands, self._trace)
         self.weights = Weights(
             *(module, known, here, self.commands, self._ownership, self._borrowing),
             *(self._replicated, files),
@@ -146,16 +121,20 @@ class Driver:
             self.commands, self._borrowing, self._replicated, self.calls, unsettled
         )
         self.optimizers = DrivenOptimizers(
-            *(module, self._names, device, self.commands, self._ownership, self.gradients),
-            *(files, say, mesh),
-            shards=shards,
+            *(module, self._names, mesh, self.commands, self._ownership, self.gradients, files),
+            say=options.say,
+            shards=options.shards,
         )
-        self._shards = shards and here.replicas > 1
+        self._shards = options.shards and here.replicas > 1
         hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
-        self._synchronized, self._trains = True, trains  # the first: in the last step
+        self._synchronized = True  # in the last step
         self._after = AfterRun(module, self.commands, self.weights, files)
+        self._parts = PartsOfDriver(
+            *(self.commands, self.weights, self.gradients, self.calls),
+            *(batches or Batches(), options.say),
+        )
 
     def __deepcopy__(self, memo: object) -> "Driver":
         """Copies of a Trainer, and of what it has patched, drive the same workers."""
@@ -188,19 +167,8 @@ class Driver:
         number, views = len(self._networks), views_of(network)
         made = self.distribution.distribute(number, name, network, codes, placement)
         driven = DrivenNetwork(
-            number,
-            name,
-            network,
-            made.engine,
-            made.borrowed[0],
-            placement,
+            *(number, name, network, made.engine, made.borrowed[0], placement, self._parts),
             continues=continues,
-            commands=self.commands,
-            weights=self.weights,
-            gradients=self.gradients,
-            calls=self.calls,
-            batches=self._batches,
-            say=self._say,
         )
         if placement.schedule in STREAMED:
             self.optimizers.streamed_by = placement.schedule
@@ -220,7 +188,8 @@ class Driver:
     def interrupt(self) -> None:
         """Give up calls that run ahead: what follows is for weights and networks as they are."""
         for network in self._networks:
-            network.stream.drop()
+            if network.stream is not None:
+                network.stream.drop()
 
     def have_here(self, module: nn.Module, *, whole: bool = False) -> None:
         """Bring a module to the device of this rank, which runs its Python.
@@ -252,7 +221,7 @@ class Driver:
         materialize((*module.parameters(), *module.buffers()))
         module.to(self.device)
         self._replicated.renew_rest()
-        if self._share:
+        if self._options.share:
             self._replicated.rest.broadcast_weights()
 
     def settle(self) -> None:
@@ -262,7 +231,7 @@ class Driver:
 
     def expect_optimizers(self) -> None:
         """Only replica 0 has loaded the state of optimizers."""
-        self._share_optimizers = self._share
+        self._share_optimizers = self._options.share
 
     def _take_charge(self, driven: DrivenNetwork, made: Distributed, views: Sequence[View]) -> None:
         """All ranks have their stages: tell the parts of the driver whose tensors are where."""
@@ -281,10 +250,10 @@ class Driver:
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here, views)
         self._borrowing.add([[prefix + n for n in sorted(names)] for names in made.borrowed])
-        if self._trains:
+        if self._options.trains:
             self._workers.flush()  # what is on its way shows the memory of weights
             self.remote.vacate()
-        if self._share:
+        if self._options.share:
             self._share_from_replica_0(driven.number, replica_group)
 
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
@@ -329,7 +298,7 @@ class Driver:
         except Exception as error:
             failure = error
         if not meet(self._mesh.drivers, failed=failure is not None):
-            raise failure or self._first_failure()
+            raise failure or self._options.first_failure()
 
     @signals_deferred
     def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
@@ -435,7 +404,7 @@ class Driver:
         if self._after.map_tensors():
             return
         if lacking := self._after.lacking(self.device, self.optimizers.optimizers):
-            self._say(lacking)
+            self._options.say(lacking)
             self._apart = self._parameters_of_stages()
         self.weights.gather(but=self._apart)
         if not self._apart:

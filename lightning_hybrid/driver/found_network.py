@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -77,6 +78,46 @@ class FoundNetwork:
                 f"{sorted(those[1][0].owned_names & graph.used)[0]!r}:\n{self.reason}"
             )
         return those[0] if those else None
+
+
+class State(Enum):
+    """What has become of a module that may be a network, or contain one."""
+
+    UNSEEN = auto()
+    """It was not called yet."""
+    ASIDE = auto()
+    """It was called, but in no way that stages could compute."""
+    EARLY = auto()
+    """It was captured, and no call that trains has followed."""
+    OPENED = auto()
+    """Its own Python runs, and the modules that it calls are looked at."""
+    KEPT = auto()
+    """It stays whole, on the driver."""
+    CUT = auto()
+    """It has stages, or is one whose batches are split."""
+
+
+@dataclass(eq=False)
+class Watched:
+    """A module whose first call decides what becomes of it.
+
+    Attributes:
+        module: the module.
+        state: what has become of it.
+        reason: why it is in this state, as messages say it.
+        several: why it cannot be captured as one graph; empty: it can, or is not captured yet.
+        found: what was captured of it before training.
+    """
+
+    module: nn.Module
+    state: State = State.UNSEEN
+    reason: str = ""
+    several: str = ""
+    found: FoundNetwork | None = None
+
+    def put(self, state: State, reason: str = "") -> None:
+        """Note what has become of it now."""
+        self.state, self.reason = state, reason
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
