@@ -140,10 +140,8 @@ class Announcements:
             alone: no other network can be cut.
         """
         how = ", as under ddp over the replicas" if alone else ""
+        stays = "\nIt stays" if "\n" in reason else ": it stays"
         self._options.say(
-            f"Network {name or 'self'!r} ({type(module).__name__}) {reason}\n"
-            f"It stays on the driver{how}."
-            if "\n" in reason
-            else f"Network {name or 'self'!r} ({type(module).__name__}) {reason}: it stays on "
-            f"the driver{how}."
+            f"Network {name or 'self'!r} ({type(module).__name__}) {reason}{stays} on the "
+            f"driver{how}."
         )

@@ -1,14 +1,12 @@
 """An optimizer on the driver, tied to its counterparts on the workers."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from types import MethodType
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -16,7 +14,7 @@ from lightning_hybrid._torch.optimizers import has_step_hook, order_step_hooks, 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm.protocol import Hyperparameters
-from lightning_hybrid.driver.own_changes import OwnChanges
+from lightning_hybrid.driver.own_changes import OwnChanges, same
 from lightning_hybrid.remote import is_deferred, is_of_one_rank, is_unread, materialize
 from lightning_hybrid.state import (
     DriverState,
@@ -356,7 +354,7 @@ class OptimizerLink:
         self._own.end()
         if self.whole:
             return
-        changed = None if _equal(self._begun, self._sent) else self._begun
+        changed = None if same(self._begun, self._sent) else self._begun
         # as workers have them after their step
         self._sent, self._attributes = groups_of(optimizer, self._names), _plain(optimizer)
         self._counterparts.step(self._index, changed)
@@ -366,18 +364,3 @@ def _plain(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes that can be compared at once: numbers, flags, names."""
     kinds = (int, float, str, type(None))
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, kinds)}
-
-
-def _equal(left: Sequence[Hyperparameters], right: Sequence[Hyperparameters]) -> bool:
-    if len(left) != len(right):
-        return False
-    for a, b in zip(left, right):
-        if a.keys() != b.keys():
-            return False
-        for key, value in a.items():
-            if isinstance(value, Tensor):
-                if not torch.equal(value, b[key]):
-                    return False
-            elif value != b[key]:
-                return False
-    return True

@@ -183,8 +183,9 @@ class Check:
                 yield
 
         self._start = start
-        self._take((), writes=True)  # (its Python may)
-        self._run(draws=False)
+        with self._or_give_up():
+            self._take((), writes=True)  # (its Python may)
+            self._run(draws=False)
 
     def begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
         """Run the network's own Python, before the stages run.
@@ -194,26 +195,30 @@ class Check:
             values: the arguments of its graph.
             synchronised: whether batch statistics are those of all replicas.
         """
-        self._call, graph = call, call.specialization.graph
+        self._call = call
         self._of.count(self)
+        with self._or_give_up():
+            self._begin(call, values, synchronised=synchronised)
+
+    def _begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
+        graph = call.specialization.graph
         mixes = _mixes_samples(self.found.module, graph)
         schedule = STREAMED.get(call.network.placement.schedule)
         if schedule is not None and schedule.delayed and torch.is_grad_enabled():
-            self._give_up(f"under schedule={schedule.name!r} stages compute with older weights")
-            return
+            raise _Inconclusive(
+                f"under schedule={schedule.name!r} stages compute with older weights"
+            )
         if synchronised and mixes:
-            self._give_up("its batch statistics are those of all replicas")
-            return
+            raise _Inconclusive("its batch statistics are those of all replicas")
         self._driver.interrupt()
         parts, _ = call.specialization.split(graph.bind(values))
         self._parts, self._first = len(parts), graph.batch_of(parts[0]) or 0
         self._divided = graph.divided
         if graph.divided and (graph.uses_rng or (mixes and self._parts > 1)):
-            self._give_up(
+            raise _Inconclusive(
                 "a part of it needs all samples, and another one draws, or takes statistics, for "
                 "each micro-batch by itself"
             )
-            return
         self._splits = self._parts > 1 and not mixes and not graph.divided
         draw = self._driver.calls.expect(call.learns(graph.bind(values)))
         self._start = partial(self._driver.calls.generators_of, draw)
@@ -229,24 +234,21 @@ class Check:
 
     def _take(self, batched: Sequence[Tensor], *, writes: bool) -> None:
         if not self.found.is_materialized:
-            self._give_up("it is made in configure_model, and whole on no rank")
-            return
+            raise _Inconclusive("it is made in configure_model, and whole on no rank")
         found = self.found
         prefix = f"{found.name}." if found.name else ""
         absent, room = self._driver.remote.absent_bytes(prefix), free_bytes()
         if self._of.is_automatic and room is not None and absent > _SHARE * room:
-            self._give_up(
+            raise _Inconclusive(
                 f"the weights of the other stages have {absent / 1e9:.3g} GB, which have no memory "
                 f"here, and {room / 1e9:.3g} GB are free; verify=1 looks at all calls"
             )
-            return
         self._driver.remote.bring(prefix)
         arguments = self._arguments, self._keywords
         try:
             self._copy = ModuleCopy(self._of.root, found.module, *arguments, batched, writes=writes)
         except Exception as error:  # an object may refuse to be copied in any way it likes
-            self._give_up(f"it cannot be copied ({_told(error)})")
-            return
+            raise _Inconclusive(f"it cannot be copied ({_told(error)})") from error
 
     def _run(self, *, draws: bool) -> None:
         """Run the network's own Python.
@@ -254,15 +256,13 @@ class Check:
         Args:
             draws: what a call makes depends on how the batch is split.
         """
-        if self._copy is None:
-            return
+        assert self._copy is not None
         missing, room = self._copy.missing_bytes(self._device), _free_bytes(self._device)
         if room is not None and missing > room:
-            self._give_up(
+            raise _Inconclusive(
                 f"the weights of the other stages have {missing} bytes, and {room} are free on "
                 f"{self._device}"
             )
-            return
         try:
             if self._parts == 1 or not draws:
                 self._whole, _ = self._python()
@@ -270,13 +270,12 @@ class Check:
             self._part, _ = self._python(self._first_part)
             if self._splits:
                 self._try_to_split()
-        except _Inconclusive as error:
-            self._give_up(str(error))
+        except _Inconclusive:
+            raise
         except Exception as error:
             self._raised = error
         finally:
-            if self._copy is not None:
-                self._copy.release()
+            self._copy.release()
 
     def _try_to_split(self) -> None:
         self._whole, states = self._python()
@@ -284,9 +283,14 @@ class Check:
         if all(map(torch.equal, states, same)):  # else what is drawn depends on values
             self._others = others
 
-    def _give_up(self, reason: str) -> None:
-        self._copy = None
-        self._of.give_up(self, reason)
+    @contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        """Where nothing can be said of calls of this kind: look no more at them."""
+        try:
+            yield
+        except _Inconclusive as error:
+            self._copy = None
+            self._of.give_up(self, str(error))
 
     # ------------------------------------------------------------------ after
 
@@ -304,10 +308,8 @@ class Check:
         if self._raised is not None:
             raise self._stale([f"its Python raises {_told(self._raised)}"]) from self._raised
         found = _given(result, (self._arguments, self._keywords))
-        try:
+        with self._or_give_up():
             self._compare(found | self._attributes(self.found.module))
-        except _Inconclusive as error:
-            self._give_up(str(error))
 
     def _compare(self, found: dict[str, Any]) -> None:
         weights = dict(self.found.module.named_parameters())
