@@ -13,7 +13,7 @@ than the network's own runs on the driver (:mod:`lightning_hybrid.driver.capture
 """
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,8 +96,8 @@ class Discovery:
         evaluates = not options.training and options.names is None
         if wanted and not (evaluates and next(module.parameters(), None) is None):
             found = candidates(module, options.names)
-            self._watched = {name: Watched(candidate) for name, candidate in found.items()}
-            self._watch(found)
+            self._watched = {name: Watched(name, candidate) for name, candidate in found.items()}
+            self._watch(self._watched.values())
 
     @property
     def found(self) -> bool:
@@ -112,7 +112,7 @@ class Discovery:
     @property
     def _opened(self) -> list[str]:
         """Names of the modules that are not one graph."""
-        return [name for name, watched in self._watched.items() if watched.several]
+        return [watched.name for watched in self._watched.values() if watched.several]
 
     def require(self) -> None:
         """After a whole step: complain if nothing was called.
@@ -121,26 +121,26 @@ class Discovery:
             NetworkNotFoundError: no watched module was called, or none of them can be cut.
         """
         if self._options.automatic and not self.found:
-            for name, watched in self._watched.items():
+            for watched in self._watched.values():
                 if watched.state is State.ASIDE:
-                    self._keep(name, watched.reason)
+                    self._keep(watched, watched.reason)
         if not self.found:
             self._refuse()
         if self._any(State.KEPT) and not self._any(State.CUT):
             self._driver.settle()
 
     def _refuse(self) -> None:
-        pairs = [*self._watched.items()]
+        everything = [*self._watched.values()]
         told = [
-            (name, f"cannot be captured as one graph:\n{watched.several}")
-            for name, watched in pairs
+            (watched, f"cannot be captured as one graph:\n{watched.several}")
+            for watched in everything
             if watched.several
         ]
-        for state in (State.EARLY, State.ASIDE, State.KEPT):
-            those = [(name, w) for name, w in pairs if w.state is state]
-            # (of several graphs, that none of them was called in training follows from the first)
-            told += [(n, w.reason) for n, w in those if state is not State.EARLY or not w.several]
-        reasons = [f"{name or 'self'!r} {reason}" for name, reason in told]
+        # (of several graphs it is no news that none was called in training)
+        told += [(w, w.reason) for w in everything if w.state is State.EARLY and not w.several]
+        for state in (State.ASIDE, State.KEPT):
+            told += [(w, w.reason) for w in everything if w.state is state]
+        reasons = [f"{watched.name or 'self'!r} {reason}" for watched, reason in told]
         names = self._options.names
         named = "" if names is None else f" named {' or '.join(map(repr, names))}"
         step = f"the first training step of {type(self._module).__name__}"
@@ -172,61 +172,61 @@ class Discovery:
         self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         """A call of a watched module, from outside of any other."""
+        this = self._watched[name]
         if not self._is_around_a_network(module):
-            return self._called_first(name, module, arguments, keywords)
+            return self._called_first(this, arguments, keywords)
         unwatch(module)  # its Python calls the network
         self._driver.have_here(module)
         try:
             return own_forward(module)(*arguments, **keywords)
         finally:
-            self._watch({name: module})
+            self._watch([this])
 
     def _called_first(
-        self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self, this: Watched, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         """The first call of a module, or the first that trains."""
+        module = this.module
         # a part that several networks share is known under one of its names
-        modules = set(map(id, module.modules()))
-        known = {n: w.module for n, w in self._watched.items()}
-        inner = {n: m for n, m in known.items() if inside(n, name) or id(m) in modules}
-        watched = {n: m for n, m in inner.items() if is_watched(m)}
-        for candidate in inner.values():
-            unwatch(candidate)
+        parts = set(map(id, module.modules()))
+        everything = self._watched.values()
+        inner = [w for w in everything if inside(w.name, this.name) or id(w.module) in parts]
+        watched = [w for w in inner if is_watched(w.module)]
+        for candidate in inner:
+            unwatch(candidate.module)
         forward = own_forward(module)
         call = partial(forward, *arguments, **keywords)
         if self._ranks == 1:
-            self._adopt_whole(name, module, forward)
+            self._adopt_whole(this, forward)
             return module.forward(*arguments, **keywords)
         aside = self._aside.reason(module)
         if aside is not None:
-            return self._call_aside(name, aside, watched, call)
-        this = self._watched[name]
+            return self._call_aside(this, aside, watched, call)
         if this.found is not None:
-            return self._call_early(this.found, watched, arguments, keywords)
+            return self._call_early(this, this.found, watched, arguments, keywords)
         if this.state is State.ASIDE:
             this.put(State.UNSEEN)
-        if self._is_kept_unseen(name, module):
+        if self._is_kept_unseen(this):
             return call()
-        found = self._prepare(name, module, forward, whole=True)
+        found = self._prepare(this, forward, whole=True)
         try:
             result = self._calls.captured(found, arguments, keywords)
-            self._look_again(found, watched)
+            self._look_again(this, found, watched)
             return result
         except NotCaptured as error:
             reason = error.reason
             if error.by_its_kind:
                 aside = f"is not captured in its first calls: {reason}"
-                return self._call_aside(name, aside, watched, call)
+                return self._call_aside(this, aside, watched, call)
         this.several = indented(_hooks_first(module, reason))
-        parts = {n: m for n, m in inner.items() if n != name}
-        if any(len(layers(part)) >= self._ranks for part in parts.values()):
-            this.put(State.OPENED)
-            self._open(found, parts)
+        inner.remove(this)
+        if any(len(layers(part.module)) >= self._ranks for part in inner):
+            self._open(this, found, inner)
             return call()
-        found = self._prepare(name, module, forward, whole=False)
+        found = self._prepare(this, forward, whole=False)
         self._announcements.becomes_several_graphs(found)
         result = self._calls.captured(found, arguments, keywords)
-        self._look_again(found, watched)
+        self._look_again(this, found, watched)
         return result
 
     def _is_around_a_network(self, module: nn.Module) -> bool:
@@ -242,8 +242,9 @@ class Discovery:
 
     def _call_early(
         self,
+        this: Watched,
         found: FoundNetwork,
-        watched: Mapping[str, nn.Module],
+        watched: Sequence[Watched],
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
@@ -251,13 +252,12 @@ class Discovery:
         try:
             return self._calls.call(found, arguments, keywords)
         finally:
-            self._look_again(found, watched)
-            if self._watched[found.name].state is State.KEPT:  # in some of its calls, it turns out
+            self._look_again(this, found, watched)
+            if this.state is State.KEPT:  # in some of its calls, as it turns out
                 self._watch_calls(found)
 
-    def _look_again(self, found: FoundNetwork, watched: Mapping[str, nn.Module]) -> None:
+    def _look_again(self, this: Watched, found: FoundNetwork, watched: Sequence[Watched]) -> None:
         """After a call that was too early to cut by: training may call another module."""
-        this = self._watched[found.name]
         if not found.driven and this.state is not State.KEPT:
             this.put(State.EARLY, _why_without_gradients())
             this.found = found
@@ -268,34 +268,30 @@ class Discovery:
         watch(found.module, found.name, lambda n, m, a, k: self._calls.call(found, a, k))
 
     def _call_aside(
-        self,
-        name: str,
-        reason: str,
-        watched: Mapping[str, nn.Module],
-        call: Callable[[], Any],
+        self, this: Watched, reason: str, watched: Sequence[Watched], call: Callable[[], Any]
     ) -> Any:
         """Run a call that stages cannot compute on the driver; later calls are looked at again."""
-        self._watched[name].put(State.ASIDE, reason)
-        self._driver.have_here(self._watched[name].module, whole=True)
+        this.put(State.ASIDE, reason)
+        self._driver.have_here(this.module, whole=True)
         try:
             return call()
         finally:
             self._watch(watched)  # look again
 
-    def _is_kept_unseen(self, name: str, module: nn.Module) -> bool:
+    def _is_kept_unseen(self, this: Watched) -> bool:
         """Whether a module is left on the driver without a look at its graph."""
-        scripted = [n for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)]
-        if self._opened and len(layers(module)) < self._ranks:
-            self._keep(name, "is too small for the stages", quiet=True)
+        named = this.module.named_modules()
+        scripted = [name for name, part in named if isinstance(part, torch.jit.ScriptModule)]
+        if self._opened and len(layers(this.module)) < self._ranks:
+            self._keep(this, "is too small for the stages", quiet=True)
             return True
         if scripted:
-            self._keep(name, f"has a part that is compiled by TorchScript ({scripted[0]!r})")
+            self._keep(this, f"has a part that is compiled by TorchScript ({scripted[0]!r})")
         return bool(scripted)
 
-    def _prepare(
-        self, name: str, module: nn.Module, forward: Callable[..., Any], *, whole: bool
-    ) -> FoundNetwork:
+    def _prepare(self, this: Watched, forward: Callable[..., Any], *, whole: bool) -> FoundNetwork:
         """Get ready to capture calls of a module, as one graph or as a chain of graphs."""
+        name, module = this.name, this.module
         prefix = f"{name}." if name else ""
         shared = {
             full.removeprefix(prefix): kind
@@ -313,23 +309,22 @@ class Discovery:
         draws = not self._driver.calls.follows
         capture = Capture(module, forward, run, shared, whole=whole, divides=divides, draws=draws)
         self._captures.append(capture)
-        reason = "" if whole else self._watched[name].several
-        found = FoundNetwork(name, module, forward, hollow, whole, reason, capture)
+        found = FoundNetwork(name, module, forward, hollow, whole, this.several, capture)
         return found
 
-    def _open(self, found: FoundNetwork, parts: Mapping[str, nn.Module]) -> None:
+    def _open(self, this: Watched, found: FoundNetwork, parts: Sequence[Watched]) -> None:
         """Let a module run its own Python from here on, and look at the modules that it calls."""
-        self._driver.have_here(found.module)
-        if found.name:
-            reason = self._watched[found.name].several
-            self._announcements.runs_its_own_python(found, reason)
+        this.put(State.OPENED)
+        self._driver.have_here(this.module)
+        if this.name:
+            self._announcements.runs_its_own_python(found, this.several)
         self._watch(parts)
 
-    def _watch(self, modules: Mapping[str, nn.Module]) -> None:
-        for name, module in modules.items():
-            watch(module, name, self._called)
+    def _watch(self, modules: Iterable[Watched]) -> None:
+        for watched in modules:
+            watch(watched.module, watched.name, self._called)
 
-    def _adopt_whole(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def _adopt_whole(self, this: Watched, forward: Callable[..., Any]) -> None:
         """Adopt a network as one stage: its batches are split, and nothing is cut."""
         chunks = self._options.microbatches or 1
         if chunks > 1 and self._driver.calls.follows:
@@ -338,25 +333,24 @@ class Discovery:
                 "run one after the other draw other numbers than the batch does. Leave "
                 "num_microbatches out."
             )
-        self._watched[name].put(State.CUT)
+        this.put(State.CUT)
         if self._options.compiled:
             forward = compiled(forward)
-        watch(module, name, lambda n, m, a, k: call_in_chunks(forward, a, k, chunks))
+        watch(this.module, this.name, lambda n, m, a, k: call_in_chunks(forward, a, k, chunks))
 
     def _stays(self, name: str, reason: str) -> None:
         """A graph of a network is computed on the driver; so is the network, unless one is cut."""
         if self._watched[name].state not in (State.KEPT, State.CUT):
             self._watched[name].put(State.KEPT, reason)
 
-    def _keep(self, name: str, reason: str, *, quiet: bool = False) -> None:
+    def _keep(self, this: Watched, reason: str, *, quiet: bool = False) -> None:
         """Leave a network on the driver, whole."""
-        module = self._watched[name].module
         if not quiet and not self._opened:
-            alone = not self._others_can_be_cut(name)
-            self._announcements.stays(name, module, reason, alone=alone)
-        self._watched[name].put(State.KEPT, reason)
-        self._driver.keep(module)
-        unwatch(module)
+            alone = not self._others_can_be_cut(this.name)
+            self._announcements.stays(this.name, this.module, reason, alone=alone)
+        this.put(State.KEPT, reason)
+        self._driver.keep(this.module)
+        unwatch(this.module)
 
     # ------------------------------------------------------------------ a new graph
 
@@ -386,7 +380,7 @@ class Discovery:
             refusal = f"has {few}, fewer than {self._ranks} stages"
         if refusal is not None:
             if found.whole:
-                self._keep(name, refusal)
+                self._keep(self._watched[name], refusal)
             else:
                 self._stays(name, refusal)
             return None
@@ -395,9 +389,9 @@ class Discovery:
         self._require_hooks_of_all_ranks()
         self._watched[name].put(State.CUT)
         if found.whole:  # what it does not use may be called by itself
-            others = [(n, w.module) for n, w in self._watched.items() if inside(n, name)]
             owned = call.network.tensors()
-            self._watch({n: m for n, m in others if n != name and not _shares(m, owned)})
+            inner = (w for n, w in self._watched.items() if inside(n, name) and n != name)
+            self._watch(w for w in inner if not _shares(w.module, owned))
         self._watch_calls(found)
         return call
 
@@ -421,9 +415,9 @@ class Discovery:
     def _others_can_be_cut(self, name: str) -> bool:
         """Whether a network beside this one is, or by its size may be, cut into stages."""
         return self._any(State.CUT) or any(
-            len(layers(watched.module)) >= self._ranks
-            for other, watched in self._watched.items()
-            if not inside(other, name) and not inside(name, other)
+            len(layers(other.module)) >= self._ranks
+            for other in self._watched.values()
+            if not inside(other.name, name) and not inside(name, other.name)
         )
 
 

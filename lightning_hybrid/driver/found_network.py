@@ -102,6 +102,7 @@ class Watched:
     """A module whose first call decides what becomes of it.
 
     Attributes:
+        name: its dotted name in the LightningModule.
         module: the module.
         state: what has become of it.
         reason: why it is in this state, as messages say it.
@@ -109,6 +110,7 @@ class Watched:
         found: what was captured of it before training.
     """
 
+    name: str
     module: nn.Module
     state: State = State.UNSEEN
     reason: str = ""
