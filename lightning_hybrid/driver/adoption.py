@@ -117,6 +117,8 @@ class Adoption:
                 codes, devices, plan.schedule, plan.split or (), plan.recompute
             )
             refuse_streaming(found, graph, plan, placement, first=not self.driver.has_networks)
+            # then the state of the generators comes with the batch,
+            # and goes back to the code around it
             continues = not found.whole or self.driver.calls.follows
             network = self.driver.add_network(
                 found.name, found.module, codes, placement, continues=continues
@@ -138,6 +140,8 @@ class Adoption:
         codes = cut(graph, partitions, boundaries, self.driver.device, collects=collects)
         if found.is_materialized:
             self.announcements.doing(found, "checking the stages of")
+            # before any rank has its stages: what is refused here
+            # leaves a network that is still whole
             check(graph, codes, first.leaves, with_room_for(found.module, self.driver.device))
         return plan, codes
 
@@ -168,6 +172,7 @@ class Adoption:
         refuse_streaming(found, graph, plan, network.placement)
         positions = follow(graph, network.placement.owned[: plan.stages])
         if _collects(plan):
+            # outputs of copies of the last stage are joined by one more stage, which has no layers
             positions += collecting(graph)
         with _as_if_alone():
             codes = cut_at(graph, positions, self.driver.device)
@@ -183,6 +188,7 @@ class Adoption:
         self, found: FoundNetwork, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
     ) -> int:
         """Into how many micro-batches a batch may be split in calls of this graph."""
+        # (where nothing is divided, nothing has to be proven of it)
         if wanted == 1 or _is_one_sample(graph, leaves):
             return 1
         reason = self._why_whole(found, graph, leaves, wanted)
@@ -219,6 +225,8 @@ class Adoption:
                     if self._mesh.coordinates.replicas == 1:
                         raise
                     made = error  # the other drivers wait for this
+            # times that are measured differ from rank to rank, and
+            # all replicas must cut at the same places
             plan: Plan | HybridError = broadcast_object(self._mesh.drivers, made)
             if isinstance(plan, HybridError):
                 raise plan
@@ -230,6 +238,7 @@ class Adoption:
     def _is_known(self, name: str, partitions: Sequence[NetworkPartition]) -> bool:
         """Whether an earlier run has planned a network of this name that has these cuts."""
         try:
+            # the code may be another one than in that run: then its cuts are not in this graph
             [find_boundary(partitions, cut) for cut in self._plans[name].cuts]
         except (KeyError, NetworkError):
             return False
@@ -249,6 +258,7 @@ class Adoption:
                 f"{'' if first.is_part else _part_of_another(found.name)}"
             )
         wanted = self.options.microbatches or _microbatches(graph, leaves, devices)
+        # a plan is for the work of one micro-batch, which is what a stage is given at a time
         slices = [list(leaves)]
         if wanted > 1 and not _is_one_sample(graph, leaves):
             reason = self._why_whole(found, graph, leaves, wanted)

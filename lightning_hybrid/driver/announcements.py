@@ -55,6 +55,7 @@ class Announcements:
 
     def runs_its_own_python(self, found: FoundNetwork, reason: str) -> None:
         """The modules that a network calls are looked at in its place."""
+        # parts of one module mostly fail by the same line of code: it is shown once
         known = ("", reason) in self._said
         self._said.add(("", reason))
         why = ", for the same reason" if known else f":\n{reason}"

@@ -59,6 +59,7 @@ class DriverOnlyCalls:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        # as they are now: functional_call lends modules others, in these very tables
         self._own = {part: dict(tables(part)[0]) for part in module.modules()}
 
     def reason(self, module: nn.Module) -> str | None:
@@ -187,6 +188,7 @@ class CapturedCalls:
         Raises:
             NetworkError: it can neither be captured nor run on the driver.
         """
+        # its weights are proxies here, which fetch their numbers as they are used
         if self._aside.reason(found.module) is not None:
             return found.forward(*arguments, **keywords)
         try:
@@ -255,6 +257,7 @@ class CapturedCalls:
         with self._driver.calls.in_region(region):
             result = self._captured(found, arguments, keywords, saved, check)
         if saved is not None:
+            # last of all, since what runs a region again may end the region here, by an exception
             saved.save()
         return result
 
@@ -276,8 +279,13 @@ class CapturedCalls:
             # (a hook of the network may call another one in the middle of this call)
             stack.callback(setattr, self, "_running", self._running)
             self._running = _Running(mode or nullcontext(), saved, check)
+            # stages keep what their backward needs; hooks of code
+            # around the call would change or move it
             stack.enter_context(own_saved_tensors())
+            # (a check or a trial in here runs backward passes that are none of the user's)
             stack.enter_context(backwards_as_ever())
+            # TorchDynamo decides by the class of a tensor, and cannot
+            # follow one that intercepts operations
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
             if found.whole:

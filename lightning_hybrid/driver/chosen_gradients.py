@@ -90,6 +90,7 @@ class ChosenGradients:
             _check(network)
         kept = chosen if accumulate_grad else set[int]()
         others = [weight for key, weight in weights.items() if key not in kept]
+        # autograd runs only what leads to an input: the leaf of a network leads to its calls
         reached = (*inputs, *(network.leaf for network in networks))
         # a weight of another rank among the inputs has torch take tensors as they are
         with as_the_user_sees_them(), self._gradients.kept_local():
@@ -99,6 +100,7 @@ class ChosenGradients:
                     found = run(reached, *[True for _ in unused])
                 self._gradients.settle()
                 if not accumulate_grad:
+                    # (what was found for the leaves of the networks means nothing to the caller)
                     own = found[: len(inputs)]
                     found = tuple([_arisen(g, t, weights) for g, t in zip(own, inputs)])
             finally:

@@ -145,6 +145,7 @@ def _difference(
 def _of_numbers(one: Any, other: Any, epsilon: float, *, part: bool) -> str | None:
     if type(one) is not type(other):
         return f"is {_kind(one)} and should be {_kind(other)}"
+    # (`one != one`: not a number, which equals nothing)
     if part or one == other or one != one:
         return None
     rounds = isinstance(one, float | complex)

@@ -192,16 +192,19 @@ class Discovery:
         everything = self._watched.values()
         inner = [w for w in everything if inside(w.name, this.name) or id(w.module) in parts]
         watched = [w for w in inner if is_watched(w.module)]
+        # what it calls is from here on a part of this network, and no call of its own
         for candidate in inner:
             unwatch(candidate.module)
         forward = own_forward(module)
         call = partial(forward, *arguments, **keywords)
+        # nothing is to be cut, so nothing is captured: its own Python runs for each micro-batch
         if self._ranks == 1:
             self._adopt_whole(this, forward)
             return module.forward(*arguments, **keywords)
         aside = self._aside.reason(module)
         if aside is not None:
             return self._call_aside(this, aside, watched, call)
+        # it has a capture, whose graphs a call that trains may use again
         if this.found is not None:
             return self._call_early(this, this.found, watched, arguments, keywords)
         if this.state is State.ASIDE:
@@ -213,6 +216,7 @@ class Discovery:
             result = self._calls.captured(found, arguments, keywords)
             self._look_again(this, found, watched)
             return result
+        # TorchDynamo runs nothing before it has followed all of a call, so it can be made otherwise
         except NotCaptured as error:
             reason = error.reason
             if error.by_its_kind:
@@ -258,6 +262,7 @@ class Discovery:
 
     def _look_again(self, this: Watched, found: FoundNetwork, watched: Sequence[Watched]) -> None:
         """After a call that was too early to cut by: training may call another module."""
+        # (a call without gradients does not cut: an evaluation may use other layers than training)
         if not found.driven and this.state is not State.KEPT:
             this.put(State.EARLY, _why_without_gradients())
             this.found = found
@@ -363,6 +368,7 @@ class Discovery:
         too_early = self._options.training and not torch.is_grad_enabled()
         if not too_early or not found.is_materialized:
             return False
+        # what is captured computes where all of its tensors are, and modules may wait on the CPU
         found.module.to(self._driver.device)
         return True
 
@@ -384,6 +390,7 @@ class Discovery:
             else:
                 self._stays(name, refusal)
             return None
+        # the cut points that a user gives may be those of a module around this one
         is_part = any(inside(name, outer) for outer in self._opened)
         call = self._adoption.adopt(found, graph, partitions, values, is_part=is_part)
         self._require_hooks_of_all_ranks()
@@ -401,6 +408,7 @@ class Discovery:
         Raises:
             HybridError: one was put on here, or taken off, since the ranks parted.
         """
+        # a hook is put on by code that each rank runs; one that came later is on this rank alone
         now, away = _hooks_of(self._module), self._driver.remote.places.names()
         for name in sorted(away & now.keys() & self._hooks.keys()):
             if now[name] != self._hooks[name]:

@@ -100,6 +100,8 @@ class DrivenNetwork(StagedNetwork):
         self._specializations = 0
         self._numbers: dict[CallKey, int] = {}
         self._patterns: dict[tuple[Any, ...], int] = {}
+        # the count is not the size of the table: a pass that fails is not in it,
+        # but workers may know its number, which must not be given again
         self._count = self._pattern_count = 0
         # calls whose outputs were dropped; a finaliser may run anywhere, so it only notes them
         self._dropped: deque[int] = deque()
@@ -157,6 +159,7 @@ class DrivenNetwork(StagedNetwork):
         slices, numbers = specialization.split(leaves)
         continues = self._continues and graph.uses_rng
         if continues:
+            # one stream for the whole batch: its state goes from stage to stage with the tensors
             slices = [[*slices[0], *random_state(self.engine.device)]]
         key = self._key(specialization.number, slices, numbers, grad, continues)
         self._commands.remote.flush()  # a change by hand interrupts what is under way
@@ -169,6 +172,8 @@ class DrivenNetwork(StagedNetwork):
             self._launch(specialization, leaves)
         commits = launched is not None and bool(graph.written)
         if commits:
+            # what a call that ran ahead has written to buffers is
+            # kept back until its turn, which is now
             self._commands.tell(Commit(self.number, call.number))
         try:
             with self._commands.workers.passing(self.engine):
@@ -214,12 +219,15 @@ class DrivenNetwork(StagedNetwork):
         present = tuple(gradient is not None for gradient in gradients[0])
         pattern_key = call.key, present, parameters, input_gradient
         pattern = self._patterns.get(pattern_key)
+        # shapes of gradients travel with the first pass of a kind; later ones send numbers alone
         exchange = pattern is None
         if pattern is None:
             pattern = self._pattern_count
             self._pattern_count += 1
         if parameters:
             self._commands.remote.flush()
+            # (in this order: a gradient that was set by hand is
+            # with its owner before a pass adds to it)
             self._commands.remote.gradients.refuse_parts()
         reduce = parameters and not self.weight_hooks.held and self._gradients.overlap()
         was, now = call.key.trainable, self.trainable()
@@ -260,18 +268,17 @@ class DrivenNetwork(StagedNetwork):
             number = self.add_key(key)
         if exchange and ahead:
             self._early_numbers[key] = number
+        # (with a new key no rank knows yet what later stages draw, so the state travels to be sure)
         uses_rng = exchange or key.continues or self.uses_rng(number)
         self._count += 1
         calls = self._step_calls
         draw = calls.draw_number_ahead(ahead) if ahead else calls.draw_number(key.grad)
         early = ahead > 0
-        call = self.open(
-            self._count, draw, number, exchange=exchange, uses_rng=uses_rng, ahead=early
-        )
         new_key = key if exchange else None
-        return call, Forward(
-            self.number, call.number, draw, number, exchange, uses_rng, early, new_key
+        command = Forward(
+            self.number, self._count, draw, number, exchange, uses_rng, early, new_key
         )
+        return self.open(command), command
 
     def _launch(self, specialization: Specialization, leaves: Sequence[Tensor]) -> None:
         """Launch calls of later batches, like one that was just called."""
@@ -299,6 +306,8 @@ class DrivenNetwork(StagedNetwork):
             tuple(TensorSpec.of(tensor, gradient=grad) for tensor in leaves) for leaves in slices
         )
         precision = Precision.current(self.engine.device)
+        # all that decides what travels, and how stages compute
+        # it: calls with equal keys send no headers
         training, trainable = self.module.training, self.trainable()
         return CallKey(
             specialization, specs, numbers, grad, training, trainable, precision, continues

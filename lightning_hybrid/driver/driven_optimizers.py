@@ -167,6 +167,7 @@ class DrivenOptimizers:
     def ship_in_any_case(self, fresh: int) -> None:
         """The same, also where no network has been cut."""
         parameters = self._parameters()
+        # first of all: one that steps whole keeps all of its states on this rank
         self._try_all()
         whole = [link.whole for link in self._links]
         # what a state that is here does not hold, the optimizer has no more
@@ -185,6 +186,8 @@ class DrivenOptimizers:
             left = (owned & parameters.keys()).difference(*later)  # copies of a stage need it, too
             for link in self._links:
                 link.leave(parameters[name] for name in left)
+            # what was loaded is mapped from its file; pages that
+            # were read stay in memory until then
             let_go_of_checkpoints()
         for link in self._links:
             link.shipped()
@@ -234,6 +237,8 @@ class DrivenOptimizers:
                     "batches before a step is over, it cannot. Use schedule='gpipe', or another "
                     "optimizer."
                 )
+            # (a trial comes once, and again for other hyper-parameters;
+            # links are shipped much more often)
             if tried and link.reason and self._commands.workers.ranks:
                 self._say(announce(link.optimizer, link.reason))
             if tried and link.reason and self._shares is not None:
@@ -281,6 +286,7 @@ class DrivenOptimizers:
         if set_to_none:
             groups = self.optimizers[index].param_groups
             known = (self._names.get(id(p), "") for group in groups for p in group["params"])
+            # code here may hold a gradient that is cleared: it keeps the numbers, as on one device
             self._commands.remote.release_gradients(known)
         self._tell(ZeroGrad(index, set_to_none))
 
@@ -322,6 +328,7 @@ class DrivenOptimizers:
             with self.unread(always=unread) if unread or at_once else nullcontext():
                 return optimizer.state_dict() if here else {}
         with self.unread() if unread else nullcontext():
+            # collective: every driver sends its states, and replica 0 alone has the whole
             others = self._states_of_others(link)
             if not here:
                 return {}
@@ -406,6 +413,7 @@ class DrivenOptimizers:
     def _unread_all(
         self, index: int, replica: int, name: str, state: Mapping[str, Any]
     ) -> dict[str, Any]:
+        # ranks are numbered replica by replica, and within one the driver is the first
         rank = replica * self._mesh.coordinates.ranks_per_replica
         rank += self._ownership.rank_of(name) if name in self._ownership.network_of else 0
         return {
@@ -472,6 +480,8 @@ class DrivenOptimizers:
         index = self._index(optimizer)
         self._commands.remote.flush()
         with as_they_are():
+            # one norm for each parameter, and not for each rank:
+            # the sum is rounded in one device's order
             norms = gradient_norms(optimizer, self._names, order)
         if self._ownership.any_network:
             self._send_new_groups(index)
@@ -496,6 +506,7 @@ class DrivenOptimizers:
             answers = self._commands.ask(Unscale(index, factor.cpu()))
         remote = [answer.value for answer in answers]
         with as_they_are():
+            # (a list: what is here must be scaled even where a worker has found an infinite number)
             return any([unscale(gradients_of(optimizer), factor), *remote])
 
     def clip_values(self, optimizer: Optimizer, bound: float) -> None:

@@ -104,6 +104,8 @@ class Driver:
         self._networks: list[DrivenNetwork] = []
         known = frozenset(tensors_of(module) if options.shared is None else options.shared)
         self._names = {id(p): name for name, p in module.named_parameters() if name in known}
+        # made in the order of who needs whom: proxies ask the ownership, commands
+        # flush the proxies, and all that follows only sends commands
         self._workers, unsettled = Workers(mesh), Unsettled()
         self._ownership = Ownership(self._workers, unsettled)
         self.remote = RemoteTensors(self._ownership, device)
@@ -128,6 +130,8 @@ class Driver:
         self._shards = options.shards and here.replicas > 1
         hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
+        # (of buffers that no training step reads it is enough
+        # that replicas agree before they are read)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
         self._synchronized = True  # in the last step
         self._after = AfterRun(module, self.commands, self.weights, files)
@@ -164,6 +168,7 @@ class Driver:
         Raises:
             Exception: see :meth:`Distribution.distribute`.
         """
+        # views are looked for before weights are sent: a message on its way shows their memory, too
         number, views = len(self._networks), views_of(network)
         made = self.distribution.distribute(number, name, network, codes, placement)
         driven = DrivenNetwork(
@@ -206,6 +211,8 @@ class Driver:
         try:
             with outside_of_transforms(), torch.inference_mode(False):  # (of an evaluation)
                 for tensor in tensors:
+                    # (through `data`, so that it stays the same leaf,
+                    # with its hooks and its optimizer)
                     if tensor.device != self.device:
                         tensor.data = tensor.data.to(self.device)
         except torch.OutOfMemoryError as error:
@@ -238,6 +245,7 @@ class Driver:
         prefix = f"{driven.name}." if driven.name else ""
         first, replica_group = not self._networks, driven.engine.replica_group
         self._networks.append(driven)
+        # before optimizers are shipped: of what no rank owns no state goes anywhere
         self._ownership.add(driven.number, made.remote)
         self._replicated.add(replica_group, [prefix + name for name in driven.owned_names])
         self.optimizers.ship(fresh=ALL if first else 0)
@@ -258,6 +266,8 @@ class Driver:
 
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
         """Weights were loaded, or made, in one replica only."""
+        # workers are told first: each rank broadcasts among
+        # the ranks of its own stages, all at once
         self.commands.tell(protocol.Share(network, self._share_optimizers))
         replica_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
@@ -297,6 +307,7 @@ class Driver:
             self.commands.ask(protocol.Check())
         except Exception as error:
             failure = error
+        # asked also where nothing has failed: the drivers of the other replicas wait in it
         if not meet(self._mesh.drivers, failed=failure is not None):
             raise failure or self._options.first_failure()
 
@@ -318,6 +329,7 @@ class Driver:
         if not self._shards:
             written = self._write(divided, divided.elsewhere, folder)
         else:
+            # only replica 0 has made the checkpoint, and so knows what each rank is to write
             orders = divided.elsewhere, folder
             elsewhere, folder = broadcast_object(self._mesh.drivers, orders)
             mine = self._write(divided, elsewhere, folder)
@@ -369,6 +381,7 @@ class Driver:
             write_rest(folder, divided.rest)
             here = staged(divided.here)
         finally:
+            # in any case: an answer that nobody takes would be taken for that of the next question
             self._workers.hear(divided.elsewhere)
 
         def write() -> None:
@@ -429,9 +442,12 @@ class Driver:
         if weights and self._workers.ranks:
             if not self._after.hand_out():
                 self.weights.hand_out(but=self._apart)
+            # also where no network was cut: a script reads the
+            # groups of its optimizers on each rank
             self.optimizers.ship_in_any_case(fresh=0)
         # an evaluation after a fit has given them away, too
         self.optimizers.bring_states()
+        # asked, and not told: a worker that has failed since its last answer says so here
         self.commands.ask(protocol.End(results))
         self._workers.flush()
         self._workers.close()
@@ -446,6 +462,7 @@ class Driver:
         if not (self._workers.ranks and self._workers.in_step):
             return
         if self._networks:
+            # a worker answers every question with its first failure, until it is told to forget it
             self.commands.tell(protocol.ForgetFailure())
             self.bring_all()
         if not self._after.hand_out():

@@ -163,6 +163,7 @@ def call_in_chunks(
     if not tensors:
         return forward(*arguments, **keywords)
     batch = tensors[0].shape[0]
+    # torch's own rule of sizes, on a tensor without memory: the reference is `x.chunk(chunks)`
     sizes = [len(part) for part in torch.empty(batch, device="meta").chunk(chunks)]
     results = []
     for start, size in zip(_starts(sizes), sizes):
@@ -173,6 +174,7 @@ def call_in_chunks(
 
         some_arguments, some_keywords = rebuild((arguments, keywords), part)
         results.append(forward(*some_arguments, **some_keywords))
+    # as it is: a list or a class of the user's stays the object that it was
     if len(results) == 1:
         return results[0]
     columns = iter(zip(*([tensor for _, tensor in tensors_in(r)] for r in results)))

@@ -151,6 +151,7 @@ class _Noted:
         self._places.append((read, write, read()))
 
     def put_back(self) -> None:
+        # names first: a container that was replaced is back before what it holds is put back
         for read, write, value in self._places:
             if read() is not value:
                 write(value)
@@ -249,12 +250,14 @@ class ModuleCopy:
     ) -> None:
         self._root, self._origin, self._writes = root, module, writes
         weights = {id(p): p for p in (*root.parameters(), *module.parameters())}
+        # a deep copy takes what is in its memo as it is: so weights are shared, and need no memory
         memo: dict[int, Any] = {key: _another(p) if writes else p for key, p in weights.items()}
         self._weights: list[Any] = [*memo.values()]
         self._trainers = [_trainer_of(part) for part in module.modules()]
         held = [vars(part) for part in module.modules()]
         inside = {id(part) for part in module.modules()}
         data = [v for values in held for v in values.values() if isinstance(v, _DATA)]
+        # an object whose method is a hook is no part of the network, and may hold anything
         owners = [o for o in map(owner_of, hooks_of(module)) if id(o) not in inside]
         shared = [*data, *owners, *self._trainers, *([] if root is module else [root])]
         self._shared: dict[int, Any] = {id(v): v for v in shared if v is not None}
@@ -327,10 +330,12 @@ class ModuleCopy:
             if trainer is not None:  # copies of a LightningModule have none
                 part.trainer = trainer
         weights = [] if self._writes else [*self._here.values()]
+        # the run itself trains these: a forward that writes to them cannot be run beside it
         before = [version(p) for p in weights]
         with ExitStack() as stack:
             stack.enter_context(undone(self._root, self._origin))
             stack.enter_context(_unheard())
+            # torch.compile of the user's would compile the copy anew, at each check
             if is_compiled(module):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(draws)
@@ -394,6 +399,7 @@ def _unheard() -> Iterator[None]:
     def give(_: None) -> Tensor:
         raise RuntimeError("it runs a backward")
 
+    # what autocast keeps of weights here has no graph, and the call itself would find it there
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

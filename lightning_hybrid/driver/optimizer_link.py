@@ -93,6 +93,7 @@ class OptimizerLink:
         self._closed = False
         self._left = False  # closed, with states on the workers
         self._entered = ExitStack()
+        # (torch's own hooks, as far as there are any: wrappers around `step` stay as they are)
         self._hooks = self._put_hooks() if runs_step_hooks(optimizer) else []
         self._zero_grad = optimizer.zero_grad
         # on the instance, since Lightning's wrapper and its loops call it from there
@@ -277,6 +278,7 @@ class OptimizerLink:
     def _stepping(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
         """The step itself sees what this rank owns; the closure in it is the user's code."""
         self._depth += 1
+        # the base class of the optimizer runs the same hooks once more
         if self._depth > 1:
             return None
         *before, closure = arguments if len(arguments) > 1 else (*arguments, None)
@@ -316,6 +318,7 @@ class OptimizerLink:
         with self._own.undone():
             self._begun = groups_of(self.optimizer, self._names)
         self._silence_hooks()
+        # as a rank of its own: parameters of others are seen without a gradient, and so passed over
         self._entered.enter_context(as_they_are())
         self._entered.enter_context(self._counterparts.share(self.optimizer))
         if self._reads:  # of a loaded checkpoint, what is left is the share of this rank

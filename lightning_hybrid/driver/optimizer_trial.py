@@ -174,6 +174,7 @@ class _StandIns:
                 shape = [min(size, 3) for size in parameter.shape]
                 value = torch.randn(shape, dtype=torch.float64)
                 self._values[name] = value.to(device, parameter.dtype)
+        # states begin anew, since those there are have the sizes of the real parameters
         record = record_of(optimizer) | {"param_groups": groups, "state": {}}
         self._data = write_records([(type(optimizer), record)], known)
         # the others of a kind go to the other rank, and so do the single ones of every other kind
@@ -296,6 +297,7 @@ def _compare(stand_ins: _StandIns, way: _Way) -> str:
             if step == len(_SCALES):
                 return ""  # it takes no such gradients: neither does it in parts
             raise
+        # on several ranks each would draw its own numbers, in another order than one device
         if not same(before, _random_state(stand_ins.device)):
             return "its steps draw random numbers"
         if step < len(_SCALES) and not whole.is_finite():
@@ -353,6 +355,7 @@ def _difference(whole: _Copy, driver: _Copy, worker: _Copy) -> str:
         left = {"param_groups": None, "defaults": None}
         if not same(record_of(whole.optimizer) | left, record_of(part.optimizer) | left):
             return "what it notes as its attributes depends on all parameters"
+    # what is kept under a name, and not for a parameter, would be shipped to nobody
     if any(not isinstance(key, Tensor) for key in whole.optimizer.state):
         return "it has a state that belongs to no parameter"
     return ""

@@ -28,6 +28,7 @@ from lightning_hybrid.errors import HybridError
 
 _Values = dict[str, Any]
 _MISSING = object()
+# these have ways of their own to the workers
 _ELSEWHERE = {"params", "state", "param_groups", "defaults"}
 
 

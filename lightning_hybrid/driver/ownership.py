@@ -96,6 +96,7 @@ class Ownership:
         requests: dict[int, Command] = {
             rank: command(mine) for rank, mine in self._by_worker(names, parts).items()
         }
+        # all are asked before one is heard: they copy from their devices at the same time
         for rank, request in requests.items():
             self._workers.send(rank, request)
         found: dict[str, Tensor] = {}
@@ -117,6 +118,7 @@ class Ownership:
                 self._workers.send(rank, protocol.TakeGradients(add, mine.items()))
             else:
                 self._workers.send(rank, protocol.TakeWeights(mine.items()))
+        # what was added on one replica alone is not averaged yet
         if add:
             for name in values:
                 self._unsettled.note(self.network_of[name], averaged=False)

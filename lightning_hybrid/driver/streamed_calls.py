@@ -196,6 +196,7 @@ class Stream:
         batch = self._batches.ahead(0)
         if batch is None or self._ahead[0] == 0 or self._changes > _CHANGES:
             return
+        # where the inputs lie in this batch is where those of later batches are looked for
         places = [self._place(batch, graph, n, leaf) for n, leaf in enumerate(leaves)]
         try:
             while len(self._pending) < self._ahead[0]:
@@ -231,6 +232,8 @@ class Stream:
             commands: dict[int, Command] = {
                 rank: Drop(forward.network, forward.call) for rank in self._devices[: entry.told]
             }
+            # stages that were told have begun, or will; the next one finds a message
+            # on its link that it never asked for, and takes it off
             next_rank = self._devices[entry.told]
             if entry.told < len(self._devices) - 1:
                 commands[next_rank] = Skip(

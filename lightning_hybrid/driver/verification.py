@@ -210,6 +210,7 @@ class Check:
             )
         if synchronised and mixes:
             raise _Inconclusive("its batch statistics are those of all replicas")
+        # weights are fetched next, and what runs ahead was begun with those of before
         self._driver.interrupt()
         parts, _ = call.specialization.split(graph.bind(values))
         self._parts, self._first = len(parts), graph.batch_of(parts[0]) or 0
@@ -264,6 +265,8 @@ class Check:
                 f"{self._device}"
             )
         try:
+            # results that do not depend on the split are compared
+            # on all samples, which shows if they meet
             if self._parts == 1 or not draws:
                 self._whole, _ = self._python()
                 return
@@ -358,6 +361,7 @@ class Check:
             module, result, given = self._copy.call(self._device, self._draws(), rows)
         except Exception as error:  # of the user's code, or for lack of memory
             memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+            # a Python that has run before and fails now has changed, which is what is looked for
             if isinstance(error, WritesWeights) or (way in self._of.has_run and not memory):
                 raise
             reason = f"its Python does not run on a copy of it ({_told(error)})"

@@ -56,6 +56,8 @@ class ReplicaGradients:
     @contextmanager
     def kept_local(self) -> Iterator[None]:
         """Inside, a backward pass leaves what each replica has found, and nothing to average."""
+        # gradients of single weights are those of each replica,
+        # as torch.autograd.grad gives under DDP
         synchronize, networks = self.synchronize, set(self._unsettled.networks)
         self.synchronize = False
         self.settle()
@@ -81,6 +83,7 @@ class ReplicaGradients:
         self.settle()
         if not self.synchronize:
             return
+        # in one order on all replicas: averaging is collective, and a rank does one thing at a time
         for network in sorted(self._unsettled.networks):
             self._commands.tell(Reduce(network))
             self._replicated.networks[network].reduce()

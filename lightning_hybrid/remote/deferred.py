@@ -23,7 +23,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,22 +49,35 @@ from lightning_hybrid.remote.intercepted import (
 )
 
 
-class Maker(Protocol):
-    """Knows how the numbers of deferred tensors are made.
+class Maker:
+    """Knows how the numbers of deferred tensors are made: base of those that do.
 
     Attributes:
         active: whether the module is being built: then operations are noted down.
         on_one_rank: whether only the rank that owns a tensor will have it.
     """
 
-    active: bool
-    on_one_rank: bool
+    active = on_one_rank = False
 
-    def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]: ...
-    def make(self, tensor: Tensor) -> None: ...
-    def settle(self, tensor: Tensor, value: Tensor) -> None: ...
-    def open(self, tensor: Tensor, name: str) -> None: ...
-    def pickled(self, tensor: Tensor) -> Any: ...
+    def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The numbers that tensors without memory would have; views of one share memory."""
+        raise NotImplementedError
+
+    def settle(self, tensor: Tensor, value: Tensor) -> None:
+        """Let a tensor, and all that show the same memory, have that of ``value``."""
+        raise NotImplementedError
+
+    def open(self, tensor: Tensor, name: str) -> None:
+        """Make a deferred tensor of one without memory, which this one knows."""
+        raise NotImplementedError
+
+    def make(self, tensor: Tensor) -> None:
+        """Give a tensor, and all that show the same memory, memory for good."""
+        self.settle(tensor, self.numbers([tensor])[0])
+
+    def pickled(self, tensor: Tensor) -> Any:
+        """What pickles a tensor in its own way; ``None``: as an ordinary one."""
+        return None
 
 
 class _Deferred(Intercepted):
@@ -80,6 +93,7 @@ class _Deferred(Intercepted):
     @classmethod
     def operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deferred = list(intercepted_in((args, kwargs), _Deferred))
+        # the module is being built: a mode below this one notes the operation down
         if any(tensor._maker is not None and tensor._maker.active for tensor in deferred):
             with as_they_are():
                 return func(*args, **kwargs)
@@ -229,6 +243,7 @@ def offload(tensor: Any, name: str, where: str) -> None:
     """
     with as_they_are():
         if not isinstance(tensor, _Deferred):
+            # on the meta device sizes, strides and types can still be asked for, at no cost
             swap_memory(tensor, ordinary(tensor, like(tensor, "meta")))
         defer(tensor, None, name, where)
 
@@ -294,6 +309,7 @@ def show(tensor: Any, value: Tensor) -> Before:
     before = exchange(tensor, ordinary(tensor, value))
     with as_they_are():
         tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+        # a tensor with memory is still one that other ranks lack, and `is_of_one_rank` has to tell
         tensor._was_deferred = True
     return before
 
@@ -323,6 +339,7 @@ class _OnlyLooks(TorchDispatchMode):
         described = schema(func)
         aliases = [returned.alias_info for returned in described.returns]
         views = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+        # a view that autograd knows of must show real memory, which its gradient belongs to
         tracked = torch.is_grad_enabled() and described.name != "aten::detach"
         with as_they_are():
             wanted = tracked and any(t.requires_grad for _, t in tensors_in((args, kwargs)))
@@ -334,6 +351,7 @@ class _OnlyLooks(TorchDispatchMode):
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: list[Any]) -> Any:
     with as_they_are():
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in deferred)
+    # autograd will hold this very tensor, so it has memory for good
     if trains:
         materialize(deferred)
         return func(*args, **kwargs)
@@ -345,6 +363,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred:
         versions = [version(value) for value in values]
         of = {id(tensor): value for tensor, value in zip(deferred, values)}
         back = {id(value): tensor for tensor, value in zip(deferred, values)}
+        # the operation runs on the numbers, and what it returns
+        # of them is again the tensor it stands for
         args, kwargs = rebuild((args, kwargs), lambda v: of.get(id(v), v))
     result = func(*args, **kwargs)
     with as_they_are():
@@ -427,6 +447,7 @@ def vacate(tensor: Tensor) -> None:
         if is_vacant(tensor) or is_shared(tensor) or is_held(tensor) or tensor.is_inference():
             return
         empty = torch.empty_like(tensor)
+        # (`data` below keeps the object, which modules, optimizers and the user's code hold)
         empty.untyped_storage().resize_(0)
         tensor.data = empty
 

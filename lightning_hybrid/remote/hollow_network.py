@@ -72,6 +72,8 @@ class Hollow:
         return [name for name, tensor in tensors.items() if id(tensor) in shown]
 
     def _empty(self, tensor: Tensor) -> Tensor:
+        # the same empty tensor at each call: guards of TorchDynamo
+        # would take another one for a change
         known = self._kept.get(id(tensor))
         if known is None or known[0] is not tensor:
             with as_they_are():
@@ -174,6 +176,7 @@ class _Watch(TorchDispatchMode):
             if tensor.layout is not torch.strided:
                 continue
             name = self._names.get(storage_key(tensor.untyped_storage()))
+            # on CPUs many operations do not look, and would read at address 0
             if name in self._absent:
                 raise NoMemory(f"{operation!r} needs the numbers of {name!r}")
             if name is not None:

@@ -43,6 +43,7 @@ class _Proxy(Intercepted):
         with as_they_are():
             for proxy in proxies:
                 proxy._source.table.read(proxy._source)
+            # whatever the operation was: a write shows in the version counter
             before = [version(proxy) for proxy in proxies]
             result = func(*args, **kwargs)
             for proxy, count in zip(proxies, before):
@@ -120,6 +121,7 @@ def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
     if type(result) is not Tensor or is_wrapped(result):
         return result
     if not result.requires_grad and result.layout is torch.strided:
+        # (an empty tensor has the address 0, and shares it with every other one)
         address = result.untyped_storage().data_ptr()
         for proxy in proxies:
             if address and address == proxy.untyped_storage().data_ptr():

@@ -77,6 +77,7 @@ class Remote:
         self._shown: ref[Tensor] | None = None
         self.table, self.kind, self.name, self.value = table, kind, name, value
         self.seen: int | None = None
+        # what is written here before the first fetch is overwritten by it, and not sent
         self.version = version(value)
         self.written = False
 

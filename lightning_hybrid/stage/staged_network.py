@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import CallKey, Devices, copies_of
+from lightning_hybrid.comm.protocol import Forward
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
@@ -67,22 +68,16 @@ class StagedNetwork:
         """Whether a stage up to the last one of this rank draws random numbers."""
         return self._traffic[key][-1].uses_rng
 
-    def open(
-        self,
-        number: int,
-        draw: int,
-        key: int,
-        *,
-        exchange: bool,
-        uses_rng: bool,
-        ahead: bool = False,
-    ) -> Call:
+    def open(self, command: Forward) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
         saved: list[dict[int, tuple[Values, list[Any]] | Recipe]] = [{} for _ in self.engine.owned]
-        traffic = self._traffic[key]
-        call = Call(number, draw, self.keys[key], exchange, uses_rng, traffic, saved, ahead=ahead)
+        call = Call(
+            *(command.call, command.draw, self.keys[command.key]),
+            *(command.exchange, command.uses_rng, self._traffic[command.key], saved),
+            ahead=command.ahead,
+        )
         if call.key.grad:
-            self.calls[number] = call
+            self.calls[command.call] = call
         return call
 
     def trainable(self) -> tuple[bool, ...]:

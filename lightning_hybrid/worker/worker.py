@@ -135,6 +135,8 @@ class Worker:
                 return results
             finally:
                 for name, parameter in self._module.named_parameters():
+                    # nobody brings what it lacks any more: to read
+                    # it must be an error, and not zeros
                     give_up(parameter, name)
                 self._files.close()
                 self._shards.close()
@@ -147,12 +149,14 @@ class Worker:
 
     def _serve(self) -> Any:
         while True:
+            # while the driver waits for nothing, it need not hear that this rank is alive
             self._heartbeat.on = False
             command = self._channel.receive(Command)
             self._heartbeat.on = command.answered
             answer = self._carry_out(command)
             if command.answered:
                 self._channel.send(answer)
+            # a worker that has failed waits for the driver, which has heard of it by the answer
             if isinstance(command, protocol.End) and self._failure is None:
                 self._channel.flush()
                 return command.results
@@ -228,14 +232,8 @@ class Worker:
     def _forward(self, command: protocol.Forward) -> None:
         network = self._networks[command.network]
         self._hear_key(network, command)
-        opened = network.open(
-            command.call,
-            command.draw,
-            command.key,
-            exchange=command.exchange,
-            uses_rng=command.uses_rng,
-            ahead=command.ahead,
-        )
+        opened = network.open(command)
+        # (a stage that cannot compute still passes on what the next ones wait for)
         before, key = self._failure, opened.key
         with ExitStack() as surroundings:
             try:
@@ -260,6 +258,7 @@ class Worker:
         self._failure = network.engine.failure
 
     def _set_trainable(self, network: StagedNetwork, flags: tuple[bool, ...]) -> None:
+        # flags of all parameters are set where they have changed, which is rare
         if self._trainable != (network.number, flags):
             network.set_trainable(flags)
             self._trainable = (network.number, flags)
@@ -283,9 +282,11 @@ class Worker:
     def _skip(self, command: protocol.Skip) -> None:
         network = self._networks[command.network]
         self._hear_key(network, command)
-        call = network.open(
-            command.call, 0, command.key, exchange=command.exchange, uses_rng=command.uses_rng
+        skipped = protocol.Forward(
+            *(command.network, command.call, 0, command.key, command.exchange, command.uses_rng),
+            ahead=False,
         )
+        call = network.open(skipped)
         del network.calls[command.call]
         network.engine.discard(call)
 

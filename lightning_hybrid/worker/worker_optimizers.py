@@ -72,6 +72,7 @@ class WorkerOptimizers:
         self.all = unship(command.data, command.tensors, self._parameters)
         for old, new in zip(before, self.all):
             for parameter, state in old.state.items():
+                # what did not come along is what this rank has made itself, and is newer
                 new.state.setdefault(parameter, state)
         if self._shares:
             self._shares.replica_of.update(command.replica_of)
@@ -99,6 +100,8 @@ class WorkerOptimizers:
         optimizer = self.all[command.optimizer]
         if command.groups is not None:
             take_groups(optimizer, command.groups, self._parameters)
+        # an optimizer that computes under autocast does so on
+        # each rank; it is sent where it changes
         self._precision = command.precision or self._precision
         if self._shares is None:
             self._compute(optimizer)

@@ -66,6 +66,7 @@ class WorkerWeights:
                 yield name, value
                 arrived.append(name)
 
+        # each is written as it comes in: there may be no room for all of them at once
         write_tensors(self._module, each())
         if self._takeover is not None:
             takeover, self._takeover = self._takeover, None
@@ -103,6 +104,7 @@ class WorkerWeights:
             for name in sorted(network.borrowed):
                 parameter = self._parameters[prefix + name]
                 if parameter.grad is not None:
+                    # taken off: the owner has it from here on, and the next backward begins at none
                     gradients[prefix + name], parameter.grad = parameter.grad, None
         return Answer(tensors=gradients.items())
 
@@ -114,6 +116,7 @@ class WorkerWeights:
             elif command.add:
                 parameter.grad.add_(value.to(parameter.device))
             else:
+                # in place: who holds this gradient has the change, as on one device
                 parameter.grad.copy_(value)
 
     def _clear_gradients(self, command: protocol.ClearGradients) -> None:
