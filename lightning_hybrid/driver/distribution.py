@@ -242,16 +242,14 @@ def _refuse_copies(
         if len(copies) == 1 or not code.written:
             continue
         others = sorted(n for n in code.written if not is_running_statistic(network, n))
-        reason = None
         if others:
-            reason = f"changes {others[0]!r} in its forward, where each micro-batch may need the "
-            reason += "value that the one before has left"
+            how = "in its forward, where each micro-batch may need the value of the one before"
         elif code.checkpointed:
-            reason = f"changes {min(code.written)!r} inside of activation checkpointing, which "
-            reason += "does so once more in the backward"
-        if reason is not None:
-            raise NetworkError(
-                f"stage {number} of network {name or 'self'!r} has {len(copies)} copies, and "
-                f"{reason}. Give that stage one copy (pipeline_parallel_size), or cut elsewhere "
-                "(HybridGabraStrategy(allocation=[...]))."
-            )
+            how = "inside of activation checkpointing, which does so once more in the backward"
+        else:
+            continue
+        raise NetworkError(
+            f"stage {number} of network {name or 'self'!r} has {len(copies)} copies, and changes "
+            f"{(others or sorted(code.written))[0]!r} {how}. Give that stage one copy "
+            "(pipeline_parallel_size), or cut elsewhere (HybridGabraStrategy(allocation=[...]))."
+        )

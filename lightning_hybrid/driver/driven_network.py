@@ -201,9 +201,8 @@ class DrivenNetwork(StagedNetwork):
         """
         if not self.placement.collects:
             return []
-        stage, prefix = self.engine.owned[0].specializations[number], f"{self.name}."
-        names = (name for name in stage.buffer_names if name not in stage.written)
-        return [(prefix + name).removeprefix(".") for name in names]
+        stage = self.engine.owned[0].specializations[number]
+        return self.full_names(name for name in stage.buffer_names if name not in stage.written)
 
     @signals_deferred
     def backward(

@@ -242,22 +242,21 @@ class Driver:
 
     def _take_charge(self, driven: DrivenNetwork, made: Distributed, views: Sequence[View]) -> None:
         """All ranks have their stages: tell the parts of the driver whose tensors are where."""
-        prefix = f"{driven.name}." if driven.name else ""
         first, replica_group = not self._networks, driven.engine.replica_group
         self._networks.append(driven)
         # before optimizers are shipped: of what no rank owns no state goes anywhere
         self._ownership.add(driven.number, made.remote)
-        self._replicated.add(replica_group, [prefix + name for name in driven.owned_names])
+        self._replicated.add(replica_group, driven.full_names(driven.owned_names))
         self.optimizers.ship(fresh=ALL if first else 0)
         tensors = tensors_of(self._module)
         owned_there = (name for names in made.remote.values() for name in names)
         devices = driven.placement.devices  # (what copies write is written on workers)
         alone = [own for own in driven.engine.owned if isinstance(devices[own.number], int)]
         stages = [own.specializations[0] for own in alone]
-        used_here = [prefix + name for stage in stages for name in stage.buffer_names]
+        used_here = driven.full_names(name for stage in stages for name in stage.buffer_names)
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here, views)
-        self._borrowing.add([[prefix + n for n in sorted(names)] for names in made.borrowed])
+        self._borrowing.add([driven.full_names(sorted(names)) for names in made.borrowed])
         if self._options.trains:
             self._workers.flush()  # what is on its way shows the memory of weights
             self.remote.vacate()
@@ -424,8 +423,7 @@ class Driver:
             self.remote.bring_gradients()
 
     def _parameters_of_stages(self) -> frozenset[str]:
-        prefixed = ((f"{n.name}." if n.name else "", n.owned_names) for n in self._networks)
-        here = {prefix + name for prefix, names in prefixed for name in names}
+        here = {name for n in self._networks for name in n.full_names(n.owned_names)}
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         return frozenset((here | self._ownership.network_of.keys()) & parameters)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ def call_in_chunks(
     # torch's own rule of sizes, on a tensor without memory: the reference is `x.chunk(chunks)`
     sizes = [len(part) for part in torch.empty(batch, device="meta").chunk(chunks)]
     results = []
-    for start, size in zip(_starts(sizes), sizes):
+    for start, size in zip(accumulate(sizes, initial=0), sizes):
 
         def part(leaf: Any, start: int = start, size: int = size) -> Any:
             split = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
@@ -182,10 +183,6 @@ def call_in_chunks(
         results[0],
         lambda leaf: _join(next(columns), sizes) if isinstance(leaf, Tensor) else leaf,
     )
-
-
-def _starts(sizes: list[int]) -> list[int]:
-    return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
 def _join(slices: tuple[Tensor, ...], sizes: list[int]) -> Tensor:

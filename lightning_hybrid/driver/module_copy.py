@@ -319,7 +319,10 @@ class ModuleCopy:
             Exception: of the user's code.
         """
         if self._writes or not self._here:
-            self._here = {id(p): _on(p, device, again=self._writes) for p in self._weights}
+            with as_they_are():
+                here = [p.device == device and not self._writes for p in self._weights]
+            pairs = zip(self._weights, here)
+            self._here = {id(p): p if stays else _another(p, device) for p, stays in pairs}
         memo = self._here | self._shared
         for tensor in self._tensors:
             chosen = rows if id(tensor) in self._batched else None
@@ -380,13 +383,6 @@ def _another(tensor: Tensor, device: torch.device | None = None, rows: Rows | No
             return nn.Parameter(value, wants)
         value = value.requires_grad_(wants)
         return value if leaf or not wants else value.clone()
-
-
-def _on(parameter: Any, device: torch.device, *, again: bool) -> Any:
-    with as_they_are():
-        if parameter.device == device and not again:
-            return parameter
-        return _another(parameter, device)
 
 
 @contextmanager

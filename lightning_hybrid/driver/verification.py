@@ -70,13 +70,14 @@ class Verification:
     Attributes:
         root: see above.
         driver: see above.
+        verify: see above.
         has_run: in which ways the Python of a kind of calls has run: on the whole batch, or not.
     """
 
     def __init__(
         self, root: nn.Module, driver: Driver, verify: Verify, announcements: Announcements
     ) -> None:
-        self.root, self.driver, self._verify = root, driver, verify
+        self.root, self.driver, self.verify = root, driver, verify
         self._announcements = announcements
         self._counts = Counter[Kind]()
         self._off = set[Kind]()
@@ -92,7 +93,7 @@ class Verification:
             arguments: of the call.
             keywords: of the call.
         """
-        if self._verify is False:
+        if self.verify is False:
             return None
         kind = found.name, torch.is_grad_enabled(), found.module.training
         if kind in self._off or not (found.whole or found.driven):
@@ -104,15 +105,10 @@ class Verification:
             return None
         return Check(self, found, kind, number, arguments, keywords)
 
-    @property
-    def is_automatic(self) -> bool:
-        """Whether it was left to this package which calls are looked at."""
-        return self._verify == "auto"
-
     def _is_due(self, number: int) -> bool:
-        if self._verify == "auto":
+        if self.verify == "auto":
             return number & (number - 1) == 0
-        return (number - 1) % self._verify == 0
+        return (number - 1) % self.verify == 0
 
     def count(self, check: "Check") -> None:
         """Count a call of a network that is cut."""
@@ -174,15 +170,7 @@ class Check:
 
     def begin_chain(self) -> None:
         """A chain of graphs is about to be called; it draws from one stream."""
-        states = random_state(self._device)
-
-        @contextmanager
-        def start() -> Iterator[None]:
-            with generators_of_microbatch(None, self._device):
-                set_random_state(states, self._device)
-                yield
-
-        self._start = start
+        self._before, self._start = random_state(self._device), self._own_draws
         with self._or_give_up():
             self._take((), writes=True)  # (its Python may)
             self._run(draws=False)
@@ -239,7 +227,7 @@ class Check:
         found = self.found
         prefix = f"{found.name}." if found.name else ""
         absent, room = self._driver.remote.absent_bytes(prefix), free_bytes()
-        if self._of.is_automatic and room is not None and absent > _SHARE * room:
+        if self._of.verify == "auto" and room is not None and absent > _SHARE * room:
             raise _Inconclusive(
                 f"the weights of the other stages have {absent / 1e9:.3g} GB, which have no memory "
                 f"here, and {room / 1e9:.3g} GB are free; verify=1 looks at all calls"
@@ -381,12 +369,9 @@ class Check:
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
         """Inside, torch's generators are as they were before the call."""
-        now = random_state(self._device)
-        set_random_state(self._before, self._device)
-        try:
+        with generators_of_microbatch(None, self._device):
+            set_random_state(self._before, self._device)
             yield
-        finally:
-            set_random_state(now, self._device)
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
         """What a module and its parts hold beside parameters, buffers and parts."""

@@ -234,7 +234,7 @@ class _Recorder(TorchDispatchMode):
     def _without_memory(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
     ) -> Any:
-        given = rebuild((args, kwargs), lambda v: self._lifted(v) if isinstance(v, Tensor) else v)
+        given = rebuild((args, kwargs), lambda v: self._tape.lift(v) if _has_memory(v) else v)
         noted = rebuild(given, lambda v: self._tape.view(v) if isinstance(v, Tensor) else v)
         places = [self._tape.view(tensor) for tensor in written]
         hidden = {name: value for name, value in _ON_META.items() if name in kwargs}
@@ -255,9 +255,6 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.inplace_view not in func.tags:
             self._tape.record(func, noted, results, places, random)
         return returned
-
-    def _lifted(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_meta else self._tape.lift(tensor)
 
     def _draw(self, func: Any, noted: tuple[Any, Any], written: list[View]) -> None:
         """Let the generator go on: draw the numbers and drop them."""
@@ -304,6 +301,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += [tensor for _, tensor in tensors_in(given.get(argument.name))]
     return found
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta
 
 
 def _is_meta(device: Any) -> bool:

@@ -92,9 +92,12 @@ class StagedNetwork:
 
     def owned(self) -> list[str]:
         """Names, in the LightningModule, of the tensors that this rank owns."""
-        prefix = f"{self.name}." if self.name else ""
         names = names_of([own.specializations[0] for own in self.engine.owned])
-        return [prefix + name for name in names if name not in self.borrowed]
+        return self.full_names(name for name in names if name not in self.borrowed)
+
+    def full_names(self, names: Iterable[str]) -> list[str]:
+        """Names in the LightningModule of tensors that have these names in the network."""
+        return [f"{self.name}.{name}" if self.name else name for name in names]
 
 
 def names_of(stages: Sequence[Stage]) -> list[str]:

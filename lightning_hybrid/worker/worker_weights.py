@@ -100,12 +100,11 @@ class WorkerWeights:
     def _give_borrowed_gradients(self, _: protocol.GiveBorrowedGradients) -> Answer:
         gradients: dict[str, torch.Tensor] = {}
         for network in self._networks:
-            prefix = f"{network.name}." if network.name else ""
-            for name in sorted(network.borrowed):
-                parameter = self._parameters[prefix + name]
+            for name in network.full_names(sorted(network.borrowed)):
+                parameter = self._parameters[name]
                 if parameter.grad is not None:
                     # taken off: the owner has it from here on, and the next backward begins at none
-                    gradients[prefix + name], parameter.grad = parameter.grad, None
+                    gradients[name], parameter.grad = parameter.grad, None
         return Answer(tensors=gradients.items())
 
     def _take_gradients(self, command: protocol.TakeGradients) -> None:
