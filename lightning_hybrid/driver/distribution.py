@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 
@@ -15,14 +14,10 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import StageCode, make_stages
 from lightning_hybrid.stage import (
     Engine,
-    ReplicaGroup,
     Trace,
     borrowed_parameters,
+    engine_of,
     is_running_statistic,
-    own_buffers,
-    own_parameters,
-    replayed_statistics,
-    state_buffers,
     tensors_of,
 )
 from lightning_hybrid.state import (
@@ -208,22 +203,11 @@ class Distribution:
         Takeover(self._module, mine, (), self._mesh.coordinates).settle(())
         for part in here:
             part.move(self._device)
-        copies = copies_of(placement.devices[next(iter(links))])
-        replica_group = ReplicaGroup(
-            own_parameters(here, borrowed),
-            partial(own_buffers, here),
-            self._mesh.data_parallel,
-            self._trace,
-            partial(state_buffers, network),
-        )
-        return Engine(
-            stages,
-            placement,
-            self._options.stages,
-            coordinates=self._mesh.coordinates,
+        return engine_of(
+            *(network, stages, placement, self._options.stages),
+            mesh=self._mesh,
             links=links,
-            replica_group=replica_group,
-            replayed=replayed_statistics(network, self._mesh, copies),
+            borrowed=borrowed,
             device=self._device,
             seed=self._options.seed,
             trace=self._trace,

@@ -19,7 +19,7 @@ from lightning_hybrid.stage.gradient_averaging import (
     state_buffers,
 )
 from lightning_hybrid.stage.rank_stages import StageOptions
-from lightning_hybrid.stage.replayed_statistics import is_running_statistic, replayed_statistics
+from lightning_hybrid.stage.replayed_statistics import is_running_statistic
 from lightning_hybrid.stage.split_backward import HookWatch, input_part
 from lightning_hybrid.stage.stage_check import (
     check,
@@ -32,9 +32,8 @@ from lightning_hybrid.stage.stage_check import (
 from lightning_hybrid.stage.staged_network import (
     StagedNetwork,
     borrowed_parameters,
+    engine_of,
     names_of,
-    own_buffers,
-    own_parameters,
     tensors_of,
     write_tensors,
 )
@@ -59,6 +58,7 @@ __all__ = [
     "bubble",
     "check",
     "draw_number",
+    "engine_of",
     "fresh",
     "generators_of_microbatch",
     "input_part",
@@ -66,11 +66,8 @@ __all__ = [
     "is_running_statistic",
     "microbatch_seed",
     "names_of",
-    "own_buffers",
     "own_copy",
-    "own_parameters",
     "random_state",
-    "replayed_statistics",
     "serial_s",
     "set_random_state",
     "state_buffers",

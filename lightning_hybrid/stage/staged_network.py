@@ -1,19 +1,24 @@
 """A network that has been cut, as one rank sees it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import CallKey, Devices, copies_of
-from lightning_hybrid.comm.protocol import Forward
+from lightning_hybrid.comm import CallKey, Dealt, Devices, Mesh, copies_of
+from lightning_hybrid.comm.protocol import Forward, Placement
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.stage.engine import Engine
+from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, state_buffers
+from lightning_hybrid.stage.rank_stages import StageOptions
+from lightning_hybrid.stage.replayed_statistics import replayed_statistics
+from lightning_hybrid.stage.trace import Trace
 from lightning_hybrid.stage.weight_hooks import WeightHooks
 
 
@@ -71,11 +76,9 @@ class StagedNetwork:
     def open(self, command: Forward) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
         saved: list[dict[int, tuple[Values, list[Any]] | Recipe]] = [{} for _ in self.engine.owned]
-        call = Call(
-            *(command.call, command.draw, self.keys[command.key]),
-            *(command.exchange, command.uses_rng, self._traffic[command.key], saved),
-            ahead=command.ahead,
-        )
+        key, traffic = self.keys[command.key], self._traffic[command.key]
+        travels = command.exchange, command.uses_rng
+        call = Call(command.call, command.draw, key, *travels, traffic, saved, ahead=command.ahead)
         if call.key.grad:
             self.calls[command.call] = call
         return call
@@ -98,6 +101,56 @@ class StagedNetwork:
     def full_names(self, names: Iterable[str]) -> list[str]:
         """Names in the LightningModule of tensors that have these names in the network."""
         return [f"{self.name}.{name}" if self.name else name for name in names]
+
+
+def engine_of(
+    network: nn.Module,
+    stages: dict[int, Stage],
+    placement: Placement,
+    options: StageOptions,
+    *,
+    mesh: Mesh,
+    links: Mapping[int, Dealt],
+    borrowed: frozenset[str],
+    device: torch.device,
+    seed: int,
+    trace: Trace,
+) -> Engine:
+    """This rank's stages at work, on its device, with the group that averages their gradients.
+
+    Args:
+        network: that they are of.
+        stages: by number.
+        placement: of all stages.
+        options: how they compute.
+        mesh: the groups.
+        links: of the stages to their neighbours, by number.
+        borrowed: names in the network of what this rank uses and another one owns.
+        device: where they are.
+        seed: of the random numbers inside networks.
+        trace: where to record.
+    """
+    here = [stages[number] for number in links]
+    copies = copies_of(placement.devices[next(iter(links))])
+    group, sharers = mesh.data_parallel, 1
+    if not mesh.coordinates.is_driver:
+        owners = [copy for copy in copies if copy]  # the driver, number 0, borrows
+        group, sharers = mesh.owners(owners), len(owners)
+    parameters, buffers = own_parameters(here, borrowed), partial(own_buffers, here)
+    state = partial(state_buffers, network)
+    replica_group = ReplicaGroup(parameters, buffers, group, trace, state, sharers)
+    return Engine(
+        stages,
+        placement,
+        options,
+        coordinates=mesh.coordinates,
+        links=links,
+        replica_group=replica_group,
+        replayed=replayed_statistics(network, mesh, copies),
+        device=device,
+        seed=seed,
+        trace=trace,
+    )
 
 
 def names_of(stages: Sequence[Stage]) -> list[str]:

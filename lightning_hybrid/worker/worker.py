@@ -17,7 +17,6 @@ from lightning_hybrid.comm import (
     Guard,
     Heartbeat,
     Mesh,
-    copies_of,
     link_copies,
     protocol,
     signals_ignored,
@@ -27,17 +26,12 @@ from lightning_hybrid.graph import Stage
 from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
-    Engine,
-    ReplicaGroup,
     StagedNetwork,
     StageOptions,
     Stopwatch,
     Trace,
+    engine_of,
     names_of,
-    own_buffers,
-    own_parameters,
-    replayed_statistics,
-    state_buffers,
 )
 from lightning_hybrid.state import FilesOfWorker, Takeover, share_optimizers
 from lightning_hybrid.worker.worker_optimizers import WorkerOptimizers
@@ -208,20 +202,11 @@ class Worker:
         self._weights.expect(takeover)
         for stage in mine:
             stage.move(self._device)
-        own = own_parameters(mine, order.borrowed)
-        state, buffers = partial(state_buffers, network), partial(own_buffers, mine)
-        copies = copies_of(order.placement.devices[next(iter(links))])
-        workers = [copy for copy in copies if copy != DRIVER]  # the driver borrows
-        group = self._mesh.owners(workers)
-        replica_group = ReplicaGroup(own, buffers, group, self._trace, state, len(workers))
-        engine = Engine(
-            stages,
-            order.placement,
-            self._options,
-            coordinates=self._mesh.coordinates,
+        engine = engine_of(
+            *(network, stages, order.placement, self._options),
+            mesh=self._mesh,
             links=links,
-            replica_group=replica_group,
-            replayed=replayed_statistics(network, self._mesh, copies),
+            borrowed=order.borrowed,
             device=self._device,
             seed=order.seed,
             trace=self._trace,
