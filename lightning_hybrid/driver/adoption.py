@@ -117,8 +117,8 @@ class Adoption:
                 codes, devices, plan.schedule, plan.split or (), plan.recompute
             )
             refuse_streaming(found, graph, plan, placement, first=not self.driver.has_networks)
-            # then the state of the generators comes with the batch,
-            # and goes back to the code around it
+            # Python between graphs, and one device, draw from the generators of the code around a
+            # call: their state travels with the batch, and back
             continues = not found.whole or self.driver.calls.follows
             network = self.driver.add_network(
                 found.name, found.module, codes, placement, continues=continues
@@ -140,8 +140,7 @@ class Adoption:
         codes = cut(graph, partitions, boundaries, self.driver.device, collects=collects)
         if found.is_materialized:
             self.announcements.doing(found, "checking the stages of")
-            # before any rank has its stages: what is refused here
-            # leaves a network that is still whole
+            # before any rank has its stages: a network that is refused here is still whole
             check(graph, codes, first.leaves, with_room_for(found.module, self.driver.device))
         return plan, codes
 
@@ -188,7 +187,7 @@ class Adoption:
         self, found: FoundNetwork, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
     ) -> int:
         """Into how many micro-batches a batch may be split in calls of this graph."""
-        # (where nothing is divided, nothing has to be proven of it)
+        # (of a batch that is not divided it need not be proven that samples do not meet)
         if wanted == 1 or _is_one_sample(graph, leaves):
             return 1
         reason = self._why_whole(found, graph, leaves, wanted)
@@ -225,8 +224,7 @@ class Adoption:
                     if self._mesh.coordinates.replicas == 1:
                         raise
                     made = error  # the other drivers wait for this
-            # times that are measured differ from rank to rank, and
-            # all replicas must cut at the same places
+            # measured times differ from rank to rank, and all replicas must cut at the same places
             plan: Plan | HybridError = broadcast_object(self._mesh.drivers, made)
             if isinstance(plan, HybridError):
                 raise plan

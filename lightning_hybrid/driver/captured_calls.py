@@ -188,7 +188,7 @@ class CapturedCalls:
         Raises:
             NetworkError: it can neither be captured nor run on the driver.
         """
-        # its weights are proxies here, which fetch their numbers as they are used
+        # no stage computes it: where it uses weights of other ranks, their proxies fetch them
         if self._aside.reason(found.module) is not None:
             return found.forward(*arguments, **keywords)
         try:
@@ -279,13 +279,11 @@ class CapturedCalls:
             # (a hook of the network may call another one in the middle of this call)
             stack.callback(setattr, self, "_running", self._running)
             self._running = _Running(mode or nullcontext(), saved, check)
-            # stages keep what their backward needs; hooks of code
-            # around the call would change or move it
+            # stages keep what their backward needs: hooks of code around the call must not get at it
             stack.enter_context(own_saved_tensors())
             # (a check or a trial in here runs backward passes that are none of the user's)
             stack.enter_context(backwards_as_ever())
-            # TorchDynamo decides by the class of a tensor, and cannot
-            # follow one that intercepts operations
+            # TorchDynamo looks at the class of a tensor, and follows none that intercepts operations
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
             if found.whole:

@@ -57,8 +57,7 @@ class Workers:
         Raises:
             Exception: of a worker, now or before; caused by a RemoteError.
         """
-        # all of them before one is looked at: what stays on
-        # a channel would answer the next question
+        # all are received first: one that is left on its channel would answer the next question
         answers = [self._channels[rank].receive(Answer) for rank in ranks]
         for answer in answers:
             if answer.failure is not None:

@@ -197,14 +197,14 @@ class Discovery:
             unwatch(candidate.module)
         forward = own_forward(module)
         call = partial(forward, *arguments, **keywords)
-        # nothing is to be cut, so nothing is captured: its own Python runs for each micro-batch
+        # one rank cuts nothing, so nothing is captured: the Python runs once for each micro-batch
         if self._ranks == 1:
             self._adopt_whole(this, forward)
             return module.forward(*arguments, **keywords)
         aside = self._aside.reason(module)
         if aside is not None:
             return self._call_aside(this, aside, watched, call)
-        # it has a capture, whose graphs a call that trains may use again
+        # an evaluation has captured it before: a call that trains may have the same graph
         if this.found is not None:
             return self._call_early(this, this.found, watched, arguments, keywords)
         if this.state is State.ASIDE:

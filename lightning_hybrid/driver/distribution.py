@@ -146,7 +146,7 @@ class Distribution:
             By number, the links of the stages that are here; empty if they are linked already.
         """
         for code in codes:
-            # here, where it can be refused: a worker that cannot import a function would only fail
+            # refused here by name: a worker that cannot import a function could only fail
             code.code.check()
         orders: dict[int, Command] = {}
         for worker in self._workers.ranks:
@@ -157,7 +157,7 @@ class Distribution:
                 *(self._options.seed, self._options.trains),
             )
         self._commands.tell_each(orders)
-        # between command and answer: both ends of a link open it together
+        # before the answers: the workers open the other ends of these links now
         links = {} if linked else link_copies(self._mesh, placement.devices, self._device)
         self._workers.hear(self._workers.ranks)
         return links

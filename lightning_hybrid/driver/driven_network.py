@@ -172,8 +172,7 @@ class DrivenNetwork(StagedNetwork):
             self._launch(specialization, leaves)
         commits = launched is not None and bool(graph.written)
         if commits:
-            # what a call that ran ahead has written to buffers is
-            # kept back until its turn, which is now
+            # what a call that ran ahead has written to buffers is kept back until its turn: now
             self._commands.tell(Commit(self.number, call.number))
         try:
             with self._commands.workers.passing(self.engine):
@@ -225,8 +224,7 @@ class DrivenNetwork(StagedNetwork):
             self._pattern_count += 1
         if parameters:
             self._commands.remote.flush()
-            # (in this order: a gradient that was set by hand is
-            # with its owner before a pass adds to it)
+            # (after the flush: a gradient set by hand is with its owner before a pass adds to it)
             self._commands.remote.gradients.refuse_parts()
         reduce = parameters and not self.weight_hooks.held and self._gradients.overlap()
         was, now = call.key.trainable, self.trainable()
@@ -305,8 +303,7 @@ class DrivenNetwork(StagedNetwork):
             tuple(TensorSpec.of(tensor, gradient=grad) for tensor in leaves) for leaves in slices
         )
         precision = Precision.current(self.engine.device)
-        # all that decides what travels, and how stages compute
-        # it: calls with equal keys send no headers
+        # all that decides what travels and how stages compute: calls with equal keys send no headers
         training, trainable = self.module.training, self.trainable()
         return CallKey(
             specialization, specs, numbers, grad, training, trainable, precision, continues

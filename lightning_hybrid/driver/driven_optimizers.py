@@ -186,8 +186,7 @@ class DrivenOptimizers:
             left = (owned & parameters.keys()).difference(*later)  # copies of a stage need it, too
             for link in self._links:
                 link.leave(parameters[name] for name in left)
-            # what was loaded is mapped from its file; pages that
-            # were read stay in memory until then
+            # what was loaded is mapped from its file: pages that were sent give their memory back
             let_go_of_checkpoints()
         for link in self._links:
             link.shipped()
@@ -480,8 +479,7 @@ class DrivenOptimizers:
         index = self._index(optimizer)
         self._commands.remote.flush()
         with as_they_are():
-            # one norm for each parameter, and not for each rank:
-            # the sum is rounded in one device's order
+            # a norm for each parameter, not for each rank: their sum is rounded as on one device
             norms = gradient_norms(optimizer, self._names, order)
         if self._ownership.any_network:
             self._send_new_groups(index)

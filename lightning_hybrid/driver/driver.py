@@ -130,8 +130,7 @@ class Driver:
         self._shards = options.shards and here.replicas > 1
         hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
-        # (of buffers that no training step reads it is enough
-        # that replicas agree before they are read)
+        # (buffers that no training step reads need not be the same on all replicas in training)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
         self._synchronized = True  # in the last step
         self._after = AfterRun(module, self.commands, self.weights, files)
@@ -211,8 +210,7 @@ class Driver:
         try:
             with outside_of_transforms(), torch.inference_mode(False):  # (of an evaluation)
                 for tensor in tensors:
-                    # (through `data`, so that it stays the same leaf,
-                    # with its hooks and its optimizer)
+                    # (through `data`: the same leaf, which has its hooks and its optimizer)
                     if tensor.device != self.device:
                         tensor.data = tensor.data.to(self.device)
         except torch.OutOfMemoryError as error:
@@ -265,8 +263,7 @@ class Driver:
 
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
         """Weights were loaded, or made, in one replica only."""
-        # workers are told first: each rank broadcasts among
-        # the ranks of its own stages, all at once
+        # workers are told first: each rank broadcasts among those with its stages, all at once
         self.commands.tell(protocol.Share(network, self._share_optimizers))
         replica_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
@@ -440,8 +437,7 @@ class Driver:
         if weights and self._workers.ranks:
             if not self._after.hand_out():
                 self.weights.hand_out(but=self._apart)
-            # also where no network was cut: a script reads the
-            # groups of its optimizers on each rank
+            # also where no network was cut: scripts read groups of optimizers on each rank
             self.optimizers.ship_in_any_case(fresh=0)
         # an evaluation after a fit has given them away, too
         self.optimizers.bring_states()

@@ -175,7 +175,7 @@ def call_in_chunks(
 
         some_arguments, some_keywords = rebuild((arguments, keywords), part)
         results.append(forward(*some_arguments, **some_keywords))
-    # as it is: a list or a class of the user's stays the object that it was
+    # one part is not rebuilt: an object of the user's own class stays the one that it was
     if len(results) == 1:
         return results[0]
     columns = iter(zip(*([tensor for _, tensor in tensors_in(r)] for r in results)))

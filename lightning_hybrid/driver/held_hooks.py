@@ -53,7 +53,7 @@ class HeldHooks:
         try:
             yield
         except BaseException:
-            # put back on, and called for no weight: no gradient has come to its end
+            # the hooks are put back and not called: no gradient has come to its end
             self._release(networks, (), late=False)
             raise
         self._settle()

@@ -134,8 +134,7 @@ class _CallNode(torch.autograd.Function):
         graph = specialization.graph
         ctx.graph, ctx.sizes = graph, specialization.samples(leaves)
         ctx.wanted = [leaf.requires_grad for leaf in leaves]
-        # where outputs are dropped without a backward, the stages
-        # may let go of what they keep for it
+        # outputs may be dropped without a backward: then stages let go of what they keep for it
         ctx.finaliser = weakref.finalize(ctx, network.drop, call.number)
         ctx.finaliser.atexit = False
         # an output without a gradient sends none back, instead of zeros through all stages

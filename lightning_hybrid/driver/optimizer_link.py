@@ -318,7 +318,7 @@ class OptimizerLink:
         with self._own.undone():
             self._begun = groups_of(self.optimizer, self._names)
         self._silence_hooks()
-        # as a rank of its own: parameters of others are seen without a gradient, and so passed over
+        # parameters of other ranks have no gradient here as they are, so this step passes over them
         self._entered.enter_context(as_they_are())
         self._entered.enter_context(self._counterparts.share(self.optimizer))
         if self._reads:  # of a loaded checkpoint, what is left is the share of this rank

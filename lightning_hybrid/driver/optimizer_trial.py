@@ -297,7 +297,7 @@ def _compare(stand_ins: _StandIns, way: _Way) -> str:
             if step == len(_SCALES):
                 return ""  # it takes no such gradients: neither does it in parts
             raise
-        # on several ranks each would draw its own numbers, in another order than one device
+        # several ranks would each draw numbers of their own, and in another order than one device
         if not same(before, _random_state(stand_ins.device)):
             return "its steps draw random numbers"
         if step < len(_SCALES) and not whole.is_finite():

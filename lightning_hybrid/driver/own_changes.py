@@ -28,7 +28,7 @@ from lightning_hybrid.errors import HybridError
 
 _Values = dict[str, Any]
 _MISSING = object()
-# these have ways of their own to the workers
+# parameters, states and groups go to the workers with each command to step or to take them
 _ELSEWHERE = {"params", "state", "param_groups", "defaults"}
 
 

@@ -253,8 +253,7 @@ class Check:
                 f"{self._device}"
             )
         try:
-            # results that do not depend on the split are compared
-            # on all samples, which shows if they meet
+            # what does not depend on the split is compared on all samples: it shows if they meet
             if self._parts == 1 or not draws:
                 self._whole, _ = self._python()
                 return

@@ -56,8 +56,7 @@ class ReplicaGradients:
     @contextmanager
     def kept_local(self) -> Iterator[None]:
         """Inside, a backward pass leaves what each replica has found, and nothing to average."""
-        # gradients of single weights are those of each replica,
-        # as torch.autograd.grad gives under DDP
+        # (torch.autograd.grad gives those of each replica under DDP, too)
         synchronize, networks = self.synchronize, set(self._unsettled.networks)
         self.synchronize = False
         self.settle()
@@ -83,7 +82,7 @@ class ReplicaGradients:
         self.settle()
         if not self.synchronize:
             return
-        # in one order on all replicas: averaging is collective, and a rank does one thing at a time
+        # averaging is collective: in another order the ranks of a group would average different things
         for network in sorted(self._unsettled.networks):
             self._commands.tell(Reduce(network))
             self._replicated.networks[network].reduce()

@@ -363,8 +363,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred:
         versions = [version(value) for value in values]
         of = {id(tensor): value for tensor, value in zip(deferred, values)}
         back = {id(value): tensor for tensor, value in zip(deferred, values)}
-        # the operation runs on the numbers, and what it returns
-        # of them is again the tensor it stands for
+        # the operation runs on the numbers; where it returns one, its tensor takes the place again
         args, kwargs = rebuild((args, kwargs), lambda v: of.get(id(v), v))
     result = func(*args, **kwargs)
     with as_they_are():

@@ -72,8 +72,7 @@ class Hollow:
         return [name for name, tensor in tensors.items() if id(tensor) in shown]
 
     def _empty(self, tensor: Tensor) -> Tensor:
-        # the same empty tensor at each call: guards of TorchDynamo
-        # would take another one for a change
+        # the same empty tensor at each call: TorchDynamo would take another one for a change
         known = self._kept.get(id(tensor))
         if known is None or known[0] is not tensor:
             with as_they_are():

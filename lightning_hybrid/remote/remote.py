@@ -222,7 +222,7 @@ class RemoteTensors:
         """The owners change what they have."""
         for kind in kinds:
             self._age[kind] += 1
-            # the next read is a first one again
+            # (a first read fetches one tensor alone, see `read`)
             self._reads[kind] = 0
             if kind is Kind.GRADIENT:
                 self.gradients.outdate()

@@ -92,13 +92,11 @@ class RemoteGradients:
         """``parameter.grad = value``."""
         other = source_of(value)
         if other is not None:
-            # a proxy stands for what its owner has now, and that
-            # may be another number when it is sent
+            # what a proxy shows now is assigned: its owner may have another number by the flush
             other.table.read(other)
         with as_they_are():
             remote.value.grad = value  # torch's own check of shape, dtype and device
-            # the owner's is the gradient; one that stays here would
-            # be added to it as if it had arisen
+            # (one that stays here would be added to the owner's, as if it had arisen)
             remote.value.grad = None
         self.assigned[remote.name] = value
 

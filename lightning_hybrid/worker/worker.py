@@ -218,7 +218,7 @@ class Worker:
         network = self._networks[command.network]
         self._hear_key(network, command)
         opened = network.open(command)
-        # (a stage that cannot compute still passes on what the next ones wait for)
+        # (a stage that cannot compute goes on: it still has to send what the next ones wait for)
         before, key = self._failure, opened.key
         with ExitStack() as surroundings:
             try:
