@@ -132,6 +132,7 @@ class Adoption:
     def _plan_and_cut(self, first: _FirstCall) -> tuple[Plan, list[StageCode]]:
         """The plan of a network, and its stages, which compute what the graph does."""
         found, graph, partitions = first.found, first.graph, first.partitions
+        # further graphs of a chain are networks of their own, and plans are kept by name
         key = f"{found.name}#{len(found.driven) + 1}" if found.driven else found.name
         self.announcements.doing(found, "planning")
         plan = self._plan(key, first)

@@ -279,11 +279,11 @@ class CapturedCalls:
             # (a hook of the network may call another one in the middle of this call)
             stack.callback(setattr, self, "_running", self._running)
             self._running = _Running(mode or nullcontext(), saved, check)
-            # stages keep what their backward needs: hooks of code around the call must not get at it
+            # stages keep what their backward needs, out of reach of hooks of code around the call
             stack.enter_context(own_saved_tensors())
             # (a check or a trial in here runs backward passes that are none of the user's)
             stack.enter_context(backwards_as_ever())
-            # TorchDynamo looks at the class of a tensor, and follows none that intercepts operations
+            # TorchDynamo looks at classes of tensors, and follows none that intercepts operations
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
             if found.whole:

@@ -88,6 +88,7 @@ class ChosenGradients:
         weights = {id(weight): weight for network in networks for weight in network.weights()}
         for network in networks:
             _check(network)
+        # `backward(inputs=...)` leaves the gradients of the chosen weights, and `grad` leaves none
         kept = chosen if accumulate_grad else set[int]()
         others = [weight for key, weight in weights.items() if key not in kept]
         # autograd runs only what leads to an input: the leaf of a network leads to its calls

@@ -96,6 +96,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, _PLAIN):
             yield path, value
         return
+    # code may go by the order, and the paths of the parts do not tell it
     if isinstance(value, OrderedDict):
         yield f"the order of {path}", str([*value])
     for step, inner in parts:

@@ -115,6 +115,7 @@ class Distribution:
             Exception: of a worker that cannot make its stages.
         """
         _refuse_copies(network.name, network.module, codes, network.placement.devices)
+        # who borrows what was settled by the first graph of the network
         nobody = [frozenset[str]() for _ in (0, *self._workers.ranks)]
         self._order(network.number, network.name, codes, network.placement, nobody, linked=True)
         here = [own.number for own in network.engine.owned]
@@ -183,6 +184,7 @@ class Distribution:
             self._workers.send(worker, TakeWeights(values.items()))
             mine = [full for n, full in names.items() if n not in borrowed[worker]]
             remote[worker] = tuple(mine)
+            # once it is sent: a message on its way shows the memory that goes now
             leave_to_worker(tensors, remote[worker], self._mesh.coordinates, worker)
             let_go_of_checkpoints()
         return remote

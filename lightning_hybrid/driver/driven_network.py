@@ -303,7 +303,7 @@ class DrivenNetwork(StagedNetwork):
             tuple(TensorSpec.of(tensor, gradient=grad) for tensor in leaves) for leaves in slices
         )
         precision = Precision.current(self.engine.device)
-        # all that decides what travels and how stages compute: calls with equal keys send no headers
+        # all that decides what travels and how stages compute: equal keys send no headers again
         training, trainable = self.module.training, self.trainable()
         return CallKey(
             specialization, specs, numbers, grad, training, trainable, precision, continues

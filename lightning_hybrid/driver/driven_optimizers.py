@@ -105,6 +105,7 @@ class DrivenOptimizers:
         self.streamed_by, self._stays = "", ""
         self.before_step: Callable[[], None] = lambda: None
         self._mesh, self._replica = mesh, mesh.coordinates.dp_rank
+        # one table for all ranks of the replica: each division adds to it whose the states are
         replicas, self._replica_of = mesh.coordinates.replicas, Replicas()
         self._divisions = {
             worker: Division(replicas, self._replica_of) for worker in commands.workers.ranks
@@ -468,6 +469,7 @@ class DrivenOptimizers:
         """Groups mostly change with a step; `add_param_group` may come in between."""
         groups = self._links[index].new_groups()
         if groups is not None:
+            # (a group that was added may hold parameters that nobody steps yet)
             self._divide(self._parameters())
             self._commands.tell(TakeGroups(index, groups, self._replica_of))
 

@@ -83,6 +83,7 @@ class LookAhead:
         def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
             problem = why_not_cut(graph)
             if problem is None:
+                # (planning comes later: until then no graph of this step is to be kept)
                 leaves = [leaf.detach() for leaf in graph.bind(values)]
                 self.seen.append(Seen(name, graph, network_partitions(graph), leaves))
             else:

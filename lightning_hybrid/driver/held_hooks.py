@@ -43,6 +43,7 @@ class HeldHooks:
         Raises:
             NetworkError: such a hook may change weights with which forwards have begun.
         """
+        # (hooks are rare, and to hold them asks all ranks)
         networks = [network for network in self._networks if network.weight_hooks]
         if not networks:
             yield

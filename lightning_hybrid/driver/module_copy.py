@@ -259,6 +259,7 @@ class ModuleCopy:
         data = [v for values in held for v in values.values() if isinstance(v, _DATA)]
         # an object whose method is a hook is no part of the network, and may hold anything
         owners = [o for o in map(owner_of, hooks_of(module)) if id(o) not in inside]
+        # (as large as a data set, or holding one, as a LightningModule does by its Trainer)
         shared = [*data, *owners, *self._trainers, *([] if root is module else [root])]
         self._shared: dict[int, Any] = {id(v): v for v in shared if v is not None}
         memo |= self._shared

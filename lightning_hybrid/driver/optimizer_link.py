@@ -107,6 +107,7 @@ class OptimizerLink:
             optimizer.register_step_pre_hook(self._stepping),
             optimizer.register_step_post_hook(self._stepped),
             optimizer.register_state_dict_post_hook(self._complete),
+            # what was loaded is on this rank alone, and workers would step on with states of before
             optimizer.register_load_state_dict_post_hook(lambda _: self._counterparts.ship()),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
         ]

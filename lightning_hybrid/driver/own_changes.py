@@ -108,6 +108,7 @@ def _copied(holder: dict[str, Any]) -> _Values:
     return {
         key: _copy_of(value)
         for key, value in holder.items()
+        # (code that is put on an optimizer, as by schedulers, is no value that a worker lacks)
         if key not in _ELSEWHERE and "hook" not in key and not callable(value)
     }
 

@@ -109,6 +109,7 @@ class Ownership:
         """Set remote tensors, or add to them."""
         gradients = kind is Kind.GRADIENT
         parts = [name for name in values if gradients and (add or self._in_parts(name))]
+        # a sum of what several have: set on one of them, the others must have nothing
         if parts and not add:  # the first copy's stands for all
             self.clear_gradients(parts)
         receivers = self._by_worker(values, [name for name in values if name not in parts])

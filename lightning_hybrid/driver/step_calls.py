@@ -54,6 +54,7 @@ class StepCalls:
         Args:
             region: it, and whether it runs again; ``None``: there is none.
         """
+        # regions may be nested, and calls in the outer one go on with its numbers
         before = self._region
         self._region = None
         if region is not None:

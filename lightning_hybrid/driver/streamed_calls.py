@@ -220,6 +220,7 @@ class Stream:
         Raises:
             NetworkError: in the middle of a pass.
         """
+        # a worker in the middle of a pass hears no command, so nothing can be taken back
         if self._pending and self._commands.workers.passing_now:
             raise self._refused(
                 "a weight or buffer that another rank owns was changed in the middle of a pass "

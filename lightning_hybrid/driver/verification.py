@@ -308,6 +308,7 @@ class Check:
             apart = _differences(found, self._whole, epsilon)
             if not apart:
                 return
+            # nothing was split, or nothing in which samples meet: the graph itself is another one
             if self._parts == 1 or self._divided:
                 raise self._stale(apart)
             # rounded otherwise in parts, or stale, or samples meet

@@ -82,7 +82,7 @@ class ReplicaGradients:
         self.settle()
         if not self.synchronize:
             return
-        # averaging is collective: in another order the ranks of a group would average different things
+        # averaging is collective: in other orders the ranks of a group would average other things
         for network in sorted(self._unsettled.networks):
             self._commands.tell(Reduce(network))
             self._replicated.networks[network].reduce()
