@@ -70,12 +70,15 @@ class Broadcasts:
             self._send_together(waiting, nbytes, source)
 
     def _send_large(self, tensor: Tensor, source: int) -> None:
+        # (NCCL sends memory as it lies; one that is not contiguous has gaps, or another order)
         laid_out = tensor.contiguous()
         self._broadcast(bytes_of(laid_out), source)
         if laid_out is not tensor:
             tensor.copy_(laid_out)
 
     def _send_together(self, tensors: list[Tensor], nbytes: int, source: int) -> None:
+        # the buffer only grows: memory that a GPU gives back and takes again in each step would
+        # have to be waited for
         device = tensors[0].device
         if self._buffer.numel() < nbytes or self._buffer.device != device:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -126,6 +129,8 @@ class _Bucket:
 
     def fill(self, scale: float) -> None:
         """Take over the gradients, which are final."""
+        # Replicas must agree on what travels although each may have used other parameters: every
+        # gradient has its place in the buffer, and the counts tell afterwards who had one.
         gradients = [parameter.grad for parameter in self.parameters]
         dense = [g for g in gradients if g is not None and not g.is_sparse]
         if len(dense) == len(gradients):
@@ -139,6 +144,7 @@ class _Bucket:
                 else:
                     view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
                     self.counts[index] = _SPARSE if gradient.is_sparse else 1.0
+        # before the sum and not after it: in float16 a sum of many may be too large
         self.numbers.mul_(scale)
 
     def empty(self) -> list[tuple[Parameter, Tensor]]:
@@ -147,6 +153,7 @@ class _Bucket:
         Returns:
             The parameters whose gradients are sparse, with the averages; on all replicas the same.
         """
+        # written into the gradients that are there, which an optimizer or the user may hold on to
         sparse = []
         self.missing = set(range(len(self.parameters)))
         gradients = [parameter.grad for parameter in self.parameters]
@@ -217,6 +224,7 @@ class ReplicaGroup:
         if self._size == 1:
             return
         self.take_part()
+        # what the user freezes or thaws in a run changes the buckets, on all replicas alike
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             self._trainable = trainable
@@ -232,6 +240,8 @@ class ReplicaGroup:
         if not self._armed:
             return
         self._armed = False
+        # what no backward of this replica has touched may have a gradient on another one, which
+        # waits for this bucket
         for bucket in self._buckets:
             bucket.missing.clear()
         self._send_full_buckets()
@@ -287,6 +297,7 @@ class ReplicaGroup:
         self._hooks.clear()
 
     def _gradient_ready(self, parameter: Tensor) -> None:
+        # called in every backward, also of earlier micro-batches, whose gradients are not final
         if not self._armed:
             return
         bucket, index = self._place[parameter]
@@ -310,6 +321,7 @@ class ReplicaGroup:
         return lambda _: self._trace.add(f"all-reduce {bucket}", "all-reduce", began, time.time())
 
     def _make_buckets(self, parameters: Sequence[Parameter]) -> None:
+        # one bucket is one flat tensor, so all in it are of one type and on one device
         self._buckets, self._place = [], {}
         waiting: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
         for parameter in reversed(parameters):

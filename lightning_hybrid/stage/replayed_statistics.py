@@ -40,8 +40,7 @@ class ReplayedStatistics:
         """Inside, the forward of a micro-batch leaves what it writes to be replayed."""
         noted = {
             name: torch.zeros(buffer.shape, dtype=buffer.dtype, device=stage.device)
-            for name, buffer in stage.taken().items()
-            if name in stage.written
+            for name, buffer in stage.changed().items()
         }
         with stage.instead(noted):
             yield
@@ -52,13 +51,15 @@ class ReplayedStatistics:
 
         A micro-batch whose forward has failed changes nothing.
         """
+        # all copies have the same code, so either all of them meet below or none
         seen, self._seen = self._seen, {}
         if not stage.written:
             return
         group = self._group()
         copies, me = group.size(), group.rank()
-        sizes = [t.numel() for name, t in stage.taken().items() if name in stage.written]
+        sizes = [tensor.numel() for tensor in stage.changed().values()]
         shape = -(-microbatches // copies), 1 + sum(sizes)
+        # float64 holds every float32 and every count exactly, so that one message carries both
         mine = torch.zeros(shape, dtype=torch.float64, device=stage.device)
         for microbatch, values in seen.items():
             line = mine[microbatch // copies]
@@ -68,14 +69,12 @@ class ReplayedStatistics:
         wait(start(group.allgather, [parts], [mine], peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
         if not self._owns:
             return
-        written = self._written(stage)
+        # in the order of micro-batches, as one device: the average forgets the first ones most
+        # By ``data``: autograd takes note of a write, and saves buffers that it does not need.
+        written = {name: tensor.data for name, tensor in stage.changed().items()}
         for microbatch in range(microbatches):
             here, *values = parts[microbatch % copies][microbatch // copies].split([1, *sizes])
             self._update(written, dict(zip(written, values)), here)
-
-    def _written(self, stage: Stage) -> dict[str, Tensor]:
-        """By ``data``: autograd takes note of a write, and saves buffers that it does not need."""
-        return {name: t.data for name, t in stage.taken().items() if name in stage.written}
 
     def _update(self, written: dict[str, Tensor], added: dict[str, Tensor], here: Tensor) -> None:
         """Do what the forward of one micro-batch would have done; a device is not waited for.
@@ -89,6 +88,7 @@ class ReplayedStatistics:
             prefix = f"{owner}." if owner else ""
             layer: Any = self._network.get_submodule(owner)
             count, momentum = prefix + _COUNT, layer.momentum
+            # (how often the layer ran on this micro-batch: one that is called twice counts twice)
             uses = added.get(count, here).reshape(())
             if count in written:
                 written[count].add_(uses.to(written[count].dtype))

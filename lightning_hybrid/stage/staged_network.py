@@ -174,6 +174,7 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
         NetworkError: a stage that has copies shares a parameter with another stage.
     """
     _refuse_tied_copies(stages, devices)
+    # all ranks compute this from the plan alone, and so agree without a message
     ranks = [copies_of(device) for device in devices]
     used: list[set[str]] = [set() for _ in range(max(map(max, ranks)) + 1)]
     owner: dict[str, int] = {}
@@ -221,6 +222,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def write_tensors(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
     """Copy ``values`` into the parameters and buffers of these names, where they have memory."""
     tensors = tensors_of(module)
+    # in place, so that optimizers and stages that know a tensor see its new numbers
     with torch.no_grad(), as_they_are():
         for name, value in values:
             tensor = tensors[name]
