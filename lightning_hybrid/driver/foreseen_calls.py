@@ -5,7 +5,7 @@ run (:mod:`lightning_hybrid.driver.discovery`), but all of it is computed here. 
 kept for the run, which finds its networks itself.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -62,26 +62,11 @@ class LookAhead:
             unwatch(part)
         forward = own_forward(module)
         drop_hooks(module, of=("lightning.pytorch.profilers", "pytorch_lightning.profilers"))
-        try:
-            return self._captured(name, module, forward, arguments, keywords)
-        except NotCaptured as error:
-            self.problems.append(
-                f"{name or 'self'!r} cannot be captured as one graph:\n{indented(error.reason)}"
-            )
-        self._watch({n: m for n, m in inner.items() if m is not module})
-        return forward(*arguments, **keywords)
 
-    def _captured(
-        self,
-        name: str,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
         def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
             problem = why_not_cut(graph)
             if problem is None:
+                # (planning comes later: until then no graph of this step is to be kept)
                 leaves = [leaf.detach() for leaf in graph.bind(values)]
                 partitions = network_partitions(graph)
                 self.seen.append(
@@ -92,5 +77,12 @@ class LookAhead:
             return compute_whole(graph, values)
 
         self._captures.append(Capture(module, forward, run))
-        with own_saved_tensors():
-            return self._captures[-1](arguments, keywords)
+        try:
+            with own_saved_tensors():
+                return self._captures[-1](arguments, keywords)
+        except NotCaptured as error:
+            self.problems.append(
+                f"{name or 'self'!r} cannot be captured as one graph:\n{indented(error.reason)}"
+            )
+        self._watch({n: m for n, m in inner.items() if m is not module})
+        return forward(*arguments, **keywords)

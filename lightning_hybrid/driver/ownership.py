@@ -11,16 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import signals_deferred
-from lightning_hybrid.comm.protocol import (
-    ClearGradients,
-    Command,
-    GiveGradients,
-    GiveWeights,
-    NameGradients,
-    TakeGradients,
-    TakeWeights,
-)
+from lightning_hybrid.comm import protocol, signals_deferred
+from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.driver.commands import Workers
 from lightning_hybrid.remote import Kind
 
@@ -111,11 +103,12 @@ class Ownership:
     @signals_deferred
     def give(self, kind: Kind, names: list[str]) -> dict[str, Tensor]:
         """Remote tensors as they are now; of gradients that copies have parts of, their sums."""
-        command = GiveGradients if kind is Kind.GRADIENT else GiveWeights
+        command = protocol.GiveGradients if kind is Kind.GRADIENT else protocol.GiveWeights
         parts = [name for name in names if kind is Kind.GRADIENT and self._in_parts(name)]
         requests: dict[int, Command] = {
             rank: command(mine) for rank, mine in self._by_worker(names, parts).items()
         }
+        # all are asked before one is heard: they copy from their devices at the same time
         for rank, request in requests.items():
             self._workers.send(rank, request)
         found: dict[str, Tensor] = {}
@@ -130,15 +123,17 @@ class Ownership:
         """Set remote tensors, or add to them."""
         gradients = kind is Kind.GRADIENT
         parts = [name for name in values if gradients and (add or self._in_parts(name))]
+        # a sum of what several have: set on one of them, the others must have nothing
         if parts and not add:  # the first copy's stands for all
             self.clear_gradients(parts)
         receivers = self._by_worker(values, [name for name in values if name not in parts])
         for rank, names in receivers.items():
             mine = {name: values[name] for name in names}
             if gradients:
-                self._workers.send(rank, TakeGradients(add, mine.items()))
+                self._workers.send(rank, protocol.TakeGradients(add, mine.items()))
             else:
-                self._workers.send(rank, TakeWeights(mine.items()))
+                self._workers.send(rank, protocol.TakeWeights(mine.items()))
+        # what was added on one replica alone is not averaged yet
         if add:
             for name in values:
                 self._unsettled.note(self.network_of[name], averaged=False)
@@ -147,13 +142,13 @@ class Ownership:
         """Of remote parameters."""
         self._clear_here(self._parts_here(names))
         for rank, mine in self._by_worker(names, names).items():
-            self._workers.send(rank, ClearGradients(mine))
+            self._workers.send(rank, protocol.ClearGradients(mine))
 
     @signals_deferred
     def gradient_names(self) -> set[str]:
         """Of remote parameters that have a gradient."""
         for rank in self._workers.ranks:
-            self._workers.send(rank, NameGradients())
+            self._workers.send(rank, protocol.NameGradients())
         answers = self._workers.hear(self._workers.ranks)
         there = {name for answer in answers for name in answer.value}
         return there | self._parts_here(self._copied).keys()

@@ -136,6 +136,7 @@ class RemoteTensors:
 
     def close(self) -> None:
         """Make ordinary tensors of all proxies again."""
+        # (the places forget their tensors, and gradients are put on them after that)
         parameters = dict(self._tensors[Kind.PARAMETER])
         self.places.close()
         for name, remote in parameters.items():
@@ -167,12 +168,7 @@ class RemoteTensors:
             values: by name.
         """
         with self.suspended(), torch.no_grad(), ExitStack() as stack:
-            found = [
-                remote
-                for kinds in self.places.tensors.values()
-                for remote in kinds.values()
-                if remote.name in values
-            ]
+            found = [remote for remote in self.places.all() if remote.name in values]
             in_memory = [remote for remote in found if not is_unread(values[remote.name])]
             before = [(remote.value, remote.value.data) for remote in in_memory]
             for remote in found:
@@ -231,6 +227,7 @@ class RemoteTensors:
         """The owners change what they have."""
         for kind in kinds:
             self._age[kind] += 1
+            # (a first read fetches one tensor alone, see `read`)
             self._reads[kind] = 0
             if kind is Kind.GRADIENT:
                 self.gradients.outdate()
@@ -245,6 +242,7 @@ class RemoteTensors:
         """
         if self._busy or self._at_hand or not (self._touched or self.gradients.pending):
             return
+        # what is sent is read here, which would flush again
         self._busy = True
         try:
             with as_they_are():
@@ -261,11 +259,10 @@ class RemoteTensors:
 
     def adopt_fetched(self) -> None:
         """Weights and buffers are here as the owners have them, all of them."""
-        for kind in (Kind.PARAMETER, Kind.BUFFER):
-            for remote in self._tensors[kind].values():
-                if not is_vacant(remote.value):
-                    remote.seen = self._age[kind]
-                    remote.settle()
+        for remote in self.places.all():
+            if not is_vacant(remote.value):
+                remote.seen = self._age[remote.kind]
+                remote.settle()
         self._writes += 1
 
     def adopt(self, names: Iterable[str]) -> None:
@@ -331,6 +328,7 @@ class RemoteTensors:
             return
         with outside_of_transforms():
             self.flush()
+            # one alone the first time: a look at a single weight must not bring a whole network
             wanted = [remote]
             if self._reads[kind]:
                 wanted = [r for r in self._tensors[kind].values() if r.seen != age]

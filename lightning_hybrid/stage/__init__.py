@@ -19,7 +19,7 @@ from lightning_hybrid.stage.gradient_averaging import (
     state_buffers,
 )
 from lightning_hybrid.stage.rank_stages import StageOptions
-from lightning_hybrid.stage.replayed_statistics import is_running_statistic, replayed_statistics
+from lightning_hybrid.stage.replayed_statistics import is_running_statistic
 from lightning_hybrid.stage.split_backward import HookWatch, input_part
 from lightning_hybrid.stage.stage_check import (
     check,
@@ -32,8 +32,8 @@ from lightning_hybrid.stage.stage_check import (
 from lightning_hybrid.stage.staged_network import (
     StagedNetwork,
     borrowed_parameters,
+    engine_of,
     names_of,
-    replica_group_of,
     tensors_of,
     write_tensors,
 )

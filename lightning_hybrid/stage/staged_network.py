@@ -1,6 +1,6 @@
 """A network that has been cut, as one rank sees it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import CallKey, Devices, Mesh, copies_of
+from lightning_hybrid.comm import CallKey, Dealt, Devices, Mesh, copies_of
+from lightning_hybrid.comm.protocol import Forward, Placement
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, state_buffers
+from lightning_hybrid.stage.rank_stages import StageOptions
+from lightning_hybrid.stage.replayed_statistics import replayed_statistics
 from lightning_hybrid.stage.trace import Trace
 from lightning_hybrid.stage.weight_hooks import WeightHooks
 
@@ -70,22 +73,14 @@ class StagedNetwork:
         """Whether a stage up to the last one of this rank draws random numbers."""
         return self._traffic[key][-1].uses_rng
 
-    def open(
-        self,
-        number: int,
-        draw: int,
-        key: int,
-        *,
-        exchange: bool,
-        uses_rng: bool,
-        ahead: bool = False,
-    ) -> Call:
+    def open(self, command: Forward) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
         saved: list[dict[int, tuple[Values, list[Any]] | Recipe]] = [{} for _ in self.engine.owned]
-        traffic = self._traffic[key]
-        call = Call(number, draw, self.keys[key], exchange, uses_rng, traffic, saved, ahead=ahead)
+        key, traffic = self.keys[command.key], self._traffic[command.key]
+        travels = command.exchange, command.uses_rng
+        call = Call(command.call, command.draw, key, *travels, traffic, saved, ahead=command.ahead)
         if call.key.grad:
-            self.calls[number] = call
+            self.calls[command.call] = call
         return call
 
     def trainable(self) -> tuple[bool, ...]:
@@ -100,9 +95,55 @@ class StagedNetwork:
 
     def owned(self) -> list[str]:
         """Names, in the LightningModule, of the tensors that this rank owns."""
-        prefix = f"{self.name}." if self.name else ""
         names = names_of([own.specializations[0] for own in self.engine.owned])
-        return [prefix + name for name in names if name not in self.borrowed]
+        return self.full_names(name for name in names if name not in self.borrowed)
+
+    def full_names(self, names: Iterable[str]) -> list[str]:
+        """Names in the LightningModule of tensors that have these names in the network."""
+        return [f"{self.name}.{name}" if self.name else name for name in names]
+
+
+def engine_of(
+    network: nn.Module,
+    stages: dict[int, Stage],
+    placement: Placement,
+    options: StageOptions,
+    *,
+    mesh: Mesh,
+    links: Mapping[int, Dealt],
+    borrowed: frozenset[str],
+    device: torch.device,
+    seed: int,
+    trace: Trace,
+) -> Engine:
+    """This rank's stages at work, on its device, with the group that averages their gradients.
+
+    Args:
+        network: that they are of.
+        stages: by number.
+        placement: of all stages.
+        options: how they compute.
+        mesh: the groups.
+        links: of the stages to their neighbours, by number.
+        borrowed: names in the network of what this rank uses and another one owns.
+        device: where they are.
+        seed: of the random numbers inside networks.
+        trace: where to record.
+    """
+    here = [stages[number] for number in links]
+    copies = copies_of(placement.devices[next(iter(links))])
+    return Engine(
+        stages,
+        placement,
+        options,
+        coordinates=mesh.coordinates,
+        links=links,
+        replica_group=_replica_group(here, network, borrowed, mesh, copies, trace),
+        replayed=replayed_statistics(network, mesh, copies),
+        device=device,
+        seed=seed,
+        trace=trace,
+    )
 
 
 def names_of(stages: Sequence[Stage]) -> list[str]:
@@ -163,7 +204,7 @@ def own_buffers(stages: Sequence[Stage]) -> list[Tensor]:
     return list({name: value for s in stages for name, value in s.named_buffers()}.values())
 
 
-def replica_group_of(
+def _replica_group(
     stages: Sequence[Stage],
     network: nn.Module,
     borrowed: frozenset[str],

@@ -20,6 +20,7 @@ from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.network_call import NetworkCall
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import NetworkGraph, cut, make_stages, network_partitions
@@ -145,7 +146,8 @@ class Ranks:
         self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
         for thread in self._threads:
             thread.start()
-        self.driver = Driver(model, self.mesh(0), on(0), 0, options, batches=batches, trains=trains)
+        driver_options = DriverOptions(0, options, trains=trains)
+        self.driver = Driver(model, self.mesh(0), on(0), driver_options, batches=batches)
 
     def end(self, results: Any = None) -> None:
         """End the run as after a fit."""
