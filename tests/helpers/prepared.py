@@ -226,6 +226,9 @@ def _begin(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     for module in IMPORTED:
         __import__(module.format(package=sys.argv[1]))
+    from untimed import leave_guards_untimed  # and no earlier: tests import this file too
+
+    leave_guards_untimed()
     gc.freeze()  # else each child copies all that is imported when it collects, and when it ends
     script, *_ = _serve(Path(sys.argv[2]), socket(fileno=int(sys.argv[3])))
     sys.path.insert(0, str(Path(script).parent))
