@@ -5,5 +5,5 @@ from torch._dynamo import guards
 
 def leave_guards_untimed() -> None:
     """For as long as the process lives: it takes 20 ms of each capture, and empties all caches."""
-    if hasattr(guards, "profile_guard_manager"):  # a private name
-        guards.profile_guard_manager = lambda *_: 0.0
+    if "profile_guard_manager" in vars(guards):  # a private name
+        vars(guards)["profile_guard_manager"] = lambda *_: 0.0
