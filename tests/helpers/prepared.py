@@ -9,6 +9,7 @@ of a run of pytest use the same two.
 JSON each, from those who connect, answers each, and ends with the last of them.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -85,6 +86,7 @@ class PreparedProcess:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}")
         path = Path(tempfile.gettempdir()) / f"{run}-{package}-{ranks}"
         self._connection = socket(AF_UNIX, SOCK_SEQPACKET)
+        atexit.register(self._connection.close)
         with _one_at_a_time():
             if not path.exists():
                 _start(package, path)
