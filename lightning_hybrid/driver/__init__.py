@@ -3,7 +3,7 @@
 from lightning_hybrid.driver.after_run import bring_here
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.driver import Driver
-from lightning_hybrid.driver.foreseen_calls import LookAhead, Seen
+from lightning_hybrid.driver.foreseen_calls import LookAhead
 from lightning_hybrid.driver.network_options import NetworkOptions, Planner
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.driver.weights import present_bytes
@@ -15,7 +15,6 @@ __all__ = [
     "LookAhead",
     "NetworkOptions",
     "Planner",
-    "Seen",
     "bring_here",
     "present_bytes",
 ]

@@ -32,7 +32,7 @@ from lightning_hybrid.graph import (
     place_of,
     why_whole,
 )
-from lightning_hybrid.planning import Plan
+from lightning_hybrid.planning import CalledNetwork, Plan
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import (
     Synchronised,
@@ -260,16 +260,18 @@ class Adoption:
                 wanted = 1
             slices = graph.split(leaves, wanted)
         make, beside = self._options.planner, [*self._placed.values()]
-        arguments = found.name, graph, partitions, slices[0], wanted
+        called = CalledNetwork(
+            name=found.name, graph=graph, partitions=partitions, leaves=slices[0]
+        )
         by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
         try:
-            plan = make(*arguments, beside=beside, chosen=False)
+            plan = make(called, wanted, beside=beside, chosen=False)
         except NetworkError as error:
             # the user's cut points are for the network as a whole, of which this is a part
             if not is_part:
                 raise
             self._announcements.say(found, f"is cut where it divides best: {error}.")
-            plan = make(*arguments, beside=beside, chosen=True)
+            plan = make(called, wanted, beside=beside, chosen=True)
         return replace(plan, split_by=by, tried=tried)
 
 

@@ -6,34 +6,17 @@ kept for the run, which finds its networks itself.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid._torch.modules import drop_hooks
 from lightning_hybrid.capture import Capture, NotCaptured, candidates, own_forward, unwatch, watch
 from lightning_hybrid.driver.adoption import why_not_cut
 from lightning_hybrid.driver.found_network import indented, inside
-from lightning_hybrid.graph import NetworkGraph, NetworkPartition, compute_whole, network_partitions
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A network that was called.
-
-    Attributes:
-        name: its dotted name in the LightningModule.
-        graph: of its first call.
-        partitions: of the graph.
-        leaves: the tensors of that call.
-    """
-
-    name: str
-    graph: NetworkGraph
-    partitions: Sequence[NetworkPartition]
-    leaves: Sequence[Tensor]
+from lightning_hybrid.graph import NetworkGraph, compute_whole, network_partitions
+from lightning_hybrid.planning import CalledNetwork
 
 
 class LookAhead:
@@ -52,7 +35,7 @@ class LookAhead:
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str] | None) -> None:
-        self.seen: list[Seen] = []
+        self.seen: list[CalledNetwork] = []
         self.problems: list[str] = []
         self._captures: list[Capture] = []
         self._watched: dict[str, nn.Module] = {}
@@ -100,7 +83,10 @@ class LookAhead:
             problem = why_not_cut(graph)
             if problem is None:
                 leaves = [leaf.detach() for leaf in graph.bind(values)]
-                self.seen.append(Seen(name, graph, network_partitions(graph), leaves))
+                partitions = network_partitions(graph)
+                self.seen.append(
+                    CalledNetwork(name=name, graph=graph, partitions=partitions, leaves=leaves)
+                )
             else:
                 self.problems.append(f"{name or 'self'!r} {problem}")
             return compute_whole(graph, values)

@@ -4,10 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from torch import Tensor
-
-from lightning_hybrid.graph import NetworkGraph, NetworkPartition
-from lightning_hybrid.planning import Plan
+from lightning_hybrid.planning import CalledNetwork, Plan
 
 
 class Planner(Protocol):
@@ -15,10 +12,7 @@ class Planner(Protocol):
 
     def __call__(
         self,
-        name: str,
-        graph: NetworkGraph,
-        partitions: Sequence[NetworkPartition],
-        leaves: Sequence[Tensor],
+        network: CalledNetwork,
         microbatches: int,
         /,
         *,
@@ -28,10 +22,7 @@ class Planner(Protocol):
         """A plan for a network.
 
         Args:
-            name: of the network.
-            graph: of it.
-            partitions: of the graph.
-            leaves: the inputs of one micro-batch.
+            network: with the tensors of one micro-batch.
             microbatches: their number.
             beside: plans of the networks that are placed already.
             chosen: choose the cuts, whatever the user has said.

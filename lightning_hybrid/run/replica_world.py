@@ -100,6 +100,7 @@ class ReplicaWorld:
         on_hosts = Counter(host_of[each.rank] for each in ranks if each.is_driver)
         in_order = sorted(ranks, key=lambda each: each.lightning_rank)  # drivers first
         numbered = list(dict.fromkeys(host_of[each.rank] for each in in_order))
+        # a host of workers alone has local ranks too, and must have a first one
         drivers = [rank for rank in here if ranks[rank].is_driver] or by_number[:1]
         return cls(
             rank=coordinates.lightning_rank,
@@ -182,6 +183,7 @@ class _Heard(_Environ):  # type: ignore[misc,valid-type]
 def hear_of_reads(listener: Callable[[str], None] | None) -> None:
     """Call ``listener`` when the user's code reads a size of the world; ``None``: no more."""
     _Heard.listener = listener
+    # everybody has imported this one object: another one in its place would hear nothing
     os.environ.__class__ = _Environ if listener is None else _Heard
 
 

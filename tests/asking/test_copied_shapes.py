@@ -8,8 +8,9 @@ import pytest
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes
 from lightning_hybrid.asking.step_problems import ring_s
-from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
+from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.simulate import DealtCosts
 from lightning_hybrid.schedules import Copy
 
 HOST = Level(name="host", devices=2, bandwidth_bytes_per_s=8e9, latency_s=0.0)
@@ -104,9 +105,16 @@ def test_of_four_devices_no_cuts_are_faster_in_any_shape_with_copies(
         assert shape.step_s == pytest.approx(min(steps), rel=1e-9)
 
 
-def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts() -> None:
-    slow = replace(NETWORK, bandwidth_bytes_per_s=2.5e8)
-    at = cluster(1.0, 1.0, 1.0, 1.0, levels=(replace(HOST, bandwidth_bytes_per_s=2.5e8), slow))
+SLOW = replace(NETWORK, bandwidth_bytes_per_s=2.5e8)
+
+
+@pytest.mark.parametrize(
+    "levels", [(SLOW,), (replace(HOST, bandwidth_bytes_per_s=2.5e8), SLOW)], ids=["one", "two"]
+)
+def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts(
+    levels: tuple[Level, ...],
+) -> None:
+    at = cluster(1.0, 1.0, 1.0, 1.0, levels=levels)
     best = fastest(rank_shapes(costs_of, at, 12))
     assert best.copies == (3, 1)
     assert str(best).startswith("1 replica x 2 stages (3-1 copies)")
@@ -116,9 +124,10 @@ def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts() -> N
     assert type(plan).from_json(plan.to_json()) == plan
 
 
-def test_alike_devices_on_alike_links_have_no_copies() -> None:
-    at = cluster(1.0, 1.0, 1.0, 1.0, levels=(NETWORK,))
-    assert not [shape for shape in rank_shapes(costs_of, at, 12) if shape.copies]
+def test_on_fast_links_the_fastest_shape_has_no_copies() -> None:
+    fast = replace(NETWORK, bandwidth_bytes_per_s=1e11, latency_s=1e-6)
+    at = cluster(1.0, 1.0, 1.0, 1.0, levels=(fast,))
+    assert not fastest(rank_shapes(costs_of, at, 12)).copies
 
 
 def test_replicas_that_divide_states_have_no_copies() -> None:

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +18,6 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import NetworkOptions
 from lightning_hybrid.errors import HybridError, PlanError
-from lightning_hybrid.planning.planner import make_plan
-from lightning_hybrid.planning.search import PlanSettings
 from lightning_hybrid.process import HybridSubprocessLauncher
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.strategy import refusals
@@ -189,14 +186,6 @@ class OneReplica:
 def test_more_stages_than_partitions() -> None:
     """More stages than the network has partitions."""
     stages = 50
-    plan = partial(
-        make_plan,
-        settings=PlanSettings(objective="makespan"),
-        replicas=1,
-        stages=stages,
-        backend="gloo",
-        device=torch.device("cpu"),
-    )
     module = nn.ModuleDict({"net": nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))})
     remote = SimpleNamespace(suspended=nullcontext)
     calls = SimpleNamespace(in_region=lambda _: nullcontext(), follows=False)
@@ -206,7 +195,7 @@ def test_more_stages_than_partitions() -> None:
     options = NetworkOptions(
         None,
         2,
-        plan,
+        pytest.fail,  # no plan is made
         training=True,
         compiled=False,
         automatic=False,
