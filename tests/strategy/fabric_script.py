@@ -8,6 +8,7 @@ leaves ``<name>.<replica>.<rank>.pt``.
 import json
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraFabricStrategy
+from lightning_hybrid.errors import HybridError
 
 Record = dict[str, Any]
 LOOPS: dict[str, Callable[..., Any]] = {}
@@ -191,20 +193,16 @@ def reads_gradients(fabric: Fabric) -> Record:
 
 @loop
 def calls_the_model_several_times(fabric: Fabric) -> Record:
-    """Two calls before a backward, and two backwards behind two calls."""
+    """Two calls before a backward."""
     loader = fabric.setup_dataloaders(images())
     net = make(Convolutions)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
     losses = []
-    for number, (x, y) in enumerate(loader):
+    for x, y in loader:
         optimizer.zero_grad()
         one = functional.cross_entropy(model(x), y)
         other = functional.cross_entropy(model(x.flip(3)), y)
-        if number % 2:
-            fabric.backward(one + other)
-        else:
-            fabric.backward(one)
-            fabric.backward(other * 0.5)
+        fabric.backward(one + other)
         optimizer.step()
         losses += [one.item(), other.item()]
     return {"losses": losses, "weights": weights(model)}
@@ -266,7 +264,7 @@ def steps_two_optimizers(fabric: Fabric) -> Record:
 @loop
 def speaks_to_other_ranks(fabric: Fabric) -> Record:
     net = make(Convolutions)
-    told = fabric.broadcast(["to all", fabric.global_rank])
+    told = fabric.broadcast([17, fabric.global_rank])
     fabric.barrier()
     model = fabric.setup(net)
     fabric.barrier("behind the setup")
@@ -302,7 +300,7 @@ def saves_and_loads(fabric: Fabric) -> Record:
     losses = trained(fabric, model, optimizer, loader)
     state = {"model": model, "optimizer": optimizer, "epoch": 1}
     fabric.save("saved.ckpt", state)
-    states = optimizer.state_dict()
+    states = deepcopy(optimizer.state_dict())
     losses += trained(fabric, model, optimizer, loader)
     state["epoch"] = 2
     assert fabric.load("saved.ckpt", state) == {}
@@ -338,6 +336,90 @@ def trains_what_the_script_keeps(fabric: Fabric) -> Record:
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
     losses = trained(fabric, model, optimizer, fabric.setup_dataloaders(images()))
     return {"losses": losses}
+
+
+@loop
+def is_refused(fabric: Fabric) -> Record:
+    """What a user may try, and the words of each refusal."""
+    words: list[str] = []
+
+    def attempt(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+        try:
+            function(*arguments, **keywords)
+        except HybridError as error:
+            words.append(str(error))
+
+    net = make(Convolutions)
+    optimizer, other = (torch.optim.SGD(net.parameters(), 0.1) for _ in range(2))
+    attempt(fabric.all_reduce, torch.ones(1))
+    attempt(fabric.all_gather, torch.ones(1))
+    attempt(fabric.setup_optimizers, optimizer)
+    attempt(fabric.setup, nn.LazyLinear(1))
+    model, optimizer = fabric.setup(net, optimizer)
+    attempt(fabric.setup, make(Tokens))
+    attempt(fabric.setup_optimizers, other)
+    attempt(fabric.clip_gradients, model, other, max_norm=1.0)
+    attempt(fabric.backward, torch.ones(1, requires_grad=True))
+    return {"words": words}
+
+
+@loop
+def fails_on_a_driver(fabric: Fabric) -> None:
+    net = make(Convolutions)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    trained(fabric, model, optimizer, fabric.setup_dataloaders(images()))
+    if fabric.global_rank == fabric.world_size - 1:
+        raise ValueError("a user's mistake")
+    trained(fabric, model, optimizer, fabric.setup_dataloaders(images()))
+
+
+@loop
+def fails_before_the_setup(fabric: Fabric) -> None:
+    if fabric.global_rank == fabric.world_size:  # the first worker
+        raise ValueError("a user's mistake")
+    fabric.setup(make(Convolutions))
+
+
+@loop
+def fails_in_a_stage(fabric: Fabric) -> None:
+    """A token that is not in the table, which the first stage has."""
+    net = make(Tokens)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    for number in range(4):
+        x = torch.full((4, 5), 12 if number == 2 else number)
+        fabric.backward(model(x).square().mean())
+        optimizer.step()
+
+
+FAILS = [name for name in LOOPS if name.startswith("fails")]
+
+
+@loop
+def trains_with_a_global_batch(fabric: Fabric) -> Record:
+    """Replicas divide batches of 8; the loss is the mean over all of them."""
+    net = make(Convolutions)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 0.01))
+    loader = fabric.setup_dataloaders(images(8 // fabric.world_size, 4 * fabric.world_size))
+    local = torch.tensor(trained(fabric, model, optimizer, loader))
+    return {"losses": fabric.all_reduce(local), "weights": weights(model)}
+
+
+@loop
+def goes_backward_twice(fabric: Fabric) -> Record:
+    """Two calls, then a backward of each: DDP would average the first one alone."""
+    net = make(Convolutions)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 0.01))
+    losses = []
+    for x, y in fabric.setup_dataloaders(images(8 // fabric.world_size, 4 * fabric.world_size)):
+        optimizer.zero_grad()
+        one = functional.cross_entropy(model(x), y)
+        other = functional.cross_entropy(model(x.flip(3)), y)
+        fabric.backward(one, retain_graph=True)
+        fabric.backward(other * 0.5)
+        fabric.backward(one)
+        optimizer.step()
+        losses.append(one.item() + other.item())
+    return {"losses": fabric.all_reduce(torch.tensor(losses)), "weights": weights(model)}
 
 
 def run(name: str, fabric: Fabric, times: int = 1) -> Any:
