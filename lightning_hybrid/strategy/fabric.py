@@ -495,6 +495,8 @@ class StagedModule(nn.Module):
         super().__init__()
         self.module, self._call_begins = module, call_begins
 
+    # torch.compile of the user's own, which Fabric puts around this, must not look into it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
         self._call_begins(self.module)
