@@ -6,7 +6,7 @@ hooks at which a batch begins or an evaluation, so that both are taken from the 
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -361,7 +361,8 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._session.fail(first or Failure.of(error, rank), error)
         self._session.abort()
         world.leave()
-        self._leave()
+        with suppress(Exception):  # what has failed may fail again; the first error counts
+            self._leave()
         self._ranks.world = NoWorld()
         self._rest()
         return first

@@ -44,7 +44,8 @@ class Convolutions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.first(x)).tanh()
         x = self.second(x).tanh() + x
-        return self.last(x.flatten(1))
+        logits: Tensor = self.last(x.flatten(1))
+        return logits
 
 
 class Statistics(Convolutions):
@@ -67,7 +68,8 @@ class Tokens(nn.Module):
         self.out.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layers(self.embed(x)))
+        logits: Tensor = self.out(self.layers(self.embed(x)))
+        return logits
 
 
 class Steps(LightningModule):
@@ -136,7 +138,7 @@ def accumulates_under_a_scheduler(fabric: Fabric) -> Record:
     """Adam; three batches a step, clipped by value; the rate falls."""
     net = make(Tokens)
     optimizer = torch.optim.Adam(net.parameters(), 0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     model, optimizer, scheduler = fabric.setup(net, optimizer, scheduler=scheduler)
     seen: Record = {"losses": [], "rates": []}
     for number, (x,) in enumerate(fabric.setup_dataloaders(texts(batches=9))):
@@ -182,7 +184,7 @@ def reads_gradients(fabric: Fabric) -> Record:
         loss = functional.cross_entropy(model(x), y)
         model.zero_grad()
         fabric.backward(loss)
-        seen["sums"].append([p.grad.sum().item() for p in model.parameters()])
+        seen["sums"].append([p.grad.sum().item() for p in model.parameters() if p.grad is not None])
         seen["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
         optimizer.step()
         with torch.no_grad():
@@ -213,7 +215,7 @@ def steps_with_a_closure(fabric: Fabric) -> Record:
     """Model and optimizer are set up one after the other."""
     loader = fabric.setup_dataloaders(images())
     model = fabric.setup_module(make(Convolutions))
-    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1, 0.9))
+    optimizer: Any = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1, 0.9))
     losses = []
     for x, y in loader:
 
@@ -436,12 +438,12 @@ def main(folder: Path) -> None:
     for name in config["loops"]:
         strategy: Any = "ddp" if replicas > 1 else "auto"
         if stages:
-            split = {"num_microbatches": 1} if name in WHOLE else {}
+            split: dict[str, Any] = {"num_microbatches": 1} if name in WHOLE else {}
             strategy = HybridGabraFabricStrategy(replicas, stages, **split, **config["options"])
         devices = replicas * max(1, stages)
         fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
         found = run(name, fabric, times=2 if name == "trains_what_the_script_keeps" else 1)
-        replica = fabric.strategy.coordinates.dp_rank if stages else fabric.global_rank
+        replica = strategy.coordinates.dp_rank if stages else fabric.global_rank
         torch.save(found, folder / f"{name}.{replica}.{fabric.global_rank}.pt")
 
 

@@ -78,12 +78,8 @@ def check(folder: Path, loops: Sequence[str], replicas: int, stages: int, **opti
     assert_equal(run(folder / "staged", loops, replicas, stages, **options), expected, stages)
 
 
-def test_a_loop_with_evaluations_trains_in_stages_as_on_one_device(tmp_path: Path) -> None:
-    check(tmp_path, ["clips_by_norm_and_evaluates"], 1, 2)
-
-
-def test_a_loop_saves_and_loads_in_stages_as_on_one_device(tmp_path: Path) -> None:
-    check(tmp_path, ["saves_and_loads"], 1, 2)
+def test_loops_evaluate_save_and_load_in_stages_as_on_one_device(tmp_path: Path) -> None:
+    check(tmp_path, ["clips_by_norm_and_evaluates", "saves_and_loads"], 1, 2)
 
 
 @slow
@@ -159,15 +155,13 @@ def output_of_failure(folder: Path, name: str, replicas: int, stages: int) -> st
     return (folder / "output.txt").read_text()
 
 
+@slow
 @pytest.mark.parametrize(
     ("name", "words", "where"),
     [
         ("fails_on_a_driver", "ValueError: a user's mistake", "(raised on rank 0"),
-        pytest.param(
-            *("fails_before_the_setup", "ValueError: a user's mistake", "(raised on rank 1"),
-            marks=slow,
-        ),
-        pytest.param("fails_in_a_stage", "IndexError", "rank 1", marks=slow),
+        ("fails_before_the_setup", "ValueError: a user's mistake", "(raised on rank 1"),
+        ("fails_in_a_stage", "IndexError", "rank 1"),
     ],
 )
 def test_an_error_ends_all_ranks_and_is_shown_first(
