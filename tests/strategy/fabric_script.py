@@ -126,7 +126,8 @@ def clips_by_norm_and_evaluates(fabric: Fabric) -> Record:
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(x), y)
             fabric.backward(loss)
-            seen["norms"].append(fabric.clip_gradients(model, optimizer, max_norm=0.3).item())
+            norm = fabric.clip_gradients(model, optimizer, max_norm=0.3)
+            seen["norms"].append(float(norm or 0.0))
             optimizer.step()
             seen["losses"].append(loss.item())
         seen["evaluated"].append(evaluate(model, loader))
@@ -242,6 +243,16 @@ def calls_steps_of_a_lightning_module(fabric: Fabric) -> Record:
         optimizer.step()
         losses.append(loss.item())
     return {"losses": losses, "weights": weights(model)}
+
+
+@loop
+def compiles_its_model(fabric: Fabric) -> Record:
+    """With torch.compile, which Fabric takes off and puts on again around its own."""
+    loader = fabric.setup_dataloaders(images())
+    net = make(Convolutions)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model, optimizer = fabric.setup(torch.compile(net, backend="eager"), optimizer)
+    return {"losses": trained(fabric, model, optimizer, loader), "weights": weights(net)}
 
 
 @loop

@@ -67,10 +67,8 @@ def assert_equal(found: Seen, expected: Seen, stages: int) -> None:
             assert len(ranks) == stages, f"{name}: {[*ranks]}"
             [reference] = device.values()
             for rank, mine in ranks.items():
-                place = f"{name}, rank {rank} of replica {replica}"
-                torch.testing.assert_close(
-                    mine, reference, rtol=0, atol=1e-10, msg=lambda m, place=place: f"{place}: {m}"
-                )
+                place = f"{name}, rank {rank} of replica {replica}: "
+                torch.testing.assert_close(mine, reference, rtol=0, atol=1e-10, msg=place.__add__)
 
 
 def check(folder: Path, loops: Sequence[str], replicas: int, stages: int, **options: Any) -> None:
