@@ -5,8 +5,8 @@ samples by their speed it is at least 1.25 times faster than under `ddp`. 3D-Res
 processes with one thread each, 3 micro-batches, fill and drain. The process of the worker (stage 0)
 may run half of the time: by a CPU quota of its own (Linux, as root), or, where that cannot be set,
 by a busy neighbour pinned to the same core. *Even* tells the strategy that both devices are equal,
-*measured* lets it look. `ddp` has half of the samples on each device, *shares* four of the six on
-the faster one (`balance="speed"`, at best 1.5 times faster). The runs alternate.
+*measured* lets it look. `ddp` has half of the samples on each device, *shares* eight of the twelve
+on the faster one (`balance="speed"`, at best 1.5 times faster). The runs alternate.
 
 With s the time of the whole network for one micro-batch, the even split takes (0.5 + 3 * 1) s, and
 one by speed, two thirds and one third, 4 * 2/3 s: at best a ratio of 1.31.
@@ -21,28 +21,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from _quota import PERIOD_US, join, quota
 from _results import record
 from _timing import Clock, Divided, bare_trainer, durations
 
 from lightning_hybrid import HybridGabraStrategy
 from models import ResAttNet3D
 
-BATCH, MICROBATCHES, SIDE = 6, 3, 48
+BATCH, MICROBATCHES, SIDE = 12, 3, 48
 KINDS = ("even", "measured", "shares", "ddp")
 WARM_UP = 2
 SLOWED = "1"  # local rank
-PERIOD_US = 10_000  # short beside what a stage takes, so that waiting saves up nothing
-GROUP_V1, GROUP_V2 = (
-    Path("/sys/fs/cgroup/cpu/lightning_hybrid_slow"),
-    Path("/sys/fs/cgroup/lightning_hybrid_slow"),
-)
 
 
 def measure(kind: str, steps: int, out: str) -> None:
@@ -74,35 +69,21 @@ def be_slow(by: str) -> None:
     if by == "neighbour":
         os.sched_setaffinity(0, {1})
     else:
-        (Path(by) / "cgroup.procs").write_text(str(os.getpid()))
+        join(Path(by))
 
 
 @contextmanager
 def slow_group(period_us: int = PERIOD_US) -> Iterator[str]:
     """A control group with half of a processor; else a busy neighbour on core 1."""
-    v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
-    group = GROUP_V2 if v2 else GROUP_V1
-    try:
-        group.mkdir(exist_ok=True)
-        if v2:
-            (group / "cpu.max").write_text(f"{period_us // 2} {period_us}")
-        else:
-            (group / "cpu.cfs_period_us").write_text(str(period_us))
-            (group / "cpu.cfs_quota_us").write_text(str(period_us // 2))
-    except OSError:
-        neighbour = subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while 1: 0"])
+    with ExitStack() as stack:
         try:
-            yield "neighbour"
-        finally:
-            neighbour.kill()
-        return
-    try:
-        yield str(group)
-    finally:
-        deadline = time.monotonic() + 30  # the last worker ends after the process that started it
-        while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        group.rmdir()
+            by = str(stack.enter_context(quota("lightning_hybrid_slow", 0.5, period_us)))
+        except OSError:
+            loop = [sys.executable, "-c", "while 1: 0"]
+            neighbour = subprocess.Popen(["taskset", "-c", "1", *loop])
+            stack.callback(neighbour.kill)
+            by = "neighbour"
+        yield by
 
 
 def run(kind: str, steps: int, by: str, cache: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ First all shapes are cut by `balanced`, then the fastest ones with v = 1 by the 
 `chains`, where it is quick. The ranks of a replica are neighbours, in the order of the devices.
 Where devices are not alike, the replicas may take unequal parts of their R batches together, by
 their speed (``balance="speed"``), and the last devices may be left out (``Trainer(devices=...)``).
-Where devices or links are not alike, stages of a replica may have copies as well.
+Stages of a replica may have copies as well.
 Where stages do not fit, a shape is tried once more with stages that run their forward again for the
 backward and hold the activations of one micro-batch.
 """
@@ -390,10 +390,9 @@ def _fit(problem: StepProblem, batch: int, recompute: bool) -> Fit:
 def _copied(
     problem: StepProblem, costs: PartitionTable, cluster: ClusterDescription, batch: int
 ) -> Iterator[Shape]:
-    """Shapes of two or three stages with copies, where devices or links are not alike."""
+    """Shapes of two or three stages with copies."""
     devices, replicas = problem.m, len(cluster.devices) // problem.m
-    alike = len(set(cluster.devices)) == 1 and len(cluster.levels) < 2
-    if alike or not 2 < devices <= _MOST_COPIED or problem.microbatches > 2 * _MOST_COPIED:
+    if not 2 < devices <= _MOST_COPIED or problem.microbatches > 2 * _MOST_COPIED:
         return
     fronts = [(devices - 1,), *((k, devices - 1 - k) for k in range(1, devices - 1))]
     for copies in ((*front, 1) for front in fronts):

@@ -104,9 +104,16 @@ def test_of_four_devices_no_cuts_are_faster_in_any_shape_with_copies(
         assert shape.step_s == pytest.approx(min(steps), rel=1e-9)
 
 
-def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts() -> None:
-    slow = replace(NETWORK, bandwidth_bytes_per_s=2.5e8)
-    at = cluster(1.0, 1.0, 1.0, 1.0, levels=(replace(HOST, bandwidth_bytes_per_s=2.5e8), slow))
+SLOW = replace(NETWORK, bandwidth_bytes_per_s=2.5e8)
+
+
+@pytest.mark.parametrize(
+    "levels", [(SLOW,), (replace(HOST, bandwidth_bytes_per_s=2.5e8), SLOW)], ids=["one", "two"]
+)
+def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts(
+    levels: tuple[Level, ...],
+) -> None:
+    at = cluster(1.0, 1.0, 1.0, 1.0, levels=levels)
     best = fastest(rank_shapes(costs_of, at, 12))
     assert best.copies == (3, 1)
     assert str(best).startswith("1 replica x 2 stages (3-1 copies)")
@@ -116,9 +123,10 @@ def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts() -> N
     assert type(plan).from_json(plan.to_json()) == plan
 
 
-def test_alike_devices_on_alike_links_have_no_copies() -> None:
-    at = cluster(1.0, 1.0, 1.0, 1.0, levels=(NETWORK,))
-    assert not [shape for shape in rank_shapes(costs_of, at, 12) if shape.copies]
+def test_on_fast_links_the_fastest_shape_has_no_copies() -> None:
+    fast = replace(NETWORK, bandwidth_bytes_per_s=1e11, latency_s=1e-6)
+    at = cluster(1.0, 1.0, 1.0, 1.0, levels=(fast,))
+    assert not fastest(rank_shapes(costs_of, at, 12)).copies
 
 
 def test_replicas_that_divide_states_have_no_copies() -> None:
