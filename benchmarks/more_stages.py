@@ -30,7 +30,7 @@ from lightning_hybrid.graph import Profile, network_partitions
 from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.search import PlanSettings, plan_stages
+from lightning_hybrid.planning.search import PlanSettings, Replica, plan_stages
 from lightning_hybrid.planning.streamed_time import time_orders
 from lightning_hybrid.schedules import STREAMED
 from models import ResAttNet3D
@@ -91,11 +91,12 @@ class Measured:
         return plan_stages(
             table,
             PlanSettings(schedule=schedule, contiguous=schedule != "looped"),
-            replicas=1,
-            stages=devices,
-            microbatches=microbatches,
-            bandwidth_bytes_per_s=LINK.bandwidth_bytes_per_s,
-            latency_s=LINK.latency_s,
+            Replica(
+                stages=devices,
+                microbatches=microbatches,
+                bandwidth_bytes_per_s=LINK.bandwidth_bytes_per_s,
+                latency_s=LINK.latency_s,
+            ),
         )
 
     def simulated_s(self, schedule: str, devices: int, microbatches: int) -> float:

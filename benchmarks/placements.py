@@ -38,7 +38,7 @@ from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
-from lightning_hybrid.planning.search import PlanSettings, plan_stages
+from lightning_hybrid.planning.search import PlanSettings, Replica, plan_stages
 from models import ResAttNet3D
 
 MICROBATCHES = 3
@@ -144,10 +144,11 @@ def plan(
     return plan_stages(
         table,
         PlanSettings(contiguous=contiguous),
-        replicas=1,
-        stages=stages,
-        microbatches=MICROBATCHES,
-        bandwidth_bytes_per_s=BANDWIDTH_BYTES_PER_S["gloo"],
+        Replica(
+            stages=stages,
+            microbatches=MICROBATCHES,
+            bandwidth_bytes_per_s=BANDWIDTH_BYTES_PER_S["gloo"],
+        ),
         cut_points=None if ends is None else [chain.names[end] for end in ends[:-1]],
     )
 

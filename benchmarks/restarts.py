@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -191,25 +190,24 @@ def restarted(run: Run, processes: int, dice: random.Random) -> None:
 
 
 def host(run: Run, _: int, dice: random.Random) -> None:
-    """Of two hosts one is lost, with its agent and its rank; the other goes on alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Of two hosts one is lost, with its agent and its rank; the other goes on alone.
+
+    Agents meet in a file, which no host takes along. Of two with a port one would serve, the first
+    to take it, and the other end with it.
+    """
     for _host in range(2):
         run.torchrun(
             *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"),
-            *("--rdzv-id=run", f"--rdzv-endpoint=127.0.0.1:{port}"),
-            "--rdzv-conf=join_timeout=60,last_call_timeout=10,keep_alive_interval=1,"
-            "keep_alive_max_attempt=3",
+            *("--rdzv-id=run", f"--rdzv-endpoint={run.folder / 'agents'}"),
+            "--rdzv-conf=store_type=file,last_call_timeout=20,keep_alive_interval=3",
         )
     if not run.wait(lambda: any(run.folder.glob("saving 1.0"))):
         return
     time.sleep(dice.random() * AFTER_S["training"])
-    lost = run.agents[1].pid
-    (rank,) = [pid for pid in run.ranks() if _parent(pid) == lost]
-    name = run.ranks()[rank].partition(".")[2]
-    os.killpg(lost, signal.SIGKILL)
-    os.kill(rank, signal.SIGKILL)
+    by_name = {name.partition(".")[2]: rank for rank, name in run.ranks().items()}
+    name = dice.choice(sorted(by_name))
+    os.killpg(_parent(by_name[name]), signal.SIGKILL)
+    os.kill(by_name[name], signal.SIGKILL)
     run.killed(f"host of rank {name}", 0)
     if not any(run.folder.glob("started.*.0 of 1")):
         run.wrong.append("nobody goes on alone")

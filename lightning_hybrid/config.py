@@ -2,11 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import AUTO, Method, Plan, PlanSettings, Sizes, given_speeds
+from lightning_hybrid.planning import (
+    AUTO,
+    Method,
+    Objective,
+    Plan,
+    PlanSettings,
+    Sizes,
+    given_speeds,
+)
 from lightning_hybrid.schedules import SCHEDULES, STREAMED, DelayedWeights, LookAhead
 
 Count = int | Literal["auto"]
@@ -24,22 +32,28 @@ GradientSync = Literal["allreduce", "asgd"]
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The arguments of :class:`HybridGabraStrategy` that are not Lightning's.
+    """The arguments of :class:`HybridGabraStrategy` that are not Lightning's; it documents them.
 
-    What was left to us (``"auto"``) is ``None``. With a plan, the sizes are those of the plan.
+    They are checked against each other as far as that can be done without devices. Beside them
+    stands what follows from them, where ``None`` is what was left to us (``"auto"``).
 
     Attributes:
-        replicas: number of replicas; ``None``: devices / stages.
-        stages: number of devices of a replica; ``None``: devices / replicas.
-        copies: of each stage of a replica; empty: each device has a stage of its own, or several.
-        microbatches: into how many slices a batch is split; ``None``: by the size of the batch.
-        names: dotted names of the modules to cut; ``None``: they are found.
-        settings: what a plan is made by.
-        capacity: relative speeds of the devices, one per rank; ``None``: measured.
-        compile_stages: run each stage through ``torch.compile``.
-        plan: the user's; ``None``: one is made.
-        log_performance: whether the loggers get step times and the plan.
+        data_parallel_size: number of replicas.
+        pipeline_parallel_size: number of devices of a replica, or of each stage of its copies.
+        num_microbatches: into how many slices a batch is split.
+        schedule: the order of forwards and backwards.
+        delayed_weights: what the backward computes with under a delayed schedule.
         gradient_shrinking: what gradients are multiplied with at every cut that they cross.
+        recompute: whether stages keep no activations, and run their forward again.
+        allocation: how cuts are searched, or the cut points.
+        objective: what the search optimises.
+        contiguous: whether each device has one run of partitions.
+        network: dotted names of the modules to cut.
+        device_capacity: relative speeds of the devices, one per rank.
+        compile_stages: run each stage through ``torch.compile``.
+        plan: the user's; ``None``: one is made. Where it says what an argument says too, such as
+            ``recompute``, both are made to say the same.
+        log_performance: whether the loggers get step times and the plan.
         verify: which calls of a network are compared with what its own Python gives.
         rng: whose random numbers networks draw.
         checkpoint: whether a checkpoint is a file, or a folder to which each rank writes its part.
@@ -48,153 +62,140 @@ class Config:
         replan: when parts by speed follow what was measured in the training.
         gradient_sync: whether replicas wait for each other at each step.
         staleness: how many updates old weights may be under `asgd`.
-        chosen: whether the sizes are ours, so that a network which does not suit them is no error.
+        seed: of the search.
+        sizes: that we have chosen, as none were given.
+
+    Raises:
+        PlanError: the arguments contradict each other or the plan.
     """
 
-    replicas: int | None
-    stages: int | None
-    microbatches: int | None
-    names: tuple[str, ...] | None
-    settings: PlanSettings
-    capacity: tuple[float, ...] | None
-    compile_stages: bool
-    plan: Plan | None
-    log_performance: bool
-    gradient_shrinking: float
-    verify: int | Literal["auto", False]
-    rng: Rng
+    data_parallel_size: Count = "auto"
+    pipeline_parallel_size: Shape = "auto"
+    num_microbatches: Count = "auto"
+    schedule: ScheduleName = "auto"
+    delayed_weights: DelayedWeights = "stash"
+    gradient_shrinking: float = 1.0
+    recompute: bool | Literal["auto"] = "auto"
+    allocation: Method | list[str] = "gabra"
+    objective: Objective = "step"
+    contiguous: bool = True
+    network: str | list[str] | None = None
+    device_capacity: Literal["auto"] | Sequence[float] = "auto"
+    compile_stages: bool = False
+    plan: Plan | None = None
+    log_performance: bool = False
+    verify: int | Literal["auto", False] = "auto"
+    rng: Rng = "microbatch"
     checkpoint: Checkpoint = "full"
     shard_optimizer_states: bool = False
     balance: Balance = "equal"
     replan: Replan = "never"
     gradient_sync: GradientSync = "allreduce"
     staleness: int = 0
-    chosen: bool = False
-    copies: tuple[int, ...] = ()
+    seed: int = 0
+    sizes: Sizes | None = None
 
-    @classmethod
-    def resolve(
-        cls,
-        *,
-        data_parallel_size: Count = "auto",
-        pipeline_parallel_size: Shape = "auto",
-        num_microbatches: Count = "auto",
-        schedule: ScheduleName = "auto",
-        delayed_weights: DelayedWeights = "stash",
-        gradient_shrinking: float = 1.0,
-        recompute: bool | Literal["auto"] = "auto",
-        allocation: Method | list[str] = "gabra",
-        objective: Literal["step", "makespan", "profit"] = "step",
-        contiguous: bool = True,
-        network: str | list[str] | None = None,
-        device_capacity: Literal["auto"] | Sequence[float] = "auto",
-        compile_stages: bool = False,
-        plan: Plan | str | Path | None = None,
-        log_performance: bool = False,
-        verify: int | Literal["auto", False] = "auto",
-        rng: Rng = "microbatch",
-        checkpoint: Checkpoint = "full",
-        shard_optimizer_states: bool = False,
-        balance: Balance = "equal",
-        replan: Replan = "never",
-        gradient_sync: GradientSync = "allreduce",
-        staleness: int = 0,
-        seed: int = 0,
-    ) -> "Config":
-        """Check the arguments of the strategy, which documents them, and load the plan.
+    def __post_init__(self) -> None:
+        # shapes come first: what follows is read from them
+        _check_shape(self.data_parallel_size, self.pipeline_parallel_size, self.plan)
+        count = self.num_microbatches
+        if count != "auto" and count < 1:
+            raise PlanError(f"num_microbatches={count} must be at least 1 or 'auto'.")
+        self._check_kinds()
+        # the run reads these two here and in the plan: what is said in one of them holds for both
+        if self.plan is not None and self.plan.shares:
+            object.__setattr__(self, "balance", "speed")
+        if self.plan is not None and self.recompute != "auto":
+            object.__setattr__(self, "plan", replace(self.plan, recompute=self.recompute))
+        self._check_schedule()
+        self._check_placement()
+        self._check_recompute()
+        self._check_sharding()
+        self._check_copies()
+        self._check_asynchronous()
 
-        Raises:
-            PlanError: the sizes contradict each other or the plan, or the plan cannot be read.
-        """
-        loaded = Plan.load(plan) if isinstance(plan, str | Path) else plan
-        copies = _copies(pipeline_parallel_size, loaded)
-        replicas, stages = _sizes(data_parallel_size, pipeline_parallel_size, loaded)
-        if num_microbatches != "auto" and num_microbatches < 1:
-            raise PlanError(f"num_microbatches={num_microbatches} must be at least 1 or 'auto'.")
-        _check_placement(schedule, contiguous, allocation)
-        chosen: str = schedule
-        if chosen == "auto":
-            chosen = loaded.schedule if loaded else AUTO
-        _check_schedule(chosen, loaded, delayed_weights, gradient_shrinking)
-        if recompute is True:
-            _check_recompute(chosen, stages)
-        if chosen in STREAMED:
-            recompute = False
-        if loaded and recompute != "auto":
-            loaded = replace(loaded, recompute=recompute)
-        if num_microbatches == "auto" and chosen in STREAMED:
-            num_microbatches = 1  # its micro-batches are the batches
-        _check_verify(verify)
-        _check_rng(rng, chosen)
-        _check_kind("checkpoint", checkpoint, get_args(Checkpoint))
-        _check_kind("balance", balance, get_args(Balance))
-        if shard_optimizer_states and checkpoint == "sharded_async":
-            raise PlanError(
-                "checkpoint='sharded_async' makes copies on replica 0, and shard_optimizer_states="
-                "True leaves it a part of the states. Use checkpoint='sharded' or 'full'."
-            )
-        if loaded and loaded.shares:
-            balance = "speed"
-        _check_kind("replan", replan, get_args(Replan))
-        if replan == "epoch" and balance == "equal":
-            raise PlanError(
-                "replan='epoch' gives replicas other parts of a batch when they turn out faster or "
-                "slower, and balance='equal' gives all the same. Use balance='speed'."
-            )
-        _check_copies(
-            copies,
-            schedule=("gpipe" if chosen == AUTO else chosen, "gpipe"),
-            contiguous=(contiguous, True),
-            balance=(balance, "equal"),
-            shard_optimizer_states=(shard_optimizer_states, False),
-            checkpoint=(checkpoint, "full"),
-            rng=(rng, "microbatch"),
-            # the driver's copy of the last stage borrows its weights
-            **({"compile_stages": (compile_stages, False)} if copies and copies[-1] > 1 else {}),
-        )
-        _check_asynchronous(
-            gradient_sync,
-            staleness,
-            {
-                f"pipeline_parallel_size={copies or stages}": stages not in (None, 1),
-                f"balance={balance!r}": balance != "equal",
-                f"schedule={chosen!r}": chosen in STREAMED,
-                f"shard_optimizer_states={shard_optimizer_states}": shard_optimizer_states,
-                f"checkpoint={checkpoint!r}": checkpoint != "full",
-            },
-        )
-        names = [network] if isinstance(network, str) else network
-        return cls(
-            replicas=replicas,
-            stages=1 if gradient_sync == "asgd" else stages,
-            microbatches=None if num_microbatches == "auto" else num_microbatches,
-            names=None if names is None else tuple(names),
-            settings=PlanSettings(
-                schedule=chosen,
-                allocation=allocation if isinstance(allocation, str) else tuple(allocation),
-                objective=objective,
-                seed=seed,
-                contiguous=contiguous,
-                recompute=recompute,
-                compiled=compile_stages,
-                delayed_weights=delayed_weights,
-                shards_states=shard_optimizer_states,
-                copies=copies,
-            ),
-            capacity=None if device_capacity == "auto" else tuple(device_capacity),
-            compile_stages=compile_stages,
-            plan=loaded,
-            log_performance=log_performance,
-            gradient_shrinking=float(gradient_shrinking),
-            verify=verify,
-            rng=rng,
-            checkpoint=checkpoint,
-            shard_optimizer_states=shard_optimizer_states,
-            balance=balance,
-            replan=replan,
-            copies=copies,
-            gradient_sync=gradient_sync,
-            staleness=staleness,
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Of each stage of a replica; empty: each device has a stage of its own, or several."""
+        copies: tuple[int, ...] = ()
+        if not isinstance(self.pipeline_parallel_size, int | str):
+            copies = tuple(self.pipeline_parallel_size)
+        elif self.plan is not None:
+            copies = self.plan.copies
+        return copies if max(copies, default=1) > 1 else ()
+
+    @property
+    def replicas(self) -> int | None:
+        """Number of replicas; ``None``: devices / stages."""
+        given = self.sizes or self.plan
+        if given is not None:
+            return given.replicas
+        return None if self.data_parallel_size == "auto" else self.data_parallel_size
+
+    @property
+    def stages(self) -> int | None:
+        """Number of devices of a replica; ``None``: devices / replicas."""
+        if self.sizes is not None:
+            return self.sizes.stages
+        # each replica steps whenever it likes, so nothing of it may be on another rank
+        if self.gradient_sync == "asgd":
+            return 1
+        return self._asked_stages
+
+    @property
+    def _asked_stages(self) -> int | None:
+        if self.plan is not None:
+            return self.plan.devices_per_replica
+        shape = self.pipeline_parallel_size
+        if shape == "auto":
+            return None
+        return shape if isinstance(shape, int) else sum(shape)
+
+    @property
+    def microbatches(self) -> int | None:
+        """Into how many slices a batch is split; ``None``: by the size of the batch."""
+        if self.num_microbatches != "auto":
+            return self.num_microbatches
+        if self._scheduled in STREAMED:
+            return 1  # its micro-batches are the batches
+        # one stage has nobody to overlap its micro-batches with
+        chosen = self.sizes is not None and self.sizes.stages > 1
+        return self.sizes.microbatches if self.sizes is not None and chosen else None
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Dotted names of the modules to cut; ``None``: they are found."""
+        if self.network is None:
+            return None
+        return (self.network,) if isinstance(self.network, str) else tuple(self.network)
+
+    @property
+    def capacity(self) -> tuple[float, ...] | None:
+        """Relative speeds of the devices, one per rank; ``None``: measured."""
+        return None if self.device_capacity == "auto" else tuple(self.device_capacity)
+
+    @property
+    def _scheduled(self) -> str:
+        """The schedule, which a plan has too."""
+        if self.schedule == AUTO and self.plan is not None:
+            return self.plan.schedule
+        return self.schedule
+
+    @cached_property
+    def settings(self) -> PlanSettings:
+        """What a plan is made by."""
+        cuts = self.allocation
+        return PlanSettings(
+            schedule=self._scheduled,
+            allocation=cuts if isinstance(cuts, str) else tuple(cuts),
+            objective=self.objective,
+            seed=self.seed,
+            contiguous=self.contiguous,
+            recompute=False if self._scheduled in STREAMED else self.recompute,
+            compiled=self.compile_stages,
+            delayed_weights=self.delayed_weights,
+            shards_states=self.shard_optimizer_states,
+            copies=self.copies,
         )
 
     @property
@@ -216,6 +217,7 @@ class Config:
         replicas, stages = self.replicas, self.stages
         if stages is None:
             stages = devices // (replicas or 1)
+        # what is left open takes all the devices that there are
         if replicas is None:
             replicas = devices // max(stages, 1)
         if replicas * stages != devices:
@@ -233,26 +235,18 @@ class Config:
 
         Cut points are for a number of stages that the user has in mind: all devices.
         """
+        # cut points are for a number of stages that the user has in mind
         asked = self.replicas is not None or self.stages is not None or self.plan is not None
         return not asked and devices > 1 and isinstance(self.settings.allocation, str)
 
     def with_sizes(self, sizes: Sizes) -> "Config":
-        """The same with the sizes that were chosen; micro-batches matter to several stages."""
-        microbatches = self.microbatches
-        if microbatches is None and sizes.stages > 1:
-            microbatches = sizes.microbatches
-        return replace(
-            self,
-            replicas=sizes.replicas,
-            stages=sizes.stages,
-            microbatches=microbatches,
-            chosen=True,
-        )
+        """The same with the sizes that were chosen."""
+        return replace(self, sizes=sizes)
 
     @property
     def may_keep_whole(self) -> bool:
         """Whether a network that cannot be cut may run on the driver: no stages were asked for."""
-        return self.chosen or self.stages is None
+        return self.sizes is not None or self.stages is None
 
     def check_devices(self, nodes: int, devices_per_node: int) -> None:
         """Complain about devices that do not suit the sizes or the capacities.
@@ -267,6 +261,7 @@ class Config:
     @property
     def several_stages_per_device(self) -> bool:
         """Whether stages and devices are not the same number, so that a rank tells no stage."""
+        # without a look at a plan: a loop has several stages a device, copies the other way round
         if self.settings.schedule == "looped" or self.copies:
             return True
         if self.plan is not None:
@@ -280,10 +275,163 @@ class Config:
             replicas: their number, as :meth:`shape` gives it.
             stages: number of devices of each, likewise.
         """
+        # shares come from speeds, unless a plan brings them
         if self.balance == "speed" and replicas > 1 and not (self.plan and self.plan.shares):
             return True
         given = self.plan is not None or not isinstance(self.settings.allocation, str)
         return stages > 1 and (self.capacity is not None or not given)
+
+    # ------------------------------------------------------------ what contradicts itself
+
+    def _check_schedule(self) -> None:
+        """Complain about a schedule that is unknown, or about what it does not know."""
+        name, plan, weights = self._scheduled, self.plan, self.delayed_weights
+        _check_kind("schedule", name, (AUTO, *SCHEDULES))
+        if plan is not None and plan.schedule != name:
+            raise PlanError(
+                f"schedule={name!r} contradicts the plan, whose schedule is {plan.schedule!r}. "
+                "Leave one of them out."
+            )
+        _check_kind("delayed_weights", weights, get_args(DelayedWeights))
+        streamed = STREAMED.get(name)
+        # an exact schedule has one version of weights, so there is nothing to choose
+        if weights != "stash" and not (streamed and streamed.delayed):
+            # named here, as nobody knows all of them by heart
+            delayed = ", ".join(repr(each.name) for each in STREAMED.values() if each.delayed)
+            raise PlanError(
+                f"delayed_weights={weights!r} is for the delayed schedules ({delayed}); under "
+                f"schedule={name!r} no step comes between a forward and its backward. Leave it out."
+            )
+        shrink = self.gradient_shrinking
+        # other schedules train the model of one device, which shrinking would change
+        if shrink != 1 and not (streamed and streamed.shrinks):
+            raise PlanError(
+                f"gradient_shrinking={shrink} is part of schedule='fdg', not of {name!r}. Leave it "
+                "out."
+            )
+        if not 0 < shrink <= 1:
+            raise PlanError(f"gradient_shrinking={shrink} must be above 0 and at most 1.")
+
+    def _check_placement(self) -> None:
+        """Complain about a request for several stages per device beside one for a single one."""
+        if self.contiguous:
+            return
+        if self.schedule == "zero_bubble":
+            raise PlanError(
+                "schedule='zero_bubble' gives each device one stage, and contiguous=False lets "
+                "GABRA give it several. Leave one of them out."
+            )
+        if not isinstance(self.allocation, str):
+            raise PlanError(
+                f"allocation={self.allocation} are cut points, which give each device one stage, "
+                "and contiguous=False lets GABRA give it several. Leave one of them out, or give "
+                "plan=Plan(..., devices=...), which says where each stage goes."
+            )
+
+    def _check_recompute(self) -> None:
+        """Complain about recomputation where it does nothing."""
+        if self.recompute is not True:
+            return
+        # a batch of a stream is under way while later ones begin: its weights may be gone
+        if self._scheduled in STREAMED:
+            raise PlanError(
+                "recompute=True is for schedules that finish a batch before the next one, not for "
+                f"{self._scheduled!r}. Leave it out; the delayed schedules have "
+                "delayed_weights='recompute'."
+            )
+        if self._asked_stages == 1:
+            raise PlanError(
+                "recompute=True is done by stages, and pipeline_parallel_size=1 makes none. Leave "
+                "it out, or call torch.utils.checkpoint in the network."
+            )
+
+    def _check_kinds(self) -> None:
+        """Complain about a value that is none of those that there are."""
+        verify = self.verify
+        # True is an int, and would be taken for "the first call alone"
+        named = verify is False or verify == "auto"
+        if not named and (verify is True or not isinstance(verify, int) or verify < 1):
+            raise PlanError(
+                f"verify={verify!r} is none of 'auto' (calls 1, 2, 4, 8, ...), False and a number "
+                "of calls of at least 1."
+            )
+        _check_kind("rng", self.rng, get_args(Rng))
+        _check_kind("checkpoint", self.checkpoint, get_args(Checkpoint))
+        _check_kind("balance", self.balance, get_args(Balance))
+        _check_kind("replan", self.replan, get_args(Replan))
+        _check_kind("gradient_sync", self.gradient_sync, get_args(GradientSync))
+        if self.rng == "device" and self._scheduled in STREAMED:
+            raise PlanError(
+                "rng='device' draws in the order of one device, and "
+                f"schedule={self._scheduled!r} begins with later batches early. Leave one of them "
+                "out."
+            )
+
+    def _check_sharding(self) -> None:
+        """Complain about what one replica cannot do for all."""
+        if self.shard_optimizer_states and self.checkpoint == "sharded_async":
+            raise PlanError(
+                "checkpoint='sharded_async' makes copies on replica 0, and shard_optimizer_states="
+                "True leaves it a part of the states. Use checkpoint='sharded' or 'full'."
+            )
+        if self.replan == "epoch" and self.balance == "equal":
+            raise PlanError(
+                "replan='epoch' gives replicas other parts of a batch when they turn out faster or "
+                "slower, and balance='equal' gives all the same. Use balance='speed'."
+            )
+
+    def _check_copies(self) -> None:
+        """Complain about what does not go together with copies of a stage."""
+        if not self.copies:
+            return
+        schedule = self._scheduled
+        options: dict[str, tuple[Any, Any]] = {
+            "schedule": ("gpipe" if schedule == AUTO else schedule, "gpipe"),
+            "contiguous": (self.contiguous, True),
+            "balance": (self.balance, "equal"),
+            "shard_optimizer_states": (self.shard_optimizer_states, False),
+            "checkpoint": (self.checkpoint, "full"),
+            "rng": (self.rng, "microbatch"),
+        }
+        if self.copies[-1] > 1:
+            # the driver's copy of the last stage borrows its weights
+            options["compile_stages"] = self.compile_stages, False
+        for name, (value, good) in options.items():
+            if value != good:
+                raise PlanError(
+                    f"pipeline_parallel_size={self.copies} gives stages copies, which does not go "
+                    f"together with {name}={value!r}. Use {name}={good!r}, or "
+                    f"pipeline_parallel_size={sum(self.copies)}."
+                )
+
+    def _check_asynchronous(self) -> None:
+        """Complain about a bound that is none, and what replicas do together at each step."""
+        staleness = self.staleness
+        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+            raise PlanError(
+                f"staleness={staleness!r} must be a whole number of updates, 0 or more."
+            )
+        if self.gradient_sync != "asgd":
+            if staleness:
+                raise PlanError(
+                    f"staleness={staleness} is for gradient_sync='asgd'. Give both, or leave it "
+                    "out."
+                )
+            return
+        stages = self._asked_stages
+        others = {
+            f"pipeline_parallel_size={self.copies or stages}": stages not in (None, 1),
+            f"balance={self.balance!r}": self.balance != "equal",
+            f"schedule={self._scheduled!r}": self._scheduled in STREAMED,
+            "shard_optimizer_states=True": self.shard_optimizer_states,
+            f"checkpoint={self.checkpoint!r}": self.checkpoint != "full",
+        }
+        for other, given in others.items():
+            if given:
+                raise PlanError(
+                    "gradient_sync='asgd' is for replicas of one stage that do not wait for each "
+                    f"other, and does not go together with {other}. Leave one of them out."
+                )
 
 
 def _check_kind(name: str, value: str, kinds: tuple[str, ...]) -> None:
@@ -292,153 +440,32 @@ def _check_kind(name: str, value: str, kinds: tuple[str, ...]) -> None:
         raise PlanError(f"{name}={value!r} is none of {', '.join(map(repr, kinds))}.")
 
 
-def _check_asynchronous(gradient_sync: str, staleness: int, others: dict[str, bool]) -> None:
-    """Complain about a bound that is none, and what replicas do together at each step."""
-    _check_kind("gradient_sync", gradient_sync, get_args(GradientSync))
-    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
-        raise PlanError(f"staleness={staleness!r} must be a whole number of updates, 0 or more.")
-    if gradient_sync != "asgd":
-        if staleness:
+def _check_shape(replicas: Count, shape: Shape, plan: Plan | None) -> None:
+    """Complain about sizes that are none, or contradict a plan."""
+    if not isinstance(shape, int | str):
+        copies = tuple(shape)
+        if not copies or not all(isinstance(count, int) and count > 0 for count in copies):
             raise PlanError(
-                f"staleness={staleness} is for gradient_sync='asgd'. Give both, or leave it out."
+                f"pipeline_parallel_size={shape!r} must be a positive number, 'auto', or of each "
+                "stage the number of its copies, as in (3, 1)."
             )
-        return
-    for other, given in others.items():
-        if given:
+        if plan is not None and plan.copies != copies:
             raise PlanError(
-                f"gradient_sync='asgd' is for replicas of one stage that do not wait for each "
-                f"other, and does not go together with {other}. Leave one of them out."
+                f"pipeline_parallel_size={copies} contradicts the plan, whose stages have "
+                f"{plan.copies} copies. Give one or the other."
             )
-
-
-def _check_placement(schedule: str, contiguous: bool, allocation: str | list[str]) -> None:
-    """Complain about a request for several stages per device beside one for a single one."""
-    if schedule == "zero_bubble" and not contiguous:
-        raise PlanError(
-            "schedule='zero_bubble' gives each device one stage, and contiguous=False lets "
-            "GABRA give it several. Leave one of them out."
-        )
-    if not (contiguous or isinstance(allocation, str)):
-        raise PlanError(
-            f"allocation={allocation} are cut points, which give each device one stage, and "
-            "contiguous=False lets GABRA give it several. Leave one of them out, or give "
-            "plan=Plan(..., devices=...), which says where each stage goes."
-        )
-
-
-def _check_verify(verify: int | str) -> None:
-    """Complain about a choice of calls that is none."""
-    if verify is False or verify == "auto":
-        return
-    if verify is True or not isinstance(verify, int) or verify < 1:
-        raise PlanError(
-            f"verify={verify!r} is none of 'auto' (calls 1, 2, 4, 8, ...), False and a number of "
-            "calls of at least 1."
-        )
-
-
-def _check_rng(rng: str, schedule: str) -> None:
-    """Complain about random numbers that a schedule cannot draw."""
-    _check_kind("rng", rng, get_args(Rng))
-    if rng == "device" and schedule in STREAMED:
-        raise PlanError(
-            f"rng='device' draws in the order of one device, and schedule={schedule!r} begins with "
-            "later batches early. Leave one of them out."
-        )
-
-
-def _check_recompute(name: str, stages: int | None) -> None:
-    """Complain about recomputation where it does nothing."""
-    if name in STREAMED:
-        raise PlanError(
-            f"recompute=True is for schedules that finish a batch before the next one, not for "
-            f"{name!r}. Leave it out; the delayed schedules have delayed_weights='recompute'."
-        )
-    if stages == 1:
-        raise PlanError(
-            "recompute=True is done by stages, and pipeline_parallel_size=1 makes none. Leave "
-            "it out, or call torch.utils.checkpoint in the network."
-        )
-
-
-def _check_schedule(name: str, plan: Plan | None, weights: str, shrink: float) -> None:
-    """Complain about a schedule that is unknown, or about what it does not know."""
-    _check_kind("schedule", name, (AUTO, *SCHEDULES))
-    if plan is not None and plan.schedule != name:
-        raise PlanError(
-            f"schedule={name!r} contradicts the plan, whose schedule is {plan.schedule!r}. Leave "
-            "one of them out."
-        )
-    _check_kind("delayed_weights", weights, get_args(DelayedWeights))
-    streamed = STREAMED.get(name)
-    if weights != "stash" and not (streamed and streamed.delayed):
-        delayed = ", ".join(repr(each.name) for each in STREAMED.values() if each.delayed)
-        raise PlanError(
-            f"delayed_weights={weights!r} is for the delayed schedules ({delayed}); under "
-            f"schedule={name!r} no step comes between a forward and its backward. Leave it out."
-        )
-    if shrink != 1 and not (streamed and streamed.shrinks):
-        raise PlanError(
-            f"gradient_shrinking={shrink} is part of schedule='fdg', not of {name!r}. Leave it out."
-        )
-    if not 0 < shrink <= 1:
-        raise PlanError(f"gradient_shrinking={shrink} must be above 0 and at most 1.")
-
-
-def _copies(shape: Shape, plan: Plan | None) -> tuple[int, ...]:
-    """Of each stage; empty: all have one."""
-    if isinstance(shape, int | str):
-        given = plan.copies if plan is not None else ()
-        return given if max(given, default=1) > 1 else ()
-    copies = tuple(shape)
-    if not copies or not all(isinstance(count, int) and count > 0 for count in copies):
-        raise PlanError(
-            f"pipeline_parallel_size={shape!r} must be a positive number, 'auto', or of each stage "
-            "the number of its copies, as in (3, 1)."
-        )
-    if plan is not None and plan.copies != copies:
-        raise PlanError(
-            f"pipeline_parallel_size={copies} contradicts the plan, whose stages have {plan.copies}"
-            " copies. Give one or the other."
-        )
-    return copies if max(copies) > 1 else ()
-
-
-def _check_copies(copies: tuple[int, ...], **options: tuple[Any, Any]) -> None:
-    """Complain about what does not go together with copies of a stage.
-
-    Args:
-        copies: of each stage.
-        options: by name of an argument its value, and the one that does.
-
-    Raises:
-        PlanError: an argument has another value.
-    """
-    if not copies:
-        return
-    shape = f"pipeline_parallel_size={copies} gives stages copies"
-    for name, (value, good) in options.items():
-        if value != good:
-            raise PlanError(
-                f"{shape}, which does not go together with {name}={value!r}. Use {name}={good!r}, "
-                f"or pipeline_parallel_size={sum(copies)}."
-            )
-
-
-def _sizes(replicas: Count, shape: Shape, plan: Plan | None) -> tuple[int | None, int | None]:
-    """Number of replicas and of the devices of each; ``None``: by the number of devices."""
     stages = shape if isinstance(shape, int | str) else sum(shape)
     sizes = {"data_parallel_size": replicas, "pipeline_parallel_size": stages}
     for name, value in sizes.items():
         if value != "auto" and (not isinstance(value, int) or value < 1):
             raise PlanError(f"{name}={value!r} must be a positive number or 'auto'.")
     if plan is None:
-        return None if replicas == "auto" else replicas, None if stages == "auto" else stages
+        return
     size = plan.devices_per_replica
     if replicas not in ("auto", plan.replicas) or stages not in ("auto", size):
+        # under a free placement a device has several stages, and sizes count devices
         what = "stages" if size == plan.stages else f"devices with {plan.stages} stages"
         raise PlanError(
             f"data_parallel_size={replicas} x pipeline_parallel_size={stages} contradict the "
             f"plan: {plan.replicas} replicas x {size} {what}. Give one or the other."
         )
-    return plan.replicas, size

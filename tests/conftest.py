@@ -50,6 +50,13 @@ def _part_of(item: pytest.Item) -> int:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def untimed_captures() -> None:
+    from untimed import leave_guards_untimed  # imports torch, which the process that leads does not
+
+    leave_guards_untimed()
+
+
+@pytest.fixture(autouse=True, scope="session")
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Profiles are kept beside the tests' other files; processes that tests start inherit it."""
     before = os.environ.get("LIGHTNING_HYBRID_CACHE")

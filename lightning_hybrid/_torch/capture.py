@@ -129,6 +129,15 @@ class Exchanged:
                 self._back()
 
 
+def replaced(owner: Any, name: str, instead: Any) -> Exchanged:
+    """A context in which an attribute of torch's is another one."""
+    original = getattr(owner, name, None)
+    return Exchanged(
+        lambda: setattr(owner, name, instead),
+        lambda: setattr(owner, name, original),
+    )
+
+
 _capturing = threading.local()
 
 
@@ -153,10 +162,7 @@ def _select_without_guard(input: Any, *arguments: Any, **keywords: Any) -> Any:
         return _select_backend(input, *arguments, **keywords)
 
 
-_free_convolutions = Exchanged(
-    lambda: setattr(torch._C, _CONVOLUTION, _select_without_guard),
-    lambda: setattr(torch._C, _CONVOLUTION, _select_backend),
-)
+_free_convolutions = replaced(torch._C, _CONVOLUTION, _select_without_guard)
 
 
 def _ignore_repeated_warnings() -> None:
@@ -173,6 +179,8 @@ def _ignore_repeated_warnings() -> None:
 def capture_settings() -> Iterator[None]:
     """Inside, TorchDynamo captures as this package needs it, in this thread alone."""
     _ignore_repeated_warnings()
+    # (settings are of the thread that captures, and the depth tells it from others, for which the
+    # exchanged functions do as ever)
     reverts = [patch() for patch in _PATCHES]
     _capturing.depth = getattr(_capturing, "depth", 0) + 1
     try:

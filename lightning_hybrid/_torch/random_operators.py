@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lightning_hybrid._torch.tensors import arguments, schema
+
 _ALWAYS = {
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
     *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "multinomial"),
@@ -39,10 +41,8 @@ def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
         return False
     if operator.namespace != "aten":
         return True  # whoever wrote it says so
-    arguments = operator._schema.arguments
-    given = {argument.name: argument.default_value for argument in arguments}
-    given |= {**dict(zip((argument.name for argument in arguments), args)), **kwargs}
-    name = operator._schema.name.removeprefix("aten::")
+    given = arguments(operator, args, kwargs)
+    name = schema(operator).name.removeprefix("aten::")
     name = name.removesuffix("_") or name
     if name in _ALWAYS:
         return True

@@ -30,19 +30,24 @@ def symbols_in(value: Any) -> list[Any]:
     return sorted(value.node.expr.free_symbols, key=str)
 
 
-def value_with(value: Any, sizes: Mapping[Any, int], *, hint: bool = False) -> Any:
-    """What a symbolic number is for these values of its symbols.
+def captured_value(value: Any) -> Any:
+    """What a symbolic number was when it was captured; ``None``: it depends on values.
 
-    Args:
-        value: symbolic, or a plain number, which is returned.
-        sizes: values by symbol.
-        hint: take what the number was when it was captured; ``None`` if it depends on values.
+    A plain number is what it is.
+    """
+    if not is_symbolic(value):
+        return value
+    return value.node.hint if value.node.has_hint() else None
+
+
+def value_with(value: Any, sizes: Mapping[Any, int]) -> Any:
+    """What a symbolic number is for these values of its symbols; ``None``: it has others too.
+
+    A plain number is what it is.
     """
     if not is_symbolic(value):
         return value
     node = value.node
-    if hint:
-        return node.hint if node.has_hint() else None
     result = node.expr.xreplace({symbol: sympy.Integer(v) for symbol, v in sizes.items()})
     if not result.is_number and result not in (sympy.true, sympy.false):
         return None

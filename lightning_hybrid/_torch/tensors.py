@@ -1,5 +1,6 @@
 """Tensors: their memory, their versions, and what stands in for them or hears of them."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +98,13 @@ def refuse_pointer(tensor: Tensor) -> None:
 def schema(operator: Any) -> Any:
     """What an operator takes, returns and writes to; dispatch modes are given nothing else."""
     return operator._schema
+
+
+def arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in the operator's schema, with its defaults."""
+    described = schema(operator).arguments
+    defaults = {each.name: each.default_value for each in described if each.has_default_value()}
+    return defaults | dict(zip((each.name for each in described), args)) | dict(kwargs)
 
 
 def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -90,6 +90,7 @@ def renumbered(devices: Ints, problem: Problem) -> Ints:
     """Name equal devices anew, in order of appearance."""
     if len(set(problem.classes)) == problem.m:
         return devices
+    # per class its devices, handed out in the order in which the chromosome names them
     free = [iter([j for j, c in enumerate(problem.classes) if c == k]) for k in range(problem.m)]
     name: dict[int, int] = {}
     for device in devices.tolist():

@@ -57,6 +57,8 @@ class Runs:
             least[r - 1] = max(self._reach_back(least[r], int(order[r])), r)
         share = np.cumsum(self.problem.capacities[order])
         fair = np.searchsorted(self._sums, share / share[-1] * self._sums[-1])
+        # Members with fair ends alone would have nothing to recombine, and others with any ends are
+        # far from good ones where there are many partitions.
         spread = rng.uniform(0.0, 0.5) * n / m
         wanted = np.rint(fair + rng.normal(0.0, 1.0, m) * spread).astype(int)
         anywhere = rng.random() < 0.25
@@ -108,6 +110,7 @@ class Runs:
 
     def perturb(self, genes: Ints, rng: np.random.Generator) -> Ints:
         """Exchange two runs with their devices, or put one boundary elsewhere."""
+        # (lengths are exchanged: ends of two runs in each other's place would not rise)
         order, lengths = genes[0].copy(), _lengths(genes)
         if self.problem.m == 1:
             return genes
@@ -131,6 +134,7 @@ class Runs:
             return genes
         order, ends = genes[0].tolist(), genes[1].tolist()
         ends, worst = self._evened(order, ends, rng)
+        # (each try evens all runs out, which takes about n x m steps)
         better, tries = bool(np.isfinite(worst)), _WORK // (self.problem.n * self.problem.m)
         while better and tries > 0:
             better = False
@@ -151,6 +155,7 @@ class Runs:
     ) -> tuple[list[int], list[int]] | None:
         """Two runs with their devices in each other's place; None if that changes nothing."""
         classes, last = self.problem.classes, self.problem.last_device
+        # two devices of one class in each other's place are the same assignment
         if self.problem.order is not None or classes[order[first]] == classes[order[second]]:
             return None
         if last is not None and last in (order[first], order[second]):
@@ -169,6 +174,8 @@ class Runs:
         """
         times = self._times(order, ends)
         worst = max(times)
+        # From the proven bound halfway back, and again: a goal that cannot be reached costs one
+        # attempt, and the last gap is what may still be to gain.
         gap = worst - self.problem.bound
         while gap > worst * 1e-4:
             r = times.index(worst)
@@ -211,7 +218,7 @@ class Runs:
             time = self._time(order[r], bounds[r], bounds[r + 1])
             if time <= goal:
                 return bounds[1:]
-        return None
+        return None  # even the outermost run takes longer than the goal
 
     def canonical(self, genes: Ints) -> Ints:
         return np.array([renumbered(self._pinned(genes[0]), self.problem), genes[1]])

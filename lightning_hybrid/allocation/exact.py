@@ -37,6 +37,7 @@ def _ordered(problem: Problem, order: tuple[int, ...]) -> Ints:
 
     `best[r][k]` is the least cost of the first k partitions on the first r devices.
     """
+    # a run on one device is independent of all others but by where it begins and ends
     combine = np.add if problem.objective == "profit" else np.maximum
     best = [np.where(np.arange(problem.n + 1) == 0, 0.0, np.inf)]
     starts = []
@@ -86,6 +87,7 @@ def _chain(problem: Problem) -> Ints:
             if state[c] and (classes[c] == problem.last_device) == ending
         ]
 
+    # (`product` counts up, so that each state comes after those with a device less)
     best: dict[tuple[int, ...], Floats] = {}
     for state in product(*(range(total + 1) for total in totals)):
         reached = [combine(before[:, None], run).min(axis=0) for _, before, run in usable(state)]
@@ -241,6 +243,7 @@ def _padded(problem: Problem, rows: csr_array) -> csr_array:
 
 def _makespan_rows(problem: Problem, x: csr_array, loads: csr_array) -> list[LinearConstraint]:
     m, cuts = problem.m, (problem.n - 1) * problem.m
+    # y >= |x_i - x_(i+1)| is all that is asked of it: a y that is too large would only cost
     y = eye_array(cuts, format="csr")
     here, after = x[:cuts], x[m:]
     none = csr_array((cuts, 1))

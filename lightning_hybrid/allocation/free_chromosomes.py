@@ -39,6 +39,7 @@ class Labels:
         assignment; on larger ones the number of steps is bounded.
         """
         problem = self.problem
+        # the order is a little random, or all members would begin with the same partitions
         heavy = problem.weights.sum(axis=0) * rng.uniform(0.5, 1.0, problem.n)
         order = np.argsort(-heavy, kind="stable")  # the heavy ones while there is room
         genes = np.full(problem.n, -1, dtype=np.int64)
@@ -99,6 +100,7 @@ class Labels:
         For the makespan only the partitions of the slowest device matter. Between changes that
         leave the same makespan the one after which the times are closest to each other is taken.
         """
+        # (from beyond a limit the costs of all changes are infinite, and show no way back)
         cost = float(self.problem.costs(genes[None])[0])
         if not np.isfinite(cost):
             return genes
@@ -119,6 +121,8 @@ class Labels:
         if self.problem.objective == "profit":
             costs = self.problem.costs(assignments)
             return costs, np.zeros(len(costs))
+        # Where two devices are equally slow no single change makes the slowest one faster; the
+        # spread tells which change comes closer to it.
         times = self.problem.times(assignments)
         costs = np.where(self.problem.feasible(assignments), times.max(axis=1), np.inf)
         return costs, np.square(times).sum(axis=1)
@@ -143,6 +147,7 @@ class Labels:
         if self.problem.last_device is not None:
             allowed &= (first != n - 1) & (second != n - 1)
         first, second = first[allowed], second[allowed]
+        # all of them at once: numbers of so many small arrays would be slow one by one
         changed = np.repeat(genes[None], len(first), axis=0)
         rows, back = np.arange(len(first)), second < n
         changed[rows, first] = places[second]
@@ -158,6 +163,7 @@ class Labels:
 
 def _less(one: tuple[float, float], other: tuple[float, float]) -> bool:
     """Whether the first rank is smaller by more than rounding."""
+    # (else rounding alone could send the search in a circle)
     slack = [SLACK * abs(number) for number in other]
     if one[0] < other[0] - slack[0]:
         return True

@@ -144,6 +144,8 @@ class Problem:
             filled = np.clip(total - (np.cumsum(sizes) - sizes), 0, sizes)
             return -float((filled / sizes).sum())
         cheapest = np.sort(self.cut_costs)[: self.m - 1].sum()  # at least m - 1 cuts, paid twice
+        # Either all devices share the work evenly, cuts included, or the largest partition alone
+        # takes the fastest device: whichever is longer.
         shared = (total + 2 * cheapest * self.capacities.min()) / self.capacities.sum()
         return float(max(shared, self.loads.max() / self.capacities.max()))
 
@@ -158,6 +160,7 @@ class Problem:
     def _sums(self, assignments: Ints, weights: Floats) -> Floats:
         """Sum of the weights on each device, shape (b, m); weights of shape (n,) or (b, n)."""
         rows = len(assignments)
+        # one `bincount` for all assignments: row by row it would be a loop in Python
         cells = assignments + self.m * np.arange(rows)[:, None]
         spread = np.broadcast_to(weights, assignments.shape)
         sums = np.bincount(cells.ravel(), spread.ravel(), minlength=rows * self.m)

@@ -39,11 +39,13 @@ def merge(loads: Numbers, cut_costs: Numbers, count: int, *, slack: float = 0.25
     k = numbers("cut_costs", cut_costs, count=len(p) - 1)
     if not 1 <= count <= len(p):
         raise AllocationError(f"{len(p)} partitions cannot be merged into {count}")
+    # with a slack of zero hardly any merge is allowed, since partitions do not divide evenly
     limit = (1 + slack) * p.sum() / count * (1 + SLACK)
     runs, cuts, ends = p.tolist(), k.tolist(), list(range(1, len(p) + 1))
     while len(runs) > count:
         merged = [a + b for a, b in itertools.pairwise(runs)]
         allowed = [i for i, load in enumerate(merged) if load <= limit]
+        # ties go to the least load, so that runs grow evenly
         if allowed:
             place = max(allowed, key=lambda i: (cuts[i], -merged[i]))
         else:

@@ -12,7 +12,7 @@ from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.capture import Capture, NotCaptured, own_forward
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import FAILS, NetworkGraph, NetworkPartition, count
-from lightning_hybrid.planning import PartitionTable, measured_table, update_s_per_byte
+from lightning_hybrid.planning import CalledNetwork, PartitionTable, update_s_per_byte
 
 
 class _Seen(Exception):
@@ -121,9 +121,8 @@ def measured_parts(
     @cache
     def costs_of(samples: int) -> PartitionTable:
         mine = graph.split(leaves, batch // samples)[0]
-        table = measured_table(
-            *(graph, partitions, mine, device, state_bytes, advance), divides_states=divides_states
-        )
+        called = CalledNetwork(name="", graph=graph, partitions=partitions, leaves=mine)
+        table = called.table(device, state_bytes, advance, divides_states=divides_states)
         return replace(table, step_s=[rate_s * size for size in table.gradient_bytes])
 
     return costs_of

@@ -9,15 +9,3 @@ from lightning_hybrid.capture.watched_calls import (
     unwatch,
     watch,
 )
-
-__all__ = [
-    "Capture",
-    "NotCaptured",
-    "candidates",
-    "is_watched",
-    "kind_of",
-    "own_forward",
-    "plain",
-    "unwatch",
-    "watch",
-]

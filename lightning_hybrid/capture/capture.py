@@ -42,10 +42,9 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.capture.cumulative_batchnorm import captured_averages
 from lightning_hybrid.capture.own_classes import Plain, is_followed, refused_class
 from lightning_hybrid.capture.padded_encoders import PACKS, captured_encoders
-from lightning_hybrid.capture.rewritten_functions import captured_classes
+from lightning_hybrid.capture.rewritten_functions import captured_averages, captured_classes
 from lightning_hybrid.graph import (
     Divided,
     NetworkGraph,
@@ -242,9 +241,12 @@ class Capture:
             return plain.as_on_one_device(self._called(plain.args, plain.kwargs, given))
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+        # 1. Before TorchDynamo looks: what it would fail on, and which sizes are to stay free.
+        #    Without a mark it captures for the sizes of the first call, and again for others.
         _refuse_classes(given)
         self._given = [id(tensor) for tensor in given]
         free_sizes(given, 1 + self._batch_dim)
+        # 2. The call. Its guards choose a graph, or `_take` gets a new one; then the graph runs.
         try:
             with capture_settings(), _exchanged():
                 return self._compiled(*args, **kwargs)
@@ -252,7 +254,7 @@ class Capture:
             # nothing but the capture has happened
             forget_compiled(self, self._code)
             self._batch_dim, self._captured = 1 - self._batch_dim, 0
-            self._looks_behind = self._batch_dim == 1
+            self._looks_behind = self._batch_dim == 1  # once each way, and then the first again
             return self._called(args, kwargs, given)
         except (
             TorchDynamoException,
@@ -278,6 +280,8 @@ class Capture:
     def _take(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """What TorchDynamo calls with a new graph; an error in here would lose its type."""
         self._captured += 1
+        # TorchDynamo may call one graph with other tensors (a parameter was replaced by one of the
+        # same size): by the names of its arguments it is another network graph
         graphs: dict[tuple[str | None, ...], Divided] = {}
         tensors = [
             isinstance(node.meta.get("example_value"), Tensor)
@@ -288,6 +292,7 @@ class Capture:
 
         def run(*values: Any) -> Sequence[Any]:
             nonlocal fresh
+            # when the graph runs and not when it is made: only now it is known to be used
             self.reason = _of_python(recapture_reason()) if fresh else None
             fresh = False
             names = self._named(values, tensors)
@@ -311,6 +316,7 @@ class Capture:
                 module, self.network, names, self._given, values, shared, self._batch_dim
             )
 
+        # Masks are drawn apart only where that makes a difference: they cost a byte per element.
         graph = described(module)
         _refuse_one_region(graph)
         if self._draws or not self._divides or graph.is_static or not graph.uses_rng:
@@ -337,6 +343,7 @@ class Capture:
         """Per argument, the name of the parameter or buffer that it is."""
         if not self._names:
             self._learn_names()
+        # by identity: TorchDynamo hands a graph its tensors and not their names
         names = [self._names.get(id(value)) for value in values]
         for index, (name, is_tensor) in enumerate(zip(names, tensors)):
             if name is None and is_tensor:

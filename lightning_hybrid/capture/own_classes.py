@@ -67,6 +67,7 @@ class Plain:
 
     def as_on_one_device(self, result: Any) -> Any:
         """What the network has returned, in the classes that it has without stages."""
+        # an operation on several has the class of the first of them, as torch chooses it
         first, _ = next(iter(self._given.values()))
         back = {id(other): given for given, other in self._given.values()}
 

@@ -35,6 +35,7 @@ def _forward(
     is_causal: bool | None = None,
 ) -> Any:
     given = self, src, mask, src_key_padding_mask, is_causal
+    # (other threads, and Python between the graphs of a chain)
     if not torch.compiler.is_compiling():
         return _not_captured(*given)
     if mask is None and src_key_padding_mask is not None and _may_pack(self, src):

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from lightning_hybrid._torch.capture import Exchanged
-from lightning_hybrid._torch.modules import detects_causal_mask
+from lightning_hybrid._torch.capture import replaced
+from lightning_hybrid._torch.modules import BatchNorm, check_dimensions, detects_causal_mask
 
 
 @torch.compiler.substitute_in_graph(pow, can_constant_fold_through=True)
@@ -43,6 +44,7 @@ def _checkpoint_sequential(
 
         return run
 
+    # (the last segment is not checkpointed: its backward follows at once)
     size, start = len(parts) // segments, 0
     for _ in range(segments - 1):
         input = checkpoint(
@@ -81,8 +83,39 @@ def _isinstance(obj: Any, target_type: Any) -> bool:
     return bool(_jit_isinstance(obj, target_type))
 
 
-captured_classes = Exchanged(
-    lambda: setattr(torch.jit, "isinstance", _isinstance),
-    lambda: setattr(torch.jit, "isinstance", _jit_isinstance),
-)
+captured_classes = replaced(torch.jit, "isinstance", _isinstance)
 """Inside, ``torch.jit.isinstance`` is followed (TorchDynamo skips it, and substitutes no such)."""
+
+
+_batch_norm: Any = BatchNorm.forward
+
+
+def _averaging(self: BatchNorm, input: Tensor) -> Tensor:
+    """Batch normalisation with a cumulative average (``momentum=None``).
+
+    Torch reads the number of batches, a tensor, as a Python number in each call, which cannot be
+    captured. Here it stays a tensor, on the rank that owns it.
+    """
+    average = self.momentum is None and self.training and self.track_running_stats
+    count, mean, variance = self.num_batches_tracked, self.running_mean, self.running_var
+    captured = average and torch.compiler.is_compiling()
+    if not captured or count is None or mean is None or variance is None:
+        result: Tensor = _batch_norm(self, input)
+        return result
+    check_dimensions(self, input)
+    # torch's own kernel cannot be told a momentum that is a tensor: so it takes the statistics of
+    # this batch into tensors of their own, and they are averaged here
+    count.add_(1)
+    # with a momentum of 1 they become the statistics of this batch
+    now_mean, now_variance = torch.zeros_like(mean), torch.ones_like(variance)
+    result = F.batch_norm(
+        input, now_mean, now_variance, self.weight, self.bias, True, 1.0, self.eps
+    )
+    share = 1.0 / count.to(mean.dtype)
+    mean.copy_(share * now_mean + (1.0 - share) * mean)
+    variance.copy_(share * now_variance + (1.0 - share) * variance)
+    return result
+
+
+captured_averages = replaced(BatchNorm, "forward", _averaging)
+"""Inside, what captures a batch normalisation can follow it."""

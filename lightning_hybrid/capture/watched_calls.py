@@ -59,6 +59,7 @@ def _same(value: Any) -> Any:
 
 def watch(module: nn.Module, name: str, handler: Handler) -> None:
     """Have calls of ``module`` go to ``handler``."""
+    # (in the instance's own dictionary, so that its class and other instances stay as they are)
     before = module.__dict__.get("forward")
     own = before.own if isinstance(before, Watch) else before
     module.__dict__["forward"] = Watch(handler, name, module, own)

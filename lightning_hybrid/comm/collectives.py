@@ -33,6 +33,7 @@ def broadcast_object(
     here = group.rank() == source
     data = pickle.dumps(value, protocol=5) if here else b""
     size = torch.tensor([len(data)], device=device)
+    # nobody can have memory for what comes before its size is known
     _broadcast(group, size, source)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if here else None
     if buffer is None:
@@ -50,6 +51,7 @@ def _broadcast(group: Group, tensor: Tensor, source: int) -> None:
 
 def gather_objects(group: Group, value: Any) -> list[Any]:
     """The objects of all ranks of a gloo ``group``, on every one of them."""
+    # pickled objects are of unequal sizes, and a collective wants equal ones
     return [broadcast_object(group, value, source) for source in range(group.size())]
 
 
@@ -82,11 +84,13 @@ def fail_next_meeting(group: Group, timeout: timedelta) -> None:
 
     Ranks that come to it later than ``timeout`` still learn it, as long as this process lives.
     """
+    # a rank that is gone needs no telling
     with suppress(ConnectionLost, RuntimeError):
         _begin_meeting(group, failed=True, place="")[1].wait(timeout)
 
 
 def _begin_meeting(group: Group, *, failed: bool, place: str) -> tuple[Tensor, dist.Work]:
+    # the largest n and the largest -n are opposite only where all ranks have the same n
     number = crc32(place.encode())
     flag = torch.tensor([int(failed), number, -number])
     options = dist.AllreduceOptions()

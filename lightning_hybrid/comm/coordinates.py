@@ -78,6 +78,7 @@ class Coordinates:
         """What Lightning sees: drivers are 0 .. R-1, workers R .. R*S-1; unique over all."""
         if self.is_driver:
             return self.dp_rank
+        # behind all drivers, whose numbers are those that scripts divide by
         workers = self.ranks_per_replica - 1
         return self.replicas + self.dp_rank * workers + self.pp_rank - 1
 

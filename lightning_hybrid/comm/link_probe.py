@@ -63,6 +63,7 @@ def probe_pair(one: int, other: int, device: torch.device) -> PairProbe | None:
     large = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device)
 
     def both_ways(tensor: Tensor) -> Callable[[], None]:
+        # NCCL runs what was asked for in order: both must not begin with a send
         def run() -> None:
             if rank == one:
                 dist.send(tensor, other)
@@ -78,6 +79,7 @@ def probe_pair(one: int, other: int, device: torch.device) -> PairProbe | None:
     if rank != one:
         return None
     latency = Spread.of(latencies)
+    # noise may exceed the transfer on a fast link: at least a tenth is taken to be transfer
     rates = [LARGE_BYTES / max(s - latency.median, s / 10) for s in transfers]
     return PairProbe(ranks=(one, other), latency_s=latency, bandwidth_bytes_per_s=Spread.of(rates))
 
@@ -102,6 +104,7 @@ def _times(run: Callable[[], object], repeats: int, device: torch.device) -> lis
     for _ in range(repeats + _WARM_UP):
         start = time.perf_counter()
         run()
+        # what was called so far is only in the queue of the device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)

@@ -71,6 +71,7 @@ class GroupHandle:
             lost: what its operations raise from now on.
         """
         if self._group is not None:
+            # whoever calls from now on gets the reason, not the error of a group that is torn down
             self._lost = lost
         group, self._group = self._group, None
         if group is not None:
@@ -90,6 +91,7 @@ def make_group(
         backend: ``"gloo"`` or ``"nccl"``.
         timeout: of its operations.
     """
+    # groups of one store must not find each other's addresses
     store = dist.PrefixStore(name, store)
     if backend != "nccl":
         with chosen_interface():
@@ -171,6 +173,7 @@ class Mesh(Lines):
         self._of_copies: dict[str, Group] = {}
         dp_rank, pp_rank = coordinates.dp_rank, coordinates.pp_rank
         ranks, replicas = coordinates.ranks_per_replica, coordinates.replicas
+        # on all ranks in this order: each waits in the store for the others of its group
         self.control = self._group(f"control{dp_rank}", pp_rank, ranks, "gloo")
         self.data_parallel = self._replica_group("data")
         self.drivers: Group = None
@@ -190,6 +193,7 @@ class Mesh(Lines):
         circle.
         """
         devices, here = tuple(devices), self.coordinates
+        # networks of one placement share their groups
         if devices in self._rings:
             return self._rings[devices]
         placement = "-".join(map(str, devices))
@@ -288,6 +292,7 @@ class Mesh(Lines):
                 rank=here.dp_rank,
                 world_size=here.replicas,
                 timeout=self.timeout,
+                # NCCL takes its device from here, and else guesses it from the rank
                 device_id=None if self._device.type == "cpu" else self._device,
             )
 
@@ -300,6 +305,7 @@ class Mesh(Lines):
 
         The default group is Lightning's to destroy.
         """
+        # NCCL waits for its peers in each, so another order on another rank would hang
         for group in self._groups:
             group.close()
         self._groups.clear()
@@ -312,6 +318,7 @@ class Mesh(Lines):
         """
         for group in self._on_device:
             group.abort(lost)
+        # a collective of Lightning's may be waiting as well
         if dist.is_initialized() and dist.group.WORLD is not None:
             dist.group.WORLD.abort()
 

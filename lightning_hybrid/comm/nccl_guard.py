@@ -54,6 +54,7 @@ class Guard:
             failed[0], lost = True, error
         except RuntimeError:  # this rank has given up the group by itself
             return
+        # a rank that has ended well shuts its groups down together with the others
         if failed:
             self._mesh.abort(lost)
             self.close(failed=True)

@@ -85,11 +85,13 @@ def bound_to(address: str, port: int, hosts: int) -> int | None:
         to listen on all interfaces, as it does by itself.
     """
     with suppress(OSError):
+        # the address may be a name, and of either version of IP
         family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if hosts > 1 and ip_address(place[0]).is_loopback:
             return None
         listening = socket.socket(family, socket.SOCK_STREAM)
         try:
+            # a run may follow another one at once, whose port is still waiting to be free
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(place)
             listening.listen()
@@ -104,6 +106,7 @@ def _address_of(name: str, probe: socket.socket) -> str | None:
     import fcntl  # not on every system
 
     try:
+        # Linux has 15 characters and a zero for the name
         request = struct.pack("256s", name.encode()[:15])
         answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
     except OSError:  # it has no address

@@ -130,6 +130,20 @@ class Command(Message):
 
 
 @dataclass(frozen=True)
+class NetworkCommand(Command):
+    """A command about one network, by its number."""
+
+    network: int
+
+
+@dataclass(frozen=True)
+class CallCommand(NetworkCommand):
+    """A command about one call of a network, by its number."""
+
+    call: int
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where the stages of a network are.
 
@@ -168,7 +182,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Cut(Command):
+class Cut(NetworkCommand):
     """Make this rank's stages of a network, or of another graph of a network that is cut already.
 
     Attributes:
@@ -183,7 +197,6 @@ class Cut(Command):
     """
 
     answered = True
-    network: int
     name: str
     stages: Mapping[int, StageCode]
     placement: Placement
@@ -193,12 +206,10 @@ class Cut(Command):
 
 
 @dataclass(frozen=True)
-class Forward(Command):
+class Forward(CallCommand):
     """Run the forward pass of a call.
 
     Attributes:
-        network: number of the network.
-        call: number of the call.
         draw: decides the random numbers; see
             :func:`lightning_hybrid.stage.calls.draw_number`.
         key: number of the call's key.
@@ -212,8 +223,6 @@ class Forward(Command):
     in_frame = True
     joint = True
     outdates = frozenset({Kind.BUFFER})
-    network: int
-    call: int
     draw: int
     key: int
     exchange: bool
@@ -223,12 +232,10 @@ class Forward(Command):
 
 
 @dataclass(frozen=True)
-class Backward(Command):
+class Backward(CallCommand):
     """Run a backward pass of a call.
 
     Attributes:
-        network: number of the network.
-        call: number of the call.
         pattern: number of the pattern of gradients at the network's outputs (some may have none).
         exchange: the pattern is new, words about it travel with the gradients.
         parameters: whether parameters get gradients (not under ``torch.autograd.grad``).
@@ -242,8 +249,6 @@ class Backward(Command):
     in_frame = True
     joint = True
     outdates = frozenset({Kind.GRADIENT})
-    network: int
-    call: int
     pattern: int
     exchange: bool
     parameters: bool
@@ -254,59 +259,37 @@ class Backward(Command):
 
 
 @dataclass(frozen=True)
-class Free(Command):
-    """A call gets no backward: drop what was kept for it.
-
-    Attributes:
-        network: number of the network.
-        call: number of the call.
-    """
+class Free(CallCommand):
+    """A call gets no backward: drop what was kept for it."""
 
     in_frame = True
-    network: int
-    call: int
 
 
 @dataclass(frozen=True)
-class Commit(Command):
+class Commit(CallCommand):
     """A call that ran before its turn has it now: what it has written to buffers is for all to see.
 
     One device would have written it in this very call, whether or not a backward follows.
-
-    Attributes:
-        network: number of the network.
-        call: number of the call.
     """
 
     in_frame = True
     outdates = frozenset({Kind.BUFFER})
-    network: int
-    call: int
 
 
 @dataclass(frozen=True)
-class Drop(Command):
-    """A call that ran before its turn is not wanted: all is as if it had not run.
-
-    Attributes:
-        network: number of the network.
-        call: number of the call.
-    """
+class Drop(CallCommand):
+    """A call that ran before its turn is not wanted: all is as if it had not run."""
 
     in_frame = True
-    network: int
-    call: int
 
 
 @dataclass(frozen=True)
-class Skip(Command):
+class Skip(CallCommand):
     """A call that ran before its turn is not wanted, and the stages from here on have not begun it.
 
     What the stage before this one has sent is taken off the link.
 
     Attributes:
-        network: number of the network.
-        call: number of the call.
         key: number of its key.
         exchange: see :class:`Forward`.
         uses_rng: see there.
@@ -315,8 +298,6 @@ class Skip(Command):
 
     in_frame = True
     joint = True
-    network: int
-    call: int
     key: int
     exchange: bool
     uses_rng: bool
@@ -324,36 +305,32 @@ class Skip(Command):
 
 
 @dataclass(frozen=True)
-class Reduce(Command):
+class Reduce(NetworkCommand):
     """Average the gradients of a network over the replicas."""
 
     in_frame = True
     joint = True
     outdates = frozenset({Kind.GRADIENT})
-    network: int
 
 
 @dataclass(frozen=True)
-class HoldHooks(Command):
+class HoldHooks(NetworkCommand):
     """A backward pass begins: take the user's hooks off the weights of a network."""
 
     in_frame = True
-    network: int
 
 
 @dataclass(frozen=True)
-class ReleaseHooks(Command):
+class ReleaseHooks(NetworkCommand):
     """After a backward pass: put the hooks on weights back and call them.
 
     Attributes:
-        network: number of the network.
         late: those too that wait for the gradient to be in ``weight.grad``.
         chosen: names of the weights that the pass was for; ``None``: all.
     """
 
     in_frame = True
     outdates = frozenset({Kind.GRADIENT, Kind.PARAMETER})  # a hook may step an optimizer
-    network: int
     late: bool
     chosen: tuple[str, ...] | None = None
 
@@ -369,16 +346,14 @@ class SynchronizeBuffers(Command):
 
 
 @dataclass(frozen=True)
-class Share(Command):
+class Share(NetworkCommand):
     """Give every replica the weights of replica 0; on request the optimizers' states too.
 
     Attributes:
-        network: number of the network.
         optimizers: whether the states of all optimizers are sent too.
     """
 
     joint = True
-    network: int
     optimizers: bool
 
 
@@ -605,6 +580,19 @@ class TakeWeights(Command):
 
 
 @dataclass(frozen=True)
+class LendWeights(Command):
+    """Give the driver's copy of this rank's stage the weights of now, by a group for that alone.
+
+    Attributes:
+        network: number of the network.
+    """
+
+    in_frame = True
+    joint = True
+    network: int
+
+
+@dataclass(frozen=True)
 class NameGradients(Command):
     """Answer with the names of the parameters that have a gradient."""
 
@@ -715,6 +703,7 @@ MESSAGES: tuple[type[Message], ...] = (
     AwaitShards,
     MapTensors,
     TakeWeights,
+    LendWeights,
     NameGradients,
     GiveGradients,
     GiveBorrowedGradients,

@@ -66,6 +66,7 @@ class Lines(ABC):
             tag: 0 for commands and answers; channels of other tags to the same rank are queues of
                 their own.
         """
+        # two channels on one wire would take each other's messages
         if (pp_rank, tag) not in self._channels:
             self._channels[pp_rank, tag] = Channel(self.wire(pp_rank, tag))
         return self._channels[pp_rank, tag]

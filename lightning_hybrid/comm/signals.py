@@ -75,6 +75,7 @@ def make_deferrable(surrounding: Surrounding = nullcontext) -> None:
         return
     for number in NUMBERS:
         handler = signal.getsignal(number)
+        # SIG_DFL and SIG_IGN are no functions of Python, and send no message
         if callable(handler) and not isinstance(handler, DeferrableHandler):
             signal.signal(number, DeferrableHandler(handler, surrounding))
 
@@ -86,6 +87,7 @@ def restore_handlers() -> None:
     run_pending(hold=False)
     for number in NUMBERS:
         handler = signal.getsignal(number)
+        # one that was set since is the user's, and stays
         if isinstance(handler, DeferrableHandler):
             signal.signal(number, handler.handler)
 
@@ -108,6 +110,7 @@ def signals_deferred(function: Callable[P, T]) -> Callable[P, T]:
     def wrapper(*arguments: P.args, **keywords: P.kwargs) -> T:
         if not _in_main_thread():  # handlers run in the main thread only
             return function(*arguments, **keywords)
+        # sections nest, and messages are under way until the outermost is left
         _Process.depth += 1
         try:
             return function(*arguments, **keywords)

@@ -16,6 +16,7 @@ from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.stuck_sends import SENDS
 from lightning_hybrid.comm.threads import BackgroundThread
 
+# a busy host may delay one or two: the peer gives up only when all are missing
 _BEATS_PER_TIMEOUT = 4
 
 

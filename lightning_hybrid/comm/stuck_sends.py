@@ -74,8 +74,10 @@ class StuckSends:
         gone: dict[int, tuple[float, str]] = {}
         while not over.wait(_LOOK_EVERY_S):
             now, waiting = monotonic(), dict(self._waiting)
+            # a number may come back for another send, to a peer that lives
             gone = {key: seen for key, seen in gone.items() if key in waiting}
             for key, (since, probe) in waiting.items():
+                # most sends are over by then, and a probe is a transfer of its own
                 if key not in gone and now - since > _LOOK_EVERY_S:
                     try:
                         probe()
@@ -93,6 +95,7 @@ def _kill(reason: str) -> None:
         file=sys.stderr,
         flush=True,
     )
+    # no exception reaches a thread that waits inside of gloo
     os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 

@@ -95,6 +95,7 @@ class Precision:
     @classmethod
     def current(cls, device: torch.device) -> "Precision":
         """The precision that this process computes with now."""
+        # autocast has a switch for each kind of device
         kind = device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         return cls(kind, dtype, enabled, torch.get_default_dtype())
@@ -103,6 +104,7 @@ class Precision:
     def applied(self) -> Iterator[None]:
         """Inside, this process computes with this precision."""
         before = torch.get_default_dtype()
+        # torch keeps it for the process and has no context for it
         torch.set_default_dtype(self.default_dtype)
         try:
             with torch.autocast(self.device_type, self.autocast_dtype, enabled=self.autocast):

@@ -44,6 +44,7 @@ class BackgroundThread(Thread):
             RuntimeError: there is no room for the stack of a thread.
             MemoryError: there is, and for nothing else.
         """
+        # `Thread.start` may wait for ever: a thread that nobody waits for calls it
         _thread.start_new_thread(self._begin, ())
         if not self._begun.wait(_BEGINS_WITHIN_S):
             raise MemoryError(

@@ -87,6 +87,7 @@ class Failure:
 
 def told_text(error: BaseException) -> str | None:
     """The text of a failure that another rank has told this one; ``None``: it is this rank's."""
+    # what was raised on its behalf has it as its cause
     for told in (error, error.__cause__):
         if type(told) is RemoteError:
             return str(told)
@@ -105,6 +106,7 @@ def _pack(error: BaseException) -> bytes:
     """Empty: it cannot travel. What ends a process (Ctrl-C) ends that process alone."""
     if not isinstance(error, Exception) or isinstance(error, RemoteError):
         return b""
+    # one attribute that cannot travel must not keep the others
     state = {name: value for name, value in vars(error).items() if _travels(value)}
     kind = type(error)
     name = (kind.__module__, kind.__qualname__, next(filter(_travels, kind.__mro__[1:])))
@@ -138,6 +140,7 @@ def _unpack(data: bytes) -> Exception:
     kind, arguments, state = value
     if isinstance(kind, tuple):
         kind = _class_made_here(*kind)
+    # `__init__` may want other arguments than those that it has left in `args`
     error: Exception = kind.__new__(kind, *arguments)
     error.args = arguments
     vars(error).update(state)

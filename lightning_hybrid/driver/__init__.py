@@ -3,8 +3,8 @@
 from lightning_hybrid.driver.after_run import bring_here
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.driver import Driver
-from lightning_hybrid.driver.foreseen_calls import LookAhead, Seen
-from lightning_hybrid.driver.network_options import NetworkOptions, Planner
+from lightning_hybrid.driver.foreseen_calls import LookAhead
+from lightning_hybrid.driver.network_options import DriverOptions, NetworkOptions, Planner
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.driver.weights import present_bytes
 
@@ -12,10 +12,10 @@ __all__ = [
     "Batches",
     "Discovery",
     "Driver",
+    "DriverOptions",
     "LookAhead",
     "NetworkOptions",
     "Planner",
-    "Seen",
     "bring_here",
     "present_bytes",
 ]

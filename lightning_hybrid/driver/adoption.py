@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from lightning_hybrid.graph import (
     place_of,
     why_whole,
 )
-from lightning_hybrid.planning import Plan
+from lightning_hybrid.planning import CalledNetwork, Plan
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import (
     Synchronised,
@@ -43,6 +43,25 @@ from lightning_hybrid.stage import (
 )
 
 
+@dataclass(frozen=True)
+class _FirstCall:
+    """What is known of a network when it is planned.
+
+    Attributes:
+        found: the module that it is, or of whose chain of graphs it is one.
+        graph: of it.
+        partitions: of the graph.
+        leaves: the inputs of the graph in this call, where the network is.
+        is_part: whether the user's cut points may be for a larger module, which it is part of.
+    """
+
+    found: FoundNetwork
+    graph: NetworkGraph
+    partitions: Sequence[NetworkPartition]
+    leaves: Sequence[Tensor]
+    is_part: bool
+
+
 class Adoption:
     """Makes networks of captured graphs.
 
@@ -51,19 +70,18 @@ class Adoption:
         mesh: the groups.
         options: how networks are cut.
         plans: plans of networks that were found in earlier runs, by name; new ones are added.
+
+    Attributes:
+        driver: see above.
+        options: likewise.
         announcements: what the user is told.
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        mesh: Mesh,
-        options: NetworkOptions,
-        plans: dict[str, Plan],
-        announcements: Announcements,
+        self, driver: Driver, mesh: Mesh, options: NetworkOptions, plans: dict[str, Plan]
     ) -> None:
-        self._driver, self._mesh, self._options, self._plans = driver, mesh, options, plans
-        self._announcements = announcements
+        self.driver, self._mesh, self.options, self._plans = driver, mesh, options, plans
+        self.announcements = Announcements(options)
         self._placed: dict[str, Plan] = {}  # in this run; plans of earlier ones may be of others
 
     def adopt(
@@ -90,16 +108,19 @@ class Adoption:
         with _as_if_alone():
             leaves = _where_the_network_is(found.module, graph.bind(values))
             with _named(found):
-                plan, codes = self._plan_and_cut(found, graph, partitions, leaves, is_part=is_part)
+                first = _FirstCall(found, graph, partitions, leaves, is_part)
+                plan, codes = self._plan_and_cut(first)
             parts = self._parts(found, graph, leaves, plan.microbatches)
-            self._announcements.doing(found, "handing out the stages of")
+            self.announcements.doing(found, "handing out the stages of")
             devices = (*plan.devices, 0) if _collects(plan) else plan.devices
             placement = Placement.of(
                 codes, devices, plan.schedule, plan.split or (), plan.recompute
             )
-            refuse_streaming(found, graph, plan, placement, first=not self._driver.has_networks)
-            continues = not found.whole or self._driver.calls.follows
-            network = self._driver.add_network(
+            refuse_streaming(found, graph, plan, placement, first=not self.driver.has_networks)
+            # Python between graphs, and one device, draw from the generators of the code around a
+            # call: their state travels with the batch, and back
+            continues = not found.whole or self.driver.calls.follows
+            network = self.driver.add_network(
                 found.name, found.module, codes, placement, continues=continues
             )
         found.driven.append((network, plan))
@@ -108,25 +129,20 @@ class Adoption:
             found.capture.own(network.owned_names)
         return found.calls[graph]
 
-    def _plan_and_cut(
-        self,
-        found: FoundNetwork,
-        graph: NetworkGraph,
-        partitions: Sequence[NetworkPartition],
-        leaves: Sequence[Tensor],
-        *,
-        is_part: bool,
-    ) -> tuple[Plan, list[StageCode]]:
+    def _plan_and_cut(self, first: _FirstCall) -> tuple[Plan, list[StageCode]]:
         """The plan of a network, and its stages, which compute what the graph does."""
+        found, graph, partitions = first.found, first.graph, first.partitions
+        # further graphs of a chain are networks of their own, and plans are kept by name
         key = f"{found.name}#{len(found.driven) + 1}" if found.driven else found.name
-        self._announcements.doing(found, "planning")
-        plan = self._plan(key, found, graph, partitions, leaves, is_part=is_part)
-        boundaries = [find_boundary(partitions, first) for first in plan.cuts]
+        self.announcements.doing(found, "planning")
+        plan = self._plan(key, first)
+        boundaries = [find_boundary(partitions, name) for name in plan.cuts]
         collects = _collects(plan)
-        codes = cut(graph, partitions, boundaries, self._driver.device, collects=collects)
+        codes = cut(graph, partitions, boundaries, self.driver.device, collects=collects)
         if found.is_materialized:
-            self._announcements.doing(found, "checking the stages of")
-            check(graph, codes, leaves, with_room_for(found.module, self._driver.device))
+            self.announcements.doing(found, "checking the stages of")
+            # before any rank has its stages: a network that is refused here is still whole
+            check(graph, codes, first.leaves, with_room_for(found.module, self.driver.device))
         return plan, codes
 
     def add(
@@ -156,13 +172,14 @@ class Adoption:
         refuse_streaming(found, graph, plan, network.placement)
         positions = follow(graph, network.placement.owned[: plan.stages])
         if _collects(plan):
+            # outputs of copies of the last stage are joined by one more stage, which has no layers
             positions += collecting(graph)
         with _as_if_alone():
-            codes = cut_at(graph, positions, self._driver.device)
+            codes = cut_at(graph, positions, self.driver.device)
             parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
-            self._driver.distribution.distribute_again(network, codes)
+            self.driver.distribution.distribute_again(network, codes)
         found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))
-        self._announcements.captured_again(found)
+        self.announcements.captured_again(found)
         return found.calls[graph]
 
     # ------------------------------------------------------------------ micro-batches
@@ -171,13 +188,14 @@ class Adoption:
         self, found: FoundNetwork, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
     ) -> int:
         """Into how many micro-batches a batch may be split in calls of this graph."""
+        # (of a batch that is not divided it need not be proven that samples do not meet)
         if wanted == 1 or _is_one_sample(graph, leaves):
             return 1
         reason = self._why_whole(found, graph, leaves, wanted)
         if reason is None:
-            self._announcements.is_split(found, graph)
+            self.announcements.is_split(found, graph)
             return wanted
-        self._announcements.takes_batches_whole(found, reason)
+        self.announcements.takes_batches_whole(found, reason)
         return 1
 
     def _why_whole(
@@ -185,7 +203,7 @@ class Adoption:
     ) -> str | None:
         key = graph, wanted
         if key not in found.why_whole:
-            self._announcements.doing(found, "trying to split batches of")
+            self.announcements.doing(found, "trying to split batches of")
             found.why_whole[key] = (
                 "it was captured as several graphs, between which its Python runs for the whole "
                 "batch, and this one draws random numbers or has batch normalisation"
@@ -196,80 +214,70 @@ class Adoption:
 
     # ------------------------------------------------------------------ plans
 
-    def _plan(
-        self,
-        name: str,
-        found: FoundNetwork,
-        graph: NetworkGraph,
-        partitions: Sequence[NetworkPartition],
-        leaves: Sequence[Tensor],
-        *,
-        is_part: bool,
-    ) -> Plan:
+    def _plan(self, name: str, first: _FirstCall) -> Plan:
         """The plan of replica 0, or its error, on all drivers."""
-        if not self._is_known(name, partitions):
+        if not self._is_known(name, first.partitions):
             made: Plan | HybridError | None = None
             if self._mesh.coordinates.dp_rank == 0:
                 try:
-                    made = self._choose_plan(found, graph, partitions, leaves, is_part=is_part)
+                    made = self._choose_plan(first)
                 except HybridError as error:
                     if self._mesh.coordinates.replicas == 1:
                         raise
                     made = error  # the other drivers wait for this
+            # measured times differ from rank to rank, and all replicas must cut at the same places
             plan: Plan | HybridError = broadcast_object(self._mesh.drivers, made)
             if isinstance(plan, HybridError):
                 raise plan
             self._plans[name] = plan
-            self._announcements.planned(found, plan)
+            self.announcements.planned(first.found, plan)
         self._placed[name] = self._plans[name]
         return self._plans[name]
 
     def _is_known(self, name: str, partitions: Sequence[NetworkPartition]) -> bool:
         """Whether an earlier run has planned a network of this name that has these cuts."""
         try:
-            [find_boundary(partitions, first) for first in self._plans[name].cuts]
+            # the code may be another one than in that run: then its cuts are not in this graph
+            [find_boundary(partitions, cut) for cut in self._plans[name].cuts]
         except (KeyError, NetworkError):
             return False
         return True
 
-    def _choose_plan(
-        self,
-        found: FoundNetwork,
-        graph: NetworkGraph,
-        partitions: Sequence[NetworkPartition],
-        leaves: Sequence[Tensor],
-        *,
-        is_part: bool,
-    ) -> Plan:
+    def _choose_plan(self, first: _FirstCall) -> Plan:
+        found, graph, partitions = first.found, first.graph, first.partitions
+        leaves = first.leaves
         devices = self._mesh.coordinates.ranks_per_replica
-        stages = self._options.stages or devices
+        stages = self.options.stages or devices
         if len(partitions) < stages:
             raise PlanError(
                 f"{found.shown} has {count(len(partitions), 'network partition')}, fewer than "
                 f"pipeline_parallel_size={stages}. Use at most "
                 f"{count(len(partitions), 'stage')}, or name another network: "
                 f"HybridGabraStrategy(network='...').{_why_not_more(graph, partitions, leaves)}"
-                f"{'' if is_part else _part_of_another(found.name)}"
+                f"{'' if first.is_part else _part_of_another(found.name)}"
             )
-        wanted = self._options.microbatches or _microbatches(graph, leaves, devices)
+        wanted = self.options.microbatches or _microbatches(graph, leaves, devices)
+        # a plan is for the work of one micro-batch, which is what a stage is given at a time
         slices = [list(leaves)]
         if wanted > 1 and not _is_one_sample(graph, leaves):
             reason = self._why_whole(found, graph, leaves, wanted)
             if reason is not None:
-                self._announcements.takes_batches_whole(found, reason)
+                self.announcements.takes_batches_whole(found, reason)
                 wanted = 1
             slices = graph.split(leaves, wanted)
-        make, beside = self._options.planner, [*self._placed.values()]
-        arguments = found.name, graph, partitions, slices[0], wanted
+        make, beside = self.options.planner, [*self._placed.values()]
+        called = CalledNetwork(
+            name=found.name, graph=graph, partitions=partitions, leaves=slices[0]
+        )
         by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
         try:
-            plan = make(*arguments, beside=beside, chosen=False)
+            plan = make(called, wanted, beside=beside, chosen=False)
         except NetworkError as error:
             # the user's cut points are for the network as a whole, of which this is a part
-            if not is_part:
+            if not first.is_part:
                 raise
-            self._announcements.say(found, f"is cut where it divides best: {error}.")
-            plan = make(*arguments, beside=beside, chosen=True)
+            self.announcements.say(found, f"is cut where it divides best: {error}.")
+            plan = make(called, wanted, beside=beside, chosen=True)
         return replace(plan, split_by=by, tried=tried)
 
 

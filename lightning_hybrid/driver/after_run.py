@@ -76,6 +76,7 @@ class AfterRun:
             weights = sum(tensor.nbytes for tensor in owned if not is_of_one_rank(tensor))
             here = sum(tensor.nbytes for tensor in self._weights.everyones().values()) - weights
         states = sum(optimizer_bytes(self._module, optimizers).values())
+        # this rank gets the weights of the others, their gradients, and the states of both
         needed = weights * 2 + round(states * weights / max(1, weights + here))
         left = [free_on(device), *(a.value for a in self._commands.ask(Report("free")))]
         wanted = [needed, *(weights + here for _ in left[1:])]
@@ -100,6 +101,7 @@ class AfterRun:
         if self._tickets is None:
             return False
         everyones = self._weights.everyones()
+        # what nobody has written to since it was mapped is in the workers' files already
         mine = {
             n: t
             for n, t in everyones.items()

@@ -55,6 +55,7 @@ class Announcements:
 
     def runs_its_own_python(self, found: FoundNetwork, reason: str) -> None:
         """The modules that a network calls are looked at in its place."""
+        # parts of one module mostly fail by the same line of code: it is shown once
         known = ("", reason) in self._said
         self._said.add(("", reason))
         why = ", for the same reason" if known else f":\n{reason}"
@@ -140,10 +141,8 @@ class Announcements:
             alone: no other network can be cut.
         """
         how = ", as under ddp over the replicas" if alone else ""
+        stays = "\nIt stays" if "\n" in reason else ": it stays"
         self._options.say(
-            f"Network {name or 'self'!r} ({type(module).__name__}) {reason}\n"
-            f"It stays on the driver{how}."
-            if "\n" in reason
-            else f"Network {name or 'self'!r} ({type(module).__name__}) {reason}: it stays on "
-            f"the driver{how}."
+            f"Network {name or 'self'!r} ({type(module).__name__}) {reason}{stays} on the "
+            f"driver{how}."
         )

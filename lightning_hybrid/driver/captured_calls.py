@@ -23,6 +23,7 @@ Lightning gets them afterwards, in their order and within the same hook.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,11 +42,8 @@ from lightning_hybrid._torch.modules import in_functional_call, tables
 from lightning_hybrid._torch.tensors import users_mode
 from lightning_hybrid.capture import NotCaptured
 from lightning_hybrid.driver.adoption import Adoption
-from lightning_hybrid.driver.announcements import Announcements
-from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.found_network import FoundNetwork, indented
 from lightning_hybrid.driver.network_call import NetworkCall, SavedForBackward
-from lightning_hybrid.driver.network_options import NetworkOptions
 from lightning_hybrid.driver.verification import Check, Verification
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import CannotFollow, NetworkGraph, compute_whole
@@ -61,6 +59,7 @@ class DriverOnlyCalls:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        # as they are now: functional_call lends modules others, in these very tables
         self._own = {part: dict(tables(part)[0]) for part in module.modules()}
 
     def reason(self, module: nn.Module) -> str | None:
@@ -133,40 +132,48 @@ Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None
 """Cuts a network, or leaves it whole; the graph and the values are of its first call."""
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A call that runs.
+
+    Attributes:
+        statistics: entered where layers compute.
+        saved: what it saves for its backward, if code around it wants to know.
+        check: what compares it with the network's own Python, if its turn has come.
+    """
+
+    statistics: AbstractContextManager[Any]
+    saved: SavedForBackward | None
+    check: Check | None
+
+
 class CapturedCalls:
     """Calls of the networks of one LightningModule, on a driver.
 
     Args:
         module: the LightningModule.
-        driver: of this replica.
         adoption: takes in further graphs of a network that is cut.
         adopt: cuts a network.
         aside: tells which calls are the driver's own.
-        kept: by name, the networks that stay on the driver, and why.
-        options: how networks are found and cut.
-        announcements: tells the user.
+        stays: hears by name of a network that stays on the driver, and why.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        driver: Driver,
         adoption: Adoption,
         adopt: Adopt,
         aside: DriverOnlyCalls,
-        kept: dict[str, str],
-        options: NetworkOptions,
-        announcements: Announcements,
+        stays: Callable[[str, str], object],
     ) -> None:
-        self._driver, self._adoption, self._adopt = driver, adoption, adopt
-        self._aside, self._kept = aside, kept
-        self._options, self._announcements = options, announcements
+        self._driver, self._adoption, self._adopt = adoption.driver, adoption, adopt
+        self._aside, self._stays = aside, stays
+        self._options, self._announcements = adoption.options, adoption.announcements
         self._logging_later = LoggingLater(module)
-        self._verification = Verification(module, driver, options.verify, announcements)
-        # of the running call
-        self._statistics: AbstractContextManager[Any] = nullcontext()
-        self._saved: SavedForBackward | None = None
-        self._check: Check | None = None
+        self._verification = Verification(
+            *(module, self._driver, self._options.verify, self._announcements)
+        )
+        self._running = _Running(nullcontext(), None, None)
 
     def call(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -181,6 +188,7 @@ class CapturedCalls:
         Raises:
             NetworkError: it can neither be captured nor run on the driver.
         """
+        # no stage computes it: where it uses weights of other ranks, their proxies fetch them
         if self._aside.reason(found.module) is not None:
             return found.forward(*arguments, **keywords)
         try:
@@ -194,7 +202,7 @@ class CapturedCalls:
                 ) from error
             if not found.driven:
                 why = f"can be captured in an evaluation, and not here:\n{indented(error.reason)}"
-                self._kept.setdefault(found.name, why)
+                self._stays(found.name, why)
         except CannotFollow as error:
             reason = str(error)
         self._announcements.say(
@@ -249,6 +257,7 @@ class CapturedCalls:
         with self._driver.calls.in_region(region):
             result = self._captured(found, arguments, keywords, saved, check)
         if saved is not None:
+            # last of all, since what runs a region again may end the region here, by an exception
             saved.save()
         return result
 
@@ -267,12 +276,14 @@ class CapturedCalls:
                 self._options.progress.begin(f"capturing {found.name or 'self'!r}")
                 stack.callback(self._options.progress.over)
             mode = stack.enter_context(without_mode(Synchronised))
-            stack.callback(setattr, self, "_statistics", self._statistics)
-            stack.callback(setattr, self, "_saved", self._saved)
-            stack.callback(setattr, self, "_check", self._check)
-            self._statistics, self._saved, self._check = mode or nullcontext(), saved, check
+            # (a hook of the network may call another one in the middle of this call)
+            stack.callback(setattr, self, "_running", self._running)
+            self._running = _Running(mode or nullcontext(), saved, check)
+            # stages keep what their backward needs, out of reach of hooks of code around the call
             stack.enter_context(own_saved_tensors())
+            # (a check or a trial in here runs backward passes that are none of the user's)
             stack.enter_context(backwards_as_ever())
+            # TorchDynamo looks at classes of tensors, and follows none that intercepts operations
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
             if found.whole:
@@ -334,24 +345,23 @@ class CapturedCalls:
             graph: what was captured.
             values: that it takes.
         """
+        running = self._running
         with self._in_graph(found), found.hollow.lifted():
             call = found.calls.get(graph)
-            known = None
-            if call is None:
-                known = found.network_of(graph)
-                if known is None:
-                    call = self._adopt(found, graph, values)
+            known = found.network_of(graph) if call is None else None
+            if call is None and known is None:
+                call = self._adopt(found, graph, values)
             self._announcements.captured(found)
             if known is not None:
                 call = self._adoption.add(found, known, graph, values)
             if call is not None:
-                if self._check is not None and found.whole:
-                    synchronised = isinstance(self._statistics, Synchronised)
+                if running.check is not None and found.whole:
+                    synchronised = isinstance(running.statistics, Synchronised)
                     with self._logging_later.unheard():
-                        self._check.begin(call, values, synchronised=synchronised)
-                return call(values, self._saved)
+                        running.check.begin(call, values, synchronised=synchronised)
+                return call(values, running.saved)
             self._driver.have_here(found.module, whole=True)
-            with self._statistics:
+            with running.statistics:
                 return compute_whole(graph, values)
 
     @contextmanager

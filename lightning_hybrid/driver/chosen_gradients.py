@@ -88,20 +88,24 @@ class ChosenGradients:
         weights = {id(weight): weight for network in networks for weight in network.weights()}
         for network in networks:
             _check(network)
-        others = _without(weights, chosen) if accumulate_grad else weights
+        # `backward(inputs=...)` leaves the gradients of the chosen weights, and `grad` leaves none
+        kept = chosen if accumulate_grad else set[int]()
+        others = [weight for key, weight in weights.items() if key not in kept]
+        # autograd runs only what leads to an input: the leaf of a network leads to its calls
         reached = (*inputs, *(network.leaf for network in networks))
         # a weight of another rank among the inputs has torch take tensors as they are
         with as_the_user_sees_them(), self._gradients.kept_local():
-            before = _take(others.values())
+            before = _take(others)
             try:
                 with self._hooks(chosen, late=accumulate_grad):
                     found = run(reached, *[True for _ in unused])
                 self._gradients.settle()
                 if not accumulate_grad:
+                    # (what was found for the leaves of the networks means nothing to the caller)
                     own = found[: len(inputs)]
                     found = tuple([_arisen(g, t, weights) for g, t in zip(own, inputs)])
             finally:
-                for parameter, gradient in zip(others.values(), before):
+                for parameter, gradient in zip(others, before):
                     parameter.grad = gradient
                 self._gradients.settle()
         if unused == (False,) and any(gradient is None for gradient in found):
@@ -129,10 +133,6 @@ def _check(network: DrivenNetwork) -> None:
             f"{what}, which was made in configure_model: no rank has them all. Make the network in "
             "__init__, or read parameter.grad after a backward."
         )
-
-
-def _without(weights: Mapping[int, Tensor], chosen: set[int]) -> Mapping[int, Tensor]:
-    return {key: weight for key, weight in weights.items() if key not in chosen}
 
 
 def _take(parameters: Iterable[Tensor]) -> list[Gradient]:

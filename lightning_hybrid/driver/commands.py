@@ -34,6 +34,7 @@ class Workers:
         self._heartbeat: Heartbeat | None = None
         if self._channels:
             self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)
+        # (NCCL waits for ever for a rank that is gone: somebody else has to notice)
         self._guard = Guard.where_needed(mesh)
         self._in_pass = False  # workers may be waiting for a stage of this rank
         self.passing_now, self.in_step = False, True
@@ -56,6 +57,7 @@ class Workers:
         Raises:
             Exception: of a worker, now or before; caused by a RemoteError.
         """
+        # all are received first: one that is left on its channel would answer the next question
         answers = [self._channels[rank].receive(Answer) for rank in ranks]
         for answer in answers:
             if answer.failure is not None:
@@ -132,6 +134,7 @@ class Commands:
         self.workers.refuse_in_pass()  # before anything is taken from the proxies
         self.remote.flush()
         for rank, command in commands.items():
+            # before it is sent: who reads from here on is to have what is there after the command
             self.remote.outdate(*command.outdates)
             self.workers.send(rank, command)
 

@@ -96,6 +96,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, _PLAIN):
             yield path, value
         return
+    # code may go by the order, and the paths of the parts do not tell it
     if isinstance(value, OrderedDict):
         yield f"the order of {path}", str([*value])
     for step, inner in parts:
@@ -145,6 +146,7 @@ def _difference(
 def _of_numbers(one: Any, other: Any, epsilon: float, *, part: bool) -> str | None:
     if type(one) is not type(other):
         return f"is {_kind(one)} and should be {_kind(other)}"
+    # (`one != one`: not a number, which equals nothing)
     if part or one == other or one != one:
         return None
     rounds = isinstance(one, float | complex)

@@ -13,7 +13,7 @@ than the network's own runs on the driver (:mod:`lightning_hybrid.driver.capture
 """
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,11 +35,12 @@ from lightning_hybrid.capture import (
 )
 from lightning_hybrid.comm import Mesh
 from lightning_hybrid.driver.adoption import Adoption, why_not_cut
-from lightning_hybrid.driver.announcements import Announcements
 from lightning_hybrid.driver.captured_calls import CapturedCalls, DriverOnlyCalls
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.found_network import (
     FoundNetwork,
+    State,
+    Watched,
     call_in_chunks,
     count,
     indented,
@@ -78,44 +79,40 @@ class Discovery:
         plans: dict[str, Plan],
     ) -> None:
         self._module, self._driver, self._options = module, driver, options
-        self._announcements = Announcements(options)
-        self._adoption = Adoption(driver, mesh, options, plans, self._announcements)
-        self._cut: set[str] = set()
-        self._kept: dict[str, str] = {}
-        self._opened: dict[str, str] = {}  # modules that run their own Python, and why
-        self._early: dict[str, FoundNetwork] = {}  # called before the first training step
-        self._why_early: dict[str, str] = {}
+        self._adoption = Adoption(driver, mesh, options, plans)
+        self._announcements = self._adoption.announcements
         # what a hook makes on this rank alone, the others do not have
         tensors = tensors_of(module)
         names = tensors.keys() if options.shared is None else options.shared
         self._shared = {name: kind_of(tensors[name]) for name in names}
         self._hooks = _hooks_of(module)
         self._aside = DriverOnlyCalls(module)
-        self._calls = CapturedCalls(
-            module,
-            driver,
-            self._adoption,
-            self._adopt,
-            self._aside,
-            self._kept,
-            options,
-            self._announcements,
-        )
-        self._called_aside: dict[str, str] = {}  # modules called in no other way so far, and how
-        self._watched: dict[str, nn.Module] = {}
+        self._calls = CapturedCalls(module, self._adoption, self._adopt, self._aside, self._stays)
+        self._watched: dict[str, Watched] = {}
         self._captures: list[Capture] = []
         self._ranks = mesh.coordinates.ranks_per_replica
         wanted = self._ranks > 1 or (options.microbatches or 1) > 1 or options.compiled
         # an evaluation may do without a network (metrics of files): then it is the driver's
         evaluates = not options.training and options.names is None
         if wanted and not (evaluates and next(module.parameters(), None) is None):
-            self._watched = candidates(module, options.names)
-        self._watch(self._watched)
+            found = candidates(module, options.names)
+            self._watched = {name: Watched(name, candidate) for name, candidate in found.items()}
+            self._watch(self._watched.values())
 
     @property
     def found(self) -> bool:
         """Whether a network was found, or none is needed."""
-        return bool(self._cut or (self._kept and self._options.automatic)) or not self._watched
+        enough = (State.CUT, State.KEPT) if self._options.automatic else (State.CUT,)
+        return self._any(*enough) or not self._watched
+
+    def _any(self, *states: State) -> bool:
+        """Whether a module is in one of these states."""
+        return any(watched.state in states for watched in self._watched.values())
+
+    @property
+    def _opened(self) -> list[str]:
+        """Names of the modules that are not one graph."""
+        return [watched.name for watched in self._watched.values() if watched.several]
 
     def require(self) -> None:
         """After a whole step: complain if nothing was called.
@@ -124,18 +121,26 @@ class Discovery:
             NetworkNotFoundError: no watched module was called, or none of them can be cut.
         """
         if self._options.automatic and not self.found:
-            for name, reason in self._called_aside.items():
-                self._keep(name, self._watched[name], reason)
+            for watched in self._watched.values():
+                if watched.state is State.ASIDE:
+                    self._keep(watched, watched.reason)
         if not self.found:
             self._refuse()
-        if self._kept and not self._cut:
+        if self._any(State.KEPT) and not self._any(State.CUT):
             self._driver.settle()
 
     def _refuse(self) -> None:
-        opened = {n: f"cannot be captured as one graph:\n{r}" for n, r in self._opened.items()}
-        early = {n: reason for n, reason in self._why_early.items() if n not in opened}
-        others = {**early, **self._called_aside, **self._kept}.items()
-        reasons = [f"{name or 'self'!r} {reason}" for name, reason in (*opened.items(), *others)]
+        everything = [*self._watched.values()]
+        told = [
+            (watched, f"cannot be captured as one graph:\n{watched.several}")
+            for watched in everything
+            if watched.several
+        ]
+        # (of several graphs it is no news that none was called in training)
+        told += [(w, w.reason) for w in everything if w.state is State.EARLY and not w.several]
+        for state in (State.ASIDE, State.KEPT):
+            told += [(w, w.reason) for w in everything if w.state is state]
+        reasons = [f"{watched.name or 'self'!r} {reason}" for watched, reason in told]
         names = self._options.names
         named = "" if names is None else f" named {' or '.join(map(repr, names))}"
         step = f"the first training step of {type(self._module).__name__}"
@@ -156,8 +161,8 @@ class Discovery:
 
     def close(self) -> None:
         """Let every module run its own forward again, and let go of what was captured."""
-        for module in self._watched.values():
-            unwatch(module)
+        for watched in self._watched.values():
+            unwatch(watched.module)
         for capture in self._captures:
             capture.close()
 
@@ -167,57 +172,65 @@ class Discovery:
         self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         """A call of a watched module, from outside of any other."""
+        this = self._watched[name]
         if not self._is_around_a_network(module):
-            return self._called_first(name, module, arguments, keywords)
+            return self._called_first(this, arguments, keywords)
         unwatch(module)  # its Python calls the network
         self._driver.have_here(module)
         try:
             return own_forward(module)(*arguments, **keywords)
         finally:
-            self._watch({name: module})
+            self._watch([this])
 
     def _called_first(
-        self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self, this: Watched, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         """The first call of a module, or the first that trains."""
+        module = this.module
         # a part that several networks share is known under one of its names
-        modules = set(map(id, module.modules()))
-        inner = {n: m for n, m in self._watched.items() if inside(n, name) or id(m) in modules}
-        watched = {n: m for n, m in inner.items() if is_watched(m)}
-        for candidate in inner.values():
-            unwatch(candidate)
+        parts = set(map(id, module.modules()))
+        everything = self._watched.values()
+        inner = [w for w in everything if inside(w.name, this.name) or id(w.module) in parts]
+        watched = [w for w in inner if is_watched(w.module)]
+        # what it calls is from here on a part of this network, and no call of its own
+        for candidate in inner:
+            unwatch(candidate.module)
         forward = own_forward(module)
         call = partial(forward, *arguments, **keywords)
+        # one rank cuts nothing, so nothing is captured: the Python runs once for each micro-batch
         if self._ranks == 1:
-            self._adopt_whole(name, module, forward)
+            self._adopt_whole(this, forward)
             return module.forward(*arguments, **keywords)
         aside = self._aside.reason(module)
         if aside is not None:
-            return self._call_aside(name, aside, watched, call)
-        self._called_aside.pop(name, None)
-        if name in self._early:
-            return self._call_early(self._early[name], watched, arguments, keywords)
-        if self._is_kept_unseen(name, module):
+            return self._call_aside(this, aside, watched, call)
+        # an evaluation has captured it before: a call that trains may have the same graph
+        if this.found is not None:
+            return self._call_early(this, this.found, watched, arguments, keywords)
+        if this.state is State.ASIDE:
+            this.put(State.UNSEEN)
+        if self._is_kept_unseen(this):
             return call()
-        found = self._prepare(name, module, forward, whole=True)
+        found = self._prepare(this, forward, whole=True)
         try:
             result = self._calls.captured(found, arguments, keywords)
-            self._look_again(found, watched)
+            self._look_again(this, found, watched)
             return result
+        # TorchDynamo runs nothing before it has followed all of a call, so it can be made otherwise
         except NotCaptured as error:
             reason = error.reason
             if error.by_its_kind:
                 aside = f"is not captured in its first calls: {reason}"
-                return self._call_aside(name, aside, watched, call)
-        self._opened[name] = indented(_hooks_first(module, reason))
-        parts = {n: m for n, m in inner.items() if n != name}
-        if any(len(layers(part)) >= self._ranks for part in parts.values()):
-            self._open(found, parts)
+                return self._call_aside(this, aside, watched, call)
+        this.several = indented(_hooks_first(module, reason))
+        inner.remove(this)
+        if any(len(layers(part.module)) >= self._ranks for part in inner):
+            self._open(this, found, inner)
             return call()
-        found = self._prepare(name, module, forward, whole=False)
+        found = self._prepare(this, forward, whole=False)
         self._announcements.becomes_several_graphs(found)
         result = self._calls.captured(found, arguments, keywords)
-        self._look_again(found, watched)
+        self._look_again(this, found, watched)
         return result
 
     def _is_around_a_network(self, module: nn.Module) -> bool:
@@ -228,12 +241,14 @@ class Discovery:
         same weights.
         """
         parts = set(map(id, module.modules())) - {id(module)}
-        return any(id(self._watched[cut]) in parts for cut in self._cut)
+        cut = (w.module for w in self._watched.values() if w.state is State.CUT)
+        return any(id(part) in parts for part in cut)
 
     def _call_early(
         self,
+        this: Watched,
         found: FoundNetwork,
-        watched: Mapping[str, nn.Module],
+        watched: Sequence[Watched],
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
@@ -241,15 +256,16 @@ class Discovery:
         try:
             return self._calls.call(found, arguments, keywords)
         finally:
-            self._look_again(found, watched)
-            if found.name in self._kept:  # in some of its calls, as it turns out
+            self._look_again(this, found, watched)
+            if this.state is State.KEPT:  # in some of its calls, as it turns out
                 self._watch_calls(found)
 
-    def _look_again(self, found: FoundNetwork, watched: Mapping[str, nn.Module]) -> None:
+    def _look_again(self, this: Watched, found: FoundNetwork, watched: Sequence[Watched]) -> None:
         """After a call that was too early to cut by: training may call another module."""
-        if not found.driven and found.name not in self._kept:
-            self._early[found.name] = found
-            self._why_early[found.name] = _why_without_gradients()
+        # (a call without gradients does not cut: an evaluation may use other layers than training)
+        if not found.driven and this.state is not State.KEPT:
+            this.put(State.EARLY, _why_without_gradients())
+            this.found = found
             self._watch(watched)
 
     def _watch_calls(self, found: FoundNetwork) -> None:
@@ -257,35 +273,30 @@ class Discovery:
         watch(found.module, found.name, lambda n, m, a, k: self._calls.call(found, a, k))
 
     def _call_aside(
-        self,
-        name: str,
-        reason: str,
-        watched: Mapping[str, nn.Module],
-        call: Callable[[], Any],
+        self, this: Watched, reason: str, watched: Sequence[Watched], call: Callable[[], Any]
     ) -> Any:
         """Run a call that stages cannot compute on the driver; later calls are looked at again."""
-        self._called_aside[name] = reason
-        self._driver.have_here(self._watched[name], whole=True)
+        this.put(State.ASIDE, reason)
+        self._driver.have_here(this.module, whole=True)
         try:
             return call()
         finally:
             self._watch(watched)  # look again
 
-    def _is_kept_unseen(self, name: str, module: nn.Module) -> bool:
+    def _is_kept_unseen(self, this: Watched) -> bool:
         """Whether a module is left on the driver without a look at its graph."""
-        scripted = [n for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)]
-        if self._opened and len(layers(module)) < self._ranks:
-            self._keep(name, module, "is too small for the stages", quiet=True)
+        named = this.module.named_modules()
+        scripted = [name for name, part in named if isinstance(part, torch.jit.ScriptModule)]
+        if self._opened and len(layers(this.module)) < self._ranks:
+            self._keep(this, "is too small for the stages", quiet=True)
             return True
         if scripted:
-            reason = f"has a part that is compiled by TorchScript ({scripted[0]!r})"
-            self._keep(name, module, reason)
+            self._keep(this, f"has a part that is compiled by TorchScript ({scripted[0]!r})")
         return bool(scripted)
 
-    def _prepare(
-        self, name: str, module: nn.Module, forward: Callable[..., Any], *, whole: bool
-    ) -> FoundNetwork:
+    def _prepare(self, this: Watched, forward: Callable[..., Any], *, whole: bool) -> FoundNetwork:
         """Get ready to capture calls of a module, as one graph or as a chain of graphs."""
+        name, module = this.name, this.module
         prefix = f"{name}." if name else ""
         shared = {
             full.removeprefix(prefix): kind
@@ -303,22 +314,22 @@ class Discovery:
         draws = not self._driver.calls.follows
         capture = Capture(module, forward, run, shared, whole=whole, divides=divides, draws=draws)
         self._captures.append(capture)
-        reason = "" if whole else self._opened[name]
-        found = FoundNetwork(name, module, forward, hollow, whole, reason, capture)
+        found = FoundNetwork(name, module, forward, hollow, whole, this.several, capture)
         return found
 
-    def _open(self, found: FoundNetwork, parts: Mapping[str, nn.Module]) -> None:
+    def _open(self, this: Watched, found: FoundNetwork, parts: Sequence[Watched]) -> None:
         """Let a module run its own Python from here on, and look at the modules that it calls."""
-        self._driver.have_here(found.module)
-        if found.name:
-            self._announcements.runs_its_own_python(found, self._opened[found.name])
+        this.put(State.OPENED)
+        self._driver.have_here(this.module)
+        if this.name:
+            self._announcements.runs_its_own_python(found, this.several)
         self._watch(parts)
 
-    def _watch(self, modules: Mapping[str, nn.Module]) -> None:
-        for name, module in modules.items():
-            watch(module, name, self._called)
+    def _watch(self, modules: Iterable[Watched]) -> None:
+        for watched in modules:
+            watch(watched.module, watched.name, self._called)
 
-    def _adopt_whole(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def _adopt_whole(self, this: Watched, forward: Callable[..., Any]) -> None:
         """Adopt a network as one stage: its batches are split, and nothing is cut."""
         chunks = self._options.microbatches or 1
         if chunks > 1 and self._driver.calls.follows:
@@ -327,19 +338,24 @@ class Discovery:
                 "run one after the other draw other numbers than the batch does. Leave "
                 "num_microbatches out."
             )
-        self._cut.add(name)
+        this.put(State.CUT)
         if self._options.compiled:
             forward = compiled(forward)
-        watch(module, name, lambda n, m, a, k: call_in_chunks(forward, a, k, chunks))
+        watch(this.module, this.name, lambda n, m, a, k: call_in_chunks(forward, a, k, chunks))
 
-    def _keep(self, name: str, module: nn.Module, reason: str, *, quiet: bool = False) -> None:
+    def _stays(self, name: str, reason: str) -> None:
+        """A graph of a network is computed on the driver; so is the network, unless one is cut."""
+        if self._watched[name].state not in (State.KEPT, State.CUT):
+            self._watched[name].put(State.KEPT, reason)
+
+    def _keep(self, this: Watched, reason: str, *, quiet: bool = False) -> None:
         """Leave a network on the driver, whole."""
         if not quiet and not self._opened:
-            alone = not self._others_can_be_cut(name)
-            self._announcements.stays(name, module, reason, alone=alone)
-        self._kept[name] = reason
-        self._driver.keep(module)
-        unwatch(module)
+            alone = not self._others_can_be_cut(this.name)
+            self._announcements.stays(this.name, this.module, reason, alone=alone)
+        this.put(State.KEPT, reason)
+        self._driver.keep(this.module)
+        unwatch(this.module)
 
     # ------------------------------------------------------------------ a new graph
 
@@ -352,6 +368,7 @@ class Discovery:
         too_early = self._options.training and not torch.is_grad_enabled()
         if not too_early or not found.is_materialized:
             return False
+        # what is captured computes where all of its tensors are, and modules may wait on the CPU
         found.module.to(self._driver.device)
         return True
 
@@ -361,7 +378,7 @@ class Discovery:
         """Plan, cut and check a network; or leave it on the driver."""
         if self._waits(found):
             return None
-        name, module = found.name, found.module
+        name = found.name
         refusal = why_not_cut(graph)
         partitions = network_partitions(graph)
         if refusal is None and len(partitions) < self._ranks and self._may_stay(name):
@@ -369,18 +386,19 @@ class Discovery:
             refusal = f"has {few}, fewer than {self._ranks} stages"
         if refusal is not None:
             if found.whole:
-                self._keep(name, module, refusal)
+                self._keep(self._watched[name], refusal)
             else:
-                self._kept.setdefault(name, refusal)
+                self._stays(name, refusal)
             return None
+        # the cut points that a user gives may be those of a module around this one
         is_part = any(inside(name, outer) for outer in self._opened)
         call = self._adoption.adopt(found, graph, partitions, values, is_part=is_part)
         self._require_hooks_of_all_ranks()
-        self._cut.add(name)
+        self._watched[name].put(State.CUT)
         if found.whole:  # what it does not use may be called by itself
-            inner = {n: m for n, m in self._watched.items() if inside(n, name) and n != name}
             owned = call.network.tensors()
-            self._watch({n: m for n, m in inner.items() if not _shares(m, owned)})
+            inner = (w for n, w in self._watched.items() if inside(n, name) and n != name)
+            self._watch(w for w in inner if not _shares(w.module, owned))
         self._watch_calls(found)
         return call
 
@@ -390,6 +408,7 @@ class Discovery:
         Raises:
             HybridError: one was put on here, or taken off, since the ranks parted.
         """
+        # a hook is put on by code that each rank runs; one that came later is on this rank alone
         now, away = _hooks_of(self._module), self._driver.remote.places.names()
         for name in sorted(away & now.keys() & self._hooks.keys()):
             if now[name] != self._hooks[name]:
@@ -403,10 +422,10 @@ class Discovery:
 
     def _others_can_be_cut(self, name: str) -> bool:
         """Whether a network beside this one is, or by its size may be, cut into stages."""
-        return bool(self._cut) or any(
-            len(layers(module)) >= self._ranks
-            for other, module in self._watched.items()
-            if not inside(other, name) and not inside(name, other)
+        return self._any(State.CUT) or any(
+            len(layers(other.module)) >= self._ranks
+            for other in self._watched.values()
+            if not inside(other.name, name) and not inside(name, other.name)
         )
 
 

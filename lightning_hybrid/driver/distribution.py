@@ -2,28 +2,22 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import nn
 
 from lightning_hybrid.comm import Dealt, Devices, Mesh, copies_of, link_copies, signals_deferred
 from lightning_hybrid.comm.protocol import Command, Cut, Placement, TakeWeights
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import StageCode, make_stages
 from lightning_hybrid.stage import (
     Engine,
-    ReplicaGroup,
-    StageOptions,
     Trace,
     borrowed_parameters,
+    engine_of,
     is_running_statistic,
-    own_buffers,
-    own_parameters,
-    replayed_statistics,
-    state_buffers,
     tensors_of,
 )
 from lightning_hybrid.state import (
@@ -57,30 +51,22 @@ class Distribution:
     Args:
         module: the LightningModule.
         mesh: the groups.
-        device: the driver's.
-        seed: of the random numbers inside networks.
-        options: how stages compute.
+        options: what the run has decided.
         commands: to the workers.
         trace: where the driver's stages record.
-        vacates: whether workers give the memory of other ranks' parameters back.
     """
 
     def __init__(
         self,
         module: nn.Module,
         mesh: Mesh,
-        device: torch.device,
-        seed: int,
-        options: StageOptions,
+        options: DriverOptions,
         commands: Commands,
         trace: Trace,
-        *,
-        vacates: bool,
     ) -> None:
-        self._vacates = vacates
-        self._module, self._mesh, self._device, self._seed = module, mesh, device, seed
-        self._options, self._commands, self._trace = options, commands, trace
-        self._workers = commands.workers
+        self._module, self._mesh, self._options = module, mesh, options
+        self._commands, self._trace = commands, trace
+        self._workers, self._device = commands.workers, commands.remote.device
 
     def distribute(
         self,
@@ -109,7 +95,8 @@ class Distribution:
             [[n for n in code.owned if n in parameters] for code in codes], placement.devices
         )
         refuse_tied(name, tensors_of(self._module), borrowed)
-        self._refuse_compiled(name, borrowed[0])
+        copied = codes[-2].owned if placement.collects else ()
+        self._refuse_compiled(name, borrowed[0] or parameters.keys() & copied)
         _refuse_copies(name, network, codes, placement.devices)
         links = self._order(number, name, codes, placement, borrowed, linked=False)
         prefix = f"{name}." if name else ""
@@ -129,6 +116,7 @@ class Distribution:
             Exception: of a worker that cannot make its stages.
         """
         _refuse_copies(network.name, network.module, codes, network.placement.devices)
+        # who borrows what was settled by the first graph of the network
         nobody = [frozenset[str]() for _ in (0, *self._workers.ranks)]
         self._order(network.number, network.name, codes, network.placement, nobody, linked=True)
         here = [own.number for own in network.engine.owned]
@@ -136,7 +124,7 @@ class Distribution:
         network.engine.add_specialization(dict(zip(here, stages)))
 
     def _refuse_compiled(self, name: str, borrowed: Iterable[str]) -> None:
-        for parameter in borrowed if self._options.compiled else ():
+        for parameter in borrowed if self._options.stages.compiled else ():
             raise NetworkError(
                 f"compile_stages=True: the driver's stage of network {name!r} shares {parameter!r} "
                 "with that of another rank, and torch.compile would not hear of its changes. Cut "
@@ -160,22 +148,21 @@ class Distribution:
             By number, the links of the stages that are here; empty if they are linked already.
         """
         for code in codes:
+            # refused here by name: a worker that cannot import a function could only fail
             code.code.check()
         orders: dict[int, Command] = {}
         for worker in self._workers.ranks:
             ranks = enumerate(map(copies_of, placement.devices))
             theirs = {n: codes[n] for n, owners in ranks if worker in owners}
             orders[worker] = Cut(
-                number,
-                name,
-                theirs,
-                placement,
-                borrowed[worker],
-                self._seed,
-                self._vacates,
+                *(number, name, theirs, placement, borrowed[worker]),
+                *(self._options.seed, self._options.trains),
             )
         self._commands.tell_each(orders)
+        # before the answers: the workers open the other ends of these links now
         links = {} if linked else link_copies(self._mesh, placement.devices, self._device)
+        if links:
+            self._mesh.owners(copies_of(placement.devices[next(iter(links))]))
         self._workers.hear(self._workers.ranks)
         return links
 
@@ -200,6 +187,7 @@ class Distribution:
             self._workers.send(worker, TakeWeights(values.items()))
             mine = [full for n, full in names.items() if n not in borrowed[worker]]
             remote[worker] = tuple(mine)
+            # once it is sent: a message on its way shows the memory that goes now
             leave_to_worker(tensors, remote[worker], self._mesh.coordinates, worker)
             let_go_of_checkpoints()
         return remote
@@ -220,24 +208,13 @@ class Distribution:
         Takeover(self._module, mine, (), self._mesh.coordinates).settle(())
         for part in here:
             part.move(self._device)
-        copies = copies_of(placement.devices[next(iter(links))])
-        replica_group = ReplicaGroup(
-            own_parameters(here, borrowed),
-            partial(own_buffers, here),
-            self._mesh.data_parallel,
-            self._trace,
-            partial(state_buffers, network),
-        )
-        return Engine(
-            stages,
-            placement,
-            self._options,
-            coordinates=self._mesh.coordinates,
+        return engine_of(
+            *(network, stages, placement, self._options.stages),
+            mesh=self._mesh,
             links=links,
-            replica_group=replica_group,
-            replayed=replayed_statistics(network, self._mesh, copies),
+            borrowed=borrowed,
             device=self._device,
-            seed=self._seed,
+            seed=self._options.seed,
             trace=self._trace,
         )
 
@@ -254,16 +231,14 @@ def _refuse_copies(
         if len(copies) == 1 or not code.written:
             continue
         others = sorted(n for n in code.written if not is_running_statistic(network, n))
-        reason = None
         if others:
-            reason = f"changes {others[0]!r} in its forward, where each micro-batch may need the "
-            reason += "value that the one before has left"
+            how = "in its forward, where each micro-batch may need the value of the one before"
         elif code.checkpointed:
-            reason = f"changes {min(code.written)!r} inside of activation checkpointing, which "
-            reason += "does so once more in the backward"
-        if reason is not None:
-            raise NetworkError(
-                f"stage {number} of network {name or 'self'!r} has {len(copies)} copies, and "
-                f"{reason}. Give that stage one copy (pipeline_parallel_size), or cut elsewhere "
-                "(HybridGabraStrategy(allocation=[...]))."
-            )
+            how = "inside of activation checkpointing, which does so once more in the backward"
+        else:
+            continue
+        raise NetworkError(
+            f"stage {number} of network {name or 'self'!r} has {len(copies)} copies, and changes "
+            f"{(others or sorted(code.written))[0]!r} {how}. Give that stage one copy "
+            "(pipeline_parallel_size), or cut elsewhere (HybridGabraStrategy(allocation=[...]))."
+        )

@@ -7,6 +7,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +18,13 @@ from lightning_hybrid.comm import (
     CallKey,
     Precision,
     TensorSpec,
-    copies_of,
     signals_deferred,
 )
 from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free, Placement
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.split_batch import Numbers, Specialization
 from lightning_hybrid.driver.step_calls import StepCalls
-from lightning_hybrid.driver.streamed_calls import Batches, Calls, Stream
+from lightning_hybrid.driver.streamed_calls import Batches, Stream
 from lightning_hybrid.driver.weights import Weights
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.graph import NetworkGraph
@@ -42,6 +42,27 @@ from lightning_hybrid.stage import (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class PartsOfDriver:
+    """What all networks of one driver work with.
+
+    Attributes:
+        commands: to the workers.
+        weights: of all stages.
+        gradients: likewise.
+        calls: of the networks in this step.
+        batches: that they are trained on.
+        say: tells the user something, in one line.
+    """
+
+    commands: Commands
+    weights: Weights
+    gradients: ReplicaGradients
+    calls: StepCalls
+    batches: Batches
+    say: Callable[[str], None]
+
+
 class DrivenNetwork(StagedNetwork):
     """A network that has been cut, as its driver sees it.
 
@@ -52,17 +73,12 @@ class DrivenNetwork(StagedNetwork):
         engine: this rank's stages at work.
         borrowed: names in the network of what this rank uses and another one owns.
         placement: where its stages are.
+        parts: of the driver.
         continues: whether the code around a call draws random numbers of the same stream.
-        commands: to the workers.
-        weights: of all stages.
-        gradients: likewise.
-        calls: of the networks in this step.
-        batches: that it is trained on.
-        say: tells the user something, in one line.
 
     Attributes:
         leaf: what autograd's graph has in the place of the parameters.
-        stream: its calls that run ahead.
+        stream: its calls that run ahead; ``None``: its schedule begins with none early.
     """
 
     def __init__(
@@ -73,22 +89,19 @@ class DrivenNetwork(StagedNetwork):
         engine: Engine,
         borrowed: frozenset[str],
         placement: Placement,
+        parts: PartsOfDriver,
         *,
         continues: bool,
-        commands: Commands,
-        weights: Weights,
-        gradients: ReplicaGradients,
-        calls: StepCalls,
-        batches: Batches,
-        say: Callable[[str], None],
     ) -> None:
         super().__init__(number, name, module, engine, borrowed)
         self.placement, self._continues = placement, continues
-        self._commands, self._weights, self._gradients = commands, weights, gradients
-        self._step_calls = calls
+        self._commands, self._weights = parts.commands, parts.weights
+        self._gradients, self._step_calls = parts.gradients, parts.calls
         self._specializations = 0
         self._numbers: dict[CallKey, int] = {}
         self._patterns: dict[tuple[Any, ...], int] = {}
+        # the count is not the size of the table: a pass that fails is not in it,
+        # but workers may know its number, which must not be given again
         self._count = self._pattern_count = 0
         # calls whose outputs were dropped; a finaliser may run anywhere, so it only notes them
         self._dropped: deque[int] = deque()
@@ -97,20 +110,9 @@ class DrivenNetwork(StagedNetwork):
         self.leaf = torch.zeros((), requires_grad=True)
         self._anchor = self.leaf.view_as(self.leaf)
         self._early_numbers: dict[CallKey, int] = {}  # of keys that workers have heard of
-        self.stream = Calls()
-        schedule = STREAMED.get(placement.schedule)
-        if schedule is not None:
-            self.stream = Stream(
-                name or "self",
-                schedule,
-                [device for copies in placement.devices for device in copies_of(copies)],
-                engine,
-                commands,
-                batches,
-                self._open_ahead,
-                self.calls.pop,
-                say,
-            )
+        self.stream: Stream | None = None
+        if placement.schedule in STREAMED:
+            self.stream = Stream(self, parts.commands, parts.batches, parts.say)
 
     def specialize(self, graph: NetworkGraph, parts: int) -> Specialization:
         """Take in a graph; all ranks have their stages of it, made in the same order.
@@ -151,23 +153,26 @@ class DrivenNetwork(StagedNetwork):
             self._free(self._dropped.popleft())
         graph = specialization.graph
         self._weights.before_forward(graph, grad=grad)
-        self._commands.remote.fetch(self._buffers_of_others(specialization.number))
         # in the middle of a pass no worker could answer what its buffer is now
         leaves = [read_now(leaf) for leaf in leaves]
         slices, numbers = specialization.split(leaves)
         continues = self._continues and graph.uses_rng
         if continues:
+            # one stream for the whole batch: its state goes from stage to stage with the tensors
             slices = [[*slices[0], *random_state(self.engine.device)]]
         key = self._key(specialization.number, slices, numbers, grad, continues)
         self._commands.remote.flush()  # a change by hand interrupts what is under way
-        launched = self.stream.due(key, leaves)
+        launched = None if self.stream is None else self.stream.due(key, leaves)
         if launched is None:
-            call, key_number = self._begin(key)
+            call, command = self.open_call(key)
+            self._commands.tell(command)
+            self._told(key.trainable)
         else:
-            call, key_number = launched.call, launched.command.key
+            call, command = launched.call, launched.command
             self._launch(specialization, leaves)
         commits = launched is not None and bool(graph.written)
         if commits:
+            # what a call that ran ahead has written to buffers is kept back until its turn: now
             self._commands.tell(Commit(self.number, call.number))
         try:
             with self._commands.workers.passing(self.engine):
@@ -181,23 +186,12 @@ class DrivenNetwork(StagedNetwork):
         if continues:
             set_random_state(call.states, self.engine.device)
         # known from here on: a call that fails half-way has taught nobody its shapes
-        self._numbers[key] = key_number
+        self._numbers[key] = command.key
         if grad:
             self._step_calls.note()
             if launched is None:
                 self._launch(specialization, leaves)
         return call, outputs
-
-    def _buffers_of_others(self, number: int) -> list[str]:
-        """Names in the LightningModule of what this rank's copy of a stage reads in its forward.
-
-        Running statistics that it writes are replayed on the workers, and not read.
-        """
-        if not self.placement.collects:
-            return []
-        stage, prefix = self.engine.owned[0].specializations[number], f"{self.name}."
-        names = (name for name in stage.buffer_names if name not in stage.written)
-        return [(prefix + name).removeprefix(".") for name in names]
 
     @signals_deferred
     def backward(
@@ -213,12 +207,14 @@ class DrivenNetwork(StagedNetwork):
         present = tuple(gradient is not None for gradient in gradients[0])
         pattern_key = call.key, present, parameters, input_gradient
         pattern = self._patterns.get(pattern_key)
+        # shapes of gradients travel with the first pass of a kind; later ones send numbers alone
         exchange = pattern is None
         if pattern is None:
             pattern = self._pattern_count
             self._pattern_count += 1
         if parameters:
             self._commands.remote.flush()
+            # (after the flush: a gradient set by hand is with its owner before a pass adds to it)
             self._commands.remote.gradients.refuse_parts()
         reduce = parameters and not self.weight_hooks.held and self._gradients.overlap()
         was, now = call.key.trainable, self.trainable()
@@ -229,6 +225,7 @@ class DrivenNetwork(StagedNetwork):
             *(reduce, trainable),
         )
         self._commands.tell(mode)
+        self._told(trainable or was)
         if not keep:
             self.calls.pop(call.number, None)
         if parameters:
@@ -243,20 +240,39 @@ class DrivenNetwork(StagedNetwork):
         """The output of a call was dropped without a backward."""
         self._dropped.append(number)
 
-    def _begin(self, key: CallKey) -> tuple[Call, int]:
-        """Open a call and tell the workers. Returns it, and the number of its key."""
-        known = self._numbers.get(key)
-        exchange = known is None
-        number = self.add_key(key) if known is None else known
+    def open_call(self, key: CallKey, ahead: int = 0) -> tuple[Call, Forward]:
+        """Open a call, and make the command that tells the workers of it.
+
+        Args:
+            key: of the call.
+            ahead: how many batches before its turn it begins.
+        """
+        number = self._numbers.get(key)
+        exchange = number is None
+        if number is None and ahead:
+            # several calls that begin early may be under way before the first of them is over
+            number = self._early_numbers.get(key)
+        if number is None:
+            number = self.add_key(key)
+        if exchange and ahead:
+            self._early_numbers[key] = number
+        # (with a new key no rank knows yet what later stages draw, so the state travels to be sure)
         uses_rng = exchange or key.continues or self.uses_rng(number)
         self._count += 1
-        draw = self._step_calls.draw_number(key.grad)
-        call = self.open(self._count, draw, number, exchange=exchange, uses_rng=uses_rng)
+        calls = self._step_calls
+        draw = calls.draw_number_ahead(ahead) if ahead else calls.draw_number(key.grad)
+        early = ahead > 0
         new_key = key if exchange else None
-        self._commands.tell(
-            Forward(self.number, call.number, draw, number, exchange, uses_rng, False, new_key)
+        command = Forward(
+            self.number, self._count, draw, number, exchange, uses_rng, early, new_key
         )
-        return call, number
+        return self.open(command), command
+
+    def _told(self, trainable: tuple[bool, ...]) -> None:
+        """Workers take these flags: where this rank has a copy, it sums the same gradients."""
+        if self.placement.collects:
+            flags = zip(self._parameters, trainable)
+            self.engine.replica_group.trainable = {p for p, trains in flags if trains}
 
     def _launch(self, specialization: Specialization, leaves: Sequence[Tensor]) -> None:
         """Launch calls of later batches, like one that was just called."""
@@ -265,26 +281,8 @@ class DrivenNetwork(StagedNetwork):
             slices, numbers = specialization.split(others)
             return self._key(specialization.number, slices, numbers, True, False), slices
 
-        self.stream.launch(specialization.graph, leaves, split)
-
-    def _open_ahead(self, key: CallKey, count: int) -> tuple[Call, Forward]:
-        """Open a call for the batch that is so many ahead, and the command that tells of it."""
-        known = self._numbers.get(key)
-        exchange, number = known is None, known
-        if number is None:
-            if key not in self._early_numbers:
-                self._early_numbers[key] = self.add_key(key)
-            number = self._early_numbers[key]
-        uses_rng = exchange or self.uses_rng(number)
-        self._count += 1
-        draw = self._step_calls.draw_number_ahead(count)
-        call = self.open(
-            self._count, draw, number, exchange=exchange, uses_rng=uses_rng, ahead=True
-        )
-        new_key = key if exchange else None
-        return call, Forward(
-            self.number, call.number, draw, number, exchange, uses_rng, True, new_key
-        )
+        if self.stream is not None:
+            self.stream.launch(specialization.graph, leaves, split)
 
     def _free(self, number: int) -> None:
         if self.calls.pop(number, None) is not None:
@@ -302,6 +300,7 @@ class DrivenNetwork(StagedNetwork):
             tuple(TensorSpec.of(tensor, gradient=grad) for tensor in leaves) for leaves in slices
         )
         precision = Precision.current(self.engine.device)
+        # all that decides what travels and how stages compute: equal keys send no headers again
         training, trainable = self.module.training, self.trainable()
         return CallKey(
             specialization, specs, numbers, grad, training, trainable, precision, continues

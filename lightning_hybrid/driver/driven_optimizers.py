@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -69,16 +68,16 @@ class DrivenOptimizers:
     Args:
         module: the LightningModule.
         names: names of its parameters by identity, those that all ranks have.
-        device: the driver's.
+        mesh: the groups.
         commands: to the workers.
         ownership: which worker owns what.
         gradients: of this replica.
         files: of the workers.
         say: tells the user something, in one line.
-        mesh: the groups.
         shards: whether states are divided over the replicas.
 
     Attributes:
+        optimizers: the user's.
         streamed_by: the schedule, if it begins with later batches early; then no optimizer may step
             whole.
         before_step: called before an optimizer steps.
@@ -88,25 +87,26 @@ class DrivenOptimizers:
         self,
         module: nn.Module,
         names: Mapping[int, str],
-        device: torch.device,
+        mesh: Mesh,
         commands: Commands,
         ownership: Ownership,
         gradients: ReplicaGradients,
         files: FilesOfWorkers,
-        say: Callable[[str], None],
-        mesh: Mesh,
         *,
-        shards: bool = False,
+        say: Callable[[str], None],
+        shards: bool,
     ) -> None:
-        self._module, self._names, self._device, self._say = module, names, device, say
+        self._module, self._names, self._say = module, names, say
+        self._device = commands.remote.device
         self._commands, self._ownership, self._gradients = commands, ownership, gradients
         self._files = files
-        self._optimizers: list[Optimizer] = []
+        self.optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
         self._precision: Precision | None = None  # that the workers know of
         self.streamed_by, self._stays = "", ""
         self.before_step: Callable[[], None] = lambda: None
         self._mesh, self._replica = mesh, mesh.coordinates.dp_rank
+        # one table for all ranks of the replica: each division adds to it whose the states are
         replicas, self._replica_of = mesh.coordinates.replicas, Replicas()
         self._divisions = {
             worker: Division(replicas, self._replica_of) for worker in commands.workers.ranks
@@ -122,18 +122,13 @@ class DrivenOptimizers:
         """Copies of a Trainer, and of what it has patched, drive the same workers."""
         return self
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The user's."""
-        return self._optimizers
-
     def connect(self, optimizers: Sequence[Optimizer]) -> None:
         """Take charge of the user's optimizers."""
-        if self._all_here and (self._shares is None or self._optimizers == list(optimizers)):
-            self._optimizers = list(optimizers)  # they have no counterparts, or are connected
+        if self._all_here and (self._shares is None or self.optimizers == list(optimizers)):
+            self.optimizers = list(optimizers)  # they have no counterparts, or are connected
             return
         self.close()
-        self._optimizers, self._links = list(optimizers), []
+        self.optimizers, self._links = list(optimizers), []
         self._links = [
             OptimizerLink(optimizer, self._names, index, self, self._others)
             for index, optimizer in enumerate(optimizers)
@@ -174,6 +169,7 @@ class DrivenOptimizers:
     def ship_in_any_case(self, fresh: int) -> None:
         """The same, also where no network has been cut."""
         parameters = self._parameters()
+        # first of all: one that steps whole keeps all of its states on this rank
         self._try_all()
         whole = [link.whole for link in self._links]
         # what a state that is here does not hold, the optimizer has no more
@@ -192,6 +188,7 @@ class DrivenOptimizers:
             left = (owned & parameters.keys()).difference(*later)  # copies of a stage need it, too
             for link in self._links:
                 link.leave(parameters[name] for name in left)
+            # what was loaded is mapped from its file: pages that were sent give their memory back
             let_go_of_checkpoints()
         for link in self._links:
             link.shipped()
@@ -241,6 +238,8 @@ class DrivenOptimizers:
                     "batches before a step is over, it cannot. Use schedule='gpipe', or another "
                     "optimizer."
                 )
+            # (a trial comes once, and again for other hyper-parameters;
+            # links are shipped much more often)
             if tried and link.reason and self._commands.workers.ranks:
                 self._say(announce(link.optimizer, link.reason))
             if tried and link.reason and self._shares is not None:
@@ -286,14 +285,16 @@ class DrivenOptimizers:
     def zero_grad(self, index: int, set_to_none: bool) -> None:
         """Have the workers clear their gradients."""
         if set_to_none:
-            groups = self._optimizers[index].param_groups
+            groups = self.optimizers[index].param_groups
             known = (self._names.get(id(p), "") for group in groups for p in group["params"])
+            # code here may hold a gradient that is cleared: it keeps the numbers, as on one device
             self._commands.remote.release_gradients(known)
         self._tell(ZeroGrad(index, set_to_none))
 
     def settle(self) -> None:
         """Gradients are about to be used."""
         self._gradients.settle()
+        self._ownership.settle()
 
     def state(self, index: int) -> dict[str, dict[str, Any]]:
         """The state of an optimizer by parameter name on the workers, tensors on the CPU."""
@@ -329,6 +330,7 @@ class DrivenOptimizers:
             with self.unread(always=unread) if unread or at_once else nullcontext():
                 return optimizer.state_dict() if here else {}
         with self.unread() if unread else nullcontext():
+            # collective: every driver sends its states, and replica 0 alone has the whole
             others = self._states_of_others(link)
             if not here:
                 return {}
@@ -413,6 +415,7 @@ class DrivenOptimizers:
     def _unread_all(
         self, index: int, replica: int, name: str, state: Mapping[str, Any]
     ) -> dict[str, Any]:
+        # ranks are numbered replica by replica, and within one the driver is the first
         rank = replica * self._mesh.coordinates.ranks_per_replica
         rank += self._ownership.rank_of(name) if name in self._ownership.network_of else 0
         return {
@@ -468,6 +471,7 @@ class DrivenOptimizers:
         """Groups mostly change with a step; `add_param_group` may come in between."""
         groups = self._links[index].new_groups()
         if groups is not None:
+            # (a group that was added may hold parameters that nobody steps yet)
             self._divide(self._parameters())
             self._commands.tell(TakeGroups(index, groups, self._replica_of))
 
@@ -499,6 +503,7 @@ class DrivenOptimizers:
         index = self._index(optimizer)
         self._commands.remote.flush()
         with as_they_are():
+            # a norm for each parameter, not for each rank: their sum is rounded as on one device
             norms = gradient_norms(optimizer, self._names, order)
         if self._ownership.any_network:
             self._send_new_groups(index)
@@ -530,6 +535,7 @@ class DrivenOptimizers:
             answers = self._commands.ask(Unscale(index, factor.cpu()))
         remote = [answer.value for answer in answers]
         with as_they_are():
+            # (a list: what is here must be scaled even where a worker has found an infinite number)
             return any([unscale(gradients_of(optimizer), factor), *remote])
 
     def clip_values(self, optimizer: Optimizer, bound: float) -> None:

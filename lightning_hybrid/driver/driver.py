@@ -8,7 +8,7 @@ The code around it works with its parts: :class:`Distribution` of stages, :class
 things: networks, steps, runs.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,31 +21,25 @@ from lightning_hybrid.comm import (
     Failure,
     Mesh,
     broadcast_object,
+    copies_of,
     gather_objects,
     meet,
+    protocol,
     signals_deferred,
 )
-from lightning_hybrid.comm.protocol import (
-    AwaitShards,
-    Check,
-    End,
-    ForgetFailure,
-    Placement,
-    Report,
-    SaveShard,
-    Share,
-)
+from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.driver.after_run import AfterRun
 from lightning_hybrid.driver.chosen_gradients import ChosenGradients
 from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.distribution import Distributed, Distribution
-from lightning_hybrid.driver.driven_network import DrivenNetwork
+from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import ALL, DrivenOptimizers
 from lightning_hybrid.driver.held_hooks import HeldHooks
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.ownership import Ownership, Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
-from lightning_hybrid.driver.tied_weights import Borrowing
+from lightning_hybrid.driver.tied_weights import Borrowing, Copied
 from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
@@ -54,7 +48,6 @@ from lightning_hybrid.remote import RemoteTensors, View, is_deferred, materializ
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import (
     ReplicaGroup,
-    StageOptions,
     Stopwatch,
     Trace,
     state_buffers,
@@ -79,20 +72,9 @@ class Driver:
         module: the LightningModule.
         mesh: the groups.
         device: the driver's own.
-        seed: of the random numbers inside networks.
-        options: how stages compute.
+        options: what the run has decided.
         watch: adds up the time in which this rank computes.
-        shared: names of the parameters and buffers that the workers have too; by default of all.
-        share: whether replicas may differ in weights that are not made yet, so that those of
-            replica 0 must travel.
         batches: that it is trained on, as far as later ones are known.
-        trains: whether parameters that other ranks own give their memory back.
-        folder: where ranks write what others map, if possible.
-        say: tells the user something, in one line.
-        follows: see `StepCalls`.
-        shards: whether states of optimizers are divided over the replicas.
-        first_failure: gives what the rank that failed first has raised; asked where a driver of
-            another replica has failed.
 
     Attributes:
         device: the driver's own.
@@ -111,41 +93,29 @@ class Driver:
         module: nn.Module,
         mesh: Mesh,
         device: torch.device,
-        seed: int,
-        options: StageOptions,
+        options: DriverOptions,
         watch: Stopwatch | None = None,
-        *,
-        shared: Collection[str] | None = None,
-        share: bool = False,
         batches: Batches | None = None,
-        trains: bool = False,
-        folder: str = "",
-        say: Callable[[str], None] = lambda _: None,
-        follows: bool = False,
-        shards: bool = False,
-        first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed"),
     ) -> None:
         here = mesh.coordinates
-        self._module, self._mesh, self.device = module, mesh, device
-        self._share, self._share_optimizers = share, False
+        self._module, self._mesh, self.device, self._options = module, mesh, device, options
+        self._share_optimizers = False
         self._apart: frozenset[str] = frozenset()  # what stays with its owners after the run
-        self._say, self._first_failure = say, first_failure
         self._trace = Trace(here.rank, str(here), watch)
         self._networks: list[DrivenNetwork] = []
-        self._batches = batches or Batches()
-        known = frozenset(tensors_of(module) if shared is None else shared)
+        known = frozenset(tensors_of(module) if options.shared is None else options.shared)
         self._names = {id(p): name for name, p in module.named_parameters() if name in known}
+        # made in the order of who needs whom: proxies ask the ownership, commands
+        # flush the proxies, and all that follows only sends commands
         self._workers, unsettled = Workers(mesh), Unsettled()
         self._ownership = Ownership(self._workers, unsettled)
         self.remote = RemoteTensors(self._ownership, device)
         self.commands = Commands(self._workers, self.remote)
-        files = FilesOfWorkers(self.commands, folder)
+        files = FilesOfWorkers(self.commands, options.folder)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
         self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
-        self.calls = StepCalls(seed, here.dp_rank, device, follows=follows)
-        self.distribution = Distribution(
-            module, mesh, device, seed, options, self.commands, self._trace, vacates=trains
-        )
+        self.calls = StepCalls(options.seed, here.dp_rank, device, follows=options.follows)
+        self.distribution = Distribution(module, mesh, options, self.commands, self._trace)
         self.weights = Weights(
             *(module, known, here, self.commands, self._ownership, self._borrowing),
             *(self._replicated, files),
@@ -154,16 +124,21 @@ class Driver:
             self.commands, self._borrowing, self._replicated, self.calls, unsettled
         )
         self.optimizers = DrivenOptimizers(
-            *(module, self._names, device, self.commands, self._ownership, self.gradients),
-            *(files, say, mesh),
-            shards=shards,
+            *(module, self._names, mesh, self.commands, self._ownership, self.gradients, files),
+            say=options.say,
+            shards=options.shards,
         )
-        self._shards = shards and here.replicas > 1
+        self._shards = options.shards and here.replicas > 1
         hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
+        # (buffers that no training step reads need not be the same on all replicas in training)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
-        self._synchronized, self._trains = True, trains  # the first: in the last step
+        self._synchronized = True  # in the last step
         self._after = AfterRun(module, self.commands, self.weights, files)
+        self._parts = PartsOfDriver(
+            *(self.commands, self.weights, self.gradients, self.calls),
+            *(batches or Batches(), options.say),
+        )
 
     def __deepcopy__(self, memo: object) -> "Driver":
         """Copies of a Trainer, and of what it has patched, drive the same workers."""
@@ -193,22 +168,12 @@ class Driver:
         Raises:
             Exception: see :meth:`Distribution.distribute`.
         """
+        # views are looked for before weights are sent: a message on its way shows their memory, too
         number, views = len(self._networks), views_of(network)
         made = self.distribution.distribute(number, name, network, codes, placement)
         driven = DrivenNetwork(
-            number,
-            name,
-            network,
-            made.engine,
-            made.borrowed[0],
-            placement,
+            *(number, name, network, made.engine, made.borrowed[0], placement, self._parts),
             continues=continues,
-            commands=self.commands,
-            weights=self.weights,
-            gradients=self.gradients,
-            calls=self.calls,
-            batches=self._batches,
-            say=self._say,
         )
         if placement.schedule in STREAMED:
             self.optimizers.streamed_by = placement.schedule
@@ -228,7 +193,8 @@ class Driver:
     def interrupt(self) -> None:
         """Give up calls that run ahead: what follows is for weights and networks as they are."""
         for network in self._networks:
-            network.stream.drop()
+            if network.stream is not None:
+                network.stream.drop()
 
     def have_here(self, module: nn.Module, *, whole: bool = False) -> None:
         """Bring a module to the device of this rank, which runs its Python.
@@ -245,6 +211,7 @@ class Driver:
         try:
             with outside_of_transforms(), torch.inference_mode(False):  # (of an evaluation)
                 for tensor in tensors:
+                    # (through `data`: the same leaf, which has its hooks and its optimizer)
                     if tensor.device != self.device:
                         tensor.data = tensor.data.to(self.device)
         except torch.OutOfMemoryError as error:
@@ -260,7 +227,7 @@ class Driver:
         materialize((*module.parameters(), *module.buffers()))
         module.to(self.device)
         self._replicated.renew_rest()
-        if self._share:
+        if self._options.share:
             self._replicated.rest.broadcast_weights()
 
     def settle(self) -> None:
@@ -270,34 +237,47 @@ class Driver:
 
     def expect_optimizers(self) -> None:
         """Only replica 0 has loaded the state of optimizers."""
-        self._share_optimizers = self._share
+        self._share_optimizers = self._options.share
 
     def _take_charge(self, driven: DrivenNetwork, made: Distributed, views: Sequence[View]) -> None:
         """All ranks have their stages: tell the parts of the driver whose tensors are where."""
-        prefix = f"{driven.name}." if driven.name else ""
         first, replica_group = not self._networks, driven.engine.replica_group
         self._networks.append(driven)
-        self._ownership.add(driven.number, made.remote)
-        self._replicated.add(replica_group, [prefix + name for name in driven.owned_names])
+        copied = self._copied(driven)
+        # before optimizers are shipped: of what no rank owns no state goes anywhere
+        self._ownership.add(driven.number, made.remote, copied)
+        self._replicated.add(replica_group, driven.full_names(driven.owned_names))
         self.optimizers.ship(fresh=ALL if first else 0)
         tensors = tensors_of(self._module)
         owned_there = (name for names in made.remote.values() for name in names)
-        devices = driven.placement.devices  # (what copies write is written on workers)
-        alone = [own for own in driven.engine.owned if isinstance(devices[own.number], int)]
-        stages = [own.specializations[0] for own in alone]
-        used_here = [prefix + name for stage in stages for name in stage.buffer_names]
+        stages = [own.specializations[0] for own in driven.engine.owned]
+        used_here = driven.full_names(name for stage in stages for name in stage.buffer_names)
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here, views)
-        self._borrowing.add([[prefix + n for n in sorted(names)] for names in made.borrowed])
-        if self._trains:
+        self._borrowing.add([driven.full_names(sorted(names)) for names in made.borrowed])
+        if self._options.trains:
             self._workers.flush()  # what is on its way shows the memory of weights
-            self.remote.vacate()
-        if self._share:
+            self.remote.vacate(self._borrowing.used_here)
+        if self._options.share:
             self._share_from_replica_0(driven.number, replica_group)
+
+    def _copied(self, driven: DrivenNetwork) -> dict[str, nn.Parameter]:
+        """By name in the LightningModule the parameters of this rank's copy of a stage, if any."""
+        if not driven.placement.collects:
+            return {}
+        copy = driven.engine.owned[0]
+        [owner, *_] = copies_of(driven.placement.devices[copy.number])
+        named = dict(copy.specializations[0].named_parameters())
+        copied = dict(zip(driven.full_names(named), named.values()))
+        self._borrowing.add_copy(
+            Copied(driven.number, owner, copied.keys(), driven.engine.replica_group)
+        )
+        return copied
 
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
         """Weights were loaded, or made, in one replica only."""
-        self.commands.tell(Share(network, self._share_optimizers))
+        # workers are told first: each rank broadcasts among those with its stages, all at once
+        self.commands.tell(protocol.Share(network, self._share_optimizers))
         replica_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
         if self._share_optimizers:
@@ -333,11 +313,12 @@ class Driver:
         """
         failure = None
         try:
-            self.commands.ask(Check())
+            self.commands.ask(protocol.Check())
         except Exception as error:
             failure = error
+        # asked also where nothing has failed: the drivers of the other replicas wait in it
         if not meet(self._mesh.drivers, failed=failure is not None):
-            raise failure or self._first_failure()
+            raise failure or self._options.first_failure()
 
     @signals_deferred
     def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
@@ -357,6 +338,7 @@ class Driver:
         if not self._shards:
             written = self._write(divided, divided.elsewhere, folder)
         else:
+            # only replica 0 has made the checkpoint, and so knows what each rank is to write
             orders = divided.elsewhere, folder
             elsewhere, folder = broadcast_object(self._mesh.drivers, orders)
             mine = self._write(divided, elsewhere, folder)
@@ -408,6 +390,7 @@ class Driver:
             write_rest(folder, divided.rest)
             here = staged(divided.here)
         finally:
+            # in any case: an answer that nobody takes would be taken for that of the next question
             self._workers.hear(divided.elsewhere)
 
         def write() -> None:
@@ -419,17 +402,17 @@ class Driver:
 
     def await_shards(self) -> None:
         """Wait until workers have written what was staged."""
-        self.commands.ask(AwaitShards())
+        self.commands.ask(protocol.AwaitShards())
 
     def _tell_shards(self, parts: Mapping[int, Any], folder: Path, *, staged: bool) -> None:
         self.commands.tell_each(
-            {rank: SaveShard(str(folder), part, staged) for rank, part in parts.items()}
+            {rank: protocol.SaveShard(str(folder), part, staged) for rank, part in parts.items()}
         )
 
     @signals_deferred
     def reports(self, name: str) -> list[Any]:
         """What each worker, in the order of their stages, answers to a question of this name."""
-        return [answer.value for answer in self.commands.ask(Report(name))]
+        return [answer.value for answer in self.commands.ask(protocol.Report(name))]
 
     # ------------------------------------------------------------------ the end
 
@@ -440,18 +423,18 @@ class Driver:
         Where files of workers cannot be read, they travel, if all ranks have room for them. Else
         each rank keeps what it owns, and the user is told.
         """
+        self._ownership.settle()
         if self._after.map_tensors():
             return
         if lacking := self._after.lacking(self.device, self.optimizers.optimizers):
-            self._say(lacking)
+            self._options.say(lacking)
             self._apart = self._parameters_of_stages()
         self.weights.gather(but=self._apart)
         if not self._apart:
             self.remote.bring_gradients()
 
     def _parameters_of_stages(self) -> frozenset[str]:
-        prefixed = ((f"{n.name}." if n.name else "", n.owned_names) for n in self._networks)
-        here = {prefix + name for prefix, names in prefixed for name in names}
+        here = {name for n in self._networks for name in n.full_names(n.owned_names)}
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         return frozenset((here | self._ownership.network_of.keys()) & parameters)
 
@@ -468,10 +451,12 @@ class Driver:
         if weights and self._workers.ranks:
             if not self._after.hand_out():
                 self.weights.hand_out(but=self._apart)
+            # also where no network was cut: scripts read groups of optimizers on each rank
             self.optimizers.ship_in_any_case(fresh=0)
         # an evaluation after a fit has given them away, too
         self.optimizers.bring_states()
-        self.commands.ask(End(results))
+        # asked, and not told: a worker that has failed since its last answer says so here
+        self.commands.ask(protocol.End(results))
         self._workers.flush()
         self._workers.close()
 
@@ -485,7 +470,8 @@ class Driver:
         if not (self._workers.ranks and self._workers.in_step):
             return
         if self._networks:
-            self.commands.tell(ForgetFailure())
+            # a worker answers every question with its first failure, until it is told to forget it
+            self.commands.tell(protocol.ForgetFailure())
             self.bring_all()
         if not self._after.hand_out():
             self.weights.hand_out(but=self._apart)

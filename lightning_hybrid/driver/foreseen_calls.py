@@ -5,35 +5,18 @@ run (:mod:`lightning_hybrid.driver.discovery`), but all of it is computed here. 
 kept for the run, which finds its networks itself.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid._torch.modules import drop_hooks
 from lightning_hybrid.capture import Capture, NotCaptured, candidates, own_forward, unwatch, watch
 from lightning_hybrid.driver.adoption import why_not_cut
 from lightning_hybrid.driver.found_network import indented, inside
-from lightning_hybrid.graph import NetworkGraph, NetworkPartition, compute_whole, network_partitions
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A network that was called.
-
-    Attributes:
-        name: its dotted name in the LightningModule.
-        graph: of its first call.
-        partitions: of the graph.
-        leaves: the tensors of that call.
-    """
-
-    name: str
-    graph: NetworkGraph
-    partitions: Sequence[NetworkPartition]
-    leaves: Sequence[Tensor]
+from lightning_hybrid.graph import NetworkGraph, compute_whole, network_partitions
+from lightning_hybrid.planning import CalledNetwork
 
 
 class LookAhead:
@@ -52,7 +35,7 @@ class LookAhead:
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str] | None) -> None:
-        self.seen: list[Seen] = []
+        self.seen: list[CalledNetwork] = []
         self.problems: list[str] = []
         self._captures: list[Capture] = []
         self._watched: dict[str, nn.Module] = {}
@@ -79,32 +62,27 @@ class LookAhead:
             unwatch(part)
         forward = own_forward(module)
         drop_hooks(module, of=("lightning.pytorch.profilers", "pytorch_lightning.profilers"))
+
+        def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
+            problem = why_not_cut(graph)
+            if problem is None:
+                # (planning comes later: until then no graph of this step is to be kept)
+                leaves = [leaf.detach() for leaf in graph.bind(values)]
+                partitions = network_partitions(graph)
+                self.seen.append(
+                    CalledNetwork(name=name, graph=graph, partitions=partitions, leaves=leaves)
+                )
+            else:
+                self.problems.append(f"{name or 'self'!r} {problem}")
+            return compute_whole(graph, values)
+
+        self._captures.append(Capture(module, forward, run))
         try:
-            return self._captured(name, module, forward, arguments, keywords)
+            with own_saved_tensors():
+                return self._captures[-1](arguments, keywords)
         except NotCaptured as error:
             self.problems.append(
                 f"{name or 'self'!r} cannot be captured as one graph:\n{indented(error.reason)}"
             )
         self._watch({n: m for n, m in inner.items() if m is not module})
         return forward(*arguments, **keywords)
-
-    def _captured(
-        self,
-        name: str,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
-        def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
-            problem = why_not_cut(graph)
-            if problem is None:
-                leaves = [leaf.detach() for leaf in graph.bind(values)]
-                self.seen.append(Seen(name, graph, network_partitions(graph), leaves))
-            else:
-                self.problems.append(f"{name or 'self'!r} {problem}")
-            return compute_whole(graph, values)
-
-        self._captures.append(Capture(module, forward, run))
-        with own_saved_tensors():
-            return self._captures[-1](arguments, keywords)

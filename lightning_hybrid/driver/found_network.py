@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -79,6 +81,48 @@ class FoundNetwork:
         return those[0] if those else None
 
 
+class State(Enum):
+    """What has become of a module that may be a network, or contain one."""
+
+    UNSEEN = auto()
+    """It was not called yet."""
+    ASIDE = auto()
+    """It was called, but in no way that stages could compute."""
+    EARLY = auto()
+    """It was captured, and no call that trains has followed."""
+    OPENED = auto()
+    """Its own Python runs, and the modules that it calls are looked at."""
+    KEPT = auto()
+    """It stays whole, on the driver."""
+    CUT = auto()
+    """It has stages, or is one whose batches are split."""
+
+
+@dataclass(eq=False)
+class Watched:
+    """A module whose first call decides what becomes of it.
+
+    Attributes:
+        name: its dotted name in the LightningModule.
+        module: the module.
+        state: what has become of it.
+        reason: why it is in this state, as messages say it.
+        several: why it cannot be captured as one graph; empty: it can, or is not captured yet.
+        found: what was captured of it before training.
+    """
+
+    name: str
+    module: nn.Module
+    state: State = State.UNSEEN
+    reason: str = ""
+    several: str = ""
+    found: FoundNetwork | None = None
+
+    def put(self, state: State, reason: str = "") -> None:
+        """Note what has become of it now."""
+        self.state, self.reason = state, reason
+
+
 def layers(module: nn.Module) -> list[nn.Module]:
     """The modules that own parameters themselves."""
     return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
@@ -120,9 +164,10 @@ def call_in_chunks(
     if not tensors:
         return forward(*arguments, **keywords)
     batch = tensors[0].shape[0]
+    # torch's own rule of sizes, on a tensor without memory: the reference is `x.chunk(chunks)`
     sizes = [len(part) for part in torch.empty(batch, device="meta").chunk(chunks)]
     results = []
-    for start, size in zip(_starts(sizes), sizes):
+    for start, size in zip(accumulate(sizes, initial=0), sizes):
 
         def part(leaf: Any, start: int = start, size: int = size) -> Any:
             split = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
@@ -130,6 +175,7 @@ def call_in_chunks(
 
         some_arguments, some_keywords = rebuild((arguments, keywords), part)
         results.append(forward(*some_arguments, **some_keywords))
+    # one part is not rebuilt: an object of the user's own class stays the one that it was
     if len(results) == 1:
         return results[0]
     columns = iter(zip(*([tensor for _, tensor in tensors_in(r)] for r in results)))
@@ -137,10 +183,6 @@ def call_in_chunks(
         results[0],
         lambda leaf: _join(next(columns), sizes) if isinstance(leaf, Tensor) else leaf,
     )
-
-
-def _starts(sizes: list[int]) -> list[int]:
-    return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
 def _join(slices: tuple[Tensor, ...], sizes: list[int]) -> Tensor:

@@ -43,6 +43,7 @@ class HeldHooks:
         Raises:
             NetworkError: such a hook may change weights with which forwards have begun.
         """
+        # (hooks are rare, and to hold them asks all ranks)
         networks = [network for network in self._networks if network.weight_hooks]
         if not networks:
             yield
@@ -53,6 +54,7 @@ class HeldHooks:
         try:
             yield
         except BaseException:
+            # the hooks are put back and not called: no gradient has come to its end
             self._release(networks, (), late=False)
             raise
         self._settle()

@@ -151,6 +151,7 @@ class _Noted:
         self._places.append((read, write, read()))
 
     def put_back(self) -> None:
+        # names first: a container that was replaced is back before what it holds is put back
         for read, write, value in self._places:
             if read() is not value:
                 write(value)
@@ -249,13 +250,16 @@ class ModuleCopy:
     ) -> None:
         self._root, self._origin, self._writes = root, module, writes
         weights = {id(p): p for p in (*root.parameters(), *module.parameters())}
+        # a deep copy takes what is in its memo as it is: so weights are shared, and need no memory
         memo: dict[int, Any] = {key: _another(p) if writes else p for key, p in weights.items()}
         self._weights: list[Any] = [*memo.values()]
         self._trainers = [_trainer_of(part) for part in module.modules()]
         held = [vars(part) for part in module.modules()]
         inside = {id(part) for part in module.modules()}
         data = [v for values in held for v in values.values() if isinstance(v, _DATA)]
+        # an object whose method is a hook is no part of the network, and may hold anything
         owners = [o for o in map(owner_of, hooks_of(module)) if id(o) not in inside]
+        # (as large as a data set, or holding one, as a LightningModule does by its Trainer)
         shared = [*data, *owners, *self._trainers, *([] if root is module else [root])]
         self._shared: dict[int, Any] = {id(v): v for v in shared if v is not None}
         memo |= self._shared
@@ -316,7 +320,10 @@ class ModuleCopy:
             Exception: of the user's code.
         """
         if self._writes or not self._here:
-            self._here = {id(p): _on(p, device, again=self._writes) for p in self._weights}
+            with as_they_are():
+                here = [p.device == device and not self._writes for p in self._weights]
+            pairs = zip(self._weights, here)
+            self._here = {id(p): p if stays else _another(p, device) for p, stays in pairs}
         memo = self._here | self._shared
         for tensor in self._tensors:
             chosen = rows if id(tensor) in self._batched else None
@@ -327,10 +334,12 @@ class ModuleCopy:
             if trainer is not None:  # copies of a LightningModule have none
                 part.trainer = trainer
         weights = [] if self._writes else [*self._here.values()]
+        # the run itself trains these: a forward that writes to them cannot be run beside it
         before = [version(p) for p in weights]
         with ExitStack() as stack:
             stack.enter_context(undone(self._root, self._origin))
             stack.enter_context(_unheard())
+            # torch.compile of the user's would compile the copy anew, at each check
             if is_compiled(module):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(draws)
@@ -377,13 +386,6 @@ def _another(tensor: Tensor, device: torch.device | None = None, rows: Rows | No
         return value if leaf or not wants else value.clone()
 
 
-def _on(parameter: Any, device: torch.device, *, again: bool) -> Any:
-    with as_they_are():
-        if parameter.device == device and not again:
-            return parameter
-        return _another(parameter, device)
-
-
 @contextmanager
 def _unheard() -> Iterator[None]:
     """Inside, code of the user's prints, warns and keeps tensors for a backward in vain."""
@@ -394,6 +396,7 @@ def _unheard() -> Iterator[None]:
     def give(_: None) -> Tensor:
         raise RuntimeError("it runs a backward")
 
+    # what autocast keeps of weights here has no graph, and the call itself would find it there
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

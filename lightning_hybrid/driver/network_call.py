@@ -88,13 +88,13 @@ class NetworkCall:
         Returns:
             What the graph returns.
         """
-        graph, outputs = self.specialization.graph, None
+        graph = self.specialization.graph
         leaves = graph.bind(values)
         if graph.written_leaves:
             _refuse_shared_memory(graph, leaves)
         if self.learns(leaves):
             outputs = _CallNode.apply(self, saved, self.network.anchor(), *leaves)  # type: ignore[no-untyped-call]
-        if outputs is None:
+        else:
             _, parts = self.network.forward(self.specialization, leaves, grad=False)
             outputs = _join(parts, graph)
         if graph.written_leaves:
@@ -134,9 +134,12 @@ class _CallNode(torch.autograd.Function):
         graph = specialization.graph
         ctx.graph, ctx.sizes = graph, specialization.samples(leaves)
         ctx.wanted = [leaf.requires_grad for leaf in leaves]
+        # outputs may be dropped without a backward: then stages let go of what they keep for it
         ctx.finaliser = weakref.finalize(ctx, network.drop, call.number)
         ctx.finaliser.atexit = False
+        # an output without a gradient sends none back, instead of zeros through all stages
         ctx.set_materialize_grads(False)
+        # what a Function returns must bring no graph of its own, and the stages have one each
         detached = [[v.detach() if isinstance(v, Tensor) else v for v in part] for part in parts]
         outputs = _join(detached, graph)
         # the outputs have no common graph: as views torch refuses that they are changed in place
@@ -169,6 +172,7 @@ class _CallNode(torch.autograd.Function):
                 "vectorize=False)."
             )
         network: DrivenNetwork = ctx.network
+        # (autograd tells its nodes nothing of `retain_graph`)
         keep = graph_is_kept()
         if ctx.call.number not in network.calls:
             raise RuntimeError(
@@ -185,6 +189,7 @@ class _CallNode(torch.autograd.Function):
             input_gradient=any(ctx.wanted),
         )
         if not keep:
+            # this pass has closed the call on all ranks
             ctx.finaliser.detach()
         return None, None, None, *_join_gradients(inputs, ctx.wanted, ctx.graph)
 

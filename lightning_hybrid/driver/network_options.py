@@ -1,13 +1,11 @@
-"""How networks are found and cut: what a run decides before it has seen any."""
+"""How networks are found, cut and driven: what a run decides before it has seen any."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from torch import Tensor
-
-from lightning_hybrid.graph import NetworkGraph, NetworkPartition
-from lightning_hybrid.planning import Plan
+from lightning_hybrid.planning import CalledNetwork, Plan
+from lightning_hybrid.stage import StageOptions
 
 
 class Planner(Protocol):
@@ -15,10 +13,7 @@ class Planner(Protocol):
 
     def __call__(
         self,
-        name: str,
-        graph: NetworkGraph,
-        partitions: Sequence[NetworkPartition],
-        leaves: Sequence[Tensor],
+        network: CalledNetwork,
         microbatches: int,
         /,
         *,
@@ -28,10 +23,7 @@ class Planner(Protocol):
         """A plan for a network.
 
         Args:
-            name: of the network.
-            graph: of it.
-            partitions: of the graph.
-            leaves: the inputs of one micro-batch.
+            network: with the tensors of one micro-batch.
             microbatches: their number.
             beside: plans of the networks that are placed already.
             chosen: choose the cuts, whatever the user has said.
@@ -82,3 +74,34 @@ class NetworkOptions:
     shared: frozenset[str] | None = None
     verify: int | Literal["auto", False] = False
     stages: int | None = None
+
+
+@dataclass(frozen=True)
+class DriverOptions:
+    """How a driver drives its replica.
+
+    Attributes:
+        seed: of the random numbers inside networks.
+        stages: how stages compute.
+        shared: names of the parameters and buffers that the workers have too; ``None``: of all.
+        share: whether replicas may differ in weights that are not made yet, so that those of
+            replica 0 must travel.
+        trains: whether parameters that other ranks own give their memory back.
+        folder: where ranks write what others map, if possible.
+        say: tells the user something, in one line.
+        follows: see `StepCalls`.
+        shards: whether states of optimizers are divided over the replicas.
+        first_failure: gives what the rank that failed first has raised; asked where a driver of
+            another replica has failed.
+    """
+
+    seed: int
+    stages: StageOptions
+    shared: Collection[str] | None = None
+    share: bool = False
+    trains: bool = False
+    folder: str = ""
+    say: Callable[[str], None] = lambda _: None
+    follows: bool = False
+    shards: bool = False
+    first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed")

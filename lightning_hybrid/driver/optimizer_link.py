@@ -1,14 +1,12 @@
 """An optimizer on the driver, tied to its counterparts on the workers."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from types import MethodType
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -16,7 +14,7 @@ from lightning_hybrid._torch.optimizers import has_step_hook, order_step_hooks, 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm.protocol import Hyperparameters
-from lightning_hybrid.driver.own_changes import OwnChanges
+from lightning_hybrid.driver.own_changes import OwnChanges, same
 from lightning_hybrid.remote import is_deferred, is_of_one_rank, is_unread, materialize
 from lightning_hybrid.state import (
     DriverState,
@@ -95,6 +93,7 @@ class OptimizerLink:
         self._closed = False
         self._left = False  # closed, with states on the workers
         self._entered = ExitStack()
+        # (torch's own hooks, as far as there are any: wrappers around `step` stay as they are)
         self._hooks = self._put_hooks() if runs_step_hooks(optimizer) else []
         self._zero_grad = optimizer.zero_grad
         # on the instance, since Lightning's wrapper and its loops call it from there
@@ -108,6 +107,7 @@ class OptimizerLink:
             optimizer.register_step_pre_hook(self._stepping),
             optimizer.register_step_post_hook(self._stepped),
             optimizer.register_state_dict_post_hook(self._complete),
+            # what was loaded is on this rank alone, and workers would step on with states of before
             optimizer.register_load_state_dict_post_hook(lambda _: self._counterparts.ship()),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
         ]
@@ -279,6 +279,7 @@ class OptimizerLink:
     def _stepping(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
         """The step itself sees what this rank owns; the closure in it is the user's code."""
         self._depth += 1
+        # the base class of the optimizer runs the same hooks once more
         if self._depth > 1:
             return None
         *before, closure = arguments if len(arguments) > 1 else (*arguments, None)
@@ -318,6 +319,7 @@ class OptimizerLink:
         with self._own.undone():
             self._begun = groups_of(self.optimizer, self._names)
         self._silence_hooks()
+        # parameters of other ranks have no gradient here as they are, so this step passes over them
         self._entered.enter_context(as_they_are())
         self._entered.enter_context(self._counterparts.share(self.optimizer))
         if self._reads:  # of a loaded checkpoint, what is left is the share of this rank
@@ -356,7 +358,7 @@ class OptimizerLink:
         self._own.end()
         if self.whole:
             return
-        changed = None if _equal(self._begun, self._sent) else self._begun
+        changed = None if same(self._begun, self._sent) else self._begun
         # as workers have them after their step
         self._sent, self._attributes = groups_of(optimizer, self._names), _plain(optimizer)
         self._counterparts.step(self._index, changed)
@@ -366,18 +368,3 @@ def _plain(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes that can be compared at once: numbers, flags, names."""
     kinds = (int, float, str, type(None))
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, kinds)}
-
-
-def _equal(left: Sequence[Hyperparameters], right: Sequence[Hyperparameters]) -> bool:
-    if len(left) != len(right):
-        return False
-    for a, b in zip(left, right):
-        if a.keys() != b.keys():
-            return False
-        for key, value in a.items():
-            if isinstance(value, Tensor):
-                if not torch.equal(value, b[key]):
-                    return False
-            elif value != b[key]:
-                return False
-    return True

@@ -30,7 +30,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._torch.optimizers import runs_step_hooks
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.driver.own_changes import OwnChanges
+from lightning_hybrid.driver.own_changes import OwnChanges, same
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_offloaded
 from lightning_hybrid.state import (
@@ -174,6 +174,7 @@ class _StandIns:
                 shape = [min(size, 3) for size in parameter.shape]
                 value = torch.randn(shape, dtype=torch.float64)
                 self._values[name] = value.to(device, parameter.dtype)
+        # states begin anew, since those there are have the sizes of the real parameters
         record = record_of(optimizer) | {"param_groups": groups, "state": {}}
         self._data = write_records([(type(optimizer), record)], known)
         # the others of a kind go to the other rank, and so do the single ones of every other kind
@@ -251,19 +252,31 @@ class _Copy:
         )
 
 
+class _Way(NamedTuple):
+    """How an optimizer may be stepped.
+
+    Attributes:
+        closure: with one, as Lightning does; else without.
+        sparse: whether gradients are.
+    """
+
+    closure: bool
+    sparse: bool
+
+
 def _try(stand_ins: _StandIns) -> str:
     """Try every way in which the optimizer may be stepped."""
     failures: list[Exception] = []
     for sparse in (False, True):
         tried = False
-        for closure in (True, False):
+        for way in (_Way(True, sparse), _Way(False, sparse)):
             try:
-                _step_whole(stand_ins, closure=closure, sparse=sparse)
+                _step([stand_ins.copy()], stand_ins.gradients(0), 1.0, way)
             except Exception as error:  # not a way of this optimizer (some want sparse gradients)
                 failures.append(error)
                 continue
             tried = True
-            reason = _compare(stand_ins, closure=closure, sparse=sparse)
+            reason = _compare(stand_ins, way)
             if reason:
                 return reason
         if tried:
@@ -271,38 +284,26 @@ def _try(stand_ins: _StandIns) -> str:
     raise failures[0]
 
 
-def _step_whole(stand_ins: _StandIns, *, closure: bool, sparse: bool) -> None:
-    """A first step by itself, which shows whether the optimizer can be stepped in this way."""
-    whole, targets = stand_ins.copy(), stand_ins.gradients(0)
-    if closure:
-        whole.optimizer.step(lambda: whole.backward(targets, 1.0, sparse=sparse))  # type: ignore[arg-type,return-value]
-    else:
-        whole.backward(targets, 1.0, sparse=sparse)
-        whole.optimizer.step()
-
-
-def _compare(stand_ins: _StandIns, *, closure: bool, sparse: bool) -> str:
+def _compare(stand_ins: _StandIns, way: _Way) -> str:
     """Step copies as a whole and in parts."""
-    whole, driver, worker = (
-        stand_ins.copy(),
-        stand_ins.copy(stand_ins.here),
-        stand_ins.copy(stand_ins.there),
-    )
+    whole = stand_ins.copy()
+    driver, worker = stand_ins.copy(stand_ins.here), stand_ins.copy(stand_ins.there)
     for step, scale in enumerate((*_SCALES, 1.0)):
         targets = stand_ins.gradients(step)
         before = _random_state(stand_ins.device)
         try:
-            _step([whole], targets, scale, closure=closure, sparse=sparse)
+            _step([whole], targets, scale, way)
         except Exception:
             if step == len(_SCALES):
                 return ""  # it takes no such gradients: neither does it in parts
             raise
-        if not _same(before, _random_state(stand_ins.device)):
+        # several ranks would each draw numbers of their own, and in another order than one device
+        if not same(before, _random_state(stand_ins.device)):
             return "its steps draw random numbers"
         if step < len(_SCALES) and not whole.is_finite():
             return "its steps on small copies are not finite, which shows nothing"
         try:
-            _step([driver, worker], targets, scale, closure=closure, sparse=sparse)
+            _step([driver, worker], targets, scale, way)
         except Exception as error:
             return f"a part of it cannot be stepped alone ({type(error).__name__}: {error})"
         difference = _difference(whole, driver, worker)
@@ -311,14 +312,7 @@ def _compare(stand_ins: _StandIns, *, closure: bool, sparse: bool) -> str:
     return ""
 
 
-def _step(
-    copies: Sequence[_Copy],
-    targets: Mapping[str, Tensor],
-    scale: float,
-    *,
-    closure: bool,
-    sparse: bool,
-) -> None:
+def _step(copies: Sequence[_Copy], targets: Mapping[str, Tensor], scale: float, way: _Way) -> None:
     """As a driver steps, and then its workers; the first copy is the driver's."""
     driver, *workers = copies
     own = OwnChanges(driver.optimizer)
@@ -326,13 +320,13 @@ def _step(
 
     def backward() -> Tensor:
         own.closure_called()
-        losses = [copy.backward(targets, scale, sparse=sparse) for copy in copies]
+        losses = [copy.backward(targets, scale, sparse=way.sparse) for copy in copies]
         with own.undone():
             begun[:] = groups_of(driver.optimizer, driver.names)
         return torch.stack(losses).sum()
 
     own.begin()
-    if closure:
+    if way.closure:
         driver.optimizer.step(backward)  # type: ignore[arg-type]
     else:
         backward()
@@ -348,19 +342,20 @@ def _difference(whole: _Copy, driver: _Copy, worker: _Copy) -> str:
         for name, parameter in part.parameters.items():
             alone = whole.parameters[name]
             if name not in part.owned:
-                if not _same(parameter, part.start[name]) or part.optimizer.state.get(parameter):
+                if not same(parameter, part.start[name]) or part.optimizer.state.get(parameter):
                     return "it steps parameters that have no gradient"
                 continue
-            if not (_same(alone, parameter) and _same(alone.grad, parameter.grad)):
+            if not (same(alone, parameter) and same(alone.grad, parameter.grad)):
                 return "what it does to a parameter depends on the others"
-            if not _same(whole.optimizer.state.get(alone), part.optimizer.state.get(parameter)):
+            if not same(whole.optimizer.state.get(alone), part.optimizer.state.get(parameter)):
                 return "what it notes of a parameter depends on the others"
         groups = [groups_of(copy.optimizer, copy.names) for copy in (whole, part)]
-        if not _same(*groups):
+        if not same(*groups):
             return "what it notes in its groups depends on all parameters"
         left = {"param_groups": None, "defaults": None}
-        if not _same(record_of(whole.optimizer) | left, record_of(part.optimizer) | left):
+        if not same(record_of(whole.optimizer) | left, record_of(part.optimizer) | left):
             return "what it notes as its attributes depends on all parameters"
+    # what is kept under a name, and not for a parameter, would be shipped to nobody
     if any(not isinstance(key, Tensor) for key in whole.optimizer.state):
         return "it has a state that belongs to no parameter"
     return ""
@@ -371,25 +366,3 @@ def _random_state(device: torch.device) -> list[Any]:
     # as one number: 625 of them would be compared one by one
     python = hash(random.getstate())
     return [torch.get_rng_state(), *on_device, python, *np.random.get_state()]
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Bit for bit; what is not a number is equal to itself."""
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        left, right = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (left, right))
-        return left.shape == right.shape and torch.allclose(
-            left, right, rtol=0.0, atol=0.0, equal_nan=True
-        )
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, Mapping):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(_same(a, b) for a, b in zip(left, right))
-    if isinstance(left, np.ndarray):
-        return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
-    if isinstance(left, float):
-        return left == right or (left != left and right != right)
-    if left == right:
-        return True
-    return hasattr(left, "__dict__") and bool(vars(left)) and _same(vars(left), vars(right))

@@ -15,10 +15,11 @@ user's code, and runs on the driver alone.
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from lightning_hybrid.errors import HybridError
 
 _Values = dict[str, Any]
 _MISSING = object()
+# parameters, states and groups go to the workers with each command to step or to take them
 _ELSEWHERE = {"params", "state", "param_groups", "defaults"}
 
 
@@ -53,7 +55,7 @@ class OwnChanges:
             now = _copied(holder)
             for key in before.keys() | now.keys():
                 old, new = before.get(key, _MISSING), now.get(key, _MISSING)
-                if not _same(old, new):
+                if not same(old, new):
                     self._own.append((holder, key, old, new))
         self._start = []
 
@@ -64,7 +66,7 @@ class OwnChanges:
             HybridError: it has. A worker's step could not do both.
         """
         for holder, key, _, new in self._own:
-            if not _same(_copy_of(holder.get(key, _MISSING)), new):
+            if not same(_copy_of(holder.get(key, _MISSING)), new):
                 raise HybridError(
                     f"{type(self._optimizer).__name__}.step sets {key!r} before it calls its "
                     "closure, and training_step sets it again: on the ranks of other stages the "
@@ -82,7 +84,7 @@ class OwnChanges:
         undone: list[tuple[dict[str, Any], str, Any]] = []
         for holder, key, old, new in self._own:
             value = holder.get(key, _MISSING)
-            if _same(_copy_of(value), new):
+            if same(_copy_of(value), new):
                 undone.append((holder, key, value))
                 _put(holder, key, old)
         try:
@@ -106,6 +108,7 @@ def _copied(holder: dict[str, Any]) -> _Values:
     return {
         key: _copy_of(value)
         for key, value in holder.items()
+        # (code that is put on an optimizer, as by schedulers, is no value that a worker lacks)
         if key not in _ELSEWHERE and "hook" not in key and not callable(value)
     }
 
@@ -117,12 +120,28 @@ def _copy_of(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, list | dict | set | deque) else value
 
 
-def _same(left: Any, right: Any) -> bool:
+def same(left: Any, right: Any) -> bool:
+    """Whether two values are equal bit for bit, in containers and objects too.
+
+    What is not a number is equal to itself.
+    """
     if left is right:
         return True
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return type(left) is type(right) and torch.equal(left, right)
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        left, right = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (left, right))
+        alike = (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)
+        return alike and torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, np.ndarray):
+        return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
     try:
-        return type(left) is type(right) and bool(left == right)
+        if left == right or (left != left and right != right):
+            return True
     except Exception:  # a value may refuse to be compared in any way it likes
         return False
+    return hasattr(left, "__dict__") and bool(vars(left)) and same(vars(left), vars(right))

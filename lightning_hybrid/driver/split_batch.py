@@ -35,6 +35,7 @@ class Specialization:
 
     def _known(self, leaves: Sequence[Tensor]) -> tuple[int, Numbers, list[int]]:
         """What follows from the shapes: the number of parts, their numbers and their samples."""
+        # worked out once for each form of a batch: what samples and numbers are in its parts
         shapes = tuple([leaf.shape for leaf in leaves])
         known = self._splits.get(shapes)
         if known is None:

@@ -33,6 +33,7 @@ class StepCalls:
         self._seed, self._replica, self._device = seed, replica, device
         self.count = 0
         self._batch = self._streams = self._evaluations = 0
+        # torch holds the frame of a region for as long as it may run the region again
         self._regions: WeakKeyDictionary[object, _Region] = WeakKeyDictionary()
         self._region: _Region | None = None
         self._expected: int | None = None
@@ -53,6 +54,7 @@ class StepCalls:
         Args:
             region: it, and whether it runs again; ``None``: there is none.
         """
+        # regions may be nested, and calls in the outer one go on with its numbers
         before = self._region
         self._region = None
         if region is not None:
@@ -81,7 +83,9 @@ class StepCalls:
 
     def _next(self, grad: bool) -> int:
         if grad:
+            # by batch and call alone: a run that is resumed draws what it would have drawn
             return draw_number(self._batch, self.count + self._streams)
+        # negative, so that no call in training has its number
         self._evaluations += 1  # networks that draw without gradients (dropout at test time)
         return -self._evaluations
 

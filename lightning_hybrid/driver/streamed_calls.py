@@ -24,19 +24,22 @@ means that the stages catch up. It happens at the same places in every run.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.tensors import version as version_of
-from lightning_hybrid.comm import CallKey
+from lightning_hybrid.comm import CallKey, copies_of
 from lightning_hybrid.comm.protocol import Command, Drop, Forward, Skip
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Leaf, NetworkGraph
-from lightning_hybrid.schedules import LookAhead
-from lightning_hybrid.stage import Call, Engine, Values
+from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.stage import Call, Values
+
+if TYPE_CHECKING:
+    from lightning_hybrid.driver.driven_network import DrivenNetwork
 
 _CHANGES = 2
 """So often may a number change between a launch and its turn; then nothing is launched any more."""
@@ -63,25 +66,6 @@ class Batches:
             ``None``: none is trained on now; or it is behind the barrier of the schedule.
         """
         return None
-
-
-class Calls:
-    """What decides which calls of a network run ahead; here none does."""
-
-    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> "Launched | None":
-        """A call begins. Returns it, if it was launched before."""
-        return None
-
-    def launch(
-        self,
-        graph: NetworkGraph,
-        leaves: Sequence[Tensor],
-        split: Callable[[Sequence[Tensor]], tuple[CallKey, list[Values]]],
-    ) -> None:
-        """The call of this batch is on its way: launch those of later ones."""
-
-    def drop(self) -> None:
-        """Give up all that is under way."""
 
 
 @dataclass(eq=False)
@@ -134,37 +118,29 @@ class Launched:
         )
 
 
-class Stream(Calls):
+class Stream:
     """The calls of one network that run ahead.
 
     Args:
-        name: of the network, as messages show it.
-        schedule: how far stages look ahead.
-        devices: ``pp_rank`` of each stage; each has one, and the last one is the driver's.
-        engine: of the driver.
+        network: the network; each of its stages has one device, the last one the driver's.
         commands: to the workers.
         batches: the training batches.
-        open_call: opens a call for a batch so many ahead.
-        close_call: forgets one.
         say: tells the user something, in one line.
     """
 
     def __init__(
         self,
-        name: str,
-        schedule: LookAhead,
-        devices: Sequence[int],
-        engine: Engine,
+        network: "DrivenNetwork",
         commands: Commands,
         batches: Batches,
-        open_call: Callable[[CallKey, int], tuple[Call, Forward]],
-        close_call: Callable[[int], object],
         say: Callable[[str], None],
     ) -> None:
-        self._name, self._schedule, self._devices = name, schedule, devices
-        self._ahead = schedule.look_aheads(len(devices))
-        self._engine, self._commands, self._batches = engine, commands, batches
-        self._open, self._close, self._say = open_call, close_call, say
+        self._network, self._name = network, network.name or "self"
+        self._commands, self._batches, self._say = commands, batches, say
+        placement = network.placement
+        self._devices = [rank for copies in placement.devices for rank in copies_of(copies)]
+        self._schedule = STREAMED[placement.schedule]
+        self._ahead = self._schedule.look_aheads(len(self._devices))
         self._changes = 0  # of a number, between a launch and its turn
         self._pending: deque[Launched] = deque()
         self._called: Batch | None = None  # the network was called on
@@ -220,6 +196,7 @@ class Stream(Calls):
         batch = self._batches.ahead(0)
         if batch is None or self._ahead[0] == 0 or self._changes > _CHANGES:
             return
+        # where the inputs lie in this batch is where those of later batches are looked for
         places = [self._place(batch, graph, n, leaf) for n, leaf in enumerate(leaves)]
         try:
             while len(self._pending) < self._ahead[0]:
@@ -230,10 +207,10 @@ class Stream(Calls):
                     break
                 # copies: the user may write into the batch while it is on its way
                 key, slices = split([leaf.detach().clone() for leaf in theirs])
-                call, command = self._open(key, count)
+                call, command = self._network.open_call(key, count)
                 versions = [version_of(leaf) for leaf in theirs]
                 self._pending.append(Launched(later, call, command, graph, theirs, versions))
-                self._engine.send_inputs(call.key, slices)
+                self._network.engine.send_inputs(call.key, slices)
         finally:  # a batch that fails to load leaves those before it under way
             self._tell()
 
@@ -243,6 +220,7 @@ class Stream(Calls):
         Raises:
             NetworkError: in the middle of a pass.
         """
+        # a worker in the middle of a pass hears no command, so nothing can be taken back
         if self._pending and self._commands.workers.passing_now:
             raise self._refused(
                 "a weight or buffer that another rank owns was changed in the middle of a pass "
@@ -251,10 +229,12 @@ class Stream(Calls):
         while self._pending:
             entry = self._pending.popleft()
             forward = entry.command
-            self._close(entry.call.number)
+            self._network.calls.pop(entry.call.number)
             commands: dict[int, Command] = {
                 rank: Drop(forward.network, forward.call) for rank in self._devices[: entry.told]
             }
+            # stages that were told have begun, or will; the next one finds a message
+            # on its link that it never asked for, and takes it off
             next_rank = self._devices[entry.told]
             if entry.told < len(self._devices) - 1:
                 commands[next_rank] = Skip(
@@ -268,7 +248,7 @@ class Stream(Calls):
             for rank, command in commands.items():
                 self._commands.workers.send(rank, command)
             if entry.told == len(self._devices) - 1:
-                self._engine.discard(entry.call)
+                self._network.engine.discard(entry.call)
 
     def _tell(self) -> None:
         """Tell each stage of the batches up to its look-ahead, in order."""

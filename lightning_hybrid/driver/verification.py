@@ -70,13 +70,14 @@ class Verification:
     Attributes:
         root: see above.
         driver: see above.
+        verify: see above.
         has_run: in which ways the Python of a kind of calls has run: on the whole batch, or not.
     """
 
     def __init__(
         self, root: nn.Module, driver: Driver, verify: Verify, announcements: Announcements
     ) -> None:
-        self.root, self.driver, self._verify = root, driver, verify
+        self.root, self.driver, self.verify = root, driver, verify
         self._announcements = announcements
         self._counts = Counter[Kind]()
         self._off = set[Kind]()
@@ -92,7 +93,7 @@ class Verification:
             arguments: of the call.
             keywords: of the call.
         """
-        if self._verify is False:
+        if self.verify is False:
             return None
         kind = found.name, torch.is_grad_enabled(), found.module.training
         if kind in self._off or not (found.whole or found.driven):
@@ -104,15 +105,10 @@ class Verification:
             return None
         return Check(self, found, kind, number, arguments, keywords)
 
-    @property
-    def is_automatic(self) -> bool:
-        """Whether it was left to this package which calls are looked at."""
-        return self._verify == "auto"
-
     def _is_due(self, number: int) -> bool:
-        if self._verify == "auto":
+        if self.verify == "auto":
             return number & (number - 1) == 0
-        return (number - 1) % self._verify == 0
+        return (number - 1) % self.verify == 0
 
     def count(self, check: "Check") -> None:
         """Count a call of a network that is cut."""
@@ -174,17 +170,10 @@ class Check:
 
     def begin_chain(self) -> None:
         """A chain of graphs is about to be called; it draws from one stream."""
-        states = random_state(self._device)
-
-        @contextmanager
-        def start() -> Iterator[None]:
-            with generators_of_microbatch(None, self._device):
-                set_random_state(states, self._device)
-                yield
-
-        self._start = start
-        self._take((), writes=True)  # (its Python may)
-        self._run(draws=False)
+        self._before, self._start = random_state(self._device), self._own_draws
+        with self._or_give_up():
+            self._take((), writes=True)  # (its Python may)
+            self._run(draws=False)
 
     def begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
         """Run the network's own Python, before the stages run.
@@ -194,26 +183,31 @@ class Check:
             values: the arguments of its graph.
             synchronised: whether batch statistics are those of all replicas.
         """
-        self._call, graph = call, call.specialization.graph
+        self._call = call
         self._of.count(self)
+        with self._or_give_up():
+            self._begin(call, values, synchronised=synchronised)
+
+    def _begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
+        graph = call.specialization.graph
         mixes = _mixes_samples(self.found.module, graph)
         schedule = STREAMED.get(call.network.placement.schedule)
         if schedule is not None and schedule.delayed and torch.is_grad_enabled():
-            self._give_up(f"under schedule={schedule.name!r} stages compute with older weights")
-            return
+            raise _Inconclusive(
+                f"under schedule={schedule.name!r} stages compute with older weights"
+            )
         if synchronised and mixes:
-            self._give_up("its batch statistics are those of all replicas")
-            return
+            raise _Inconclusive("its batch statistics are those of all replicas")
+        # weights are fetched next, and what runs ahead was begun with those of before
         self._driver.interrupt()
         parts, _ = call.specialization.split(graph.bind(values))
         self._parts, self._first = len(parts), graph.batch_of(parts[0]) or 0
         self._divided = graph.divided
         if graph.divided and (graph.uses_rng or (mixes and self._parts > 1)):
-            self._give_up(
+            raise _Inconclusive(
                 "a part of it needs all samples, and another one draws, or takes statistics, for "
                 "each micro-batch by itself"
             )
-            return
         self._splits = self._parts > 1 and not mixes and not graph.divided
         draw = self._driver.calls.expect(call.learns(graph.bind(values)))
         self._start = partial(self._driver.calls.generators_of, draw)
@@ -229,24 +223,21 @@ class Check:
 
     def _take(self, batched: Sequence[Tensor], *, writes: bool) -> None:
         if not self.found.is_materialized:
-            self._give_up("it is made in configure_model, and whole on no rank")
-            return
+            raise _Inconclusive("it is made in configure_model, and whole on no rank")
         found = self.found
         prefix = f"{found.name}." if found.name else ""
         absent, room = self._driver.remote.absent_bytes(prefix), free_bytes()
-        if self._of.is_automatic and room is not None and absent > _SHARE * room:
-            self._give_up(
+        if self._of.verify == "auto" and room is not None and absent > _SHARE * room:
+            raise _Inconclusive(
                 f"the weights of the other stages have {absent / 1e9:.3g} GB, which have no memory "
                 f"here, and {room / 1e9:.3g} GB are free; verify=1 looks at all calls"
             )
-            return
         self._driver.remote.bring(prefix)
         arguments = self._arguments, self._keywords
         try:
             self._copy = ModuleCopy(self._of.root, found.module, *arguments, batched, writes=writes)
         except Exception as error:  # an object may refuse to be copied in any way it likes
-            self._give_up(f"it cannot be copied ({_told(error)})")
-            return
+            raise _Inconclusive(f"it cannot be copied ({_told(error)})") from error
 
     def _run(self, *, draws: bool) -> None:
         """Run the network's own Python.
@@ -254,29 +245,27 @@ class Check:
         Args:
             draws: what a call makes depends on how the batch is split.
         """
-        if self._copy is None:
-            return
+        assert self._copy is not None
         missing, room = self._copy.missing_bytes(self._device), _free_bytes(self._device)
         if room is not None and missing > room:
-            self._give_up(
+            raise _Inconclusive(
                 f"the weights of the other stages have {missing} bytes, and {room} are free on "
                 f"{self._device}"
             )
-            return
         try:
+            # what does not depend on the split is compared on all samples: it shows if they meet
             if self._parts == 1 or not draws:
                 self._whole, _ = self._python()
                 return
             self._part, _ = self._python(self._first_part)
             if self._splits:
                 self._try_to_split()
-        except _Inconclusive as error:
-            self._give_up(str(error))
+        except _Inconclusive:
+            raise
         except Exception as error:
             self._raised = error
         finally:
-            if self._copy is not None:
-                self._copy.release()
+            self._copy.release()
 
     def _try_to_split(self) -> None:
         self._whole, states = self._python()
@@ -284,9 +273,14 @@ class Check:
         if all(map(torch.equal, states, same)):  # else what is drawn depends on values
             self._others = others
 
-    def _give_up(self, reason: str) -> None:
-        self._copy = None
-        self._of.give_up(self, reason)
+    @contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        """Where nothing can be said of calls of this kind: look no more at them."""
+        try:
+            yield
+        except _Inconclusive as error:
+            self._copy = None
+            self._of.give_up(self, str(error))
 
     # ------------------------------------------------------------------ after
 
@@ -304,10 +298,8 @@ class Check:
         if self._raised is not None:
             raise self._stale([f"its Python raises {_told(self._raised)}"]) from self._raised
         found = _given(result, (self._arguments, self._keywords))
-        try:
+        with self._or_give_up():
             self._compare(found | self._attributes(self.found.module))
-        except _Inconclusive as error:
-            self._give_up(str(error))
 
     def _compare(self, found: dict[str, Any]) -> None:
         weights = dict(self.found.module.named_parameters())
@@ -316,6 +308,7 @@ class Check:
             apart = _differences(found, self._whole, epsilon)
             if not apart:
                 return
+            # nothing was split, or nothing in which samples meet: the graph itself is another one
             if self._parts == 1 or self._divided:
                 raise self._stale(apart)
             # rounded otherwise in parts, or stale, or samples meet
@@ -356,6 +349,7 @@ class Check:
             module, result, given = self._copy.call(self._device, self._draws(), rows)
         except Exception as error:  # of the user's code, or for lack of memory
             memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+            # a Python that has run before and fails now has changed, which is what is looked for
             if isinstance(error, WritesWeights) or (way in self._of.has_run and not memory):
                 raise
             reason = f"its Python does not run on a copy of it ({_told(error)})"
@@ -375,12 +369,9 @@ class Check:
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
         """Inside, torch's generators are as they were before the call."""
-        now = random_state(self._device)
-        set_random_state(self._before, self._device)
-        try:
+        with generators_of_microbatch(None, self._device):
+            set_random_state(self._before, self._device)
             yield
-        finally:
-            set_random_state(now, self._device)
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
         """What a module and its parts hold beside parameters, buffers and parts."""

@@ -74,6 +74,7 @@ class FilesOfWorkers:
             return None
         answers = [answer.value for answer in self._commands.ask(command)]
         files = None if None in answers else read_files(answers)
+        # a rank on another host can read none of the later files either, so it is asked once
         self.readable = files is not None
         return None if files is None else (dict(zip(self._commands.workers.ranks, answers)), files)
 

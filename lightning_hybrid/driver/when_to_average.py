@@ -56,6 +56,7 @@ class ReplicaGradients:
     @contextmanager
     def kept_local(self) -> Iterator[None]:
         """Inside, a backward pass leaves what each replica has found, and nothing to average."""
+        # (torch.autograd.grad gives those of each replica under DDP, too)
         synchronize, networks = self.synchronize, set(self._unsettled.networks)
         self.synchronize = False
         self.settle()
@@ -81,6 +82,7 @@ class ReplicaGradients:
         self.settle()
         if not self.synchronize:
             return
+        # averaging is collective: in other orders the ranks of a group would average other things
         for network in sorted(self._unsettled.networks):
             self._commands.tell(Reduce(network))
             self._replicated.networks[network].reduce()

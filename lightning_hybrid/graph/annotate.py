@@ -20,12 +20,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_hybrid._torch.autograd import dual_level, functorch_level
 from lightning_hybrid._torch.graphs import attention_of_cpu
 from lightning_hybrid._torch.random_operators import draws
-from lightning_hybrid._torch.symbols import OF_VALUES, ShapeEnv, is_symbolic, symbols_in, value_with
+from lightning_hybrid._torch.symbols import (
+    OF_VALUES,
+    ShapeEnv,
+    captured_value,
+    is_symbolic,
+    symbols_in,
+    value_with,
+)
 from lightning_hybrid._torch.tensors import (
     FakeTensorMode,
     TorchDispatchMode,
+    arguments,
     as_they_are,
-    schema,
     storage_key,
     version,
 )
@@ -126,7 +133,7 @@ class _Run:
         self.lost: str | None = None
 
     def annotations(self) -> Annotations:
-        before = _modes()
+        before = _fixed_modes()
         with modes_restored(), self.mode, self.flops, self.watch:
             for node in self.graph.nodes:
                 self._take(node, before)
@@ -148,6 +155,7 @@ class _Run:
             self.found.memory[node] = self._memory(value)
 
     def _effects(self, node: fx.Node, before: tuple[Any, ...]) -> Effects:
+        # differences of what counts and watches over the whole run: the modes stay open
         counted, self.watch.uses_rng = self.flops.get_total_flops(), False
         writes = self._run(node) | {self._memory(t) for t in self.watch.statistics}
         self.watch.statistics.clear()
@@ -157,7 +165,7 @@ class _Run:
             frozenset(self._memory(t) for _, t in tensors_in(self.values[node])),
             frozenset(writes),
             self.watch.uses_rng,
-            _fixed(_modes()) == _fixed(before),
+            _fixed_modes() == before,
             None,
             _plain(self.flops.get_total_flops() - counted),
         )
@@ -182,9 +190,10 @@ class _Run:
                 raise NotImplementedError("a sparse or nested tensor")
             shape = [_plain(size) for size in example.shape]
             stride = [_plain(step) for step in example.stride()]
+            # (with its strides: whether a reshape is a view, which shares memory, depends on them)
             made = torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device)
             return made.requires_grad_(example.requires_grad)
-        return value_with(example, {}, hint=True) if is_symbolic(example) else example
+        return captured_value(example)
 
     def _memory(self, tensor: Tensor) -> int:
         try:
@@ -208,7 +217,7 @@ def _plain(number: Any) -> int:
     """A number at the captured sizes; as if they were 1, of sizes that depend on values."""
     if not is_symbolic(number):
         return int(number)
-    known = value_with(number, {}, hint=True)
+    known = captured_value(number)
     return int(value_with(number, dict.fromkeys(symbols_in(number), 1)) if known is None else known)
 
 
@@ -231,42 +240,32 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.uses_rng |= draws(func, args, kwargs or {})
-        given = dict(zip((argument.name for argument in schema(func).arguments), args))
-        given |= kwargs or {}
+        kwargs = kwargs or {}
+        self.uses_rng |= draws(func, args, kwargs)
+        given = arguments(func, args, kwargs)
         if given.get("training", given.get("train")):
             running = (given.get(name) for name in ("running_mean", "running_var"))
             self.statistics += [tensor for tensor in running if isinstance(tensor, Tensor)]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
-def _modes() -> tuple[Any, ...]:
-    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        functorch_level(),
-        dual_level(),
-        *autocast,
-    )
-
-
-def _fixed(modes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of `_modes` those that a stage cannot switch for itself, as it can gradients and autocast."""
-    return modes[1:5]
+def _fixed_modes() -> tuple[Any, ...]:
+    """The modes that a stage cannot switch for itself, as it can gradients and autocast."""
+    inference, dtype = torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    return inference, dtype, functorch_level(), dual_level()
 
 
 @contextmanager
 def modes_restored() -> Iterator[None]:
     """Undo what a graph that breaks off inside has left switched."""
-    modes = _modes()
+    gradients, default = torch.is_grad_enabled(), torch.get_default_dtype()
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     try:
         yield
     finally:
-        torch.set_grad_enabled(modes[0])
-        torch.set_default_dtype(modes[2])
-        for device, (enabled, dtype) in zip(("cpu", "cuda"), modes[5:]):
+        torch.set_grad_enabled(gradients)
+        torch.set_default_dtype(default)
+        for device, enabled, dtype in autocast:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)

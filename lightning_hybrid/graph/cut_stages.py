@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch.graphs import exit_autocast, is_region, set_gradients
+from lightning_hybrid._torch.graphs import is_region
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph.cuts import Cuts
 from lightning_hybrid.graph.graph import NetworkGraph
-from lightning_hybrid.graph.mode_regions import Open, open_at
+from lightning_hybrid.graph.mode_regions import Open, open_at, switched
 from lightning_hybrid.graph.partition import NetworkPartition
 from lightning_hybrid.graph.recurrent_layers import RECURRENT
 from lightning_hybrid.graph.stage_code import GraphCode
@@ -78,8 +78,10 @@ class Stage:
     def __init__(self, code: StageCode, network: nn.Module, device: torch.device) -> None:
         self.written, self.layers, self.tensor_names = code.written, code.layers, code.owned
         self._numbers, self.checkpointed = code.numbers, code.checkpointed
-        self._all_places = [_place(network, name) for name in code.owned]
-        self._places = self._all_places[: len(code.tensors)]
+        # Places and not tensors: the user's code may put another buffer into its module, and the
+        # next call is to take that one.
+        self._places = {name: _place(network, name) for name in code.owned}
+        self._takes = code.tensors
         self._code, self.device = code.code, device
         self._run = code.code.function(device)
         self.compiled = False
@@ -98,8 +100,7 @@ class Stage:
             values: what crosses the cut before it; for stage 0 what a call brings.
             numbers: the values of the graph's numbers in this call, the same for every stage.
         """
-        tensors = [table[key] for table, key in self._places]
-        return self.run_with(tensors, values, numbers)
+        return self.run_with([*self.taken().values()], values, numbers)
 
     def run_with(
         self, tensors: Sequence[Tensor], values: Sequence[Any], numbers: Sequence[Any] = ()
@@ -110,32 +111,42 @@ class Stage:
 
     def taken(self) -> dict[str, Tensor]:
         """By name, the parameters and buffers that a call takes, in the order of `run_with`."""
-        return {name: table[key] for name, (table, key) in zip(self.tensor_names, self._places)}
+        return {name: self._tensor(name) for name in self._takes}
+
+    def changed(self) -> dict[str, Tensor]:
+        """Those of them that a call changes."""
+        return {name: tensor for name, tensor in self.taken().items() if name in self.written}
+
+    def _tensor(self, name: str) -> Tensor:
+        table, key = self._places[name]
+        tensor: Tensor = table[key]
+        return tensor
 
     @contextmanager
     def instead(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Inside, calls take other tensors in the place of those with these names."""
-        places = [(*p, tensors[n]) for n, p in zip(self.tensor_names, self._places) if n in tensors]
-        before = [table[key] for table, key, _ in places]
+        before = {name: self._tensor(name) for name in tensors}
         try:
-            for table, key, tensor in places:
-                table[key] = tensor
+            self._put(tensors)
             yield
         finally:
-            for (table, key, _), tensor in zip(places, before):
-                table[key] = tensor
+            self._put(before)
+
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            table, key = self._places[name]
+            table[key] = tensor
 
     def move(self, device: torch.device | str) -> None:
         """Move the network's parameters and buffers that this stage uses."""
         named = (*self.named_parameters(), *self.named_buffers())
         materialize([tensor for _, tensor in named])
         for _, parameter in self.named_parameters():
+            # (by ``data``: the optimizer has these objects)
             parameter.data = parameter.data.to(device)
             if parameter.grad is not None:
                 parameter.grad.data = parameter.grad.data.to(device)
-        for table, key in self._all_places:
-            if not isinstance(table[key], nn.Parameter):
-                table[key] = table[key].to(device)
+        self._put({name: buffer.to(device) for name, buffer in self.named_buffers()})
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The network's parameters that this stage uses, under their names in the network."""
@@ -146,8 +157,7 @@ class Stage:
         return ((name, t) for name, t in self._named() if not isinstance(t, nn.Parameter))
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        places = zip(self.tensor_names, self._all_places)
-        return ((name, table[key]) for name, (table, key) in places)
+        return ((name, self._tensor(name)) for name in self._places)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The network's parameters that this stage uses."""
@@ -300,6 +310,8 @@ class _Copier:
         self.source, self.graph = graph, fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._as_numbers: dict[fx.Node, fx.Node] = {}
+        # Arithmetic on sizes is copied into each stage that needs it: it costs nothing, and a
+        # number that crossed a cut would have to be waited for.
         used = set(outputs)
         # a tensor that only passes through is not computed here, a number is
         for node in (*nodes, *filter(graph.is_scalar, outputs)):
@@ -316,20 +328,17 @@ class _Copier:
 
     def enter(self, regions: Open) -> None:
         """Switch the modes as they are where the stage begins."""
-        if regions.gradients != self.source.differentiable:
-            self.graph.call_function(set_gradients, (regions.gradients,))
-        for node in regions.autocasts:
-            self.add(node)
+        now = switched(self.graph, Open(self.source.differentiable), regions)
+        self._copies |= zip(regions.autocasts, now.autocasts)  # a layer may leave such a region
 
     def leave(self, regions: Open) -> None:
-        """Switch them back."""
-        for node in reversed(regions.autocasts):
-            self.graph.call_function(exit_autocast, (self._copies[node],))
-        if regions.gradients != self.source.differentiable:
-            self.graph.call_function(set_gradients, (self.source.differentiable,))
+        """Switch them back: the code of another stage, or the user's, comes next on this rank."""
+        own = replace(regions, autocasts=tuple(self._copies[n] for n in regions.autocasts))
+        switched(self.graph, own, Open(self.source.differentiable))
 
     def finished(self, outputs: Sequence[fx.Node]) -> fx.Graph:
         """The stage's graph, returning copies of ``outputs``."""
+        # (what came as a tensor goes on as that tensor, and not as the number that was read of it)
         self.graph.output(
             [self._copies[n] if n in self._travels_as_tensor else self._copy(n) for n in outputs]
         )
@@ -353,6 +362,7 @@ def compute_whole(graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
         graph: of a network whose weights are here.
         values: the arguments of the graph in this call.
     """
+    # as one stage: the same code, in the same order, as stages would run it
     code = cut_at(graph, [])[0]
     stage = Stage(code, graph.network, graph.device)
     tensors = {name: values[graph.place[node]] for node, name in graph.tensors.items()}

@@ -25,6 +25,7 @@ class Cuts:
         self.reads: list[set[fx.Node]] = []
         """per layer: the tensors that it takes"""
         spans: dict[str, tuple[int, int]] = {}
+        # a tensor crosses all cuts between the layer that makes it and the last one that takes it
         for index, layer in enumerate(graph.layers):
             taken = set().union(*(graph.behind(node) for node in (layer.node, *layer.parts)))
             self.reads.append({n for n in taken if n in self._made and not is_enter_autocast(n)})

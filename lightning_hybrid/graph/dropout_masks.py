@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from lightning_hybrid._torch.graphs import copy_source, is_region
-from lightning_hybrid._torch.symbols import expression, is_symbolic, value_with
+from lightning_hybrid._torch.symbols import captured_value, expression, is_symbolic
 from lightning_hybrid._torch.tensors import is_fake
 
 MASKS = "masks"
@@ -160,7 +160,7 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
     """The dimensions of a dense tensor from the outermost to the innermost in memory."""
-    steps = [value_with(step, {}, hint=True) for step in tensor.stride()]
+    steps = [captured_value(step) for step in tensor.stride()]
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-steps[dim], dim)))
 
 
@@ -200,6 +200,7 @@ def drawn(
         dtype: of what is dropped; torch's numbers depend on it.
         device: likewise.
     """
+    # laid out in memory as the tensor is: torch hands out its random numbers in that order
     ones = torch.ones([shape[dim] for dim in order], dtype=dtype, device=device)
     ones = ones.permute(sorted(range(len(order)), key=order.__getitem__))
     kept = torch.feature_dropout(ones, rate, True) if channels else F.dropout(ones, rate)

@@ -187,6 +187,7 @@ class NetworkGraph:
     @cached_property
     def scalar_outputs(self) -> tuple[fx.Node, ...]:
         """Outputs that are numbers read from tensors."""
+        # (what follows from sizes the driver computes by itself, without waiting for a stage)
         known = {*self.info, *self.numbers}
         return tuple(
             dict.fromkeys(n for n in self.outputs if isinstance(n, fx.Node) and n not in known)
@@ -203,9 +204,14 @@ class NetworkGraph:
         return any(layer.effects.random for layer in self.layers)
 
     @cached_property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the network's parameters, in its order; of one that has several, the first."""
+        return tuple(name for name, _ in self.network.named_parameters())
+
+    @cached_property
     def writes_parameters(self) -> bool:
         """Whether a call changes a parameter (a codebook, an average of weights)."""
-        return not self.written.isdisjoint(name for name, _ in self.network.named_parameters())
+        return not self.written.isdisjoint(self.parameter_names)
 
     @cached_property
     def is_checkpointed(self) -> bool:
@@ -249,6 +255,7 @@ class NetworkGraph:
 
     def bind(self, values: Sequence[Any]) -> list[Tensor]:
         """What a call brings, as tensors, from the arguments of the graph."""
+        # a number as a tensor: links and specifications know nothing else
         found: list[Tensor] = []
         for leaf in self.leaves:
             value = values[self.place[leaf.node]]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch.symbols import guards_of, is_symbolic, symbols_in, value_with
+from lightning_hybrid._torch.symbols import captured_value, guards_of, is_symbolic, symbols_in
 from lightning_hybrid.graph.annotate import Annotations, annotate
 from lightning_hybrid.graph.graph import Layer, Leaf, NetworkGraph, TensorInfo, is_symbol
 from lightning_hybrid.graph.rows import Rows
@@ -116,6 +116,7 @@ class _Describing:
 
     def described(self) -> NetworkGraph:
         examples = [n.meta.get("example_value") for n in self.placeholders if n not in self.tensors]
+        # in this order: what a layer, a leaf and the fingerprint are follows from these marks
         for node in self.graph.nodes:
             self._look_at(node)
         effects = annotate(self.graph, self.attributes)
@@ -142,6 +143,10 @@ class _Describing:
     @cached_property
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.find_nodes(op="placeholder"))
+
+    @cached_property
+    def _parameters(self) -> set[str]:
+        return {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
 
     @cached_property
     def _module_names(self) -> dict[str, str]:
@@ -178,7 +183,7 @@ class _Describing:
     def _info(self, example: Tensor) -> TensorInfo:
         if example.layout is not torch.strided or example.is_nested:
             return TensorInfo((), example.dtype, free=False, is_strided=False)
-        known = [value_with(size, {}, hint=True) for size in example.shape]
+        known = [captured_value(size) for size in example.shape]
         return TensorInfo(tuple(size or 0 for size in known), example.dtype, None not in known)
 
     def _is_size(self, node: fx.Node) -> bool:
@@ -190,7 +195,7 @@ class _Describing:
         if not is_symbolic(example):
             return isinstance(example, int | float | bool)
         known = set(symbols_in(example)) <= self._size_symbols
-        return known and value_with(example, {}, hint=True) is not None
+        return known and captured_value(example) is not None
 
     def _layers(self, effects: Annotations) -> tuple[Layer, ...]:
         parts: dict[fx.Node, list[fx.Node]] = {}
@@ -199,14 +204,15 @@ class _Describing:
             if node.op not in ("call_function", "call_method") or node.meta.get("scalar"):
                 continue
             source: Any = node.args[0] if node.target is operator.getitem else None
+            # an operation that returns several tensors is one layer with the nodes that take them
+            # out, or a cut could part them, and a tuple does not travel
             if isinstance(source, fx.Node) and source not in self.info and source in owner:
                 owner[node] = owner[source]
                 parts[owner[source]].append(node)
             else:
                 owner[node] = node
                 parts[node] = []
-        parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
-        layers = [self._layer(n, tuple(taken), effects, parameters) for n, taken in parts.items()]
+        layers = [self._layer(node, tuple(taken), effects) for node, taken in parts.items()]
         # No cut stands between a switch and the layer beside it. Those of autocast and no_grad
         # go with the layer before, since each stage switches them for itself; others (vmap) with
         # the layer after.
@@ -221,13 +227,7 @@ class _Describing:
     def _switches(self, layer: Layer) -> bool:
         return layer.node not in self.info and not layer.node.all_input_nodes
 
-    def _layer(
-        self,
-        node: fx.Node,
-        parts: tuple[fx.Node, ...],
-        effects: Annotations,
-        parameters: set[str],
-    ) -> Layer:
+    def _layer(self, node: fx.Node, parts: tuple[fx.Node, ...], effects: Annotations) -> Layer:
         module = self._module_of(node)
         names = {self.tensors[n] for n in node.all_input_nodes if n in self.tensors}
         written = {
@@ -239,8 +239,8 @@ class _Describing:
             parts,
             module,
             module in self._childless,
-            frozenset(names & parameters),
-            frozenset(names - parameters),
+            frozenset(names & self._parameters),
+            frozenset(names - self._parameters),
             frozenset(written),
             effects.of[node],
         )
@@ -296,6 +296,7 @@ def rows_of_input(node: fx.Node, symbols: Collection[Any]) -> Rows | None:
     example = node.meta["example_value"]
     if not isinstance(example, Tensor) or example.layout is not torch.strided or example.is_nested:
         return None
+    # in two dimensions of that size (a matrix of samples by samples) they would be in neither
     sizes = [(d, size) for d, size in enumerate(example.shape) if is_symbolic(size)]
     dims = [(d, size) for d, size in sizes if not set(symbols).isdisjoint(symbols_in(size))]
     return Rows(dims[0][0]) if len(dims) == 1 and is_symbol(dims[0][1]) else None

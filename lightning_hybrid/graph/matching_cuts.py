@@ -29,6 +29,8 @@ def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
     Raises:
         CannotFollow: there are none, or no cut is allowed there.
     """
+    # Stage by stage from the front: where one may begin has two bounds, by who owns the tensors of
+    # the layers around, and it begins at the best place between them.
     cuts = Cuts(graph)
     count = len(graph.layers)
     homes = [_homes(layer.parameters | layer.buffers, owned) for layer in graph.layers]

@@ -7,13 +7,17 @@ such a region, the stage before the cut switches back, and the one after it swit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from lightning_hybrid._torch.graphs import entered_autocast, is_enter_autocast, set_gradients
-from lightning_hybrid.graph.graph import Layer, NetworkGraph
+from lightning_hybrid._torch.graphs import (
+    entered_autocast,
+    exit_autocast,
+    is_enter_autocast,
+    set_gradients,
+)
+from lightning_hybrid.graph.graph import NetworkGraph
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,8 @@ class Open:
 
 def open_at(graph: NetworkGraph, position: int) -> Open:
     """The regions around the place before the layer number ``position``."""
-    return _after(graph.layers[:position], Open(graph.differentiable))
-
-
-def _after(layers: Sequence[Layer], around: Open) -> Open:
-    for layer in layers:
+    around = Open(graph.differentiable)
+    for layer in graph.layers[:position]:
         node = layer.node
         entered = entered_autocast(node)
         if node.target is set_gradients:
@@ -46,3 +47,24 @@ def _after(layers: Sequence[Layer], around: Open) -> Open:
             left = tuple(one for one in around.autocasts if one is not entered)
             around = replace(around, autocasts=left)
     return around
+
+
+def switched(code: fx.Graph, now: Open, wanted: Open) -> Open:
+    """Switch modes in the code of a graph from those of one place to those of another.
+
+    Args:
+        code: that is being written.
+        now: the regions that it is in, with its own nodes.
+        wanted: those of a place in the captured graph, with nodes of that.
+
+    Returns:
+        The regions that it is in then, with its own nodes.
+    """
+    if now == wanted:
+        return now
+    # (regions lie in each other, so the innermost is left first)
+    for node in reversed(now.autocasts):
+        code.call_function(exit_autocast, (node,))
+    if now.gradients != wanted.gradients:
+        code.call_function(set_gradients, (wanted.gradients,))
+    return replace(wanted, autocasts=tuple(code.node_copy(n) for n in wanted.autocasts))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from lightning_hybrid.errors import NetworkError
@@ -65,13 +65,16 @@ def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
         else:
             refused[place] = reason
     stops = [*starts[1:], len(graph.layers)]
-    names: set[str] = set()
-    parameters = {name: place for place, (name, _) in enumerate(graph.network.named_parameters())}
-    partitions = []
+    partitions: dict[str, NetworkPartition] = {}
     for start, stop in zip(starts, stops):
         inside = {place: reason for place, reason in refused.items() if start < place < stop}
-        partitions.append(_partition(graph, cuts, start, stop, inside, names, parameters))
-    return tuple(partitions)
+        partition = _partition(graph, cuts, start, stop, inside)
+        # a module that is called several times begins several partitions
+        name, count = partition.name, 2
+        while name in partitions:
+            name, count = f"{partition.name}#{count}", count + 1
+        partitions[name] = replace(partition, name=name)
+    return tuple(partitions.values())
 
 
 def layer_flops(graph: NetworkGraph, layer: Layer) -> int:
@@ -81,6 +84,7 @@ def layer_flops(graph: NetworkGraph, layer: Layer) -> int:
     if layer.effects.flops or not _is_recurrent(layer):
         return layer.effects.flops or sum(elements)
     # recurrent layers are one operation that nobody counts: each parameter works in each step
+    # (the outputs have a row of the last dimension for each step of each sample)
     steps = elements[0] // max(values[0].shape[-1], 1)  # of all samples together
     return 2 * steps * sum(graph.network.get_parameter(name).numel() for name in layer.parameters)
 
@@ -110,6 +114,8 @@ def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
     the shortcut of a residual block, or queries, keys and values of an attention. (Layers that
     share a mask and nothing else are, and so is one within another module.)
     """
+    # (a product of two activations, as in attention, is no place to begin a partition: it goes with
+    # the projections beside it)
     weights = graph.made_of_weights
     heavy = [
         number
@@ -172,29 +178,17 @@ def _scope(layer: Layer) -> list[str]:
 
 
 def _partition(
-    graph: NetworkGraph,
-    cuts: Cuts,
-    start: int,
-    stop: int,
-    refused: dict[int, str],
-    names: set[str],
-    parameters: Mapping[str, int],
+    graph: NetworkGraph, cuts: Cuts, start: int, stop: int, refused: dict[int, str]
 ) -> NetworkPartition:
     layers = graph.layers[start:stop]
     used = set().union(*(layer.parameters for layer in layers))
-    name = _label(graph, start, stop)
-    count = 2
-    while name in names:  # a module that is called several times
-        name = f"{_label(graph, start, stop)}#{count}"
-        count += 1
-    names.add(name)
     return NetworkPartition(
-        name,
+        _label(graph, start, stop),
         start,
         stop,
         tuple(layer.name for layer in layers),
         tuple(layer.module for layer in layers),
-        tuple(sorted(used & parameters.keys(), key=parameters.__getitem__)),
+        tuple(name for name in graph.parameter_names if name in used),
         sum(layer_flops(graph, layer) for layer in layers),
         cuts.bytes(stop),
         tuple((_label(graph, place, stop), reason) for place, reason in refused.items()),

@@ -18,47 +18,24 @@ from lightning_hybrid._torch.modules import recurrent_functions
 from lightning_hybrid._torch.tensors import is_fake
 
 _functions = recurrent_functions()
+_NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_ORIGINAL: dict[str, Any] = {name: getattr(_functions, name, None) for name in _NAMES}
 
 
-_Original = Callable[..., Any]
-_in_graph: Callable[[_Original], _Original] = torch.compiler.allow_in_graph
-_ORIGINAL: dict[str, Any] = {
-    name: getattr(_functions, name, None) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-}
+def _instead_of(name: str) -> Callable[..., Any]:
+    """A recurrent layer with the arguments of torch's own operation of this name."""
+
+    def layer(*args: Any) -> Any:
+        return _computed(name, args)
+
+    # a stage's code travels with the names of its functions, and finds them here by these
+    layer.__name__ = layer.__qualname__ = name
+    in_graph: Any = torch.compiler.allow_in_graph(layer)
+    return in_graph  # type: ignore[no-any-return]
 
 
-@_in_graph
-def lstm(*args: Any) -> Any:
-    """`torch.nn.LSTM`, with the arguments of torch's own operation."""
-    return _computed("lstm", args)
-
-
-@_in_graph
-def gru(*args: Any) -> Any:
-    """`torch.nn.GRU`, likewise."""
-    return _computed("gru", args)
-
-
-@_in_graph
-def rnn_tanh(*args: Any) -> Any:
-    """`torch.nn.RNN`, likewise."""
-    return _computed("rnn_tanh", args)
-
-
-@_in_graph
-def rnn_relu(*args: Any) -> Any:
-    """`torch.nn.RNN(nonlinearity="relu")`, likewise."""
-    return _computed("rnn_relu", args)
-
-
-_INSTEAD: dict[str, _Original] = {
-    "lstm": lstm,
-    "gru": gru,
-    "rnn_tanh": rnn_tanh,
-    "rnn_relu": rnn_relu,
-}
-
-RECURRENT = tuple(_INSTEAD.values())
+_INSTEAD = {name: _instead_of(name) for name in _NAMES}
+lstm, gru, rnn_tanh, rnn_relu = RECURRENT = tuple(_INSTEAD.values())
 """All of them, as they stand in captured graphs."""
 
 captured_recurrence = Exchanged(

@@ -142,6 +142,7 @@ class _Walk:
 
     def _take(self, node: fx.Node) -> None:
         example = node.meta.get("example_value")
+        # (a parameter is not early, so that nothing that is made of weights is)
         if node not in self._kept and self._early.issuperset(node.all_input_nodes):
             self._early.add(node)
         if node.op == "placeholder":
@@ -176,6 +177,7 @@ class _Walk:
         if example.layout is not torch.strided or example.is_nested:
             self._run.set(example, MEET)
             return example
+        # a new one: a run may write into it, and the example is TorchDynamo's own
         value = torch.empty_strided(
             example.shape, example.stride(), dtype=example.dtype, device=example.device
         )
@@ -183,6 +185,8 @@ class _Walk:
         return value
 
     def _compute(self, node: fx.Node, example: Any) -> None:
+        # 1. Run it, and have each of its operators labelled by the rules. Where it fails nothing is
+        #    known, and the example that TorchDynamo has noted stands for what it returns.
         run = self._run
         run.begin()
         args, kwargs = arguments_of(node, self._values)
@@ -192,16 +196,19 @@ class _Walk:
             self._values[node] = self._value(node, args, kwargs, example)
             why = "an operator that is not torch's own" if is_unknown else run.why
         except FAILURES as error:
+            # a comparison in an operation that fails may have fixed the batch's size for good
             for symbol in run.symbols:
                 self._env.replacements.pop(symbol, None)
             why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.60}"
             self._values[node] = example
             for tensor in given if node in self._kept else ():
                 run.spoil(tensor)
+        # 2. If the rules cannot know its backward, a trial may say that samples stay apart.
         may_pass = is_custom_operator(node.target) or run.why is None
         if is_unknown and may_pass and self._passes(node, (args, kwargs), given):
             self.found.tried.add(node)
             return
+        # 3. Else the rules decide, or the prologue takes it.
         self._settle(node, why)
 
     def _passes(self, node: fx.Node, arguments: Any, given: Sequence[Tensor]) -> bool:
@@ -250,6 +257,7 @@ class _Walk:
     def _value(self, node: fx.Node, args: Any, kwargs: Any, example: Any) -> Any:
         """Run a node; what it returns is labelled then."""
         run = self._run
+        # (one operation, which only shows its shapes on fake tensors)
         if node.target in RECURRENT:
             run.draws = bool(args[5] and args[6])
             for tensor, label in zip(example, recurrent(run, args), strict=True):
@@ -425,6 +433,7 @@ class Labelling(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # 1. What it is given, before it may change it.
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         self.draws |= draws(func, args, kwargs)
         call = Call(func, args, kwargs)
@@ -434,6 +443,7 @@ class Labelling(TorchDispatchMode):
             # a stand-in for a tensor whose shape is about to be changed in place
             call.values["self"] = other = seen.detach()
             self.set(other, self.label(seen))
+        # 2. The label of what it returns by its rule, if the shape agrees.
         result = func(*args, **kwargs)
         outs = [tensor for _, tensor in tensors_in(result)]
         found = self._of(func, call, given, outs)
@@ -442,6 +452,7 @@ class Labelling(TorchDispatchMode):
         name = name_of(func)
         if name in ("view", "alias", "detach") and len(given) == 1:
             self._roots[id(outs[0])] = self._roots.get(id(given[0]), id(given[0]))
+        # 3. What it forgets, what it has spoilt, what it has changed in place.
         if name not in KEEPS_ORDER | {"sort"}:
             labels = [replace(r, is_sorted=False) if isinstance(r, Rows) else r for r in labels]
         if reshapes:
@@ -463,6 +474,7 @@ class Labelling(TorchDispatchMode):
         has_samples = any(self.label(t) is not None for t in given)
         if not has_samples:
             return
+        # (of batch statistics each micro-batch has its own by agreement)
         for argument in schema(func).arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for _, tensor in tensors_in(call[argument.name]):
@@ -484,6 +496,7 @@ class Labelling(TorchDispatchMode):
             return MEET
         if out.layout is not torch.strided or out.is_nested:
             return MEET
+        # a rule that is wrong about a shape is wrong about samples: this holds for all of them
         dims = [d for d, size in enumerate(out.shape) if self.depends(size)]
         if label is None:
             return MEET if dims else None
@@ -493,6 +506,7 @@ class Labelling(TorchDispatchMode):
             return MEET if dims else label
         if dims != [label.dim] or self._changes(label.outer):
             return MEET
+        # whole repetitions of all samples, each with as many entries as any other
         count = self.batch if label.picked is None else self._counts[label.picked]
         each = divided(self.size(out.shape[label.dim]), label.outer * count)
         return MEET if each is None or self._changes(each) else label
@@ -500,19 +514,23 @@ class Labelling(TorchDispatchMode):
     def _of(
         self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor]
     ) -> Label | list[Label]:
+        # 1. Once samples have met, all that follows has met.
         labels = {self.label(tensor) for tensor in given}
         if MEET in labels:
             return MEET
         name = name_of(func)
         if func.namespace == "aten" and name == "arange" and self._is_range(call, outs):
             return Rows(0, 1, Places(sympy.Integer(1), self.size(outs[0].shape[0])))
+        # 2. A number that follows from the batch is another one in a micro-batch: x / len(x).
         sizes = FACTORIES.get(name, ())
         if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
             return MEET
+        # 3. What has nothing of the samples is the same in all micro-batches.
         grows = any(self.depends(size) for out in outs for size in out.shape)
         if labels <= {None} and not grows:
             # whatever the operator; but the batch's size must not say which part it takes
             return MEET if any(map(self.depends, call.numbers())) else None
+        # 4. What only looks at sizes, and else the rule of the operator.
         if func.namespace == "aten" and name in FACTORIES:
             return [self.by_shape(out) for out in outs]
         if func.namespace == "aten" and name in LIKE:

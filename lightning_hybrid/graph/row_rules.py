@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.symbols import is_symbolic
-from lightning_hybrid._torch.tensors import schema
+from lightning_hybrid._torch.tensors import arguments, schema
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Rows
 
@@ -34,10 +34,7 @@ class Call:
     """The arguments of an operator by their names in its schema."""
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        arguments = schema(func).arguments
-        values = {a.name: a.default_value for a in arguments if a.has_default_value()}
-        self.values: dict[str, Any] = {**values, **dict(zip([a.name for a in arguments], args))}
-        self.values |= kwargs
+        self.values = arguments(func, args, kwargs)
         self.overload = str(func).rpartition(".")[2]
 
     def __getitem__(self, name: str) -> Any:
@@ -74,6 +71,13 @@ def divided(one: Any, other: Any) -> Any:
 def _rows(f: Labelling, tensor: Tensor) -> Rows | None:
     label = f.label(tensor)
     return label if isinstance(label, Rows) else None
+
+
+def _of_self(f: Labelling, call: Call) -> Rows:
+    """The rows of the one tensor that an operator is given, which has some: see the module."""
+    rows = f.label(call["self"])
+    assert isinstance(rows, Rows)
+    return rows
 
 
 def _block(f: Labelling, tensor: Tensor, rows: Rows) -> Any:
@@ -139,6 +143,8 @@ def view(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     rows = _rows(f, tensor)
     if rows is None:
         return f.by_shape(out)
+    # `before` entries of the memory stand in front of the samples: the dimension of the result that
+    # holds them is the first one of the batch's size, and `outer` what is left of `before` there
     before, seen = sympy.sympify(rows.outer), sympy.Integer(1)
     for size in tensor.shape[: rows.dim]:
         before = before * f.size(size)
@@ -167,8 +173,8 @@ def repeat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def permute(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor, count = call["self"], call["self"].dim()
-    rows, order = f.label(tensor), list(range(count))
+    rows, count = _of_self(f, call), call["self"].dim()
+    order = list(range(count))
     if call["dims"] is not None:
         order = [dim % count for dim in call["dims"]]
     elif count > 1:
@@ -176,20 +182,16 @@ def permute(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
         if call["dim0"] is not None:
             one, other = call["dim0"] % count, call["dim1"] % count
         order[one], order[other] = order[other], order[one]
-    assert isinstance(rows, Rows)
     return rows.at(order.index(rows.dim), places=True)
 
 
 def unsqueeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows, new = f.label(call["self"]), call["dim"] % outs[0].dim()
-    assert isinstance(rows, Rows)
+    rows, new = _of_self(f, call), call["dim"] % outs[0].dim()
     return rows.at(rows.dim + (new <= rows.dim), places=True)
 
 
 def squeeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor, rows = call["self"], f.label(call["self"])
-    assert isinstance(rows, Rows)
-    dims = _dims(call)
+    tensor, rows, dims = call["self"], _of_self(f, call), _dims(call)
     if call.overload != "default" and rows.dim in dims:
         return MEET  # of one sample it would go
     gone = [d for d in dims if isinstance(tensor.shape[d], int) and tensor.shape[d] == 1]
@@ -224,8 +226,7 @@ def slicing(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def split(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
-    tensor, rows = call["self"], f.label(call["self"])
-    assert isinstance(rows, Rows)
+    tensor, rows = call["self"], _of_self(f, call)
     if call["dim"] % tensor.dim() == rows.dim:
         parts = [_part(f, tensor, rows, out, 0) for out in outs]  # (each begins where one ends)
         return MEET if MEET in parts else parts
@@ -233,8 +234,7 @@ def split(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Labe
 
 
 def unbind(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    rows, dim = f.label(call["self"]), call["dim"] % call["self"].dim()
-    assert isinstance(rows, Rows)
+    rows, dim = _of_self(f, call), call["dim"] % call["self"].dim()
     if rows.dim == dim:
         return MEET
     found = rows.at(rows.dim - (dim < rows.dim))
@@ -247,6 +247,7 @@ def unbind(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | La
 
 
 def cat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    # (a cache that is still empty is a usual first one)
     tensors = [t for t in call["tensors"] if not _is_nothing(t)]
     rows = [f.label(t) for t in tensors]
     if not all(isinstance(each, Rows) for each in rows):
@@ -353,6 +354,8 @@ def matrices(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     one, other = call[names[0]], call[names[1]]
     count = outs[0].dim()
     p, q = f.label(one), f.label(other)
+    # a sample is a matrix of a batch on both sides, or some rows of the left one, or some columns
+    # of the right one; what is summed over must not be the samples'
     each = count == 3 and isinstance(p, Rows) and p.dim == 0 and p == q
     if isinstance(p, Rows) and (each or (p.dim == count - 2 and q is FREE)):
         found = p
@@ -378,16 +381,6 @@ def attention(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] |
     return [rows if any(map(f.depends, out.shape)) else FREE for out in outs]
 
 
-def encoder_layer(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """A whole layer of `torch.nn.TransformerEncoder`, which is one operator in an evaluation."""
-    names = ("src",) if call["src"] is not None else ("query", "key", "value")
-    own = all(f.label(call[name]) == Rows(0) for name in names)
-    mask = call["mask"] is None or f.label(call["mask"]) in (FREE, Rows(0))
-    if not own or not mask or not _all_free(f, call.others(*names, "mask")):
-        return MEET
-    return [Rows(0) if any(map(f.depends, out.shape)) else FREE for out in outs]
-
-
 def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """Rows of a shared table. With ``scale_grad_by_freq`` samples would meet in the backward."""
     shared = f.label(call["weight"]) is FREE and not call["scale_grad_by_freq"]
@@ -399,6 +392,7 @@ def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
     value, states, weights = args[:3]
     states = list(states) if isinstance(states, list | tuple) else [states]
     rows, unpacked = f.label(value), isinstance(weights, list | tuple) and len(args) == 9
+    # (of a packed sequence samples lie in each other's steps; states have samples in dimension 1)
     own = unpacked and rows == Rows(0 if args[8] else 1) and value.dim() == 3
     own = own and all(f.label(state) == Rows(1) for state in states) and _all_free(f, weights)
     return [rows, *[Rows(1) for _ in states]] if own else [MEET, *[MEET for _ in states]]
@@ -444,6 +438,7 @@ def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
         return MEET
     if call["value"] is not None and f.depends(call["value"]):
         return MEET
+    # each sample writes into itself alone, and all that it writes is its own
     for other in call.others("self"):
         if f.label(other) != rows or f.size(other.shape[rows.dim]) != f.size(
             tensor.shape[rows.dim]
@@ -452,21 +447,10 @@ def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows
 
 
-def index_select(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    rows, dim = f.label(call["self"]), call["dim"] % max(call["self"].dim(), 1)
-    return _picked_from(f, call["self"], rows, [dim], [call["index"]])
-
-
-def index_into(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    """``index_add`` and ``index_copy``: what is put in must lie where it was picked from."""
-    tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
-    rows = f.label(tensor)
-    there = _picked_from(f, tensor, rows, [dim], [call["index"]])
-    return rows if isinstance(rows, Rows) and f.label(call["source"]) == there else MEET
-
-
 def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
-    """The dimensions that ``tensor[...]`` indexes by tensors, and these tensors."""
+    """The dimensions that an operator indexes by tensors, and these tensors."""
+    if call["indices"] is None:  # `index_select` and the like have one
+        return [call["dim"] % max(call["self"].dim(), 1)], [call["index"]]
     picks = list(call["indices"])
     at = [place for place, pick in enumerate(picks) if pick is not None]
     return at, [picks[place] for place in at]
@@ -501,6 +485,7 @@ def _picked_from(
     """The label of ``tensor[...]``, indexed by tensors of integers in the dimensions ``at``."""
     if rows is MEET or any(_is_mask(t) for t in tensors):
         return MEET
+    # NumPy's rule: what the indices make stands where they are, if they are neighbours, else first
     count = max(t.dim() for t in tensors)
     adjacent = at == list(range(at[0], at[-1] + 1))
     start = at[0] if adjacent else 0
@@ -539,7 +524,8 @@ def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
 
 
 def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor, value = call["self"], call["values"]
+    """Into ``tensor[...]``; what is put in must lie where it would be picked from."""
+    tensor, value = call["self"], call["source"] if call["values"] is None else call["values"]
     at, tensors = _picks(call)
     rows = f.label(tensor)
     if not isinstance(rows, Rows):
@@ -556,7 +542,9 @@ def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     count = tensor.dim() - len(at) + max(t.dim() for t in tensors)
     if not isinstance(there, Rows) or value.dim() > count:
         return MEET
-    if tensor.dim() == 1 and f.is_whole(there.picked, tensor.shape[0]):
+    # (what is added to other numbers is no place)
+    replaces = call["accumulate"] is False
+    if replaces and tensor.dim() == 1 and f.is_whole(there.picked, tensor.shape[0]):
         size = f.size(tensor.shape[0])  # `inverse[order] = arange(len(order))`
         if f.label(value) == Rows(0, 1, Places(sympy.Integer(1), size)):
             return replace(rows, places=Places(sympy.Integer(1), size, there.picked))
@@ -568,18 +556,16 @@ def nonzero(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 
     The column of the samples' dimension holds places of samples.
     """
-    mask, rows = call["self"], f.label(call["self"])
-    assert isinstance(rows, Rows)
+    mask, rows = call["self"], _of_self(f, call)
     places = Places(rows.outer, f.size(mask.shape[rows.dim]), rows.picked, rows.dim)
     return Rows(0, 1, places, f.picked_by(mask, outs[0].shape[0]))
 
 
 def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     """Sorting along the samples is known of 1-d tensors: the order that samples get has a name."""
-    tensor, rows = call["self"], f.label(call["self"])
-    if rows != Rows(0, getattr(rows, "outer", 1)) or tensor.dim() != 1:
+    tensor, rows = call["self"], _of_self(f, call)
+    if rows != Rows(0, rows.outer) or tensor.dim() != 1:
         return along(f, call, outs)
-    assert isinstance(rows, Rows)
     picked, size = f.ordered(outs[1]), f.size(tensor.shape[0])
     places = Places(rows.outer, size)
     ascending = not call["descending"]
@@ -755,14 +741,13 @@ RULES: dict[str, Rule] = {
         ),
         attention,
     ),
-    "_transformer_encoder_layer_fwd": encoder_layer, "_native_multi_head_attention": encoder_layer,
-    "embedding": embedding,
+    "embedding": embedding, "gather": gather,
     **{name: spatial(count) for name, count in _SPATIAL.items()},
-        "gather": gather, **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
-    "index_select": index_select, "index": index, "index_put": index_put, "nonzero": nonzero,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
+    **dict.fromkeys(("index", "index_select"), index), "nonzero": nonzero,
+    **dict.fromkeys(("index_put", "index_add", "index_copy"), index_put),
     "sort": sort, "floor_divide": floor_divide, "histc": histogram, "cumsum": cumsum,
     "_grouped_mm": grouped_matrices,
-    **dict.fromkeys(("index_add", "index_copy"), index_into),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
     **dict.fromkeys(
         (
@@ -795,6 +780,7 @@ def rule_of(func: Any) -> Rule | None:
     if func.namespace != "aten":
         return grouped_matrices if is_grouped(func) else None
     name = name_of(func)
+    # before torch's mark: some of what it calls pointwise has a rule of its own
     if name in RULES:
         return RULES[name]
     return pointwise if torch.Tag.pointwise in func.tags and name not in _NOT else None

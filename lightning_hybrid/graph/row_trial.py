@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.autograd import outside_of_transforms
-from lightning_hybrid._torch.symbols import is_symbolic, symbols_in, value_with
+from lightning_hybrid._torch.symbols import captured_value, is_symbolic, symbols_in, value_with
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.graph.annotate import FAILURES
 from lightning_hybrid.graph.rows import Label, Rows, joined, slices
@@ -79,6 +79,8 @@ class Trial:
                 *zip(parts, _SIZES, (0, _SIZES[0])),
             )
         )
+        # (a gradient of what all samples share is a sum over them; there is none to compare of an
+        # input that takes no part)
         results = zip(self.results, whole[0], among[0], *(outputs for outputs, _ in found))
         gradients = zip(self.labels, whole[1], among[1], *(inputs for _, inputs in found))
         return all(_is_own(*each) for each in results) and all(
@@ -124,7 +126,7 @@ class Trial:
         known = value_with(number, dict.fromkeys(self.symbols, samples))
         if known is None and not set(self.symbols).isdisjoint(symbols_in(number)):
             raise ValueError("a size of which the samples are a part")
-        return value_with(number, {}, hint=True) if known is None else known
+        return captured_value(number) if known is None else known
 
     def _random(self, like: Tensor, scale: float) -> Tensor:
         shape = [self._number(size, sum(_SIZES)) for size in like.shape]

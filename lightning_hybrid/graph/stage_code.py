@@ -103,6 +103,7 @@ class GraphCode:
 
         nodes = []
         for node in graph.nodes:
+            # (by name: an operator is an object of its process, and cannot be pickled)
             target = node.target if isinstance(node.target, str) else qualified_name(node.target)
             if is_region(node):
                 target = qualified_name(checkpointed)
@@ -262,6 +263,7 @@ def qualified_name(function: Any) -> str:
     if of_numpy is not None:
         kind, called = of_numpy
         return f"{_NUMPY}{kind}:{called if isinstance(called, str) else qualified_name(called)}"
+    # a name is good only if it leads back to this very function
     for name in _candidates(function):
         try:
             if function_named(name) is function or function_named(name) == function:

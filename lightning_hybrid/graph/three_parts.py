@@ -20,12 +20,12 @@ import torch
 from sympy import sympify
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch.graphs import copy_source, exit_autocast, set_gradients
+from lightning_hybrid._torch.graphs import copy_source
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.symbols import is_symbolic, symbols_in, value_with
 from lightning_hybrid.graph.graph import NetworkGraph, is_symbol
 from lightning_hybrid.graph.graph_from_dynamo import describe_part, rows_of_input
-from lightning_hybrid.graph.mode_regions import Open, open_at
+from lightning_hybrid.graph.mode_regions import Open, open_at, switched
 from lightning_hybrid.graph.partition import layer_flops
 from lightning_hybrid.graph.reached import reached
 from lightning_hybrid.graph.row_proof import Followed, follow
@@ -63,19 +63,27 @@ class Divided:
     """
 
     def __init__(self, graph: NetworkGraph, *, divides: bool, draws: bool = True) -> None:
-        self._whole = self.heavy = graph
-        self._parts: _Parts | None = None
+        self._graph = self.heavy = graph
+        self._plan: _Plan | None = None
         if graph.is_static or not divides:
             return
         plan = _divide(graph, draws)
         if isinstance(plan, str):
             graph.meets = plan
-            return
-        if not plan.tail and not plan.prologue:
+        elif not plan.tail and not plan.prologue:
             _label(graph, plan, {n: n for n in graph.graph.nodes})
-            return
-        parts = _Parts(graph, plan)
-        self._parts, self.heavy = parts, parts.heavy
+        else:
+            self._take_apart(plan)
+
+    def _take_apart(self, plan: _Plan) -> None:
+        graph, nodes = self._graph, list(self._graph.graph.nodes)
+        prologue = [node for node in nodes if node in plan.prologue]
+        outputs = [node for node in nodes if node in plan.tail and node in graph.outputs]
+        self._plan = plan
+        self._prologue = _Beside(graph, plan.early, prologue)
+        self._tail = _Beside(graph, plan.tail, outputs)
+        self._inputs, self.heavy = _heavy_part(graph, plan)
+        self._shapes = {n: n.meta["example_value"] for n in nodes if n.meta.get("shape")}
 
     def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
         """What the graph returns.
@@ -84,7 +92,21 @@ class Divided:
             values: the arguments of the graph.
             run: computes the heavy part.
         """
-        return run(self._whole, values) if self._parts is None else self._parts(values, run)
+        graph = self._graph
+        if self._plan is None:
+            return run(graph, values)
+        # 1. What the driver has by itself: the call's inputs, and what follows from their sizes.
+        sizes = graph.sizes(graph.bind(values))
+        found = {node: values[place] for node, place in graph.place.items()}
+        found |= zip(graph.numbers, graph.values_of_numbers(sizes))
+        for node, shape in self._shapes.items():
+            found[node] = torch.Size(value_with(size, sizes) for size in shape)
+        # 2. The three parts, each from the values of those before it. Prologue and tail run under
+        #    autograd like the code around the network.
+        found |= self._prologue(found)
+        found |= zip(self._plan.taken, run(self.heavy, [found[n] for n in self._inputs]))
+        found |= self._tail(found)
+        return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
 
 
 @dataclass(frozen=True)
@@ -117,6 +139,7 @@ class _Plan:
 
 def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
     """How a graph is divided, or in words why its batches must stay whole."""
+    # 1. What no division could mend: a second micro-batch would see what the first has changed.
     for layer in graph.layers:
         where = f"{layer.module}.{layer.name}".removeprefix(".")
         other = [name for name in layer.written if not _is_statistic(graph.network, name)]
@@ -128,6 +151,8 @@ def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
         # each micro-batch would change it anew; the rows of an input are its own
         if leaf.rows is None:
             return f"{leaf.name} is changed in place"
+    # 2. Follow the samples. Taken for samples are all sizes that were equal in the first call, then
+    #    that of the first input alone; a division without a tail is the best.
     found: list[_Plan | str] = []
     for symbols in dict.fromkeys((graph.symbols, graph.symbols[:1])):
         # an input may have this size by accident (weights of as many classes)
@@ -176,12 +201,15 @@ class _Dividing:
                 self.writers.setdefault(memory, []).append(layer.node)
 
     def plan(self) -> _Plan | str:
+        # 1. The tail and the prologue, which the driver computes of all samples.
         outputs = [node for node in self.graph.outputs if isinstance(node, fx.Node)]
         tail = self._tail(outputs)
         # what is drawn of no weight is drawn in the order of the graph
         drawn = {n for n in tail if n in self.followed.early and self._is_random(n)}
         tail, prologue = tail - drawn, frozenset(self.followed.prologue | drawn)
         early = self._behind(prologue)
+        # 2. The heavy part: all that others take of it, and all other layers that treat samples one
+        #    by one; these may write (running statistics) though nobody takes what they return.
         wanted = {*outputs, *(taken for node in tail for taken in node.all_input_nodes)}
         # the driver has inputs, and numbers that follow from sizes, by itself
         taken = [n for n in wanted - tail - prologue if n in self.graph.tensors or not _is_given(n)]
@@ -189,17 +217,15 @@ class _Dividing:
         layers = [n for layer in self.graph.layers for n in (layer.node, *layer.parts)]
         own = [n for n in layers if n not in tail | early and not self.followed.meets(n)]
         heavy = self._behind([*own, *taken], stop=prologue)
-        # what the driver computes for all samples, the stages wait for
+        # 3. Whether that is worth it, and right: what the driver computes, the stages wait for.
         share = self._share(tail | early)
         if share > LIGHT:
             return f"{self._said(tail | prologue)}, and {share:.0%} of the load follows"
-        problem = self._problem(tail, prologue, early, heavy, taken)
-        if problem is not None:
-            return problem
         tried = tuple(sorted(self.graph.place_of(node) for node in self.followed.tried))
         summary = self._summary(early, tail)
         parts = prologue, frozenset(early), frozenset(tail), frozenset(heavy)
-        return _Plan(self.followed, *parts, tuple(taken), tried, summary)
+        plan = _Plan(self.followed, *parts, tuple(taken), tried, summary)
+        return self._problem(plan) or plan
 
     def _summary(self, early: Collection[fx.Node], tail: Collection[fx.Node]) -> str:
         words = ["proof"]
@@ -256,42 +282,39 @@ class _Dividing:
         # what is neither a tensor nor a number does not come back from stages
         return node not in self.graph.info and not node.meta.get("scalar")
 
-    def _problem(
-        self,
-        tail: Collection[fx.Node],
-        prologue: Collection[fx.Node],
-        early: Collection[fx.Node],
-        heavy: Collection[fx.Node],
-        taken: Sequence[fx.Node],
-    ) -> str | None:
+    def _problem(self, plan: _Plan) -> str | None:
         """Why these three parts would not compute what the graph does."""
+        tail, prologue, early = plan.tail, plan.prologue, plan.early
+        # 1. What the driver computes must not be computed again by stages, or differently.
         for node in {*tail, *early} & self.layers.keys():
-            twice = node in heavy and (node in tail or node in prologue)
-            if (
-                reason := self._of_beside(node, tail if node in tail else early, twice)
-            ) is not None:
+            twice = node in plan.heavy and (node in tail or node in prologue)
+            reason = self._of_beside(node, tail if node in tail else early, twice)
+            if reason is not None:
                 return f"{self._said([node])}, and {reason}"
-        if (reason := self._of_draws(tail, early, heavy)) is not None:
+        # 2. Random numbers, in the order of one device.
+        if (reason := self._of_draws(plan)) is not None:
             return reason
-        for node in (*taken, *prologue):
+        # 3. What crosses between parts has its value of the moment when the graph reads it: a write
+        #    that the graph does later must not come before the parts are joined.
+        for node in (*plan.taken, *prologue):
             readers = [self.order[u] for u in node.users if u in tail] or [len(self.order)]
             first = -1 if node in prologue else min(readers)
             changes = [w for m in self._memory(node) for w in self.writers.get(m, ())]
             late = [w for w in changes if self.order[w] > first and w not in early]
             if late:
                 return f"{self.graph.place_of(late[0])} changes what is used for all samples"
-        return next(filter(None, map(self._of_taken, (*taken, *prologue))), None)
+        return next(filter(None, map(self._of_taken, (*plan.taken, *prologue))), None)
 
-    def _of_draws(
-        self, tail: Collection[fx.Node], early: Collection[fx.Node], heavy: Collection[fx.Node]
-    ) -> str | None:
+    def _of_draws(self, plan: _Plan) -> str | None:
         """Why these parts would not draw the random numbers that the graph does."""
+        # (the driver draws the prologue's numbers first, whatever stood before them in the graph)
         random = [node for node in self.order if self._is_random(node)]
-        own = [node for node in random if node in heavy and node not in early]
+        own = [node for node in random if node in plan.heavy and node not in plan.early]
         if own and not self._draws:
             return f"{self._at(own[0])} draws random numbers that are not made of sizes alone"
-        late = next((node for node in random if node in tail), None)
-        if late is not None and any(self.order[n] > self.order[late] for n in random if n in early):
+        late = next((node for node in random if node in plan.tail), None)
+        first = [self.order[node] for node in random if node in plan.early]
+        if late is not None and max(first, default=-1) > self.order[late]:
             return f"{self._at(late)} draws random numbers before others that are drawn first"
         return None
 
@@ -357,32 +380,6 @@ def _label(heavy: NetworkGraph, plan: _Plan, copies: dict[fx.Node, fx.Node]) -> 
     heavy.meets, heavy.split_by, heavy.tried = None, plan.summary, plan.tried
 
 
-class _Parts:
-    """A graph in its three parts."""
-
-    def __init__(self, graph: NetworkGraph, plan: _Plan) -> None:
-        self._graph, self._plan = graph, plan
-        nodes = list(graph.graph.nodes)
-        prologue = [node for node in nodes if node in plan.prologue]
-        outputs = [node for node in nodes if node in plan.tail and node in graph.outputs]
-        self._prologue = _Beside(graph, plan.early, prologue)
-        self._tail = _Beside(graph, plan.tail, outputs)
-        self._inputs, self.heavy = _heavy_part(graph, plan)
-        self._shapes = {n: n.meta["example_value"] for n in nodes if n.meta.get("shape")}
-
-    def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
-        graph = self._graph
-        sizes = graph.sizes(graph.bind(values))
-        found = {node: values[place] for node, place in graph.place.items()}
-        found |= zip(graph.numbers, graph.values_of_numbers(sizes))
-        for node, shape in self._shapes.items():
-            found[node] = torch.Size(value_with(size, sizes) for size in shape)
-        found |= self._prologue(found)
-        found |= zip(self._plan.taken, run(self.heavy, [found[n] for n in self._inputs]))
-        found |= self._tail(found)
-        return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
-
-
 class _Beside:
     """The prologue or the tail, which the driver computes like code around the network.
 
@@ -405,13 +402,15 @@ class _Beside:
             copies[node] = code.placeholder(node.name)
         for node in constants:
             copies[node] = code.node_copy(node)
+        # operations run in the modes (autocast, no_grad) that they had in the graph, and the code
+        # around the network must find its own modes again
         number = {n: i for i, y in enumerate(graph.layers) for n in (y.node, *y.parts)}
         now = Open(graph.differentiable)
         for node in own:
             if node in number:
-                now = _switched(code, now, open_at(graph, number[node]))
+                now = switched(code, now, open_at(graph, number[node]))
             copies[node] = code.node_copy(node, copies.__getitem__)
-        _switched(code, now, Open(graph.differentiable))
+        switched(code, now, Open(graph.differentiable))
         code.output([copies[node] for node in returned])
         self._code = GraphCode.of(code, graph.attributes, graph.device).function(graph.device)
 
@@ -428,20 +427,10 @@ def _is_given(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr") or bool(follows)
 
 
-def _switched(code: fx.Graph, now: Open, wanted: Open) -> Open:
-    """Switch modes in code from those of one place to those of another."""
-    if now == wanted:
-        return now
-    for copy in reversed(now.autocasts):
-        code.call_function(exit_autocast, (copy,))
-    if now.gradients != wanted.gradients:
-        code.call_function(set_gradients, (wanted.gradients,))
-    return replace(wanted, autocasts=tuple(code.node_copy(n) for n in wanted.autocasts))
-
-
 def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], NetworkGraph]:
     """What the heavy part takes, in order, and its graph."""
     nodes = list(graph.graph.nodes)
+    # 1. It takes inputs, results of the prologue in their place, and what tells it its sizes.
     inputs = {n for n in plan.heavy if n.op == "placeholder"} | {*plan.taken} & {*graph.place}
     inputs |= _with_sizes(graph, plan, inputs)
     code, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -451,9 +440,11 @@ def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], Networ
         copies[node] = copy = code.placeholder(node.name)
         copy.meta = {k: v for k, v in node.meta.items() if k not in ("scalar", "number")}
         copy_source(node, copy)
+    # 2. It computes its own nodes, in the order of the graph.
     for node in nodes:
         if node in plan.heavy and node not in copies and node.op != "output":
             copies[node] = code.node_copy(node, copies.__getitem__)
+    # 3. It returns what the tail or the caller takes.
     returned = []
     for node in plan.taken:
         copy = copies[node]
@@ -462,6 +453,7 @@ def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], Networ
             copy.meta = {"example_value": node.meta["example_value"]}
         returned.append(copy)
     code.output(tuple(returned))
+    # 4. It is described like a captured network, and is one for all that follows.
     tensors = {copies[n]: name for n, name in graph.tensors.items() if n in copies}
     heavy = describe_part(graph, code, tensors)
     _label(heavy, plan, copies)

@@ -23,13 +23,13 @@ from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lacks, what_would_fit
 from lightning_hybrid.planning.memory_free import free_addresses, free_bytes, free_of_host, free_on
 from lightning_hybrid.planning.memory_needed import ASSUMED_TENSORS, optimizer_bytes
-from lightning_hybrid.planning.partition_table import PartitionTable, measured_table
+from lightning_hybrid.planning.partition_table import CalledNetwork, PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
-from lightning_hybrid.planning.planner import make_plan
-from lightning_hybrid.planning.search import AUTO, Method, PlanSettings
+from lightning_hybrid.planning.planner import Site, make_plan
+from lightning_hybrid.planning.search import AUTO, Method, Objective, PlanSettings
 from lightning_hybrid.planning.shares import batch_sizes, deal, without_the_slowest
-from lightning_hybrid.planning.sizes import Machine, Sizes, choose
+from lightning_hybrid.planning.sizes import Machine, Prediction, Sizes
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import speedup
 from lightning_hybrid.planning.units import parse, spell
@@ -38,6 +38,7 @@ __all__ = [
     "ASSUMED_TENSORS",
     "AUTO",
     "TOLERANCE",
+    "CalledNetwork",
     "Cluster",
     "CopiedStages",
     "Device",
@@ -45,18 +46,20 @@ __all__ = [
     "Links",
     "Machine",
     "Method",
+    "Objective",
     "PartitionTable",
     "Plan",
     "PlanSettings",
+    "Prediction",
     "Rates",
     "Section",
+    "Site",
     "Sizes",
     "StepProblem",
     "Way",
     "batch_sizes",
     "best_chain",
     "best_cuts",
-    "choose",
     "deal",
     "device_name",
     "free_addresses",
@@ -69,7 +72,6 @@ __all__ = [
     "look_at",
     "make_plan",
     "measure_speed",
-    "measured_table",
     "memory_of_rank",
     "of_slowest",
     "optimizer_bytes",

@@ -76,10 +76,11 @@ def describe(
     return {
         "format": FORMAT,
         "versions": {name: _version(name) for name in ("lightning-hybrid", "torch")},
-        "network": _digest(_network(graph, partitions)),
+        "network": hashlib.sha256("\n".join(_network(graph, partitions)).encode()).hexdigest(),
         "class": type(graph.network).__qualname__,
         "inputs": [[list(leaf.shape), str(leaf.dtype), list(leaf.stride())] for leaf in leaves],
         "device": _device(device),
+        # kernels are chosen by these: with others the same network takes another time
         "precision": {
             "autocast": str(autocast_dtype(device)),
             "matmul": torch.get_float32_matmul_precision(),
@@ -108,6 +109,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         return {"name": device_name(device), "cuda": str(torch.version.cuda)}
     return {
+        # hosts of a cluster share a home folder, and perhaps not their model
         "name": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -134,10 +136,6 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The type that autocast computes in at this moment; None: it is off."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _digest(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _read(path: Path, what: dict[str, Any], partitions: int) -> Profile | None:

@@ -54,7 +54,9 @@ def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], f
         raise PlanError(f"order{tuple(order)} must name each of the {problem.m} devices once")
     programme = _Programme(problem, order)
     ends = fair_ends(problem, order)
+    # a good chain first: what cannot beat it is never extended in the full pass
     ends = programme.run(programme.time_s(ends), _FEW) or ends
+    # labels multiply with partitions and with devices; above this the quick pass must do
     if problem.n * problem.m <= _SMALL:
         ends = programme.run(programme.time_s(ends), None) or ends
     step_s = programme.time_s(ends)
@@ -218,6 +220,7 @@ class _Programme:
         before = np.concatenate([np.arange(count) for count in counts])
         labels = self._extended(stage, start, end, np.concatenate([after[e] for e in ends]))
         least = self._least_s(stage, start, labels)
+        # rounding must not make a chain of the same time look like a better one
         kept = np.flatnonzero(least < limit_s * (1 - 1e-12))
         if not kept.size:
             return None

@@ -71,6 +71,7 @@ class Rates:
         """Seconds of the all-reduce of `size` bytes over some replicas, as a ring of them does."""
         if replicas == 1:
             return 0.0
+        # a ring of R ranks sends 2 (R - 1) / R of the bytes, and was measured with another R
         share = (replicas - 1) / replicas * self.ranks / (self.ranks - 1)
         return self.reduce_s + share * size / self.reduce_bytes_per_s
 
@@ -222,6 +223,7 @@ def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:
             "devices: give one relative speed per device, in the order of the ranks, or 'auto'."
         )
     for rank, value in enumerate(values):
+        # True is an int to Python
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 < value < math.inf:
             raise PlanError(
@@ -274,6 +276,7 @@ def want_second_look(devices: Sequence[Device]) -> bool:
 
 def with_second_look(devices: Sequence[Device]) -> list[Device]:
     """What a long look says: twins that are close to equal then have their mean speed."""
+    # what differs in a long look as well is slower indeed, and keeps its own number
     means = {
         kind: statistics.mean(device.units_per_s for device in twins)
         for kind, twins in _twins(devices).items()
@@ -311,6 +314,7 @@ def _crowded(devices: Sequence[Device]) -> list[list[int]]:
     groups = [
         [rank for rank, other in enumerate(places) if other == place]
         for place in dict.fromkeys(places)
+        # an accelerator has no cores, and nobody shares it
         if place[1]
     ]
     return [

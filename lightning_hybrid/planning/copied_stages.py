@@ -11,8 +11,9 @@ from math import comb
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.chains import fair_ends
-from lightning_hybrid.planning.dealt_time import DealtCosts, Edge, dealt_s
+from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.looped_placements import improved
+from lightning_hybrid.planning.simulate import DealtCosts, Edge
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import Copy
@@ -85,6 +86,7 @@ class CopiedStages:
     def costs(self, ends: Sequence[int]) -> DealtCosts:
         """What each copy takes."""
         slowest = self.stage_costs(ends)
+        # copies may differ in speed and links, not in what they compute
         alike = DealtCosts.alike(slowest, self.copies)
         if self.links is not None:
             alike = replace(alike, edges=self._edges(self.links, ends))

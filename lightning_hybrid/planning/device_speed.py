@@ -37,6 +37,7 @@ def look_at(device: torch.device, speed: tuple[float, float] = (0.0, 0.0)) -> De
     return Device(
         host=socket.gethostname(),
         name=device_name(device),
+        # all of a host: its ranks are known later, and divide it then
         memory_bytes=host_bytes() if on_cpu else torch.cuda.mem_get_info(device)[0],
         memory_limits=memory_limits() if on_cpu else (),
         cores=tuple(sorted(cores)) if on_cpu else (),
@@ -77,6 +78,7 @@ def update_s_per_byte(device: torch.device) -> float:
     for _ in range(_UPDATES):
         start_s = clock()
         parameters.add_(gradients, alpha=-0.1)
+        # the least: other work makes it slower, and nothing makes it faster
         best_s = min(best_s, clock() - start_s)
     return _PASSES * best_s / parameters.nbytes
 

@@ -30,6 +30,8 @@ class FreePlacements:
         """Runs on random devices, between one and three for each device."""
         n, m = self.problem.n, self.problem.m
         count = int(rng.integers(m, min(n, 3 * m) + 1))
+        # where memory is tight most random placements do not fit, and generations would be spent
+        # on finding the first that does
         for _ in range(50):
             cuts = np.sort(rng.choice(n - 1, count - 1, replace=False)) + 1
             devices = rng.permutation(np.concatenate([np.arange(m), rng.integers(m, size=count)]))
@@ -71,6 +73,7 @@ class FreePlacements:
 
     def _mended(self, genes: list[int], rng: np.random.Generator) -> Labels:
         """Put the last partition on device 0, and give every device without one a partition."""
+        # the driver computes the loss, so it must have the end of the network
         genes[-1] = 0
         missing = set(range(self.problem.m)) - set(genes)
         for device in sorted(missing):

@@ -38,6 +38,7 @@ def best_loop(problem: StepProblem) -> tuple[list[int], list[int]]:
     best: tuple[float, list[int], list[int]] | None = None
     for rounds in range(2, most + 1):
         devices = list(loop_order(problem.m, rounds))
+        # loops of other rounds have other numbers of cuts: each is improved by itself
         ends = improved(fair_ends(problem, devices), partial(problem.step_time_s, devices=devices))
         step_s = problem.step_time_s(ends, devices)
         if best is None or step_s < best[0]:

@@ -81,6 +81,7 @@ def measure(
         advance: called before each partition with its number, from 1, and that of all.
     """
     device = device or graph.device
+    # layers draw random numbers, which the user's generators must not notice
     forked = [device] if device.type == "cuda" else []
     with (
         torch.inference_mode(False),
@@ -111,6 +112,7 @@ def _measure(
         for leaf, value in zip(graph.leaves, map(_outside_inference, fresh(graph, leaves)))
     ]
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
+    # most networks repeat a block: each kind is measured once
     known: dict[Hashable, tuple[_Times, int, int]] = {}
     profiles = []
     codes = cut(graph, partitions, range(1, len(partitions)))
@@ -185,6 +187,7 @@ def _medians(once: Callable[[], tuple[float, ...] | None], repeats: int) -> list
         if (times := once()) is None:
             return []
         found.append(times)
+    # a median forgets the one run that something has disturbed
     return [statistics.median(column) for column in zip(*found)]
 
 
@@ -241,6 +244,7 @@ class _Partition:
             return forward_s, 0.0
         ones = [torch.ones_like(result) for result in results]
         start = self.clock()
+        # an input may have no way to the outputs
         torch.autograd.grad(results, needed, ones, allow_unused=True)
         return forward_s, self.clock() - start
 
@@ -283,6 +287,7 @@ class _Held:
 
     def pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        # autograd saves views, and several of one storage hold it once
         if storage.data_ptr() not in self._kept:
             self._kept[storage.data_ptr()] = storage
             self._bytes += storage.nbytes()

@@ -159,6 +159,7 @@ def _filled(
         while position < last and taken[device] + held[position] <= limits[device]:
             taken[device] += held[position]
             position += 1
+        # a stage without a partition is none
         if position == begun:
             return None
     return taken if position == len(held) else None
@@ -167,6 +168,7 @@ def _filled(
 def what_lacks(tried: Sequence[Fit]) -> str:
     """Of each number of stages that was tried the nearest: what its devices lack."""
     nearest: dict[int, Fit] = {}
+    # of many that fail the nearest says most, once for each number of stages
     for fit in sorted(tried, key=_worst):
         nearest.setdefault(fit.way.stages, fit)
     return "; ".join(map(str, [*nearest.values()][:_SHOWN]))
@@ -196,6 +198,7 @@ def _ways(nearest: Fit) -> Iterator[Way]:
     """Ways that fit: as many stages and more micro-batches, or more stages."""
     stages, microbatches = nearest.way.stages, nearest.way.microbatches
     room = min(nearest.limits)
+    # powers of two divide most batches
     counts = [m for m in (2**k for k in range(1, 7)) if microbatches <= m <= nearest.batch]
     again = [m for m in sorted({*counts, microbatches}) if nearest.may_recompute and m > 1]
     if stages > 1:
@@ -250,6 +253,7 @@ def check_memory(
     largest = max(range(len(needed)), key=needed.__getitem__)
     roomiest = max(range(len(limits)), key=limits.__getitem__)
     more = ""
+    # the simplest reason first: it names the one thing to change
     if needed[largest] > limits[roomiest]:
         problem = (
             f"network partition {profile.partitions[largest].name!r} needs{again} "

@@ -20,6 +20,7 @@ Limit = tuple[str, int]
 """Whose it is, and bytes that are left. Processes of a host that name the same one share it."""
 
 _FILES = {
+    # the plain counters of version 1 leave out the groups below; those of version 2 do not
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
@@ -29,6 +30,7 @@ def host_bytes(proc: Path = Path("/proc")) -> int | None:
     """Bytes that processes of this host may still take together; ``None``: it does not say."""
     with suppress(OSError):
         for line in (proc / "meminfo").read_text().splitlines():
+            # with the caches that the system gives up on demand; MemFree leaves them out
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return None

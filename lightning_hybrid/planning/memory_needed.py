@@ -51,6 +51,7 @@ def optimizer_bytes(
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     sizes: dict[str, int] = {}
     for optimizer in optimizers:
+        # subclasses keep what their base keeps
         kinds = [kind.__name__ for kind in type(optimizer).__mro__]
         known = next((_TENSORS[kind] for kind in kinds if kind in _TENSORS), None)
         for group in optimizer.param_groups:
@@ -188,12 +189,14 @@ def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
     steps, passing = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
     # the driver, device 0, has the batch and the outputs beside its stages
     steps[0] = life.batch_bytes
+    # no cut leads to stage 0: its inputs are the batch, which the driver has
     inputs = [0, *(row.cut_bytes or 0 for row in rows[:-1])]
     for row, taken in zip(rows, inputs):
         crossing = plan.microbatches * (row.cut_bytes or 0) + 2 * max(taken, row.cut_bytes or 0)
         again = plan.microbatches * taken if plan.recompute else 0
         steps[row.device] += (row.memory_bytes or 0) + crossing + again
         sizes = (life.passing_bytes.get(name, 0) for name in row.partitions)
+        # operations run one at a time, so of these the largest counts and not the sum
         passing[row.device] = max(passing[row.device], *sizes)
     peaks = {
         device: max(life.start_bytes, steps[device] + passing[device])

@@ -1,8 +1,8 @@
 """What is known of the network partitions of a chain: the one record that plans are made of."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile
 from lightning_hybrid.planning.cache import cached
-from lightning_hybrid.planning.measure import measure
+from lightning_hybrid.planning.measure import Advance, measure
 from lightning_hybrid.planning.plan import StagePlan
 from lightning_hybrid.planning.step_time import StepCosts
 
@@ -143,6 +143,7 @@ class PartitionTable:
 
     def recomputed(self) -> "PartitionTable":
         """The same where the forward runs again for the backward, which is then one."""
+        # autograd then runs the stage in one go, which leaves no two parts to separate
         return replace(self.joint(), backward_s=self.loads)
 
     def averaged(self) -> "PartitionTable":
@@ -156,6 +157,7 @@ class PartitionTable:
             size - state * (replicas - 1) / replicas
             for size, state in zip(self.kept_bytes, self.state_bytes)
         ]
+        # what is divided now must not be divided once more
         return replace(self, kept_bytes=kept, state_bytes=()) if kept else self
 
     def scaled(self, share: float) -> "PartitionTable":
@@ -206,32 +208,50 @@ def _total(sizes: Sequence[float], a: int, b: int) -> int | None:
     return round(sum(sizes[a:b])) if sizes else None
 
 
-def measured_table(
-    graph: NetworkGraph,
-    partitions: Sequence[NetworkPartition],
-    leaves: Sequence[Tensor],
-    device: torch.device,
-    state_bytes: Mapping[str, int],
-    advance: Callable[[int, int], None] | None = None,
-    *,
-    divides_states: bool = False,
-) -> PartitionTable:
-    """What partitions take on this device; from the cache of profiles where that is known.
+@dataclass(frozen=True, kw_only=True)
+class CalledNetwork:
+    """A network that was called.
 
-    Args:
-        graph: of the network.
+    Attributes:
+        name: its dotted name in the LightningModule.
+        graph: of its first call.
         partitions: of the graph.
-        leaves: the tensors of `NetworkGraph.bind` for a micro-batch.
-        device: where to measure.
-        state_bytes: what the optimizer will keep, by name of parameter.
-        advance: hears which partition is measured, from 1, and how many there are.
-        divides_states: whether replicas divide the state.
+        leaves: the tensors of that call, or of one of its micro-batches.
     """
-    profile = cached(
-        lambda: measure(graph, partitions, leaves, device=device, advance=advance),
-        graph,
-        partitions,
-        leaves,
-        device,
-    ).with_optimizer(partitions, state_bytes)
-    return PartitionTable.of(graph, partitions, profile, divides_states=divides_states)
+
+    name: str
+    graph: NetworkGraph
+    partitions: Sequence[NetworkPartition]
+    leaves: Sequence[Tensor]
+
+    def profile(self, device: torch.device, advance: Advance | None = None) -> Profile:
+        """What its partitions take on a device; from the cache of profiles where that is known.
+
+        Args:
+            device: where to measure.
+            advance: hears which partition is measured, from 1, and how many there are.
+        """
+        known = self.graph, self.partitions, self.leaves
+        measured = partial(measure, *known, device=device, advance=advance)
+        return cached(measured, *known, device)
+
+    def table(
+        self,
+        device: torch.device,
+        state_bytes: Mapping[str, int],
+        advance: Advance | None = None,
+        *,
+        divides_states: bool = False,
+    ) -> PartitionTable:
+        """What its partitions take on a device, and what they keep while they train.
+
+        Args:
+            device: where to measure.
+            state_bytes: what the optimizer will keep, by name of parameter.
+            advance: see `profile`.
+            divides_states: whether replicas divide the state.
+        """
+        profile = self.profile(device, advance).with_optimizer(self.partitions, state_bytes)
+        return PartitionTable.of(
+            self.graph, self.partitions, profile, divides_states=divides_states
+        )

@@ -67,16 +67,8 @@ class StagePlan:
 
     def without_times(self) -> Self:
         """The same, where the times are not to be relied on."""
-        return replace(
-            self,
-            forward_s=None,
-            backward_s=None,
-            weight_s=None,
-            send_s=None,
-            latency_s=None,
-            reduce_s=None,
-            step_s=None,
-        )
+        unknown: dict[str, Any] = dict.fromkeys(f.name for f in fields(self) if f.name[-2:] == "_s")
+        return replace(self, **unknown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +166,7 @@ class Plan:
         if not self.data_parallel_sizes:  # copies in all replicas
             object.__setattr__(self, "data_parallel_sizes", self._group_sizes())
         self._check_lengths()
+        self._check_copies()
         self._check_placement()
         # streams have a recomputation of their own, `delayed_weights='recompute'`
         if self.recompute and self.schedule in STREAMED:
@@ -223,20 +216,16 @@ class Plan:
     def _group_sizes(self) -> tuple[int, ...]:
         return tuple([self.replicas * copies for copies in self.copies])
 
-    def _all_devices(self) -> list[int]:
-        return [device for devices in self.owners for device in devices]
-
     def _check_copies(self) -> None:
         check_copies(self.copies, self.stages, self.schedule)
-        devices = self._all_devices()
-        if max(self.copies) > 1 and len(set(devices)) < len(devices):
+        # a device that had a copy and another stage would owe two lists of instructions an order
+        if max(self.copies) > 1 and sum(self.copies) > self.devices_per_replica:
             raise PlanError(
                 f"devices{self.devices}: where a stage has copies, each device has one stage"
             )
 
     def _check_placement(self) -> None:
-        self._check_copies()
-        named = set(self._all_devices())
+        named = {device for devices in self.owners for device in devices}
         count = len(named)
         if named != set(range(count)) or self.owners[-1][-1] != 0:
             raise PlanError(
@@ -244,6 +233,7 @@ class Plan:
                 "different ones) and end with 0, the driver's, which owns the last stage, or the "
                 "last copy of it"
             )
+        # neighbouring stages of one device are one stage: a cut between them only costs
         if count == 1 and self.stages > 1:
             raise PlanError(
                 f"stages({self.stages}) are all on one device{self.devices}: it needs no cuts"
@@ -253,6 +243,7 @@ class Plan:
                 f"schedule 'zero_bubble' gives each stage a device of its own, and devices"
                 f"{self.devices} are {count} for stages({self.stages}): use schedule 'gpipe'"
             )
+        # of devices and not of ranks: the replicas of a stage wait for the slowest one
         if self.capacities and len(self.capacities) != count:
             raise PlanError(f"devices({count}) != {len(self.capacities)} capacities")
         if self.shares and (len(self.shares) != self.replicas or min(self.shares) < 1):
@@ -278,7 +269,7 @@ class Plan:
     @property
     def devices_per_replica(self) -> int:
         """Number of devices of a replica: that of the stages, or less where some share one."""
-        return len(set(self._all_devices()))
+        return len({device for devices in self.owners for device in devices})
 
     @property
     def delays(self) -> tuple[int, ...]:
@@ -341,6 +332,7 @@ class Plan:
         try:
             for stage, row in enumerate(record.get("rows", ())):
                 _check_keys(StagePlan, row, f"stage {stage} of the plan")
+                # JSON has lists, and plans that are compared need tuples
                 rows.append(StagePlan(**{**row, "partitions": tuple(row["partitions"])}))
             return cls(**{**record, "rows": tuple(rows)})
         except TypeError as error:  # a number where a list belongs, or the like
@@ -372,6 +364,7 @@ class Plan:
             trace: Folder with the trace of a run of this plan, which is then shown beside the
                 prediction; None: that of ``LIGHTNING_HYBRID_TRACE``, if it has one.
         """
+        # the page draws plans, so it imports this module
         from lightning_hybrid.planning.plan_page import plan_page
 
         Path(path).write_text(plan_page(self, trace), encoding="utf-8")
@@ -490,6 +483,7 @@ def _devices_of(stage: int | Sequence[int]) -> int | tuple[int, ...]:
     """The devices of a stage, as a plan has them: of one copy its number alone."""
     if isinstance(stage, int):
         return stage
+    # one spelling for one copy: else a plan would not equal itself after JSON
     return stage[0] if len(stage) == 1 else tuple(stage)
 
 

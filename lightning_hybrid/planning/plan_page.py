@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from lightning_hybrid.planning.dealt_time import DealtCosts, simulate_dealt
 from lightning_hybrid.planning.plan import Plan, StagePlan, cells
-from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.planning.traced_step import Work, measured_step
 from lightning_hybrid.planning.units import spell
@@ -111,6 +110,7 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
             spans[plan.owners[event.stage][event.copy]].append(span)
     # a device steps for all of its stages when the last of them has its gradients
     for device, found in spans.items():
+        # optimizers of one device run one after the other
         step_s = sum(row.step_s or 0.0 for row in _rows(plan, device))
         start_s = max((span.end_s for span in found), default=0.0)
         if step_s:

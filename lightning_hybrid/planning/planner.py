@@ -3,22 +3,20 @@
 What the user leaves open is chosen here: the schedule, and whether forwards run twice.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile, count, find_boundary
-from lightning_hybrid.planning.cache import cached
-from lightning_hybrid.planning.cluster import Cluster
+from lightning_hybrid.graph import Profile, count, find_boundary
+from lightning_hybrid.planning.cluster import Cluster, Rates
 from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
-from lightning_hybrid.planning.measure import measure
+from lightning_hybrid.planning.measure import Advance
 from lightning_hybrid.planning.memory_check import Fit, Way, check_memory
 from lightning_hybrid.planning.memory_needed import (
     Held,
@@ -28,9 +26,9 @@ from lightning_hybrid.planning.memory_needed import (
     remaining,
     with_peaks,
 )
-from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.partition_table import CalledNetwork, PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.search import AUTO, PlanSettings, plan_stages
+from lightning_hybrid.planning.search import AUTO, PlanSettings, Replica, plan_stages
 from lightning_hybrid.schedules import STREAMED
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
@@ -43,104 +41,104 @@ are not better than that: they do not know the time between two instructions, an
 more of these."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where a network is to be placed.
+
+    Attributes:
+        replicas: number of replicas.
+        stages: number of devices of a replica; of stages, where they have copies.
+        backend: ``"gloo"`` or ``"nccl"``.
+        device: where to measure.
+        cluster: the devices; None: they are taken to be equal, and large enough.
+        beside: plans of the networks that are on these devices already, and keep their memory.
+        present_bytes: of the network, which each device had when it was asked what it may take, and
+            gives back where another one owns it.
+    """
+
+    replicas: int
+    stages: int
+    backend: str
+    device: torch.device
+    cluster: Cluster | None = None
+    beside: Sequence[Plan] = ()
+    present_bytes: int = 0
+
+    @property
+    def limits(self) -> tuple[int, ...] | None:
+        """Bytes that each device of a replica may take of the network; None: not known."""
+        limits = None if self.cluster is None else self.cluster.memory_limits
+        # what is in use by this network itself was counted as taken when devices were asked
+        left = remaining(limits, self.beside)
+        return left and tuple(limit + self.present_bytes for limit in left)
+
+    @property
+    def rates(self) -> Rates | None:
+        """What a step takes beside computing; None: not known."""
+        return None if self.cluster is None else self.cluster.rates
+
+
 def make_plan(
-    name: str,
-    graph: NetworkGraph,
-    partitions: Sequence[NetworkPartition],
-    leaves: Sequence[Tensor],
+    network: CalledNetwork,
     microbatches: int,
     *,
     settings: PlanSettings,
-    replicas: int,
-    stages: int,
-    backend: str,
-    device: torch.device,
-    cluster: Cluster | None = None,
+    site: Site,
     optimizers: Sequence[Optimizer] | None = None,
-    beside: Iterable[Plan] = (),
-    present_bytes: int = 0,
-    advance: Callable[[int, int], None] | None = None,
+    advance: Advance | None = None,
 ) -> Plan:
     """Measure the partitions on a real micro-batch and let the allocation choose the cuts.
 
     With given cut points nothing is measured: the loads are counted, the time is not predicted.
 
     Args:
-        name: dotted name of the network in the LightningModule.
-        graph: of the network.
-        partitions: of the graph.
-        leaves: the tensors of a micro-batch.
+        network: with the tensors of a micro-batch.
         microbatches: their number.
         settings: what the user has asked for.
-        replicas: number of replicas.
-        stages: number of devices of a replica; of stages, where they have copies.
-        backend: ``"gloo"`` or ``"nccl"``.
-        device: where to measure.
-        cluster: the devices; None: they are taken to be equal, and large enough.
+        site: the devices.
         optimizers: that will train it; None: it is not trained in this run, so that it needs room
             for its parameters alone.
-        beside: plans of the networks that are on these devices already, and keep their memory.
-        present_bytes: of the network, which each device had when it was asked what it may take, and
-            gives back where another one owns it.
         advance: hears which partition is measured, from 1, and how many there are.
 
     Raises:
         NetworkError: a cut point is unknown, or the network may not be cut there.
         PlanError: the network cannot be placed on that many devices.
     """
-    trains = optimizers is not None
-    first = None
+    graph, trains, first = network.graph, optimizers is not None, None
     if isinstance(settings.allocation, tuple):
-        first = _first_of_stages(name, partitions, settings.allocation)
-        profile = count(graph, partitions)
+        # where cuts are given nothing is compared: to measure would cost seconds for no decision
+        first = _first_of_stages(network, settings.allocation)
+        profile = count(graph, network.partitions)
     else:
-        measured = partial(measure, graph, partitions, leaves, device=device, advance=advance)
-        profile = cached(measured, graph, partitions, leaves, device)
+        profile = network.profile(site.device, advance)
     if optimizers is not None and profile.is_measured:
-        sharers = replicas if settings.shards_states else 1
+        sharers = site.replicas if settings.shards_states else 1
         state_bytes = optimizer_bytes(graph.network, optimizers, sharers)
-        profile = profile.with_optimizer(partitions, state_bytes)
+        profile = profile.with_optimizer(network.partitions, state_bytes)
         # gradients are averaged in buckets, copies that one replica does not need
-        averages = replicas > 1 or settings.has_copies
+        averages = site.replicas > 1 or settings.has_copies
         profile = profile.averaged() if averages else profile
-    limits = remaining(None if cluster is None else cluster.memory_limits, beside)
-    limits = limits and tuple(limit + present_bytes for limit in limits)
     # the driver has the batch, and what the network makes of it
-    passed = sum(leaf.nbytes for leaf in leaves) + 2 * profile.partitions[-1].output_bytes
+    passed = sum(leaf.nbytes for leaf in network.leaves) + 2 * profile.partitions[-1].output_bytes
     batch_bytes = microbatches * passed if trains else 0
-    # any stage may hold the partition whose operations take the most
-    working = max(row.working_bytes for row in profile.partitions)
-    rates = None if cluster is None else cluster.rates
-    table = _table(graph, partitions, profile, cluster if trains else None, replicas, trains=trains)
-    after, stage_limits = list[Any](), limits
-    if settings.has_copies:
-        owners = owners_of(settings.copies)
-        stage_limits = limits and tuple(map(int, of_slowest(limits, owners)))
-        if rates is not None and trains:
-            after = [
-                rates.after_backward(table.gradient_bytes, replicas * count)
-                for count in settings.copies
-            ]
+    rates = site.rates if trains else None
+    table = _table(network, profile, trains=trains)
+    replica = _replica(site, settings, microbatches, batch_bytes, profile)
+    if rates is not None:
+        reduce_s, step_s = rates.after_backward(table.gradient_bytes, site.replicas)
+        table = replace(table, reduce_s=reduce_s, step_s=step_s)
+        # copies average with each other too, so each stage has a ring of its own length
+        rings = [site.replicas * copies for copies in settings.copies]
+        after = [rates.after_backward(table.gradient_bytes, owners) for owners in rings]
+        replica = replace(replica, after=after)
     plan = plan_within(
         table,
         settings,
-        stage_limits
-        and tuple(
-            max(0, limit - batch_bytes * (device == 0) - working)
-            for device, limit in enumerate(stage_limits)
-        ),
-        partial(_check, profile, settings, microbatches * (graph.batch_of(leaves) or 1)),
+        replica,
+        partial(_check, profile, settings, microbatches * (graph.batch_of(network.leaves) or 1)),
         trains=trains,
         measured=profile.is_measured,
-        replicas=replicas,
-        stages=stages,
-        microbatches=microbatches,
-        capacities=None if cluster is None else cluster.capacities,
-        bandwidth_bytes_per_s=(cluster and cluster.bandwidth_bytes_per_s)
-        or BANDWIDTH_BYTES_PER_S[backend],
-        latency_s=0.0 if rates is None else rates.message_s,
         cut_points=first,
-        after=after,
     )
     if not profile.is_measured:  # counted loads say nothing of times
         return plan.without_times()
@@ -148,38 +146,53 @@ def make_plan(
     if not trains:
         return plan
     sizes = {name: p.nbytes for name, p in graph.network.named_parameters()}
+    largest = max(row.parameter_bytes for row in profile.partitions)
     life = Life(
-        start_bytes=max(present_bytes, max(row.parameter_bytes for row in profile.partitions)),
+        start_bytes=max(site.present_bytes, largest),
         passing_bytes={
             row.name: max(row.working_bytes, *(sizes[name] for name in partition.parameters), 0)
-            for row, partition in zip(profile.partitions, partitions)
+            for row, partition in zip(profile.partitions, network.partitions)
         },
         batch_bytes=batch_bytes,
-        on_cpu=device.type == "cpu",
+        on_cpu=site.device.type == "cpu",
     )
-    return with_peaks(plan, life, limits)
+    return with_peaks(plan, life, site.limits)
 
 
-def _table(
-    graph: NetworkGraph,
-    partitions: Sequence[NetworkPartition],
-    profile: Profile,
-    cluster: Cluster | None,
-    replicas: int,
-    *,
-    trains: bool,
-) -> PartitionTable:
-    """What the search knows of each partition; with a cluster, what follows the backward too."""
-    table = PartitionTable.of(graph, partitions, profile)
+def _replica(
+    site: Site, settings: PlanSettings, microbatches: int, batch_bytes: int, profile: Profile
+) -> Replica:
+    """The devices of a site, with what they have left for their stages."""
+    limits, cluster, rates = site.limits, site.cluster, site.rates
+    if settings.has_copies:
+        limits = limits and tuple(map(int, of_slowest(limits, owners_of(settings.copies))))
+    # any stage may hold the partition whose operations take the most
+    working = max(row.working_bytes for row in profile.partitions)
+    return Replica(
+        replicas=site.replicas,
+        stages=site.stages,
+        microbatches=microbatches,
+        capacities=None if cluster is None else cluster.capacities,
+        bandwidth_bytes_per_s=(cluster and cluster.bandwidth_bytes_per_s)
+        or BANDWIDTH_BYTES_PER_S[site.backend],
+        latency_s=0.0 if rates is None else rates.message_s,
+        memory_limits=limits
+        and tuple(
+            max(0, limit - working - batch_bytes * (device == 0))
+            for device, limit in enumerate(limits)
+        ),
+    )
+
+
+def _table(network: CalledNetwork, profile: Profile, *, trains: bool) -> PartitionTable:
+    """What the search knows of each partition."""
+    table = PartitionTable.of(network.graph, network.partitions, profile)
     if not trains:  # nothing is kept but the parameters
         sizes = [row.parameter_bytes for row in profile.partitions]
-        table = replace(table, kept_bytes=sizes, activation_bytes=[0] * len(sizes))
-    elif not profile.is_measured:  # counted activations are no measure of memory
-        table = replace(table, kept_bytes=(), activation_bytes=())
-    if cluster is None or cluster.rates is None:
-        return table
-    reduce_s, step_s = cluster.rates.after_backward(table.gradient_bytes, replicas)
-    return replace(table, reduce_s=reduce_s, step_s=step_s)
+        return replace(table, kept_bytes=sizes, activation_bytes=[0] * len(sizes))
+    if not profile.is_measured:  # counted activations are no measure of memory
+        return replace(table, kept_bytes=(), activation_bytes=())
+    return table
 
 
 def _check(
@@ -216,51 +229,46 @@ def _check(
     )
 
 
-def _first_of_stages(
-    name: str, partitions: Sequence[NetworkPartition], cut_points: Sequence[str]
-) -> list[str]:
+def _first_of_stages(network: CalledNetwork, cut_points: Sequence[str]) -> list[str]:
     """The first partition of each next stage of a network, where the user has given cut points.
 
     Raises:
         NetworkError: one is unknown, or the network may not be cut there.
     """
-    prefix = f"{name}." if name else ""
+    prefix = f"{network.name}." if network.name else ""
     # with several networks each has its own; one that names none of them is an error below
     mine = [point for point in cut_points if point.startswith(prefix)]
     points = [point.removeprefix(prefix) for point in mine or cut_points]
-    prefix = prefix if mine else ""
-    return [partitions[find_boundary(partitions, point, prefix)].name for point in points]
+    parts, prefix = network.partitions, prefix if mine else ""
+    return [parts[find_boundary(parts, point, prefix)].name for point in points]
 
 
 def plan_within(
     table: PartitionTable,
     settings: PlanSettings,
-    limits: tuple[int, ...] | None,
+    replica: Replica,
     check: Callable[..., None] | None = None,
     *,
-    stages: int,
-    microbatches: int,
     trains: bool = True,
     measured: bool = True,
-    **more: Any,
+    cut_points: Sequence[str] | None = None,
 ) -> Plan:
     """Plan stages that fit into memory, with what the user has left open chosen.
 
     Args:
         table: of the partitions, with what they keep and what their activations take.
         settings: what the user has asked for.
-        limits: bytes that each device of a replica may take; None: not known.
+        replica: the devices.
         check: complains in its own words where nothing fits; it gets the table, the limits, what
             is held, the way that is tried, and whether the network is trained.
-        stages: number of devices of a replica.
-        microbatches: their number.
         trains: whether there is a backward.
         measured: whether times are known.
-        **more: for :func:`plan_stages`.
+        cut_points: see :func:`plan_stages`.
 
     Raises:
         PlanError: there is no placement.
     """
+    limits, stages, microbatches = replica.memory_limits, replica.stages, replica.microbatches
 
     def plan_with(recompute: bool) -> Plan:
         held = Held([round(size) for size in table.kept_bytes])
@@ -274,15 +282,14 @@ def plan_within(
             planned = planned.recomputed()
         elif settings.compiled:  # the backward of a compiled stage cannot be split
             planned = planned.joint()
+        beside_inputs = replace(replica, memory_limits=held.room(limits))
         plan = plan_by_schedule(
             settings.schedule,
             lambda name: plan_stages(
                 planned,
                 replace(settings, schedule=name),
-                stages=stages,
-                microbatches=microbatches,
-                memory_limits=held.room(limits),
-                **more,
+                beside_inputs,
+                cut_points=cut_points,
             ),
             contiguous=settings.contiguous,
             measured=measured,
@@ -311,7 +318,9 @@ def plan_by_schedule(
     """
     if schedule != AUTO:
         return plan_with(schedule)
+    # fill-drain exists for every network and has the fewest instructions: others must beat it
     best = plan_with("gpipe")
+    # one stage has no bubble to shorten, and counts are no seconds to compare
     if best.stages == 1 or not measured:
         return best
     try:
@@ -343,6 +352,7 @@ def plan_within_memory(
     if isinstance(recompute, bool):
         return plan_with(recompute)
     try:
+        # a forward that runs twice is a third more to compute, so this comes first
         plan = plan_with(False)
     except PlanError:
         return plan_with(True)

@@ -81,19 +81,40 @@ class PlanSettings:
         return max(self.copies, default=1) > 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """The devices of a replica, and what they do with a batch.
+
+    Attributes:
+        replicas: number of replicas, which are all alike.
+        stages: number of devices of each, and of its stages if those are contiguous. With copies
+            that of the stages.
+        microbatches: number of micro-batches.
+        capacities: relative speeds of the devices; None: all equal. Device 0 is the driver's and
+            gets the last stage.
+        bandwidth_bytes_per_s: speed of the links between the devices.
+        latency_s: their latency.
+        memory_limits: what each device may hold, a hard limit; None: no limit. With copies of each
+            stage, the driver's first.
+        after: of stages with copies, what follows the last backward.
+    """
+
+    replicas: int = 1
+    stages: int
+    microbatches: int
+    capacities: Sequence[float] | None = None
+    bandwidth_bytes_per_s: float = float("inf")
+    latency_s: float = 0.0
+    memory_limits: tuple[int, ...] | None = None
+    after: AfterBackward = ()
+
+
 def plan_stages(
     table: PartitionTable,
     settings: PlanSettings,
+    replica: Replica,
     *,
-    replicas: int,
-    stages: int,
-    microbatches: int,
-    capacities: Sequence[float] | None = None,
-    bandwidth_bytes_per_s: float = float("inf"),
-    latency_s: float = 0.0,
-    memory_limits: Sequence[int] | None = None,
     cut_points: Sequence[str] | None = None,
-    after: AfterBackward = (),
 ) -> Plan:
     """Choose where to cut a chain of network partitions, and predict the time of a step.
 
@@ -103,63 +124,52 @@ def plan_stages(
     Args:
         table: What is known of the partitions.
         settings: What the user has asked for, with the schedule chosen.
-        replicas: Number of replicas.
-        stages: Number of devices of a replica, and of its stages if those are contiguous. With
-            copies that of the stages.
-        microbatches: Number of micro-batches.
-        capacities: Relative speeds of the devices of a replica; None: all equal. Device 0 is the
-            driver's and gets the last stage.
-        bandwidth_bytes_per_s: Speed of the links between the devices.
-        latency_s: Their latency.
-        memory_limits: What each device of a replica may hold, a hard limit; None: no limit.
+        replica: The devices.
         cut_points: Names of the first partition of each next stage, instead of a search; each
             device has one. They are taken and predicted even where they do not fit.
-        after: Of stages with copies, what follows the last backward.
 
     Raises:
         PlanError: more stages than partitions, an unknown or misplaced cut point or schedule, or no
             placement.
     """
-    schedule = settings.schedule
-    given = capacities
-    if settings.has_copies and capacities is not None:
-        capacities = of_slowest(capacities, owners_of(settings.copies))
-    speeds = [1.0] * stages if capacities is None else list(capacities)
+    schedule, stages, given = settings.schedule, replica.stages, replica.capacities
+    speeds = [1.0] * stages if given is None else list(given)
+    if settings.has_copies and given is not None:
+        # the other copies of a stage wait for its slowest one: that is all the cuts need to know
+        speeds = of_slowest(given, owners_of(settings.copies))
     _check_shape(stages, len(table.names), speeds, settings)
     problem = StepProblem(
         table=table,
         speeds=speeds,
-        links=Links.equal(stages, bandwidth_bytes_per_s, latency_s),
+        links=Links.equal(stages, replica.bandwidth_bytes_per_s, replica.latency_s),
         # a stream has no end: many micro-batches make the fill and the drain negligible
-        microbatches=_STREAM if schedule in STREAMED else microbatches,
-        memory_limits=memory_limits or (),
+        microbatches=_STREAM if schedule in STREAMED else replica.microbatches,
+        memory_limits=replica.memory_limits or (),
     )
+    capacities = tuple(speeds)
+    devices: tuple[int | tuple[int, ...], ...]
     if settings.has_copies:
         copied = CopiedStages(
-            chain=problem, copies=settings.copies, speeds=given or (), after=after
+            chain=problem, copies=settings.copies, speeds=given or (), after=replica.after
         )
-        return _with_copies(copied, settings, replicas, cut_points)
-    if cut_points is None:
-        ends, devices, chosen_by = _best(problem, settings)
+        ends, chosen_by = _cuts_of_copies(copied, settings, cut_points)
+        devices, capacities = owners_of(settings.copies), tuple(copied.speeds)
+        costs = replace(copied.stage_costs(ends), devices=[*map(min, devices)])
+        predicted_s = dealt_s(copied.costs(ends), replica.microbatches)
     else:
-        ends, devices = _given_for(schedule, table.names, cut_points, stages)
-        chosen_by = "given"
-    costs = problem.costs(ends, devices)
-    # cuts that were good without a split may not be with one: halves of a backward end sooner
-    if schedule == "zero_bubble" and cut_points is None:
-        ends, costs = best_split_chain(problem, ends, devices)
-    elif schedule == "zero_bubble":
-        costs = split_costs(problem, ends, devices)
+        ends, costs, chosen_by = _cuts(problem, settings, cut_points)
+        devices = tuple(costs.devices)
+        predicted_s = _predicted_s(costs, schedule, replica.microbatches)
     return Plan(
-        replicas=replicas,
+        replicas=replica.replicas,
         stages=len(ends),
-        microbatches=microbatches,
+        microbatches=replica.microbatches,
         schedule=schedule,
         cuts=tuple(table.names[end] for end in ends[:-1]),
-        devices=tuple(devices),
-        capacities=tuple(speeds),
+        devices=devices,
+        capacities=capacities,
         rows=table.rows(ends, costs),
-        predicted_step_s=_predicted_s(costs, schedule, microbatches),
+        predicted_step_s=predicted_s,
         objective=settings.objective,
         allocation=chosen_by,
         seed=settings.seed,
@@ -167,43 +177,40 @@ def plan_stages(
     )
 
 
-def _with_copies(
-    problem: CopiedStages,
-    settings: PlanSettings,
-    replicas: int,
-    cut_points: Sequence[str] | None,
-) -> Plan:
-    """The plan of stages with copies.
+def _cuts(
+    problem: StepProblem, settings: PlanSettings, cut_points: Sequence[str] | None
+) -> tuple[list[int], StepCosts, str]:
+    """The ends of the stages, what those take, and which search found them."""
+    splits, names = settings.schedule == "zero_bubble", problem.table.names
+    if cut_points is not None:
+        ends, devices = _given_for(settings.schedule, names, cut_points, problem.m)
+        costs = (split_costs if splits else StepProblem.costs)(problem, ends, devices)
+        return ends, costs, "given"
+    ends, devices, chosen_by = _best(problem, settings)
+    # cuts that were good without a split may not be with one: halves of a backward end sooner
+    if splits:
+        return *best_split_chain(problem, ends, devices), chosen_by
+    return ends, problem.costs(ends, devices), chosen_by
+
+
+def _cuts_of_copies(
+    problem: CopiedStages, settings: PlanSettings, cut_points: Sequence[str] | None
+) -> tuple[list[int], str]:
+    """The ends of stages with copies, and which search found them.
 
     Raises:
         PlanError: the schedule is not fill-drain, a cut point is wrong, or no cuts fit.
     """
-    chain = problem.chain
+    # no search for cuts knows the step of a dealt schedule with split backwards
     if settings.schedule != "gpipe":
         raise PlanError(
             f"stages with copies{problem.copies} are planned with schedule 'gpipe', not "
             f"{settings.schedule!r}"
         )
-    if cut_points is None:
-        ends, all_tried = best_cuts(problem)
-        chosen_by = "exact" if all_tried else "descent"
-    else:
-        ends, chosen_by = _given(chain.table.names, cut_points, chain.m), "given"
-    owners = owners_of(problem.copies)
-    firsts = [*map(min, owners)]
-    return Plan(
-        replicas=replicas,
-        stages=chain.m,
-        microbatches=chain.microbatches,
-        schedule=settings.schedule,
-        cuts=tuple(chain.table.names[end] for end in ends[:-1]),
-        devices=owners,
-        capacities=tuple(problem.speeds),
-        rows=chain.table.rows(ends, replace(problem.stage_costs(ends), devices=firsts)),
-        predicted_step_s=dealt_s(problem.costs(ends), chain.microbatches),
-        allocation=chosen_by,
-        seed=settings.seed,
-    )
+    if cut_points is not None:
+        return _given(problem.chain.table.names, cut_points, problem.chain.m), "given"
+    ends, all_tried = best_cuts(problem)
+    return ends, "exact" if all_tried else "descent"
 
 
 def _check_shape(
@@ -238,6 +245,7 @@ def _given_for(
     """The ends and devices of stages that begin where the user has said."""
     if schedule != "looped":
         return _given(names, cut_points, stages), _order(stages)
+    # each round visits every device once: with a rest some would miss a turn
     rounds, rest = divmod(len(cut_points) + 1, stages)
     if rest or rounds < 2:
         raise PlanError(
@@ -268,6 +276,7 @@ def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list
 def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list[int], str]:
     """The ends of the stages, their devices, and which search found them."""
     if settings.schedule == "looped":
+        # whatever the method: none of them knows the step of stages that share devices
         return *best_loop(problem), "descent"
     if settings.allocation == "merging":
         return _merged(problem, settings), _order(problem.m), "merging"
@@ -284,6 +293,7 @@ def _shortest_step(
     order = _order(problem.m)
     ends, chain_s = list[int](), float("inf")
     try:
+        # where no chain fits a free placement may: a device can take several small runs
         ends, chain_s = best_chain(problem, order)
     except PlanError as error:
         if settings.contiguous:
@@ -317,6 +327,7 @@ def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
             "allocation='merging' leaves one run of partitions for each device: use "
             "contiguous=True, or allocation='gabra'"
         )
+    # it closes the dearest cuts and looks at nothing else, memory included
     ends = merge(problem.table.loads, _cut_costs(problem), problem.m)
     if not problem.fits(ends, _order(problem.m)):
         raise PlanError(

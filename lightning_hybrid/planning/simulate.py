@@ -1,11 +1,31 @@
-"""Time a schedule: its own instruction lists, event by event."""
+"""Time a schedule: its own instruction lists, event by event.
+
+Two things have no counterpart where each stage has one device. A device that feeds several copies
+has one way out: its messages leave one after the other, to whomever they go. And the gradients of a
+stage travel when the last of its copies has begun its last backward.
+"""
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.step_time import StepCosts
-from lightning_hybrid.schedules import Instruction, Kind, Schedule, execute_merged, merge
+from lightning_hybrid.schedules import (
+    Copy,
+    DealtSchedule,
+    Instruction,
+    Kind,
+    Schedule,
+    collected,
+    execute_merged,
+    merge,
+)
+
+Edge = tuple[Copy, Copy]
+Order = Iterable[tuple[Copy, Instruction, Copy]]
+"""Instructions in a possible order: whose each is, and the copy at the other end of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +63,56 @@ class Timeline:
     makespan_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class DealtCosts:
+    """What the parts of a step take, in seconds.
+
+    Attributes:
+        forward_s: by stage and copy, forward of one micro-batch.
+        backward_s: likewise, its backward; where that is split, the input part.
+        weight_s: likewise, the weight part where it is split.
+        step_s: likewise, the optimizer step.
+        reduce_s: by stage, the all-reduce of its gradients over its copies in all replicas.
+        edges: by the copies at both ends, in the direction of the forward pass, how long a
+            micro-batch keeps the sender's way out, and how much later it is there; gradients take
+            the same on their way back. Inputs go from the driver to copies of stage 0, outputs from
+            copies of the last stage to the driver. Edges that are left out take nothing.
+    """
+
+    forward_s: Sequence[Sequence[float]]
+    backward_s: Sequence[Sequence[float]]
+    weight_s: Sequence[Sequence[float]]
+    step_s: Sequence[Sequence[float]]
+    reduce_s: Sequence[float]
+    edges: Mapping[Edge, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """How many copies each stage has."""
+        return tuple(map(len, self.forward_s))
+
+    @classmethod
+    def alike(cls, costs: StepCosts, copies: Sequence[int]) -> "DealtCosts":
+        """Those of a chain whose copies of a stage are alike; `reduce_s` is over all owners."""
+
+        def each(seconds: Sequence[float]) -> list[list[float]]:
+            return [[value] * count for value, count in zip(seconds, copies)]
+
+        return cls(
+            forward_s=each(costs.forward_s),
+            backward_s=each(costs.backward_s),
+            weight_s=each(costs.weight_s),
+            step_s=each(costs.step_s),
+            reduce_s=costs.reduce_s,
+            edges={
+                (Copy(stage, i), Copy(stage + 1, j)): link
+                for stage, link in enumerate(zip(costs.send_s, costs.latency_s))
+                for i in range(copies[stage])
+                for j in range(copies[stage + 1])
+            },
+        )
+
+
 def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
     """Execute the lists of a schedule on clocks instead of devices.
 
@@ -67,20 +137,67 @@ def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
         raise PlanError(
             f"devices{places} must name one of 0, 1 ... for each of {schedule.stages} stages"
         )
-    run = _Run(costs)
     # The backward list of a device simply follows its forward list: the driver starts the backward
     # pass when its forward is over, and all others wait for its gradients.
-    for lists in (schedule.forward, schedule.backward):
-        for stage, instruction in execute_merged(merge(lists, places)):
-            run.take(stage, instruction)
-    steps_s = [0.0] * count
-    for device, seconds in zip(places, costs.step_s):
-        steps_s[device] += seconds
-    ends_s = map(max, zip(run.clock_s, run.reduced_s))
-    return Timeline(
-        events=tuple(run.events),
-        makespan_s=max(end_s + step for end_s, step in zip(ends_s, steps_s)),
+    order = _order(
+        (
+            (Copy(stage, 0), step)
+            for lists in (schedule.forward, schedule.backward)
+            for stage, step in execute_merged(merge(lists, places))
+        ),
+        lambda place, step: Copy(step.peer(place.stage, schedule.stages), 0),
     )
+    devices = {Copy(stage, 0): device for stage, device in enumerate(places)}
+    return _Run(DealtCosts.alike(costs, (1,) * schedule.stages), devices).timeline(order)
+
+
+def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
+    """Execute dealt lists, where each copy has a device of its own.
+
+    Where each stage has one copy, the times are those of `simulate`.
+
+    Args:
+        dealt: The lists, of `collected` copies.
+        costs: Of the stages with layers.
+
+    Raises:
+        PlanError: the costs are those of other copies, or the lists cannot be run.
+    """
+    if collected(costs.copies) != dealt.copies:
+        raise PlanError(
+            f"copies{dealt.copies} of the lists are not copies{costs.copies} of the costs"
+        )
+    return simulate_order(dealt_order(dealt, costs.copies), costs)
+
+
+def dealt_order(dealt: DealtSchedule, copies: tuple[int, ...]) -> Order:
+    """A possible order of dealt lists, for `simulate_order`.
+
+    Args:
+        dealt: The lists, of `collected` copies.
+        copies: Of the stages with layers.
+    """
+    collects = copies != dealt.copies
+    lists = (dealt.forward, dealt.backward)
+    steps = (dealt.execute(each, collects=collects) for each in lists)
+    return _order(chain.from_iterable(steps), dealt.peer)
+
+
+def _order(
+    steps: Iterable[tuple[Copy, Instruction]], peer: Callable[[Copy, Instruction], Copy]
+) -> Order:
+    for place, step in steps:
+        travels = step.kind.is_send or step.kind.is_receive
+        yield place, step, peer(place, step) if travels else place
+
+
+def simulate_order(order: Order, costs: DealtCosts) -> Timeline:
+    """Execute instructions of copies that have a device each."""
+    copies = [Copy(stage, n) for stage, count in enumerate(costs.copies) for n in range(count)]
+    devices = {place: device for device, place in enumerate(copies)}
+    # the stage that collects the outputs is on the driver, as is the last copy
+    devices[Copy(len(costs.copies), 0)] = len(copies) - 1
+    return _Run(costs, devices, one_way_out=True).timeline(order)
 
 
 class _Run:
@@ -88,54 +205,72 @@ class _Run:
 
     Args:
         costs: what the stages take.
-
-    Attributes:
-        clock_s: by device, when it is done with what it was given so far.
-        reduced_s: by device, when its all-reduces are over.
-        events: what has run so far.
+        devices: of each copy.
+        one_way_out: whether messages of a device to different ones wait for each other.
     """
 
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs, self._devices = costs, costs.devices
+    def __init__(
+        self, costs: DealtCosts, devices: Mapping[Copy, int], *, one_way_out: bool = False
+    ) -> None:
+        self._costs, self._devices, self._one_way_out = costs, devices, one_way_out
         self._seconds = {
             Kind.FORWARD: costs.forward_s,
             Kind.BACKWARD: costs.backward_s,
             Kind.WEIGHT: costs.weight_s,
         }
-        # the last stage and the first one are joined as well: inputs take no time on their way
-        self._edges = [*zip(costs.send_s, costs.latency_s), (0.0, 0.0)]
-        count = len(set(costs.devices))
-        self.clock_s, self.reduced_s = [0.0] * count, [0.0] * count
-        self.events: list[Event] = []
-        self._link_free_s = defaultdict[tuple[int, int], float](float)  # by source and target
-        # by source and target stage, when the messages on their way arrive, in order
-        self._arrivals_s = defaultdict[tuple[int, int], deque[float]](deque)
+        self._clock_s = [0.0] * (max(devices.values()) + 1)
+        self._link_free_s = defaultdict[tuple[int, int], float](float)
+        # by source and target, when the messages on their way arrive, in order
+        self._arrivals_s = defaultdict[Edge, deque[float]](deque)
+        self._ready_s = [0.0] * len(costs.reduce_s)  # when a stage's gradients may travel
+        self._reduces: list[tuple[Copy, Instruction]] = []
+        self._events: list[Event] = []
 
-    def take(self, stage: int, instruction: Instruction) -> None:
-        """Execute an instruction of a stage."""
-        device, kind = self._devices[stage], instruction.kind
-        start_s = self.clock_s[device]
+    def timeline(self, order: Order) -> Timeline:
+        """Execute instructions; then come the all-reduces and the optimizer steps."""
+        for place, step, other in order:
+            self._take(place, step, other)
+        reduced_s, steps_s = [0.0] * len(self._clock_s), [0.0] * len(self._clock_s)
+        # an all-reduce waits for all copies: when it begins is known when all have come to it
+        for place, step in self._reduces:
+            device = self._devices[place]
+            start_s = max(self._ready_s[place.stage], reduced_s[device])
+            end_s = reduced_s[device] = start_s + self._costs.reduce_s[place.stage]
+            self._events.append(Event(place.stage, step, start_s, end_s, place.number))
+            steps_s[device] += self._costs.step_s[place.stage][place.number]
+        finish_s = map(sum, zip(map(max, zip(self._clock_s, reduced_s)), steps_s))
+        return Timeline(tuple(self._events), max(finish_s))
+
+    def _take(self, place: Copy, step: Instruction, other: Copy) -> None:
+        device, kind = self._devices[place], step.kind
+        collects = place.stage == len(self._ready_s)  # and has no layers
+        start_s = self._clock_s[device]
+        if kind is Kind.REDUCE:
+            if not collects:
+                self._ready_s[place.stage] = max(self._ready_s[place.stage], start_s)
+                # the others may not have come to it yet: when it begins is known at the end
+                self._reduces.append((place, step))
+            return
         if kind.computes:
-            end_s = self.clock_s[device] = start_s + self._seconds[kind][stage]
-        elif kind is Kind.REDUCE:
-            start_s = max(start_s, self.reduced_s[device])
-            end_s = self.reduced_s[device] = start_s + self._costs.reduce_s[stage]
+            seconds = 0.0 if collects else self._seconds[kind][place.stage][place.number]
+            end_s = self._clock_s[device] = start_s + seconds
         elif kind.is_send:
-            start_s, end_s = self._send(stage, instruction)
+            start_s, end_s = self._send(place, other, start_s, kind is Kind.SEND_GRADIENT)
+            self._arrivals_s[place, other].append(end_s)
         else:
-            link = (instruction.peer(stage, len(self._devices)), stage)
-            end_s = self.clock_s[device] = max(start_s, self._arrivals_s[link].popleft())
-        self.events.append(Event(stage, instruction, start_s, end_s))
+            end_s = self._clock_s[device] = max(start_s, self._arrivals_s[other, place].popleft())
+        self._events.append(Event(place.stage, step, start_s, end_s, place.number))
 
-    def _send(self, stage: int, instruction: Instruction) -> tuple[float, float]:
-        along = instruction.kind is not Kind.SEND_GRADIENT
-        edge = (stage, instruction.peer(stage, len(self._devices)))
-        source, target = link = (self._devices[edge[0]], self._devices[edge[1]])
-        start_s = end_s = self.clock_s[source]
-        if source != target:
-            send_s, latency_s = self._edges[stage if along else edge[1]]
+    def _send(self, place: Copy, other: Copy, start_s: float, back: bool) -> tuple[float, float]:
+        """When a message leaves and when it arrives."""
+        source, target = self._devices[place], self._devices[other]
+        edge = (other, place) if back else (place, other)
+        send_s, latency_s = self._costs.edges.get(edge, (0.0, 0.0))
+        # stages of one device hand each other tensors as they are
+        if source == target:
+            return start_s, start_s
+        link = (source, source if self._one_way_out else target)
+        if send_s:  # what takes no time waits for nothing
             start_s = max(start_s, self._link_free_s[link])
             self._link_free_s[link] = start_s + send_s
-            end_s = start_s + send_s + latency_s
-        self._arrivals_s[edge].append(end_s)
-        return start_s, end_s
+        return start_s, start_s + send_s + latency_s

@@ -12,7 +12,7 @@ large batches), and a candidate whose estimate is behind the best measured one i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 
 from lightning_hybrid.errors import PlanError
@@ -22,7 +22,7 @@ from lightning_hybrid.planning.memory_needed import remaining
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import plan_within
-from lightning_hybrid.planning.search import PlanSettings
+from lightning_hybrid.planning.search import PlanSettings, Replica
 from lightning_hybrid.planning.shares import deal
 
 SPARE = 0.1
@@ -159,112 +159,25 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
 
 
-def choose(
-    machine: Machine,
-    networks: Sequence[Callable[[int], PartitionTable]],
-    *,
-    batch: int,
-    divided: Callable[[int], int] = lambda replicas: 1,
-    asked: int | None = None,
-    splits: Callable[[int], bool] = lambda microbatches: True,
-    allowed: Callable[[int, int], bool] = lambda replicas, stages: True,
-    settings: PlanSettings | None = None,
-    present_bytes: int = 0,
-    by_speed: bool = False,
-) -> Choice:
-    """The sizes with the shortest predicted time of a batch.
-
-    Args:
-        machine: the devices.
-        networks: per network, what gives its parts for a number of micro-batches; it may measure.
-        batch: samples in the batch of a replica that is alone.
-        divided: into how many parts that is divided when there are so many replicas.
-        asked: number of micro-batches that the user wants; None: it is chosen too.
-        splits: whether batches may be split into so many micro-batches, more than one.
-        allowed: whether numbers of replicas and stages may be taken.
-        settings: what the user has asked for.
-        present_bytes: of the networks, which each device had when it was asked what it may take.
-        by_speed: whether replicas take samples by their speed.
-
-    Raises:
-        PlanError: no sizes are allowed, or the devices cannot hold the network in any of them.
-    """
-    prediction = _Prediction(
-        machine=machine,
-        networks=[cache(network) for network in networks],
-        samples=batch,
-        divided=cache(divided),
-        splits=splits,
-        asked=asked,
-        settings=settings or PlanSettings(),
-        present_bytes=present_bytes,
-        by_speed=by_speed,
-    )
-    count = len(machine.devices)
-    possible = [s for s in prediction.sizes() if allowed(s.replicas, s.stages)]
-    if not possible:
-        raise PlanError(f"no numbers of replicas and stages of {count} devices are allowed here")
-    try:
-        known, guesses = _compared(prediction, possible)
-    # a tight fit is better than none
-    except PlanError:
-        prediction.spare_nothing()
-        known, guesses = _compared(prediction, possible)
-    best = min(known, key=_rated)
-    seen = {candidate.sizes for candidate in known}
-    rest = [*known, *(guess for guess in guesses if guess.sizes not in seen)]
-    others: dict[int, Candidate] = {}
-    for candidate in sorted(rest, key=_rated):
-        if candidate.sizes.stages != best.sizes.stages:
-            others.setdefault(candidate.sizes.stages, candidate)
-    return Choice(best=best, others=tuple(others.values()), alone_s=prediction.alone_s())
-
-
-def _compared(
-    prediction: "_Prediction", possible: Sequence[Sizes]
-) -> tuple[list[Candidate], list[Candidate]]:
-    """The candidates that were measured, up to where none can be better; estimates of all."""
-    guesses: list[Candidate] = []
-    known: list[Candidate] = []
-    problem = PlanError("")
-    for sizes in possible:
-        try:
-            guesses.append(prediction.estimated(sizes))
-        except PlanError as error:  # they cannot hold it
-            problem = error
-    # measuring takes seconds, estimating none: the most promising are measured first
-    guesses.sort(key=_rated)
-    for guess in guesses:
-        # estimates are optimistic, so what is behind by its estimate stays behind
-        if known and _rated(guess) >= min(map(_rated, known)):
-            break
-        try:
-            known.append(prediction.measured(guess.sizes))
-        except PlanError as error:
-            problem = error
-    if not known:
-        raise prediction.why_nothing_fits() or problem
-    return known, guesses
-
-
 def _rated(candidate: Candidate) -> float:
     """The time of a batch; replicas alone get an advance."""
     return candidate.batch_s * (WORTHWHILE if candidate.sizes.stages == 1 else 1.0)
 
 
-@dataclass(kw_only=True)
-class _Prediction:
-    """What steps take.
+@dataclass
+class Prediction:
+    """What steps take, for all sizes that devices may have.
 
     Attributes:
         machine: the devices.
-        networks: see :func:`choose`.
-        samples: in the batch of a replica that is alone.
+        networks: per network, what gives its parts for a number of micro-batches; it may measure.
+        batch: samples in the batch of a replica that is alone.
         divided: into how many parts that is divided when there are so many replicas.
         splits: whether batches may be split into so many micro-batches, more than one.
         asked: number of micro-batches that the user wants; None: it is chosen too.
         settings: what the user has asked for.
-        present_bytes: of the networks, which each device gives back where another one owns it.
+        present_bytes: of the networks, which each device had when it was asked what it may take,
+            and gives back where another one owns it.
         by_speed: whether replicas take samples by their speed.
         spare: share of the memory of the devices that is left free.
         short: what lacks in the sizes that do not fit.
@@ -272,15 +185,76 @@ class _Prediction:
 
     machine: Machine
     networks: Sequence[Callable[[int], PartitionTable]]
-    samples: int
-    divided: Callable[[int], int]
-    splits: Callable[[int], bool]
-    asked: int | None
-    settings: PlanSettings
-    present_bytes: int
+    _: KW_ONLY
+    batch: int
+    divided: Callable[[int], int] = lambda replicas: 1
+    asked: int | None = None
+    splits: Callable[[int], bool] = lambda microbatches: True
+    settings: PlanSettings = field(default_factory=PlanSettings)
+    present_bytes: int = 0
     by_speed: bool = False
     spare: float = SPARE
     short: list[Fit] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # both are asked for each of the sizes, and may measure or run the user's code
+        self.networks = [cache(network) for network in self.networks]
+        self.divided = cache(self.divided)
+
+    def choose(self, allowed: Callable[[int, int], bool] = lambda replicas, stages: True) -> Choice:
+        """The sizes with the shortest predicted time of a batch.
+
+        Args:
+            allowed: whether numbers of replicas and stages may be taken.
+
+        Raises:
+            PlanError: no sizes are allowed, or the devices cannot hold the network in any of them.
+        """
+        count = len(self.machine.devices)
+        possible = [s for s in self.sizes() if allowed(s.replicas, s.stages)]
+        if not possible:
+            raise PlanError(
+                f"no numbers of replicas and stages of {count} devices are allowed here"
+            )
+        try:
+            known, guesses = self._compared(possible)
+        # a tight fit is better than none
+        except PlanError:
+            self.spare = 0.0
+            self.short.clear()
+            known, guesses = self._compared(possible)
+        best = min(known, key=_rated)
+        seen = {candidate.sizes for candidate in known}
+        rest = [*known, *(guess for guess in guesses if guess.sizes not in seen)]
+        others: dict[int, Candidate] = {}
+        for candidate in sorted(rest, key=_rated):
+            if candidate.sizes.stages != best.sizes.stages:
+                others.setdefault(candidate.sizes.stages, candidate)
+        return Choice(best=best, others=tuple(others.values()), alone_s=self.alone_s())
+
+    def _compared(self, possible: Sequence[Sizes]) -> tuple[list[Candidate], list[Candidate]]:
+        """The candidates that were measured, up to where none can be better; estimates of all."""
+        guesses: list[Candidate] = []
+        known: list[Candidate] = []
+        problem = PlanError("")
+        for sizes in possible:
+            try:
+                guesses.append(self.estimated(sizes))
+            except PlanError as error:  # they cannot hold it
+                problem = error
+        # measuring takes seconds, estimating none: the most promising are measured first
+        guesses.sort(key=_rated)
+        for guess in guesses:
+            # estimates are optimistic, so what is behind by its estimate stays behind
+            if known and _rated(guess) >= min(map(_rated, known)):
+                break
+            try:
+                known.append(self.measured(guess.sizes))
+            except PlanError as error:
+                problem = error
+        if not known:
+            raise self.why_nothing_fits() or problem
+        return known, guesses
 
     @property
     def whole(self) -> int:
@@ -289,7 +263,7 @@ class _Prediction:
 
     def batch_of(self, replicas: int) -> int:
         """Samples in the batch of each of so many replicas."""
-        return max(1, self.samples // self.divided(replicas))
+        return max(1, self.batch // self.divided(replicas))
 
     def sizes(self) -> list[Sizes]:
         """All sizes that use all devices."""
@@ -304,11 +278,6 @@ class _Prediction:
                 numbers = [1, *filter(self.splits, tried)]
             found += [Sizes(replicas=replicas, stages=stages, microbatches=m) for m in numbers]
         return found
-
-    def spare_nothing(self) -> None:
-        """Nothing fits otherwise."""
-        self.spare = 0.0
-        self.short.clear()
 
     def measured(self, sizes: Sizes) -> Candidate:
         """A step, from what networks take at that size of the micro-batch.
@@ -332,6 +301,7 @@ class _Prediction:
     def alone_s(self) -> float:
         """Seconds of a step on one device, however much it holds."""
         parts = [network(self.whole) for network in self.networks]
+        # memory is left out: this is what to compare with, and no choice
         computed = sum(self.whole * sum((*p.forward_s, *p.backward_s)) for p in parts)
         trained = sum(sum(p.gradient_bytes) for p in parts)
         return computed + self.machine.rates.update_s_per_byte * trained
@@ -358,6 +328,7 @@ class _Prediction:
         """
         batch = self.batch_of(sizes.replicas)
         shares = deal(max(sizes.replicas, sizes.replicas * batch), cluster.replica_speeds)
+        # shares differ, so the last replica to end is not known before all are planned
         found: list[list[Plan]] = []
         for replica, share in enumerate(shares):
             mine = cluster.order[replica * sizes.stages : (replica + 1) * sizes.stages]
@@ -431,17 +402,20 @@ class _Prediction:
             return plan_within(
                 replace(table, reduce_s=reduce_s, step_s=step_s),
                 self.settings,
-                limits,
-                replicas=sizes.replicas,
-                stages=stages,
-                microbatches=sizes.microbatches,
-                capacities=capacities[:stages],
-                bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
-                latency_s=rates.message_s,
+                Replica(
+                    replicas=sizes.replicas,
+                    stages=stages,
+                    microbatches=sizes.microbatches,
+                    capacities=capacities[:stages],
+                    bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
+                    latency_s=rates.message_s,
+                    memory_limits=limits,
+                ),
             )
         except PlanError:
             recompute = self.settings.recompute if stages > 1 else False
             again = [recompute] if isinstance(recompute, bool) else [True, False]
+            # the message says of each way that was tried what lacks there
             for each in again if limits is not None else []:
                 way = Way(stages=stages, microbatches=sizes.microbatches, recompute=each)
                 batch = self.batch_of(sizes.replicas)

@@ -55,6 +55,7 @@ def split_costs(problem: StepProblem, ends: Sequence[int], devices: Sequence[int
         return fill_drain_s(costs(chosen), problem.microbatches)
 
     may = [stage for stage, part in enumerate(parts) if part]
+    # one change at a time ends in a local optimum: two starts are two chances
     starts = (frozenset[int](), frozenset(may))
     return costs(min((_toggled(start, may, step_s) for start in starts), key=step_s))
 
@@ -62,6 +63,7 @@ def split_costs(problem: StepProblem, ends: Sequence[int], devices: Sequence[int
 def _parts(problem: StepProblem, a: int, b: int, device: int) -> tuple[float, float] | None:
     """Seconds of both parts of the backward of a stage; None: it cannot be split."""
     table, speed = problem.table, problem.speeds[device]
+    # parts that were not measured apart are taken to be equal
     half_s = [backward_s / 2 for backward_s in table.backward_s]
     weights = (table.weight_part_s or half_s)[a:b]
     known = [weight_s for weight_s in weights if weight_s is not None]

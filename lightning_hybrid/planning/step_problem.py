@@ -66,6 +66,7 @@ class StepProblem:
         for device, limit in enumerate(self.memory_limits):
             if not 0 <= limit < float("inf"):
                 raise PlanError(f"memory_limits[{device}] is {limit}: a number >= 0 is needed")
+        # every device must have a part: one without would still be waited for
         if self.n < self.m:
             raise PlanError(f"{self.n} partitions cannot give each of {self.m} devices one")
 

@@ -67,6 +67,7 @@ class StepCosts:
                 object.__setattr__(self, name, (0.0,) * needed)
             elif len(given) != needed:
                 raise PlanError(f"{name} has {len(given)} entries, {needed} are needed: {given}")
+        # a weight part fills the time in which a stage waits; on a shared device another one does
         if any(self.weight_s) and len(set(self.devices)) < stages:
             raise PlanError(
                 f"weight_s{tuple(self.weight_s)} splits backwards of stages that share devices, "
@@ -110,6 +111,7 @@ def _shared_s(costs: StepCosts, microbatches: int) -> float:
     clocks = _Clocks(costs, microbatches)
     clocks.run(costs.forward_s, there)
     last_start_s = clocks.run(costs.backward_s, back)
+    # a device has one optimizer, which steps when all of its stages have their gradients
     reduced, steps = [0.0] * clocks.devices, [0.0] * clocks.devices
     for stage in back:  # the all-reduces of a device follow each other
         device = costs.devices[stage]

@@ -70,6 +70,7 @@ def time_orders(
     sends = (*send_s, 0.0) if len(send_s) else (0.0,) * stages
     clocks, position = [0.0] * stages, [0] * stages
     done: dict[tuple[int, Work], float] = {}
+    # stages are taken as they become ready, since look-aheads follow no common clock
     waiting = list(range(stages))
     while waiting:
         k = waiting.pop()

@@ -69,6 +69,7 @@ def measured_step(plan: Plan, folder: str | Path | None) -> list[Work]:
 
 
 def _expected(plan: Plan) -> int:
+    # steps that an evaluation or the end of the trace has cut short have fewer
     return (2 * plan.stages + len(plan.split or ())) * plan.microbatches
 
 
@@ -96,6 +97,7 @@ def _device(events: list[dict[str, Any]]) -> int | None:
     match = re.match(r"rank (\d+) \((\w+), replica (\d+)(?:, stage (\d+))?\)", title)
     if match is None or match[3] != "0":
         return None
+    # the driver is device 0 whatever its stage; a worker in a chain is told by its own
     if match[2] == "driver":
         return 0
     return int(match[4]) + 1 if match[4] is not None else int(match[1])

@@ -63,6 +63,7 @@ def parse(quantity: str, value: Any, where: str) -> float:
 
 def spell(quantity: str, value: float) -> str:
     """Write a value with the largest decimal unit that leaves a number of at least 1."""
+    # decimal units alone: data sheets of memory and links have them
     units = {u: f for u, f in UNITS[quantity].items() if "i" not in u and u != "µs"}
     fitting = [unit for unit, factor in units.items() if value >= factor * (1 - 1e-12)]
     unit = max(fitting, key=units.__getitem__) if fitting else min(units, key=units.__getitem__)

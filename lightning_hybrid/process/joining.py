@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm import Coordinates, Group, GroupHandle, Mesh, bound_to, make_world
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Cluster
 from lightning_hybrid.process.children import have_met, miss_nobody
 from lightning_hybrid.process.starts import of_this_start
@@ -63,6 +64,37 @@ def make_store(meeting: Meeting, timeout: timedelta = MEETING_TIMEOUT) -> dist.T
         return dist.TCPStore(address, port, None, False, timeout=timeout)
     listening = bound_to(address, port, meeting.hosts)
     return dist.TCPStore(address, port, None, True, timeout=timeout, master_listen_fd=listening)
+
+
+def _store_beside(size: int, meeting: Meeting) -> dist.TCPStore:
+    """A store where a default group of all ranks exists, which is closed.
+
+    A launcher such as Ray has made it, or the script. Its own store may have the port that all
+    were given, so this one gets another, which ranks hear over the group. Inside of a run the
+    default group is that of the drivers.
+
+    Args:
+        size: number of ranks.
+        meeting: where they would meet without it.
+
+    Raises:
+        HybridError: others are in it.
+    """
+    if dist.get_world_size() != size:
+        raise HybridError(
+            f"The default group of torch.distributed, which was made before this run, has "
+            f"{dist.get_world_size()} ranks, and the Trainer {size} processes. Let it be one "
+            "of all processes, or call torch.distributed.destroy_process_group() on each before."
+        )
+    store = None
+    if not meeting.outlives:
+        if meeting.serve:
+            store = make_store(replace(meeting, port=0))
+        port = [store.port if store is not None else 0]
+        dist.broadcast_object_list(port)
+        meeting = replace(meeting, port=port[0])
+    dist.destroy_process_group()
+    return make_store(meeting) if store is None else store
 
 
 _LOOK_EVERY_S = 0.05
@@ -143,7 +175,8 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     if _Process.store is None:
         atexit.register(_end)
         atexit.register(time.sleep, LETTING_GO_S)  # before the groups are closed
-        _Process.store = make_store(meeting)
+        met = dist.is_initialized()
+        _Process.store = _store_beside(size, meeting) if met else make_store(meeting)
         if meeting.outlives:
             _Process.store = of_this_start(_Process.store, coordinates.rank, size, MEETING_TIMEOUT)
     _Process.generation += 1

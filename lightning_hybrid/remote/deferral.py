@@ -25,6 +25,7 @@ from lightning_hybrid.remote.deferred import (
     MOVES,
     NUMBERS,
     SEEMING,
+    Maker,
     defer,
     is_deferred,
     is_offloaded,
@@ -45,7 +46,7 @@ def has_loaded(tensor: Any) -> bool:
         return deferral.tape.is_marked(tensor)
 
 
-class Deferral:
+class Deferral(Maker):
     """What is known of the deferred tensors of one LightningModule.
 
     Args:
@@ -87,6 +88,7 @@ class Deferral:
     def _noting(self, *, marking: bool = False) -> Iterator[None]:
         self.active, self.tape.marking = True, marking
         try:
+            # one hears of what Python asks of a tensor, the other of each operation below autograd
             with _Answers(self), _Recorder(self):
                 yield
         finally:
@@ -102,23 +104,14 @@ class Deferral:
         return before
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The numbers that tensors without memory would have; views of one share memory."""
+        # what the tape plays is not to be noted down a second time
         before, self.playing = self.playing, True
         try:
             return self.tape.real([self.tape.view(tensor) for tensor in tensors])
         finally:
             self.playing = before
 
-    def pickled(self, tensor: Tensor) -> Any:
-        """As an ordinary tensor."""
-        return None
-
-    def make(self, tensor: Tensor) -> None:
-        """Give a tensor, and all that show the same memory, memory for good."""
-        self.settle(tensor, self.numbers([tensor])[0])
-
     def settle(self, tensor: Tensor, value: Tensor) -> None:
-        """Let a tensor, and all that show the same memory, have that of ``value``."""
         storage = value.untyped_storage()
         for reference in self._shown.pop(self.tape.view(tensor).key, []):
             other: Any = reference()
@@ -126,7 +119,6 @@ class Deferral:
                 show(other, self.tape.view(other).of(storage))
 
     def open(self, tensor: Tensor, name: str) -> None:
-        """Make a deferred tensor of one on the meta device that this tape knows."""
         defer(tensor, self, name, "")
         self._shown.setdefault(self.tape.view(tensor).key, []).append(weakref.ref(tensor))
 
@@ -134,9 +126,8 @@ class Deferral:
         state = {id(t): (name, t) for name, t in _state(module)}
         with as_they_are():
             for name, tensor in state.values():
-                deferred = is_deferred(tensor) and not is_offloaded(
-                    tensor
-                )  # memory may have been replaced
+                # (one that is deferred already may have got other memory by what was loaded)
+                deferred = is_deferred(tensor) and not is_offloaded(tensor)
                 ours = deferred or type(tensor) in (nn.Parameter, Tensor)
                 if ours and self.tape.knows(tensor):
                     self.open(tensor, name)
@@ -225,6 +216,7 @@ class _Recorder(TorchDispatchMode):
             lifted = rebuild((args, kwargs), lambda v: self._tape.lift(v) if is_unread(v) else v)
             return self._run(func, *lifted)
         names = {argument.name for argument in schema(func).arguments}
+        # (`new_empty` and its like are given a tensor, and make another one all the same)
         makes = "device" in names and (not tensors or schema(func).name.startswith("aten::new_"))
         if not makes and not any(tensor.is_meta for tensor in tensors):
             if _is_meta(kwargs.get("device")):  # `device=weight.device`
@@ -242,14 +234,10 @@ class _Recorder(TorchDispatchMode):
     def _without_memory(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
     ) -> Any:
-        given = rebuild((args, kwargs), lambda v: self._lifted(v) if isinstance(v, Tensor) else v)
+        given = rebuild((args, kwargs), lambda v: self._tape.lift(v) if _has_memory(v) else v)
         noted = rebuild(given, lambda v: self._tape.view(v) if isinstance(v, Tensor) else v)
         places = [self._tape.view(tensor) for tensor in written]
-        hidden = {
-            name: value
-            for name, value in (("device", "meta"), ("generator", None), ("pin_memory", None))
-            if name in kwargs
-        }
+        hidden = {name: value for name, value in _ON_META.items() if name in kwargs}
         try:
             returned = func(*given[0], **{**given[1], **hidden})
         except (NotImplementedError, RuntimeError) as error:
@@ -261,13 +249,12 @@ class _Recorder(TorchDispatchMode):
         if draws(func, args, kwargs):
             generator = kwargs.get("generator") or _default_generator(self._tape.device)
             random = generator, generator.get_state()
+            # what is drawn after this must be what one device draws after it
             self._draw(func, noted, places)
+        # a change of size alone is in the tensor object, and the memory holds what it held
         if torch.Tag.inplace_view not in func.tags:
             self._tape.record(func, noted, results, places, random)
         return returned
-
-    def _lifted(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_meta else self._tape.lift(tensor)
 
     def _draw(self, func: Any, noted: tuple[Any, Any], written: list[View]) -> None:
         """Let the generator go on: draw the numbers and drop them."""
@@ -316,6 +303,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return found
 
 
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta
+
+
 def _is_meta(device: Any) -> bool:
     return device is not None and torch.device(device).type == "meta"
 
@@ -326,6 +317,9 @@ def _default_generator(device: torch.device) -> torch.Generator:
     generators: tuple[torch.Generator, ...] = torch.cuda.default_generators
     return generators[device.index or 0]
 
+
+_ON_META = {"device": "meta", "generator": None, "pin_memory": None}
+"""What an operation is given instead where it runs without memory."""
 
 _FILLS = {
     f"aten::{name}_"

@@ -23,7 +23,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,22 +49,35 @@ from lightning_hybrid.remote.intercepted import (
 )
 
 
-class Maker(Protocol):
-    """Knows how the numbers of deferred tensors are made.
+class Maker:
+    """Knows how the numbers of deferred tensors are made: base of those that do.
 
     Attributes:
         active: whether the module is being built: then operations are noted down.
         on_one_rank: whether only the rank that owns a tensor will have it.
     """
 
-    active: bool
-    on_one_rank: bool
+    active = on_one_rank = False
 
-    def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]: ...
-    def make(self, tensor: Tensor) -> None: ...
-    def settle(self, tensor: Tensor, value: Tensor) -> None: ...
-    def open(self, tensor: Tensor, name: str) -> None: ...
-    def pickled(self, tensor: Tensor) -> Any: ...
+    def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The numbers that tensors without memory would have; views of one share memory."""
+        raise NotImplementedError
+
+    def settle(self, tensor: Tensor, value: Tensor) -> None:
+        """Let a tensor, and all that show the same memory, have that of ``value``."""
+        raise NotImplementedError
+
+    def open(self, tensor: Tensor, name: str) -> None:
+        """Make a deferred tensor of one without memory, which this one knows."""
+        raise NotImplementedError
+
+    def make(self, tensor: Tensor) -> None:
+        """Give a tensor, and all that show the same memory, memory for good."""
+        self.settle(tensor, self.numbers([tensor])[0])
+
+    def pickled(self, tensor: Tensor) -> Any:
+        """What pickles a tensor in its own way; ``None``: as an ordinary one."""
+        return None
 
 
 class _Deferred(Intercepted):
@@ -80,6 +93,7 @@ class _Deferred(Intercepted):
     @classmethod
     def operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deferred = list(intercepted_in((args, kwargs), _Deferred))
+        # the module is being built: a mode below this one notes the operation down
         if any(tensor._maker is not None and tensor._maker.active for tensor in deferred):
             with as_they_are():
                 return func(*args, **kwargs)
@@ -189,12 +203,11 @@ def materialized(tensors: Iterable[Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
     """Inside, a deferred tensor has the memory of ``value``."""
-    kind, attributes = type(tensor), attributes_of(tensor)
-    other = show(tensor, value)
+    before = show(tensor, value)
     try:
         yield
     finally:
-        restore(tensor, other, kind, attributes)
+        restore(tensor, before)
 
 
 def materialize_here(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -230,26 +243,44 @@ def offload(tensor: Any, name: str, where: str) -> None:
     """
     with as_they_are():
         if not isinstance(tensor, _Deferred):
-            twin: Any = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-            )
-            is_parameter = isinstance(tensor, nn.Parameter)
-            if is_parameter:
-                twin = nn.Parameter(twin, tensor.requires_grad)
-            swap_memory(tensor, twin)
+            # on the meta device sizes, strides and types can still be asked for, at no cost
+            swap_memory(tensor, ordinary(tensor, like(tensor, "meta")))
         defer(tensor, None, name, where)
+
+
+def like(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A new tensor with the size and strides of another one, with no numbers in it."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 _ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred", "_trained_elsewhere")
 
 
-def attributes_of(tensor: Any) -> dict[str, Any]:
-    """What a tensor carries because it is deferred, or was."""
-    return {name: vars(tensor)[name] for name in _ATTRIBUTES if name in vars(tensor)}
+class Before(NamedTuple):
+    """What a tensor was before it got other memory.
+
+    Attributes:
+        memory: a tensor that has its memory for so long.
+        kind: its class.
+        attributes: what it carried because it was deferred.
+    """
+
+    memory: Tensor
+    kind: type
+    attributes: dict[str, Any]
+
+
+def exchange(tensor: Any, other: Tensor) -> Before:
+    """Give a tensor the memory of another one; it stays the same object, with its own class."""
+    attributes = {name: vars(tensor)[name] for name in _ATTRIBUTES if name in vars(tensor)}
+    with as_they_are():
+        swap_memory(tensor, other)
+    clear_attributes(tensor)
+    return Before(other, type(tensor), attributes)
 
 
 def clear_attributes(tensor: Any) -> None:
-    """Take away what :func:`attributes_of` gives."""
+    """Take away what a tensor carries because it is deferred, or was."""
     for name in _ATTRIBUTES:
         vars(tensor).pop(name, None)
 
@@ -273,32 +304,23 @@ def _elsewhere(tensor: Any, what: str = "") -> DeferredError:
     )
 
 
-def show(tensor: Any, value: Tensor) -> Tensor:
-    """Make an ordinary tensor of one, deferred or not, with this memory. Returns what it was."""
+def show(tensor: Any, value: Tensor) -> Before:
+    """Make an ordinary tensor of one, deferred or not, with this memory."""
+    before = exchange(tensor, ordinary(tensor, value))
     with as_they_are():
-        other = ordinary(tensor, value)
-        kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
-        swap_memory(tensor, other)
-        tensor.__class__ = kind
-        clear_attributes(tensor)
+        tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+        # a tensor with memory is still one that other ranks lack, and `is_of_one_rank` has to tell
         tensor._was_deferred = True
-        return other
+    return before
 
 
-def restore(tensor: Any, other: Tensor, kind: type, attributes: Mapping[str, Any]) -> None:
-    """Undo `show`.
-
-    Args:
-        tensor: that was shown.
-        other: what `show` returned.
-        kind: the class that the tensor had.
-        attributes: what `attributes_of` gave before.
-    """
+def restore(tensor: Any, before: Before) -> None:
+    """Undo :func:`exchange`, and what has come after it (:func:`show`, :func:`defer`)."""
     with as_they_are():
-        swap_memory(tensor, other)
-        tensor.__class__ = kind
-        vars(tensor).pop("_was_deferred", None)  # of `show`
-        vars(tensor).update(attributes)
+        swap_memory(tensor, before.memory)
+        tensor.__class__ = before.kind
+        clear_attributes(tensor)
+        vars(tensor).update(before.attributes)
 
 
 # ---------------------------------------------------------------- operations on deferred tensors
@@ -317,6 +339,7 @@ class _OnlyLooks(TorchDispatchMode):
         described = schema(func)
         aliases = [returned.alias_info for returned in described.returns]
         views = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+        # a view that autograd knows of must show real memory, which its gradient belongs to
         tracked = torch.is_grad_enabled() and described.name != "aten::detach"
         with as_they_are():
             wanted = tracked and any(t.requires_grad for _, t in tensors_in((args, kwargs)))
@@ -328,6 +351,7 @@ class _OnlyLooks(TorchDispatchMode):
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: list[Any]) -> Any:
     with as_they_are():
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in deferred)
+    # autograd will hold this very tensor, so it has memory for good
     if trains:
         materialize(deferred)
         return func(*args, **kwargs)
@@ -339,6 +363,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred:
         versions = [version(value) for value in values]
         of = {id(tensor): value for tensor, value in zip(deferred, values)}
         back = {id(value): tensor for tensor, value in zip(deferred, values)}
+        # the operation runs on the numbers; where it returns one, its tensor takes the place again
         args, kwargs = rebuild((args, kwargs), lambda v: of.get(id(v), v))
     result = func(*args, **kwargs)
     with as_they_are():
@@ -421,6 +446,7 @@ def vacate(tensor: Tensor) -> None:
         if is_vacant(tensor) or is_shared(tensor) or is_held(tensor) or tensor.is_inference():
             return
         empty = torch.empty_like(tensor)
+        # (`data` below keeps the object, which modules, optimizers and the user's code hold)
         empty.untyped_storage().resize_(0)
         tensor.data = empty
 

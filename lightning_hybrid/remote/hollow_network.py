@@ -20,7 +20,7 @@ from lightning_hybrid._torch.tensors import (
     storage_key,
 )
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.remote.deferred import attributes_of, is_deferred, restore, show
+from lightning_hybrid.remote.deferred import Before, is_deferred, like, restore, show
 
 
 class Hollow:
@@ -39,7 +39,7 @@ class Hollow:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self._device = module, device
         self._kept: dict[int, tuple[Any, Tensor]] = {}
-        self._shown: list[tuple[Any, type, dict[str, Any], Tensor]] = []
+        self._shown: list[tuple[Tensor, Before]] = []
         self._needed = True
 
     def __enter__(self) -> None:
@@ -49,15 +49,13 @@ class Hollow:
             with as_they_are():
                 waits = is_deferred(tensor) or tensor.device != self._device
             if waits:
-                kind, before = type(tensor), attributes_of(tensor)
-                self._shown.append((tensor, kind, before, show(tensor, self._empty(tensor))))
+                self._shown.append((tensor, show(tensor, self._empty(tensor))))
         # what has its memory here keeps it
         self._needed = bool(self._shown)
 
     def __exit__(self, *_: object) -> None:
         while self._shown:
-            tensor, kind, before, other = self._shown.pop()
-            restore(tensor, other, kind, before)
+            restore(*self._shown.pop())
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -70,16 +68,15 @@ class Hollow:
 
     def shown_of(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """The names of the tensors that have no memory here now."""
-        shown = {id(tensor) for tensor, *_ in self._shown}
+        shown = {id(tensor) for tensor, _ in self._shown}
         return [name for name, tensor in tensors.items() if id(tensor) in shown]
 
     def _empty(self, tensor: Tensor) -> Tensor:
+        # the same empty tensor at each call: TorchDynamo would take another one for a change
         known = self._kept.get(id(tensor))
         if known is None or known[0] is not tensor:
             with as_they_are():
-                empty = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
-                )
+                empty = like(tensor, self._device)
             if empty.is_contiguous():  # others cannot be captured without memory
                 empty.untyped_storage().resize_(0)
             known = self._kept[id(tensor)] = tensor, empty
@@ -178,6 +175,7 @@ class _Watch(TorchDispatchMode):
             if tensor.layout is not torch.strided:
                 continue
             name = self._names.get(storage_key(tensor.untyped_storage()))
+            # on CPUs many operations do not look, and would read at address 0
             if name in self._absent:
                 raise NoMemory(f"{operation!r} needs the numbers of {name!r}")
             if name is not None:

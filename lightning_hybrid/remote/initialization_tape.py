@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_hybrid._torch.tensors import schema, storage_key, version
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.remote.deferred import is_deferred, value_of
+from lightning_hybrid.remote.deferred import is_deferred, like, value_of
 
 _SNAPSHOT_BYTES = 2**20
 """Real tensors up to this size are copied when an operation on the tape reads them."""
@@ -165,7 +165,7 @@ class Tape:
 
     def lift(self, tensor: Tensor) -> Tensor:
         """A tensor without memory that has the numbers of a real one."""
-        twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        twin = like(tensor, "meta")
         view = self.view(twin)
         nothing: frozenset[int] = frozenset()
         self._add(Step(Constant.of(tensor), (), {}, (view,), nothing, frozenset({view.key})))
@@ -189,7 +189,7 @@ class Tape:
             random: the generator that it draws from, and that one's state before.
         """
         arguments, keywords = given
-        reads = {v.key for v in _views(given)}
+        reads = _keys(given)
         known = set(self._storages)
         places = [self.view(result) for result in results]
         made = tuple(place if place.key not in known else None for place in places)
@@ -198,7 +198,7 @@ class Tape:
             return  # a view of what there is
         replaces = None
         if len(written) == 1 and schema(function).name in _WHOLE and self._covers(written[0]):
-            reads = {v.key for v in _views((arguments[1:], keywords))}
+            reads = _keys((arguments[1:], keywords))
             replaces = written[0].key if written[0].key not in reads else None
         self._add(
             Step(
@@ -243,10 +243,12 @@ class Tape:
             want(key, len(self._steps))
         while waiting:
             number = -heapq.heappop(waiting)
+            # several later steps wanted it: equal numbers leave the heap one after the other
             if found and found[-1] == number:
                 continue
             found.append(number)
             step = self._steps[number]
+            # what is overwritten as a whole need not be made before
             for key in step.reads | step.writes - {step.replaces}:
                 want(key, number)
         return found[::-1]
@@ -294,10 +296,11 @@ def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
     return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 
-def _views(value: Any) -> Iterator[View]:
-    found: list[View] = []
-    rebuild(value, lambda leaf: found.append(leaf) if isinstance(leaf, View) else None)
-    return iter(found)
+def _keys(value: Any) -> set[int]:
+    """The storages that the tensors in nested arguments lie in."""
+    found = set[int]()
+    rebuild(value, lambda leaf: found.add(leaf.key) if isinstance(leaf, View) else None)
+    return found
 
 
 @contextlib.contextmanager
@@ -306,6 +309,7 @@ def _generator_at(generator: torch.Generator | None, state: Tensor | None) -> It
     if generator is None or state is None:
         yield
         return
+    # numbers are made whenever somebody needs them, in the middle of other draws
     now = generator.get_state()
     generator.set_state(state)
     try:

@@ -39,6 +39,9 @@ def living_views(tensors: Iterable[Tensor]) -> list[View]:
         Each view, with the first of the tensors that it is a part of; one that is larger, with each
         of those whose memory it shows.
     """
+    # A look at all objects is the only way. A tensor tells how many others show its memory, not
+    # which; a write through `data` leaves no trace in its version counter; and a read of an old
+    # view leaves none at all, but would give numbers that no rank has any more.
     owners: dict[int, list[Tensor]] = {}
     for tensor in filter(_is_strided, tensors):
         if is_shared(tensor):

@@ -1,11 +1,12 @@
 """Tensors of another rank that look like tensors of this one.
 
 The class of a proxy intercepts the operations on it (:mod:`lightning_hybrid.remote.intercepted`):
-its source (:class:`Source`) is asked before the values are used, and told when they have changed.
+the table of its source (:class:`~lightning_hybrid.remote.remote_source.Remote`) is asked before the
+values are used, and told when they have changed.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,30 +18,13 @@ from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote.intercepted import LOOKS, Intercepted, getters, intercepted_in
-
-
-class Source(Protocol):
-    """What a proxy asks and tells.
-
-    Attributes:
-        name: dotted name of the tensor, for messages.
-    """
-
-    name: str
-
-    @property
-    def device(self) -> torch.device: ...
-    def read(self) -> None: ...
-    def touch(self) -> None: ...
-    def enter_graph(self) -> None: ...
-    def gradient(self) -> Tensor | None: ...
-    def assign_gradient(self, value: Tensor | None) -> None: ...
+from lightning_hybrid.remote.remote_source import Remote
 
 
 class _Proxy(Intercepted):
     """What both classes of proxies have in common."""
 
-    _source: Source
+    _source: Remote
 
     @classmethod
     def operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,29 +33,31 @@ class _Proxy(Intercepted):
             if func in _HOOKS:
                 raise hook_refused(source.name)
             if func == _GET_GRADIENT:
-                return source.gradient()
+                return source.table.gradient(source)
             if func in _SET_GRADIENT:
-                return source.assign_gradient(args[1] if len(args) > 1 else None)
+                value = args[1] if len(args) > 1 else None
+                return source.table.assign_gradient(source, value)
         if func in _PLACES:
-            return func(torch.empty(0, device=args[0]._source.device))
+            return func(torch.empty(0, device=args[0]._source.table.device))
         proxies = list(intercepted_in((args, kwargs), _Proxy))
         with as_they_are():
             for proxy in proxies:
-                proxy._source.read()
+                proxy._source.table.read(proxy._source)
+            # whatever the operation was: a write shows in the version counter
             before = [version(proxy) for proxy in proxies]
             result = func(*args, **kwargs)
             for proxy, count in zip(proxies, before):
                 written = func in _NORMS and not isinstance(proxy, RemoteParameter)
                 written |= proxy.is_inference() and func not in _Proxy.looks  # nobody counts those
                 if written or version(proxy) != count or func == _SET_DATA:
-                    proxy._source.touch()
+                    proxy._source.table.touch(proxy._source)
             if torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(result)):
                 _enter_graph(proxies)
             return _same_memory(result, proxies)
 
     def numbers(self) -> Tensor:
         with as_they_are():
-            self._source.read()
+            self._source.table.read(self._source)
             return self.detach()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -87,7 +73,7 @@ _made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 """By identity, as long as they live: tensors do not compare as keys have to."""
 
 
-def make_proxy(tensor: Any, source: Source) -> Tensor:
+def make_proxy(tensor: Any, source: Remote) -> Tensor:
     """Make a proxy of a tensor; it stays the same object."""
     tensor.__class__ = RemoteParameter if isinstance(tensor, nn.Parameter) else RemoteTensor
     tensor._source = source
@@ -116,7 +102,7 @@ def read_now(tensor: Tensor) -> Tensor:
     return tensor.numbers()
 
 
-def source_of(tensor: Any) -> Source | None:
+def source_of(tensor: Any) -> Remote | None:
     """What a proxy asks; ``None``: it is none."""
     return tensor._source if isinstance(tensor, _Proxy) else None
 
@@ -124,7 +110,7 @@ def source_of(tensor: Any) -> Source | None:
 def _enter_graph(proxies: Sequence[Any]) -> None:
     for proxy in proxies:
         if isinstance(proxy, RemoteParameter) and proxy.requires_grad:
-            proxy._source.enter_graph()
+            proxy._source.table.enter_graph(proxy._source)
 
 
 def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
@@ -135,6 +121,7 @@ def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
     if type(result) is not Tensor or is_wrapped(result):
         return result
     if not result.requires_grad and result.layout is torch.strided:
+        # (an empty tensor has the address 0, and shares it with every other one)
         address = result.untyped_storage().data_ptr()
         for proxy in proxies:
             if address and address == proxy.untyped_storage().data_ptr():

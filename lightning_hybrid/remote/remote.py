@@ -19,7 +19,7 @@ Copies and pickles are ordinary tensors. Nothing here costs anything until a pro
 look at its class by torch; our own code looks at the tensors as they are (:func:`as_they_are`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -107,9 +107,14 @@ class RemoteTensors:
         self.gradients.in_graph |= self._tensors[Kind.PARAMETER]
         self.in_graph = True
 
-    def vacate(self) -> None:
-        """Give the memory of parameters back: they have it for as long as they are read."""
-        self._here = [*self._tensors[Kind.PARAMETER].values()]
+    def vacate(self, but: Collection[str] = ()) -> None:
+        """Give the memory of parameters back: they have it for as long as they are read.
+
+        Args:
+            but: names of those that stages of this rank compute with.
+        """
+        named = self._tensors[Kind.PARAMETER].items()
+        self._here = [remote for name, remote in named if name not in but]
         self._leave()
 
     def _leave(self) -> None:
@@ -131,6 +136,7 @@ class RemoteTensors:
 
     def close(self) -> None:
         """Make ordinary tensors of all proxies again."""
+        # (the places forget their tensors, and gradients are put on them after that)
         parameters = dict(self._tensors[Kind.PARAMETER])
         self.places.close()
         for name, remote in parameters.items():
@@ -162,12 +168,7 @@ class RemoteTensors:
             values: by name.
         """
         with self.suspended(), torch.no_grad(), ExitStack() as stack:
-            found = [
-                remote
-                for kinds in self.places.tensors.values()
-                for remote in kinds.values()
-                if remote.name in values
-            ]
+            found = [remote for remote in self.places.all() if remote.name in values]
             in_memory = [remote for remote in found if not is_unread(values[remote.name])]
             before = [(remote.value, remote.value.data) for remote in in_memory]
             for remote in found:
@@ -226,6 +227,7 @@ class RemoteTensors:
         """The owners change what they have."""
         for kind in kinds:
             self._age[kind] += 1
+            # (a first read fetches one tensor alone, see `read`)
             self._reads[kind] = 0
             if kind is Kind.GRADIENT:
                 self.gradients.outdate()
@@ -240,6 +242,7 @@ class RemoteTensors:
         """
         if self._busy or self._at_hand or not (self._touched or self.gradients.pending):
             return
+        # what is sent is read here, which would flush again
         self._busy = True
         try:
             with as_they_are():
@@ -256,12 +259,18 @@ class RemoteTensors:
 
     def adopt_fetched(self) -> None:
         """Weights and buffers are here as the owners have them, all of them."""
-        for kind in (Kind.PARAMETER, Kind.BUFFER):
-            for remote in self._tensors[kind].values():
-                if not is_vacant(remote.value):
-                    remote.seen = self._age[kind]
-                    remote.settle()
+        for remote in self.places.all():
+            if not is_vacant(remote.value):
+                remote.seen = self._age[remote.kind]
+                remote.settle()
         self._writes += 1
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """These parameters are here as the owners have them."""
+        for name in names:
+            remote = self._tensors[Kind.PARAMETER][name]
+            remote.seen = self._age[Kind.PARAMETER]
+            remote.settle()
 
     def bring_gradients(self) -> None:
         """The owners go: from :meth:`close` on parameters have here the gradients that are left."""
@@ -319,6 +328,7 @@ class RemoteTensors:
             return
         with outside_of_transforms():
             self.flush()
+            # one alone the first time: a look at a single weight must not bring a whole network
             wanted = [remote]
             if self._reads[kind]:
                 wanted = [r for r in self._tensors[kind].values() if r.seen != age]

@@ -91,10 +91,12 @@ class RemoteGradients:
     def assign(self, remote: Remote, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
         other = source_of(value)
-        if isinstance(other, Remote):
-            other.read()
+        if other is not None:
+            # what a proxy shows now is assigned: its owner may have another number by the flush
+            other.table.read(other)
         with as_they_are():
             remote.value.grad = value  # torch's own check of shape, dtype and device
+            # (one that stays here would be added to the owner's, as if it had arisen)
             remote.value.grad = None
         self.assigned[remote.name] = value
 

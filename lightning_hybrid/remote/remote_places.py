@@ -42,7 +42,7 @@ class RemotePlaces:
             owner, _, key = name.rpartition(".")
             parameters, buffers = tables(module.get_submodule(owner))
             self._open(name, buffers if parameters.get(key) is None else parameters, key)
-        remotes = {id(remote.value): remote for remote in self._all()}
+        remotes = {id(remote.value): remote for remote in self.all()}
         for view, value in views:  # (`data`, a state dict): it shows what the owners have
             if id(value) not in remotes:
                 continue
@@ -66,6 +66,7 @@ class RemotePlaces:
                     "(parameter.copy_(...), load_state_dict) instead."
                 )
             make_plain(known.value)
+            # a buffer that was made in inference mode could not be written to in training
             if value.is_inference():  # `self.count += 1` leaves on one device what was there
                 with torch.inference_mode(False):
                     place[key] = value.clone()
@@ -77,11 +78,11 @@ class RemotePlaces:
 
     def emptied(self) -> AbstractContextManager[None]:
         """Inside, what other ranks own has no memory here; computing with it raises."""
-        return emptied({remote.name: remote.value for remote in self._all()})
+        return emptied({remote.name: remote.value for remote in self.all()})
 
     def hide(self) -> None:
         """Make ordinary tensors of the parameters and buffers, until :meth:`show`."""
-        for remote in self._all():
+        for remote in self.all():
             make_plain(remote.value)
 
     def show(self) -> None:
@@ -93,7 +94,8 @@ class RemotePlaces:
     def close(self) -> None:
         """Make ordinary tensors of everything, views too, for good."""
         self.hide()
-        known = {id(remote) for remote in self._all()}
+        known = {id(remote) for remote in self.all()}
+        # code may keep a view anywhere, and would ask a worker that is gone
         for view in proxies():
             if id(source_of(view)) in known:
                 make_plain(view)
@@ -101,7 +103,8 @@ class RemotePlaces:
         for tensors in self.tensors.values():
             tensors.clear()
 
-    def _all(self) -> list[Remote]:
+    def all(self) -> list[Remote]:
+        """What other ranks own."""
         return [remote for tensors in self.tensors.values() for remote in tensors.values()]
 
     def _open(self, name: str, place: dict[str, Any], key: str) -> Remote:

@@ -39,7 +39,7 @@ class Table(Protocol):
     """The remote tensors of one driver, who know what is here and how old it is.
 
     Attributes:
-        device: where they are to the user's code.
+        device: where they are to the user's code; their memory comes there when it is read.
     """
 
     device: torch.device
@@ -77,33 +77,9 @@ class Remote:
         self._shown: ref[Tensor] | None = None
         self.table, self.kind, self.name, self.value = table, kind, name, value
         self.seen: int | None = None
+        # what is written here before the first fetch is overwritten by it, and not sent
         self.version = version(value)
         self.written = False
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is to the user's code; its memory comes there when it is read."""
-        return self.table.device
-
-    def read(self) -> None:
-        """Have here what the owner has."""
-        self.table.read(self)
-
-    def touch(self) -> None:
-        """Note that this tensor was written to in a way that only the proxy has seen."""
-        self.table.touch(self)
-
-    def enter_graph(self) -> None:
-        """It takes part in a computation that autograd records."""
-        self.table.enter_graph(self)
-
-    def gradient(self) -> Tensor | None:
-        """A proxy on the gradient of a parameter, if it has one."""
-        return self.table.gradient(self)
-
-    def assign_gradient(self, value: Tensor | None) -> None:
-        """``parameter.grad = value``."""
-        self.table.assign_gradient(self, value)
 
     def show(self, make: Callable[[], Tensor]) -> Tensor:
         """The one proxy that code here has, made if there is none."""
@@ -132,23 +108,12 @@ class Remote:
 
 
 class _Kept:
-    """The table of what no other rank has any more."""
+    """The table of what no other rank has any more: all of it is here, and nobody is told."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def read(self, remote: Remote) -> None:
-        """It is here."""
+    def read(self, remote: Remote, _: Tensor | None = None) -> None:
+        """Nobody is asked."""
 
-    def touch(self, remote: Remote) -> None:
-        """Nobody else wants to know."""
-
-    def enter_graph(self, remote: Remote) -> None:
-        """What arises for it is nobody else's either."""
-
-    def gradient(self, remote: Remote) -> Tensor | None:
-        """It is no parameter."""
-        return None
-
-    def assign_gradient(self, remote: Remote, value: Tensor | None) -> None:
-        """Likewise."""
+    touch = enter_graph = gradient = assign_gradient = read

@@ -15,25 +15,28 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.serialization import reduced
-from lightning_hybrid._torch.tensors import as_they_are, swap_memory, without_dispatch_modes
-from lightning_hybrid.remote.deferred import attributes_of, clear_attributes, defer, is_deferred
+from lightning_hybrid._torch.tensors import as_they_are, without_dispatch_modes
+from lightning_hybrid.remote.deferred import (
+    Before,
+    Maker,
+    defer,
+    exchange,
+    is_deferred,
+    like,
+    restore,
+)
 from lightning_hybrid.remote.deferred import show as make_ordinary
+from lightning_hybrid.remote.intercepted import ordinary
 
 _streams: ContextVar[bool] = ContextVar("streams", default=False)
 
 
-class Unread:
+class Unread(Maker):
     """Knows where the numbers of one tensor, and of its views, are.
 
     Args:
         read: gives them, as one piece of memory: 1-d, of bytes; changes of it are this rank's.
-
-    Attributes:
-        active: nothing that is done to these tensors is noted down.
-        on_one_rank: whether other ranks lack what this one has.
     """
-
-    active = on_one_rank = False
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
@@ -46,6 +49,7 @@ class Unread:
         found = []
         for tensor in tensors:
             maker: Any = tensor._maker  # type: ignore[attr-defined]
+            # an operation may be given tensors of a network that is being built, too
             if not isinstance(maker, Unread):
                 found += maker.numbers([tensor])
                 continue
@@ -56,12 +60,8 @@ class Unread:
                 found.append(_laid_out(tensor, made[id(maker)]))
         return found
 
-    def make(self, tensor: Tensor) -> None:
-        """Give a tensor, and its views, memory for good."""
-        self.settle(tensor, self.numbers([tensor])[0])
-
     def settle(self, tensor: Tensor, value: Tensor) -> None:
-        """Let a tensor and its views have the memory of ``value``."""
+        # each of these is ordinary from here on, and shows the same new memory
         shown, self._shown = self._shown, []
         memory = torch.empty(0, dtype=torch.uint8)
         with as_they_are():
@@ -72,7 +72,6 @@ class Unread:
                 _become(other, _laid_out(other, memory))
 
     def open(self, tensor: Any, name: str) -> None:
-        """Let a tensor without memory be one of these."""
         defer(tensor, self, name, "in a file, of which there is no room to map all")
         self._shown.append(ref(tensor))
 
@@ -91,7 +90,7 @@ def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def _become(tensor: Any, value: Tensor) -> None:
-    before = make_ordinary(tensor, value)
+    before = make_ordinary(tensor, value).memory
     vars(tensor).pop("_was_deferred", None)  # all ranks have it
     with as_they_are():
         gradient = before.grad
@@ -140,36 +139,24 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 def leave_unread(tensor: Any, name: str, value: Any) -> None:
     """Free the memory of a tensor; its numbers are those of an unread one."""
-    _exchange(tensor, name, value)
+    _leave(tensor, name, value)
 
 
 @contextmanager
 def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, the numbers of a tensor are those of an unread one, and it has no memory."""
-    kind, attributes = type(tensor), attributes_of(tensor)
-    before = _exchange(tensor, name, value)
+    before = _leave(tensor, name, value)
     try:
         yield
     finally:
-        with as_they_are():
-            swap_memory(tensor, before)
-            tensor.__class__ = kind
-            clear_attributes(tensor)
-            vars(tensor).update(attributes)
+        restore(tensor, before)
 
 
-def _exchange(tensor: Any, name: str, value: Any) -> Any:
-    """Returns what it was."""
+def _leave(tensor: Any, name: str, value: Any) -> Before:
     with as_they_are(), torch.no_grad():
-        twin: Any = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device="meta"
-        )
-        if isinstance(tensor, nn.Parameter):
-            twin = nn.Parameter(twin, tensor.requires_grad)
-        swap_memory(tensor, twin)
-        clear_attributes(tensor)
+        before = exchange(tensor, ordinary(tensor, like(value, "meta")))
         value._maker.open(tensor, name)
-    return twin
+    return before
 
 
 @contextmanager

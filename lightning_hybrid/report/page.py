@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+# inside of the page, which is mailed, attached and opened where there is no network
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --quiet: #59636e;
   --rule: #d1d9e0; --lane: #f1f3f5; --on: #10202f;
@@ -54,6 +55,7 @@ def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
 
 def paragraph(text: str) -> str:
     """A paragraph of explanation."""
+    # names in it are the user's, and may hold any character
     return f'<p class="quiet">{escape(text)}</p>\n'
 
 

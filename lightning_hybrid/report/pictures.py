@@ -71,6 +71,7 @@ class Svg:
 def shortened(text: str, width: float) -> str:
     """The text, or its beginning and an ellipsis, as far as it goes into a width; or nothing."""
     room = int(width / CHARACTER)
+    # SVG neither wraps nor cuts text
     if len(text) <= room:
         return text
     return f"{text[: room - 1]}…" if room > 3 else ""
@@ -80,6 +81,7 @@ def ticks(top: float, count: int = 6) -> list[float]:
     """Round numbers from 0 to `top`, about so many."""
     if top <= 0:
         return [0.0]
+    # steps of 1, 2 or 5 times a power of ten are read at a glance
     step = 10.0 ** len(str(int(top))) if top >= 1 else 1.0
     while True:
         for divisor in (1, 2, 5, 10):
@@ -125,6 +127,7 @@ def draw_bars(bars: Sequence[Bar], title: str) -> str:
     """Draw bars of one unit."""
     svg = Svg(_BARS_TOP + _BAR * len(bars) + 8, title)
     values = [sum(value for _, value in bar.parts) for bar in bars]
+    # the limit is part of the scale, or its line would lie outside
     top = max([*values, *(bar.limit or 0.0 for bar in bars)]) or 1.0
     unit = (WIDTH - MARGIN - _BARS_AFTER) / top
     for number, (bar, value) in enumerate(zip(bars, values)):
@@ -218,6 +221,7 @@ class Piece:
 def draw_strip(pieces: Sequence[Piece], title: str) -> str:
     """Draw a network and where it is cut."""
     svg = Svg(_STRIP_TOP + _STRIP_HEIGHT + 44, title)
+    # a network without counted load is drawn too, without width
     total = sum(piece.load for piece in pieces) or 1.0
     unit = (WIDTH - 24) / total
     x = 12.0
@@ -317,6 +321,7 @@ def _draw(svg: Svg, span: Span, top: float, unit: float) -> None:
     if span.kind == "reduce":
         svg.rect(x, top + _LANE - 9, width, 7, span.kind, span.hint)
         return
+    # neighbours of one colour would run together
     gap = min(0.8, width / 4)
     svg.rect(x + gap / 2, top + 2, width - gap, _LANE - 4, span.kind, span.hint)
     if width > CHARACTER * len(span.label) + 3:

@@ -68,12 +68,14 @@ class Home:
         """
         with self._changed:
             self._theirs = optimizer
+            # messages come over gloo, so the home is on the CPU
             copies = {p: Parameter(p.detach().cpu().clone()) for p in parameters_of(optimizer)}
             self._copies = copies
             groups = [
                 {**group, "params": [copies[p] for p in group["params"]]}
                 for group in optimizer.param_groups
             ]
+            # (each group brings its own rate, so this one is never used)
             self._optimizer = SGD(groups, lr=0.0)
             for parameter, copy in copies.items():
                 if parameter in optimizer.state:
@@ -90,6 +92,7 @@ class Home:
     def take(self, replica: int, message: Tensor) -> Tensor:
         """Take a push or a fence; when it is applied, or all are there, give the newest weights."""
         with self._changed:
+            # it computes with nothing now, and holds nobody up
             read = self._reads.pop(replica)
             if message[-1]:
                 self._held[replica] = read, message
@@ -133,6 +136,7 @@ class Home:
         parameters = list(self._copies.values())
         sizes = [*(p.numel() for p in parameters), len(parameters) + 1]
         self._optimizer.zero_grad()
+        # rounding depends on the order of a sum, and pushes arrive in any
         for replica, (read, message) in sorted(self._held.items()):
             *parts, present = message.split(sizes)
             for parameter, part, there in zip(parameters, parts, present.tolist()):
@@ -244,6 +248,7 @@ class AsynchronousReplica:
     @property
     def _path(self) -> Path | None:
         root = self._trainer.default_root_dir
+        # a file system behind a URL cannot be appended to
         return None if "://" in root else Path(root) / ORDER
 
     def _serve(self, replica: int, wire: GroupWire) -> None:
@@ -257,6 +262,7 @@ class AsynchronousReplica:
                 message = torch.empty(size, dtype=self._read.dtype)
                 wire.receive(message).wait()
                 wire.send(home.take(replica, message)).wait()
+        # whoever waits for the home must not wait for a thread that is gone
         except BaseException as error:
             home.end(error)
 
@@ -285,10 +291,12 @@ class AsynchronousReplica:
         last = trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
         if last or trainer.received_sigterm:  # what comes then finds the replicas together
             self.fence()
+        # the loss is there already: to run the closure again would be another backward
         return arguments, {"closure": lambda: loss}
 
     def _push(self) -> None:
         parameters = self._parameters
+        # the next read would overwrite what was changed here, and nobody would hear of it
         if not _same_bits(flat(parameters), self._read):
             raise HybridError(
                 "gradient_sync='asgd': replica 0 has the weights, and those of this replica were "

@@ -123,6 +123,7 @@ class DeferredModule:
         if not isinstance(ranks, World) or ranks.phase is not Phase.TOGETHER:
             return read()
         if ranks.coordinates.rank == 0:
+            # one reader: on a host all ranks together may have no memory for a copy each
             checkpoint = read()
             ranks.broadcast(outline(checkpoint))
             return checkpoint
@@ -187,6 +188,7 @@ class BetweenRuns:
         values = self._ranks.gather_weights(module)
         if not here:
             return {}
+        # state dicts are made by hooks of the user's too, which want to see all weights
         with whole(module, values):
             return module.state_dict()
 
@@ -237,6 +239,7 @@ def move_module(module: LightningModule, device: torch.device, *, all_of_it: boo
             only what no network can own moves, and modules with parameters wait on the CPU until
             they are called for the first time.
     """
+    # until stages are known all weights would be on this one device
     waits = device.type == "cpu" or with_room_for(module, device) != device
     waits = waits or any(map(is_deferred, (*module.parameters(), *module.buffers())))
     if all_of_it or not waits:
@@ -246,5 +249,6 @@ def move_module(module: LightningModule, device: torch.device, *, all_of_it: boo
         if part is not module and next(part.parameters(), None) is None:
             part.to(device)
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        # the same objects: optimizers and the user's code refer to them
         tensor.data = tensor.data.to(device)
     set_module_device(module, device)

@@ -50,6 +50,7 @@ class ComingBatch:
         if not self.is_ready:
             self.ready = move(raw)
             self.tensors = [plain(tensor) for _, tensor in tensors_in(self.ready)]
+            # both may be large, and only one is needed from here on
             self.is_ready, self.raw = True, None
         return self.ready
 
@@ -108,6 +109,7 @@ class Iteration:
             return False
         except Exception as raised:
             error = raised
+        # an error waits in line: it belongs to the step that would have met it
         self._batches.append(ComingBatch(raw, error, self._state()))
         return True
 
@@ -214,6 +216,7 @@ class ComingBatches(Batches):
         """
         if not self._trainer.training:
             return loader
+        # Lightning looks for these methods by name, so a loader without a state must not have them
         resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         return (ResumableLoader if resumable else ComingLoader)(loader)
 

@@ -74,6 +74,7 @@ class BusyMeter:
         before: list[float] = []
 
         def since() -> list[float]:
+            # workers forget what they have told: each reader compares with a sum that is kept here
             nonlocal before
             new = self._read()
             self._totals = [a + b for a, b in zip(self._totals or [0.0] * len(new), new)]

@@ -31,35 +31,29 @@ from lightning_hybrid.run.device_times import StepWatcher
 from lightning_hybrid.stage import bubble, serial_s
 
 
-class PerformanceLog(StepWatcher):
-    """Measures windows of training steps and logs each.
+class StepWindows(StepWatcher):
+    """Measures a window of training steps, from the second step on.
 
     Args:
-        trainer: whose loggers get the values.
-        replicas: their number.
+        trainer: that trains.
         read_busy_s: gives the seconds that each stage has computed since the last call; waits until
             the workers have done what they were told before.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        replicas: int,
-        read_busy_s: Callable[[], list[float]],
+        self, trainer: Trainer, read_busy_s: Callable[[], Sequence[float]] = tuple
     ) -> None:
-        self._trainer, self._replicas = trainer, replicas
-        self._read_busy_s = read_busy_s
+        self._trainer, self._read_busy_s = trainer, read_busy_s
         self._first_step: int | None = None
         self._window: Window | None = None
 
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
         step = self._trainer.global_step
+        # a checkpoint that is loaded in between may set the number of the step back
         if self._first_step is None or step < self._first_step:
             self._first_step, self._window = step, None
-        if self._window is not None and step - self._window.step >= self._every:
-            self._log(self._window, step)
-            self._window = None
+        # the first step captures and measures networks: its time is no step's
         if self._window is None and step > self._first_step:
             self._read_busy_s()
             self._window = Window(step)
@@ -76,6 +70,30 @@ class PerformanceLog(StepWatcher):
         if self._window is not None:
             self._read_busy_s()
             self._window.resume()
+
+
+class PerformanceLog(StepWindows):
+    """Logs each window of as many steps as the Trainer logs after.
+
+    Args:
+        trainer: whose loggers get the values.
+        replicas: their number.
+        read_busy_s: see :class:`StepWindows`.
+    """
+
+    def __init__(
+        self, trainer: Trainer, replicas: int, read_busy_s: Callable[[], list[float]]
+    ) -> None:
+        super().__init__(trainer, read_busy_s)
+        self._replicas = replicas
+
+    def batch_starts(self, batch: Any) -> None:
+        """A training batch is about to be trained on."""
+        step = self._trainer.global_step
+        if self._window is not None and step - self._window.step >= self._every:
+            self._log(self._window, step)
+            self._window = None
+        super().batch_starts(batch)
 
     def end(self) -> None:
         """Training is over: log what is left."""
@@ -96,6 +114,7 @@ class PerformanceLog(StepWatcher):
             "hybrid/step_s": wall_s / (step - window.step),
             "hybrid/samples_per_s": window.samples * self._replicas / wall_s,
         }
+        # one device has no other to wait for
         if len(busy_s) > 1:
             values["hybrid/bubble"] = bubble(busy_s, wall_s)
             if any(busy_s):  # else no span of a device has passed since the last value
@@ -205,6 +224,7 @@ def first_size(batch: Any) -> int | None:
         return len(batch) if batch.dim() else None
     if isinstance(batch, Mapping):
         batch = list(batch.values())
+    # a text is a sequence of texts, without end
     if isinstance(batch, str) or not isinstance(batch, Sequence):
         return None
     return next((size for size in map(first_size, batch) if size is not None), None)

@@ -87,6 +87,7 @@ class PlanCheck(StepWatcher):
             self._done = True
             return
         times = [a / b for a, b in zip(found, planned)]
+        # several calls in a step make all devices take longer alike: only differences tell
         usual = min(times)
         behind = [a - usual * b for a, b in zip(found, planned)]
         worst = max(range(len(times)), key=behind.__getitem__)
@@ -106,6 +107,7 @@ class PlanCheck(StepWatcher):
             f"the others, than the plan takes it to be: it has computed for {found[worst]:.3g} s "
             f"per batch in {WINDOWS * WINDOW} batches. Other work may keep it busy."
         )
+        # times are those of replica 0 alone, and speeds are wanted of all ranks
         if plan.replicas > 1:
             return text
         by_rank = [speed for _, speed in sorted(zip(self._order, speeds))]

@@ -69,6 +69,7 @@ class StartProgress:
             return
         self._began = self._clock()
         self._end.clear()
+        # a thread, since a capture comes back to nobody until it is done
         self._thread = BackgroundThread(self._watch, "start progress")
         self._thread.start()
         self.doing(what)
@@ -86,12 +87,22 @@ class StartProgress:
                 self._state = what, done, total
                 self._look()
 
+    def of_profiling(self, name: str) -> Callable[[int, int], None]:
+        """What hears which partition of a network is measured, and how many there are."""
+
+        def advance(number: int, count: int) -> None:
+            what = f"profiling {number} of {count} partitions of {name or 'self'!r}"
+            self.doing(what, number, count)
+
+        return advance
+
     def over(self) -> None:
         """All is done, or has failed."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._end.set()
+        # a display that it opened after this would never be closed
         thread.join()
         if self._display is not None:
             self._display.close()

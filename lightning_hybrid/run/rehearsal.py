@@ -32,8 +32,9 @@ from lightning_hybrid._lightning import (
     move_data_to_device,
 )
 from lightning_hybrid._lightning_private import random_states, set_random_states, training_source
-from lightning_hybrid.driver import LookAhead, Seen
+from lightning_hybrid.driver import LookAhead
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.planning import CalledNetwork
 from lightning_hybrid.stage import with_room_for
 
 _SHARED_BYTES = 2**20
@@ -58,7 +59,7 @@ class Rehearsed:
             there are several; 1: each takes as much as one alone.
     """
 
-    networks: Sequence[Seen]
+    networks: Sequence[CalledNetwork]
     divided: Callable[[int], int]
 
 
@@ -85,6 +86,7 @@ def rehearsal(
         CannotRehearse: no network was seen.
     """
     source = training_source(trainer)
+    # data sets are too large to be copied, so what they read is shared
     shared = cache(lambda: _shared_copy(source))
 
     def maker(copied: LightningModule) -> Any:
@@ -98,6 +100,7 @@ def rehearsal(
     def divided(replicas: int) -> int:
         if replicas == 1 or not isinstance(source, LightningModule | LightningDataModule):
             return 1
+        # loaders that divide the batch say so themselves when they are asked as one of several
         alone, one_of_several = batch_size(1), batch_size(replicas)
         return max(1, round(alone / one_of_several)) if alone and one_of_several else 1
 
@@ -125,6 +128,7 @@ def _look(
     for attempt in (_train_on_a_batch, _call_on_the_example):
         try:
             stand_in = copy.copy(trainer)
+            # what the step logs must reach nobody
             stand_in.loggers = [DummyLogger()] if trainer.loggers else []
             copied = _copied(module, trainer, stand_in).to(place)
             looked = LookAhead(copied, names)
@@ -149,6 +153,7 @@ def _told(error: Exception) -> str:
 
 def _copied(module: LightningModule, trainer: Trainer, stand_in: Trainer) -> LightningModule:
     """A copy with its own weights that neither logs nor steps."""
+    # a copy of the Trainer would be one of loaders, loggers and process groups
     memo: dict[int, Any] = {id(trainer): stand_in, id(trainer.strategy): trainer.strategy}
     try:
         copied = copy.deepcopy(module, memo)

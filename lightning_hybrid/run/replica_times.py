@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,9 +21,14 @@ class ReplicaTimes:
 
     Args:
         device: of the driver of this replica.
+        is_last: whether the batch that is trained on is the last one of its epoch.
+
+    Attributes:
+        is_last: as given.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_last: Callable[[], bool] = bool) -> None:
+        self.is_last = is_last
         self._on_gpu = device.type == "cuda"
         self._begun: float | torch.cuda.Event | None = None
         self._ended: float | torch.cuda.Event | None = None
@@ -48,6 +53,7 @@ class ReplicaTimes:
         """
         if self._left_out:
             self._left_out -= 1
+        # a batch that one replica has not timed compares nobody
         elif all(seconds):
             self._seconds.append(seconds)
 
@@ -56,12 +62,14 @@ class ReplicaTimes:
         rows, self._seconds = self._seconds, []
         if len(rows) < FEWEST:
             return None
+        # a median forgets the batch in which something else had the device
         return tuple(1 / statistics.median(column) for column in zip(*rows))
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
+        # on a GPU the clock of the host would show when work was queued, not when it was done
         event.record()
         return event
 

@@ -100,6 +100,7 @@ class ReplicaWorld:
         on_hosts = Counter(host_of[each.rank] for each in ranks if each.is_driver)
         in_order = sorted(ranks, key=lambda each: each.lightning_rank)  # drivers first
         numbered = list(dict.fromkeys(host_of[each.rank] for each in in_order))
+        # a host of workers alone has local ranks too, and must have a first one
         drivers = [rank for rank in here if ranks[rank].is_driver] or by_number[:1]
         return cls(
             rank=coordinates.lightning_rank,
@@ -125,13 +126,22 @@ class ReplicaWorld:
         return {name: number for number, names in numbers for name in names}
 
 
-_RANK = ("RANK", "ROLE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_RANK = (
+    *("RANK", "ROLE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "JSM_NAMESPACE_RANK",
+)
 _SIZE = (
     *("WORLD_SIZE", "ROLE_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"),
-    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"),
 )
-_LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
-_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_LOCAL_RANK = (
+    *("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "JSM_NAMESPACE_LOCAL_RANK",
+)
+_LOCAL_SIZE = (
+    *("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
 _NODE_RANK = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 _HOSTS = ("GROUP_WORLD_SIZE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 _SIZES = frozenset((*_SIZE, *_LOCAL_SIZE, *_HOSTS))
@@ -182,6 +192,7 @@ class _Heard(_Environ):  # type: ignore[misc,valid-type]
 def hear_of_reads(listener: Callable[[str], None] | None) -> None:
     """Call ``listener`` when the user's code reads a size of the world; ``None``: no more."""
     _Heard.listener = listener
+    # everybody has imported this one object: another one in its place would hear nothing
     os.environ.__class__ = _Environ if listener is None else _Heard
 
 

@@ -19,8 +19,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
-from lightning_hybrid.graph import NetworkGraph, NetworkPartition
-from lightning_hybrid.planning import Plan, make_plan
+from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan
 from lightning_hybrid.remote import take_again
 from lightning_hybrid.run.building import DeferredModule, WholeModule
 from lightning_hybrid.run.device_times import Measurement
@@ -138,10 +137,9 @@ class Run:
 
     def plan_network(
         self,
-        name: str,
-        graph: NetworkGraph,
-        partitions: Sequence[NetworkPartition],
-        *arguments: Any,
+        network: CalledNetwork,
+        microbatches: int,
+        *,
         beside: Sequence[Plan],
         chosen: bool,
         optimizers: Sequence[Optimizer],
@@ -149,10 +147,8 @@ class Run:
         """The plan of a network: the user's, or one that is made.
 
         Args:
-            name: of the network.
-            graph: of it.
-            partitions: of the graph.
-            arguments: see :class:`lightning_hybrid.driver.network_options.Planner`.
+            network: see :class:`lightning_hybrid.driver.network_options.Planner`.
+            microbatches: see there.
             beside: see there.
             chosen: see there.
             optimizers: the user's, which need memory if the run trains.
@@ -162,30 +158,26 @@ class Run:
         """
         given, settings = self.config.plan, self.config.settings
         if given is not None and not chosen:
-            shown = f"{name or 'self'!r} ({type(graph.network).__name__})"
-            given.check_network([partition.name for partition in partitions], shown)
+            shown = f"{network.name or 'self'!r} ({type(network.graph.network).__name__})"
+            given.check_network([partition.name for partition in network.partitions], shown)
             return given
         coordinates = self.world.coordinates
-
-        def advance(number: int, count: int) -> None:
-            what = f"profiling {number} of {count} partitions of {name or 'self'!r}"
-            self.progress.doing(what, number, count)
-
         return make_plan(
-            name,
-            graph,
-            partitions,
-            *arguments,
+            network,
+            microbatches,
+            # the user's cut points are for the network as a whole, and this is a part of it
             settings=replace(settings, allocation="exact") if chosen else settings,
-            replicas=coordinates.replicas,
-            stages=len(settings.copies) or coordinates.ranks_per_replica,
-            backend=self.world.mesh.backend,
-            device=self.device,
-            cluster=self.world.cluster,
+            site=Site(
+                replicas=coordinates.replicas,
+                stages=len(settings.copies) or coordinates.ranks_per_replica,
+                backend=self.world.mesh.backend,
+                device=self.device,
+                cluster=self.world.cluster,
+                beside=beside,
+                present_bytes=present_bytes(network.graph.network, self.device),
+            ),
             optimizers=optimizers if self.fitting else None,
-            beside=beside,
-            present_bytes=present_bytes(graph.network, self.device),
-            advance=advance,
+            advance=self.progress.of_profiling(network.name),
         )
 
     def take_again(self) -> None:

@@ -10,13 +10,11 @@ import csv
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from lightning_hybrid._lightning import CSVLogger, TensorBoardLogger, Trainer, rank_zero_info
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.run.device_times import StepWatcher
-from lightning_hybrid.run.performance_log import Window, first_size
+from lightning_hybrid.run.performance_log import StepWindows, Window
 
 FILE_NAME = "hybrid_runs.csv"
 
@@ -57,6 +55,7 @@ class TimedRun:
         columns = [field.name for field in fields(self)]
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+", newline="", encoding="utf-8") as file:
+            # "a" writes at the end, wherever the file was read
             file.seek(0)
             head = file.readline().strip()
             if head and head != ",".join(columns):
@@ -69,7 +68,7 @@ class TimedRun:
             table.writerow(astuple(self))  # (None is an empty cell)
 
 
-class RunTable(StepWatcher):
+class RunTable(StepWindows):
     """Measures the steps of a fit, and adds a line to the table at its end.
 
     Args:
@@ -82,33 +81,8 @@ class RunTable(StepWatcher):
     def __init__(
         self, trainer: Trainer, plans: Mapping[str, Plan], replicas: int, devices: int
     ) -> None:
-        self._trainer, self._plans = trainer, plans
-        self._replicas, self._devices = replicas, devices
-        self._begin()
-
-    def _begin(self) -> None:
-        self._first_step: int | None = None
-        self._window: Window | None = None  # from the second step on
-
-    def batch_starts(self, batch: Any) -> None:
-        """A training batch is about to be trained on."""
-        step = self._trainer.global_step
-        if self._first_step is None:
-            self._first_step = step
-        if self._window is None and step > self._first_step:
-            self._window = Window(step)
-        if self._window is not None:
-            self._window.samples += first_size(batch) or 0
-
-    def pause(self) -> None:
-        """Validation starts."""
-        if self._window is not None:
-            self._window.pause()
-
-    def resume(self) -> None:
-        """Validation is over."""
-        if self._window is not None:
-            self._window.resume()
+        super().__init__(trainer)
+        self._plans, self._replicas, self._devices = plans, replicas, devices
 
     def end(self) -> None:
         """Training is over. A fit does not fail because its times cannot be written."""
@@ -120,7 +94,8 @@ class RunTable(StepWatcher):
                 self._timed_run(window, steps).append_to(folder / FILE_NAME)
             except (OSError, PlanError) as error:
                 rank_zero_info(f"{folder / FILE_NAME} gets no line of this run: {error}")
-        self._begin()  # the Tuner's trials are fits of the same run
+        # the Tuner's trials are fits of the same run
+        self._first_step = self._window = None
 
     def _timed_run(self, window: Window, steps: int) -> TimedRun:
         """Of several networks the one with the most stages counts, and all that is predicted."""

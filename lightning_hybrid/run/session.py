@@ -19,7 +19,7 @@ from lightning_hybrid._lightning import move_data_to_device, rank_zero_info
 from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.comm import Failure, broadcast_object, run_pending
-from lightning_hybrid.driver import Discovery, Driver, NetworkOptions, Planner
+from lightning_hybrid.driver import Discovery, Driver, DriverOptions, NetworkOptions, Planner
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
@@ -89,16 +89,11 @@ class DriverSession:
         if streamed is not None and run.fitting and mesh.coordinates.ranks_per_replica > 1:
             batches = ComingBatches(run.trainer, streamed.barrier)
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-        driver = Driver(
-            run.module,
-            mesh,
-            run.device,
+        driver_options = DriverOptions(
             broadcast_object(mesh.drivers, seed),
             options,
-            run.measurement.stopwatch,
             shared=run.shared,
             share=run.building.deferred,
-            batches=batches,
             trains=run.fitting,
             folder=run.framework.folder,
             say=rank_zero_info,
@@ -106,6 +101,8 @@ class DriverSession:
             shards=config.shard_optimizer_states,
             first_failure=lambda: read_fault(mesh).exception(),
         )
+        watch = run.measurement.stopwatch
+        driver = Driver(run.module, mesh, run.device, driver_options, watch, batches)
         network_options = NetworkOptions(
             config.names,
             config.microbatches,

@@ -9,11 +9,11 @@ form one chain, in which the network is found at its first call.
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_hybrid._lightning import (
     LightningDataModule,
@@ -24,16 +24,16 @@ from lightning_hybrid._lightning import (
     rank_zero_info,
 )
 from lightning_hybrid.config import Config
-from lightning_hybrid.driver import Seen, present_bytes
+from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import fits, why_whole
 from lightning_hybrid.planning import (
     ASSUMED_TENSORS,
+    CalledNetwork,
     Machine,
     PartitionTable,
+    Prediction,
     Sizes,
-    choose,
-    measured_table,
 )
 from lightning_hybrid.run.progress import StartProgress, display_of
 from lightning_hybrid.run.rehearsal import rehearsal
@@ -80,6 +80,7 @@ class SizeChooser:
         if world.coordinates.rank == 0:
             with world.choosing():
                 sizes = self._choose_or_say_why(deferred)
+        # ranks that chose by their own measurements might not agree
         return world.broadcast(sizes)
 
     def _choose_or_say_why(self, deferred: bool) -> Sizes | None:
@@ -112,18 +113,17 @@ class SizeChooser:
                 trainer, module, config.names, self._device, precision, self._supposing
             ) as step:
                 looked = step.networks
-                choice = choose(
+                choice = Prediction(
                     self._machine,
                     [partial(self._measured, seen) for seen in looked],
                     batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),
                     divided=step.divided,
                     asked=config.microbatches,
                     splits=_splits(looked),
-                    allowed=self._allowed,
                     settings=config.settings,
                     present_bytes=present_bytes(module, self._device),
                     by_speed=config.balance == "speed",
-                )
+                ).choose(self._allowed)
         finally:
             self._progress.over()
         rank_zero_info(choice.describe())
@@ -131,22 +131,18 @@ class SizeChooser:
             rank_zero_info(f"num_microbatches='auto' is 1: {reason}.")
         return choice.best.sizes
 
-    def _measured(self, seen: Seen, microbatches: int) -> PartitionTable:
+    def _measured(self, seen: CalledNetwork, microbatches: int) -> PartitionTable:
         """What a network takes with so many micro-batches; from the cache where it is known."""
-        graph, partitions = seen.graph, seen.partitions
-        leaves: list[Tensor] = list(seen.leaves)
+        graph = seen.graph
         if microbatches > 1 and not graph.is_static:
-            leaves = graph.split(leaves, microbatches)[0]
+            seen = replace(seen, leaves=graph.split(list(seen.leaves), microbatches)[0])
 
-        def advance(number: int, count: int) -> None:
-            what = f"profiling {number} of {count} partitions of {seen.name or 'self'!r}"
-            self._progress.doing(what, number, count)
-
+        # Lightning makes the optimizers after the sizes are known: their states are assumed
         weights = graph.network.named_parameters()
         state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
-        divides = self._config.shard_optimizer_states
-        return measured_table(
-            *(graph, partitions, leaves, self._device, state, advance), divides_states=divides
+        divides = self._config.settings.shards_states
+        return seen.table(
+            self._device, state, self._progress.of_profiling(seen.name), divides_states=divides
         )
 
 
@@ -169,6 +165,7 @@ def prepared_alone(trainer: Trainer, world: World) -> list[str]:
         for name, value in vars(owner).items()
         if value is not None
     ]
+    # names and not values, which may be large and need not be comparable
     first, *others = world.gather(names, "the comparison of what prepare_data has set")
     return sorted(set(first).difference(set(first).intersection(*map(set, others))))
 
@@ -178,13 +175,13 @@ def _prepares(owner: Any) -> bool:
     return is_overridden("prepare_data", owner, kind)
 
 
-def _why_whole(looked: Sequence[Seen]) -> str | None:
+def _why_whole(looked: Sequence[CalledNetwork]) -> str | None:
     """Why batches of several samples go through a network whole; ``None``: they need not."""
     calls = [(s.graph, s.leaves) for s in looked if (s.graph.batch_of(s.leaves) or 1) > 1]
     return next(filter(None, (why_whole(graph, leaves, 2) for graph, leaves in calls)), None)
 
 
-def _splits(looked: Sequence[Seen]) -> Callable[[int], bool]:
+def _splits(looked: Sequence[CalledNetwork]) -> Callable[[int], bool]:
     """Tells whether batches may go through all networks in so many micro-batches."""
     calls, whole = [(seen.graph, seen.leaves) for seen in looked], _why_whole(looked) is not None
     return lambda microbatches: (

@@ -110,7 +110,6 @@ class UnequalShares:
         position: see :class:`DealtBatches`.
         say: prints a line, once for all replicas.
         times: of the replicas, by which each epoch has other shares; None: they stay.
-        is_last: whether the batch that is trained on is the last one of its epoch.
     """
 
     def __init__(
@@ -122,14 +121,14 @@ class UnequalShares:
         position: Position,
         say: Callable[[str], None],
         times: ReplicaTimes | None = None,
-        is_last: Callable[[], bool] = bool,
     ) -> None:
         self._module, self._speeds, self._replica = module, speeds, replica
         self._drivers, self._position, self._say = drivers, position, say
-        self._times, self._is_last = times, is_last
+        self._times = times
         self._batch = 0  # samples of a full batch of all replicas
         self._own = 1.0
         # what all replicas weigh; behind it, of each the seconds for a sample of the batch before
+        # float32 would not count the samples of a large batch exactly
         self._sums = torch.ones(1 + len(speeds), dtype=torch.float64)
         self._work: dist.Work | None = None
 
@@ -146,6 +145,7 @@ class UnequalShares:
             return None
         speeds = cluster.replica_speeds if cluster else (1.0,) * replicas
         if plan is not None and plan.shares:
+            # what a plan deals is in proportion to itself
             speeds = tuple(map(float, plan.shares))
         if run.synchronised and stages > 1 and run.config.microbatches != 1:
             raise PlanError(
@@ -160,8 +160,9 @@ class UnequalShares:
             mesh.drivers,
             partial(_position, run.trainer),
             rank_zero_info,
-            ReplicaTimes(run.device) if run.config.replan == "epoch" else None,
-            lambda: run.trainer.is_last_batch,
+            ReplicaTimes(run.device, lambda: run.trainer.is_last_batch)
+            if run.config.replan == "epoch"
+            else None,
         )
 
     def deal(self, loader: Any) -> Any:
@@ -253,6 +254,7 @@ class UnequalShares:
         self._sums[0] = self._own
         if self._times is not None and before:
             self._sums[1 + self._replica] = self._times.batch_arrives() / before
+        # it travels beside the forward, and is needed when the loss is known
         self._work = start(self._drivers.allreduce, [self._sums], peer=ANOTHER_REPLICA)
 
     def hear(self) -> None:
@@ -263,7 +265,7 @@ class UnequalShares:
         self._work = None
         if self._times is not None:
             self._times.note(self._sums[1:].tolist())
-            if self._is_last():
+            if self._times.is_last():
                 self._share_anew(self._times.speeds())
 
     def weighted(self, loss: Tensor) -> Tensor:

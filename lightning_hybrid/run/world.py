@@ -151,6 +151,7 @@ class World:
         """
         self._meet("the setup of a run")
         names, world = sorted(tensors_of(module)), self.everyone.world
+        # names of a large module are long: most often a digest shows that they are alike
         digests = gather_objects(world, hashlib.sha256("\n".join(names).encode()).digest())
         if len(set(digests)) == 1:
             return frozenset(names)
@@ -230,6 +231,7 @@ class World:
 
         While one runs, this rank is ALONE: the other drivers may be waiting for it.
         """
+        # a handler in the middle of a pass would leave messages that nobody takes
         make_deferrable(self._alone)
         run_pending(hold=False)
 
@@ -254,6 +256,7 @@ class World:
         """
         self.stop_watching()
         ranks = self._joined.mesh if self._joined else self.everyone
+        # errors of other ranks are often consequences: the store knows which came first
         first = first_fault(ranks, error, rank)
         # a rank that has not heard of it at a meeting is missed there, whoever has failed first
         together = self.phase in (Phase.TOGETHER, Phase.CHOOSING) and not self._has_heard

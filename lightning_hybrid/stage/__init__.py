@@ -19,7 +19,7 @@ from lightning_hybrid.stage.gradient_averaging import (
     state_buffers,
 )
 from lightning_hybrid.stage.rank_stages import StageOptions
-from lightning_hybrid.stage.replayed_statistics import is_running_statistic, replayed_statistics
+from lightning_hybrid.stage.replayed_statistics import is_running_statistic
 from lightning_hybrid.stage.split_backward import HookWatch, input_part
 from lightning_hybrid.stage.stage_check import (
     check,
@@ -32,51 +32,10 @@ from lightning_hybrid.stage.stage_check import (
 from lightning_hybrid.stage.staged_network import (
     StagedNetwork,
     borrowed_parameters,
+    engine_of,
     names_of,
-    own_buffers,
-    own_parameters,
     tensors_of,
     write_tensors,
 )
 from lightning_hybrid.stage.trace import Stopwatch, Trace, bubble, serial_s
 from lightning_hybrid.stage.weight_hooks import is_of_the_user
-
-__all__ = [
-    "Broadcasts",
-    "Call",
-    "Engine",
-    "Gradients",
-    "HookWatch",
-    "ReplicaGroup",
-    "StageOptions",
-    "StagedNetwork",
-    "Stopwatch",
-    "Synchronised",
-    "Trace",
-    "Values",
-    "borrowed_parameters",
-    "broadcast_module",
-    "bubble",
-    "check",
-    "draw_number",
-    "fresh",
-    "generators_of_microbatch",
-    "input_part",
-    "is_of_the_user",
-    "is_running_statistic",
-    "microbatch_seed",
-    "names_of",
-    "own_buffers",
-    "own_copy",
-    "own_parameters",
-    "random_state",
-    "replayed_statistics",
-    "serial_s",
-    "set_random_state",
-    "state_buffers",
-    "stays_on_cpu",
-    "tensors_of",
-    "with_room_for",
-    "with_saved",
-    "write_tensors",
-]

@@ -38,6 +38,7 @@ class BackwardPass(Pass):
     ) -> None:
         super().__init__(engine, index, call)
         self.mode = mode
+        # of a rank with several stages this one's backward comes last
         self._reduces_last = index == 0
         self.gradients = gradients
         self.inputs: list[Gradients] = [[] for _ in range(call.key.microbatches)]
@@ -53,6 +54,8 @@ class BackwardPass(Pass):
         self._ahead = Ahead(self.of_kind(todo, kind), self._post)
 
     def receive_gradient(self, microbatch: int) -> None:
+        # what got no gradient did not travel; autograd is to see None there, as on one device, for
+        # zeros would make gradients (and optimizer states) where one device has none
         present = self._hear_pattern(microbatch)
         arrived = iter(self._ahead.take(microbatch))
         self._arrived = [self._shrunk(next(arrived)) if here else None for here in present]
@@ -63,6 +66,7 @@ class BackwardPass(Pass):
         self.inputs[microbatch] = [next(arrived) if here else None for here in present]
 
     def reduce(self, microbatch: int) -> None:
+        # all gradients of the step are final but those that the next instruction adds to
         if self.mode.reduce and self._reduces_last:
             self.engine.replica_group.arm(self.engine.done_before)
 
@@ -70,29 +74,21 @@ class BackwardPass(Pass):
         engine = self.engine
         # the driver has the last stage, and the gradients of its outputs from autograd
         gradients = self.gradients[microbatch] if self.own.is_last else self._arrived
+        # after an error nothing is computed; `send_gradient` fills in zeros
         self._result = [None] * len(self.traffic.incoming[microbatch])
         if engine.failure is not None:
             return
-        try:
-            # activation checkpointing runs layers again here
-            span = engine.trace.span(f"{self.own.label}backward", microbatch)
-            with span, engine.statistics(self.call.key):
-                self._result = self._run(microbatch, gradients)
-        except Exception as error:
-            self.error = error
-            engine.fail(error, self.own.number)
+        # (statistics: activation checkpointing runs layers again here)
+        with self.computing("backward", microbatch), engine.statistics(self.call.key):
+            self._result = self._run(microbatch, gradients)
 
     def weight(self, microbatch: int) -> None:
         """Add the gradients of the weights; they are there if the backward was not split."""
-        engine, part = self.engine, self._put_off.pop(microbatch, None)
-        if part is None or engine.failure is not None:
+        part = self._put_off.pop(microbatch, None)
+        if part is None or self.engine.failure is not None:
             return
-        try:
-            with engine.trace.span(f"{self.own.label}weight", microbatch):
-                part.run(keep=self.mode.keep)
-        except Exception as error:
-            self.error = error
-            engine.fail(error, self.own.number)
+        with self.computing("weight", microbatch):
+            part.run(keep=self.mode.keep)
 
     def send_gradient(self, microbatch: int) -> None:
         traffic, links = self.traffic, self.links(microbatch)
@@ -129,9 +125,12 @@ class BackwardPass(Pass):
         return self.links(microbatch).next.post(list(compress(sent, present)))
 
     def _run(self, microbatch: int, gradients: Gradients) -> Gradients:
+        # 1. What the forward has left: its activations, or how to make them again. Popped, so that
+        #    each micro-batch's memory is free as soon as it went back.
         keep = self.mode.keep
         saved = self.saved[microbatch] if keep else self.saved.pop(microbatch)
         values, outputs = self._again(microbatch, saved) if isinstance(saved, Recipe) else saved
+        # 2. Where to begin and what is wanted. Outputs without a gradient take no part.
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients)
@@ -140,6 +139,7 @@ class BackwardPass(Pass):
         wanted = [value for value in values if value.requires_grad]
         if not pairs or not (self.mode.parameters or wanted):
             return [None] * len(values)
+        # 3. Back, and the gradients in the order of what had arrived.
         roots, starts = [root for root, _ in pairs], [start for _, start in pairs]
         found = iter(self._gradients(microbatch, roots, starts, wanted))
         return [next(found) if value.requires_grad else None for value in values]
@@ -149,6 +149,7 @@ class BackwardPass(Pass):
     ) -> Sequence[Tensor | None]:
         """Go back; returns the gradients of what is wanted, and adds those of weights to theirs."""
         keep = self.mode.keep
+        # `torch.autograd.grad` of the user's, of inputs: weights must not get any
         if not self.mode.parameters:
             return torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
         # (what has been frozen since the forward is asked for where gradients are added)
@@ -158,8 +159,11 @@ class BackwardPass(Pass):
                 found, self._put_off[microbatch] = parts
                 return found
             self.own.go_back_in_one(CANNOT_BE_SPLIT)
+        # `backward` and not `grad`: it adds to ``weight.grad`` and calls the hooks of weights, by
+        # which the averaging of gradients knows that one is final
         torch.autograd.backward(roots, starts, retain_graph=keep)
         gradients = [value.grad for value in wanted]
+        # what has arrived are leaves as well, and with a graph that is kept go back once more
         for value in wanted:
             value.grad = None
         return gradients

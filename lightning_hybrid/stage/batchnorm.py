@@ -101,12 +101,14 @@ class Synchronised(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         """``torch.nn.functional.batch_norm`` with the statistics of the group."""
+        # running statistics are read by each rank for itself
         if not training or self._group.size() == 1:
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
 
         def note(mean: Tensor, variance: Tensor, count: Tensor) -> None:
+            # as torch does: what is kept is the unbiased variance, what normalises the biased one
             if running_mean is not None and running_var is not None:
                 unbiased = variance * (count / (count - 1))
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -138,6 +140,7 @@ class _BatchNorm(torch.autograd.Function):
         group: Group,
         note: Callable[[Tensor, Tensor, Tensor], None],
     ) -> Tensor:
+        # statistics of float16 are sums of squares that it cannot hold; torch widens them as well
         wide = x.to(_wide(x))
         mean, variance, count = _statistics(wide, group)
         note(mean, variance, count)  # at once: activation checkpointing stops at what is saved last
@@ -157,11 +160,14 @@ class _BatchNorm(torch.autograd.Function):
         normal = (x.to(wide.dtype) - _along(mean, x)) * _along(scale, x)
         axes = _axes(x)
         sums = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
+        # of weight and bias each replica has its own part, which the averaging of gradients adds up
         bias_gradient, weight_gradient = sums
         if not ctx.needs_input_grad[0]:
             # all replicas of a layer agree on this, as they hold the same flags
             input_gradient = None
         else:
+            # Every number of the group's micro-batch has moved the mean and the variance, so its
+            # gradient has two parts through them, which are sums over all ranks.
             total = sums.clone()
             work = start(ctx.group.allreduce, [total], peer=ANOTHER_REPLICA)
             wait(work, ANOTHER_REPLICA)
@@ -193,8 +199,11 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     work = start(group.allgather, [parts], [mine], peer=ANOTHER_REPLICA)
     wait(work, ANOTHER_REPLICA)
     table = torch.stack(parts)
+    # (micro-batches of replicas may be of different sizes: the last batch of an epoch)
     means, variances, counts = table.split([len(mean), len(mean), 1], dim=1)
     total = counts.sum()
+    # variances about each rank's own mean, and of these means about the common one: sums of
+    # squares about zero would lose all digits where the mean is large
     mean = (means * counts).sum(0) / total
     variance = ((variances + (means - mean).square()) * counts).sum(0) / total
     return mean, variance, total

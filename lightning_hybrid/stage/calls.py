@@ -114,13 +114,10 @@ def forward(
     Returns:
         The outputs, and the recipe.
     """
-    buffers = {
-        name: value.detach().clone()
-        for name, value in stage.taken().items()
-        if name in stage.written
-    }
+    buffers = {name: value.detach().clone() for name, value in stage.changed().items()}
     # a stage may write to an input that needs no gradient
     kept = [value if value.requires_grad else value.clone() for value in values]
+    # recorded all the same, so that outputs require gradients where they would
     with torch.enable_grad(), saving_nothing():
         outputs = stage(values, numbers)
     return outputs, Recipe(kept, states, buffers)
@@ -159,6 +156,7 @@ def draw_number(batch: int, call: int) -> int:
 
 def microbatch_seed(seed: int, replica: int, draw: int, microbatch: int) -> int:
     """The seed of one micro-batch's generators (64 bits); ``draw`` as by :func:`draw_number`."""
+    # a hash: four numbers become one, and neighbours among them get streams that are not related
     text = f"{seed}/{replica}/{draw}/{microbatch}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 

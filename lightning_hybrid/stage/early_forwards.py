@@ -66,6 +66,7 @@ class EarlyForwards:
             The outputs, and what its backward needs.
         """
         before = self._before(stage)
+        # (cloned once more, since a recipe keeps what was before)
         written = {name: value.clone() for name, value in before.items()}
         with torch.enable_grad(), self._saving(call, stage.parameters()):
             outputs = stage.run_with([*(stage.taken() | written).values()], values, numbers)
@@ -83,6 +84,7 @@ class EarlyForwards:
         written: dict[str, Tensor] = {}
         for number in [number for number in self._written if number <= call]:
             written |= self._written.pop(number)
+        # in place: the driver's proxies and the user's modules know these tensors
         places = stage.taken()
         with torch.no_grad():
             for name, value in written.items():
@@ -105,6 +107,7 @@ class EarlyForwards:
         Raises:
             NetworkError: an operation of the user's has such an attribute.
         """
+        # once per stage: a network's Functions keep the same attributes in each call
         if self._weights != "stash" or stage in self._looked_at:
             return
         self._looked_at.add(stage)
@@ -129,8 +132,7 @@ class EarlyForwards:
             later |= written
         return {
             name: later[name] if name in later else value.detach().clone()
-            for name, value in stage.taken().items()
-            if name in stage.written
+            for name, value in stage.changed().items()
         }
 
     def _saving(self, call: int, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
@@ -174,11 +176,13 @@ def _weights_apart(
     def pack(tensor: Tensor) -> Tensor | _Apart:
         if tensor.layout is not torch.strided:
             return tensor
+        # by memory and not by tensor: autograd saves views of a weight (its transpose) as well
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
         if place not in trained:
             return tensor
         if copies is not None:
+            # one copy for all micro-batches of a call, between which no optimizer steps
             if place not in copies:
                 copies[place] = storage.clone()
             storage = copies[place]

@@ -45,15 +45,22 @@ class Engine(RankStages):
                 on another rank. On a worker it is kept in ``failure`` and travels to the driver.
         """
         self.passed = False
+        # 1. The instruction list, which ranks go through without a word to each other: sends and
+        #    receives pair since all lists come from one schedule.
         works = [ForwardPass(self, index, call, inputs) for index in range(len(self.owned))]
         todo, _ = self.lists(call.key, input_gradient=False)
         for index, kind, microbatch in todo:
             works[index].do(kind, microbatch)
+        # 2. What wants all micro-batches of the pass.
         for own in self.owned:
             own.early.end_forward(call.number)
-        if self.replayed is not None:  # the first is the one that has copies
+        if self.replayed is not None:
+            # (of the stages of a rank only the first can have copies: behind the driver's stands
+            # one without layers, which has no statistics)
             copied = self.stage_for(self.owned[0], call.key)
             self.replayed.replay(copied, call.key.microbatches)
+        # 3. Errors, stage by stage towards the driver. They come last, since a rank that waits for
+        #    a tensor hears of nothing else.
         error = next((work.error for work in works if work.error), None)
         for own in self.owned:
             for links in own.links if own.number > 0 else ():
@@ -65,6 +72,7 @@ class Engine(RankStages):
                 links.next.send_word(Status(None if mine else self.failure))
         if not self.coordinates.is_driver:
             return []
+        # 4. The driver hands over to the user's code.
         if not call.ahead:
             for links in self.owned[-1].links:
                 links.next.flush()  # from here on the user may change the inputs
@@ -90,14 +98,19 @@ class Engine(RankStages):
                 ``failure``; the driver hears of it with the next forward.
         """
         self.passed = False
+        # 1. Gradients of weights are about to be added to. Of a gradient that all copies of a stage
+        #    have alike one copy keeps it from here on, or their sum would count it several times.
         if mode.parameters:
             self.replica_group.take_part()
+        # 2. The instruction list, as in a forward.
         works = [
             BackwardPass(self, index, call, mode, gradients) for index in range(len(self.owned))
         ]
         _, todo = self.lists(call.key, input_gradient=mode.input_gradient)
         for index, kind, microbatch in todo:
             works[index].do(kind, microbatch)
+        # 3. Wait for the averages that were begun on the way (instruction `reduce`). A rank that
+        #    has failed does so too: its replicas wait in the same collectives.
         if mode.reduce:
             self.replica_group.finish()
         self.passed = True
@@ -107,12 +120,14 @@ class Engine(RankStages):
 
     def send_inputs(self, key: CallKey, inputs: Sequence[Values]) -> None:
         """On the driver: let stage 0 have the inputs of a call that runs ahead, per micro-batch."""
+        # the driver's last stage is that of the network, and behind it in the ring comes stage 0
         links = self.owned[-1].links
         for microbatch, (values, specs) in enumerate(zip(inputs, key.inputs)):
             links.at(microbatch).next.send(values, specs)
 
     def discard(self, call: Call) -> None:
         """Take off the links what the stage before this rank's has sent for a call."""
+        # nothing is learned from what is thrown away: this stage has sent no headers of its own
         scratch = [Traffic() for _ in self.owned] if call.exchange else call.traffic
         work = ForwardPass(self, 0, replace(call, traffic=scratch), ())
         for microbatch in range(call.key.microbatches):
@@ -135,6 +150,7 @@ class Engine(RankStages):
             own.specializations.append(stages[own.number])
 
     def _raise(self, error: Exception | None) -> None:
+        # taken back: the user's code may catch the error, and train on
         failure, self.failure = self.failure, None
         if error is not None:
             raise error  # the driver's own, as it is: the user may catch it and go on

@@ -35,9 +35,13 @@ class Ahead:
         Raises:
             ValueError: it is not this one's turn in the instruction list.
         """
+        # (the order is the link's: a receive that is posted out of turn would get another tensor,
+        # of a shape that may well fit)
         due = self._todo.pop()
         if microbatch != due:
             raise ValueError(f"micro-batch {microbatch} is taken where the list has {due}")
+        # The first is posted when it is needed. The next one is posted before this one's
+        # computation begins, so that it arrives beside it.
         arrival = self._posted or self._post(microbatch)
         self._posted = self._post(self._todo[-1]) if self._todo else None
         return arrival.wait()
@@ -63,6 +67,7 @@ class ForwardPass(Pass):
         self._told_failure: set[int] = set()
         for links in self.own.links:
             links.next.flush(engine.untaken(call))  # frees what an earlier pass sent
+        # in the first call of a key nothing can be posted before its header has told the shapes
         self._ahead: Ahead | None = None
         if call.exchange:
             self.traffic.outgoing, self.traffic.incoming = {}, {}
@@ -94,19 +99,17 @@ class ForwardPass(Pass):
             self._values = self._post(microbatch).wait()
 
     def forward(self, microbatch: int) -> None:
-        engine, self._result = self.engine, None
-        if self._values is None or engine.failure is not None:
+        self._result = None
+        # what arrives after an error is zeros: nothing is computed of it, and it is passed on
+        if self._values is None or self.engine.failure is not None:
             return
-        try:
-            with engine.trace.span(f"{self.own.label}forward", microbatch):
-                self._result = self._run(microbatch, self._values)
-        except Exception as error:
-            self.error = error
-            engine.fail(error, self.own.number)
-        else:
+        with self.computing("forward", microbatch):
+            self._result = self._run(microbatch, self._values)
             self.outputs.append(self._result)
 
     def send_activation(self, microbatch: int) -> None:
+        # the other side has posted a receive, or will: after an error it gets an empty header in
+        # the first call of a key, and in later ones tensors of the shapes that it waits for
         if self.call.exchange:
             self._send_header(microbatch)
             if self._result is None:
@@ -136,6 +139,7 @@ class ForwardPass(Pass):
     def _run(self, microbatch: int, values: Values) -> Values:
         engine, call = self.engine, self.call
         with ExitStack() as stack:
+            # 1. The micro-batch's own random generators, where the stage before has left them.
             before: Values = []
             if call.uses_rng:
                 seed = microbatch_seed(
@@ -148,10 +152,14 @@ class ForwardPass(Pass):
                     values, states = values[:cut], values[cut:]
                     set_random_state(states, engine.device)
                 before = random_state(engine.device)
+            # 2. The layers.
             with engine.noting(engine.stage_for(self.own, call.key), microbatch):
                 outputs = self._compute(microbatch, values, before)
             if not call.uses_rng:
                 return outputs
+            # 3. The generators' state travels on with the activations. Whether somebody draws is
+            #    found out by the state, which no layer can hide: if nobody does, it stays at home
+            #    in later calls of this key.
             after = random_state(engine.device)
             self.traffic.uses_rng |= not all(torch.equal(a, b) for a, b in zip(before, after))
             if not self.own.is_last:
@@ -162,20 +170,26 @@ class ForwardPass(Pass):
     def _compute(self, microbatch: int, values: Values, states: Values) -> Values:
         stage = self.engine.stage_for(self.own, self.call.key)
         numbers = self.call.key.numbers[microbatch]
+        # a) no backward follows
         if not self.call.key.grad:
             with self.engine.statistics(self.call.key):
                 return stage(values, numbers)
+        # Each stage is a graph of autograd by itself, that begins at what has arrived. It requires
+        # a gradient here if it does on the other rank, and else nothing goes back for it.
         specs = self.traffic.incoming[microbatch]
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
+        # b) before its turn: with buffers and weights of its own
         if self.call.ahead and not self.own.is_last:
             outputs, self.saved[microbatch] = self.own.early.forward(
                 self.call.number, stage, values, numbers, states
             )
             return outputs
         with self.engine.statistics(self.call.key), self.own.looks_for_hooks():
+            # c) to be run again in the backward
             if self.engine.recompute:
                 outputs, self.saved[microbatch] = forward(stage, values, numbers, states)
                 return outputs
+            # d) as ever
             with torch.enable_grad(), own_saved_tensors():
                 outputs = stage(values, numbers)
         self.own.early.refuse_kept_weights(stage, outputs)

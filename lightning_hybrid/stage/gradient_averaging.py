@@ -14,7 +14,7 @@ They travel as bytes, since NCCL takes neither every type nor every order in mem
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid._torch.modules import BatchNorm
-from lightning_hybrid._torch.tensors import copy_each
+from lightning_hybrid._torch.tensors import as_they_are, copy_each
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, bytes_of, start, wait
 from lightning_hybrid.remote import is_deferred
 from lightning_hybrid.stage.trace import Trace
@@ -70,15 +70,19 @@ class Broadcasts:
             self._send_together(waiting, nbytes, source)
 
     def _send_large(self, tensor: Tensor, source: int) -> None:
+        # (NCCL sends memory as it lies; one that is not contiguous has gaps, or another order)
         laid_out = tensor.contiguous()
         self._broadcast(bytes_of(laid_out), source)
         if laid_out is not tensor:
             tensor.copy_(laid_out)
 
     def _send_together(self, tensors: list[Tensor], nbytes: int, source: int) -> None:
+        # the buffer only grows: memory that a GPU gives back and takes again in each step would
+        # have to be waited for
         device = tensors[0].device
         if self._buffer.numel() < nbytes or self._buffer.device != device:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # (it is kept, and an evaluation may come first)
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         flat = self._buffer[:nbytes]
         parts = [
             part.view(tensor.dtype).view(tensor.shape)
@@ -126,6 +130,8 @@ class _Bucket:
 
     def fill(self, scale: float) -> None:
         """Take over the gradients, which are final."""
+        # Replicas must agree on what travels although each may have used other parameters: every
+        # gradient has its place in the buffer, and the counts tell afterwards who had one.
         gradients = [parameter.grad for parameter in self.parameters]
         dense = [g for g in gradients if g is not None and not g.is_sparse]
         if len(dense) == len(gradients):
@@ -139,20 +145,27 @@ class _Bucket:
                 else:
                     view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
                     self.counts[index] = _SPARSE if gradient.is_sparse else 1.0
-        self.numbers.mul_(scale)
+        if scale != 1:
+            # before the sum and not after it: in float16 a sum of many may be too large
+            self.numbers.mul_(scale)
 
-    def empty(self) -> list[tuple[Parameter, Tensor]]:
+    def empty(self, *, kept: bool = True) -> list[tuple[Parameter, Tensor]]:
         """Hand the averages back to the parameters.
+
+        Args:
+            kept: whether this rank uses them; if not, dense gradients stay what they are.
 
         Returns:
             The parameters whose gradients are sparse, with the averages; on all replicas the same.
         """
+        # written into the gradients that are there, which an optimizer or the user may hold on to
         sparse = []
         self.missing = set(range(len(self.parameters)))
         gradients = [parameter.grad for parameter in self.parameters]
         dense = [g for g in gradients if g is not None and not g.is_sparse]
         if len(dense) == len(gradients):
-            copy_each(dense, self.views)
+            if kept:
+                copy_each(dense, self.views)
             return []
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views)):
             if parameter.grad is not None and not parameter.grad.is_sparse:
@@ -167,6 +180,8 @@ class _Bucket:
 class ReplicaGroup:
     """The data-parallel group of a rank's stages: the ranks that have them, one per replica.
 
+    To the driver the parameters of a copy of its own are proxies: here they are what they are.
+
     Args:
         parameters: those of the stages, in the same order on every replica.
         buffers: gives those that the stages have now (one may be replaced), likewise.
@@ -175,6 +190,12 @@ class ReplicaGroup:
         state: gives buffers that training steps read; see :func:`state_buffers`.
         copies: how many ranks of each replica have the stages. Each has a part of the gradients of
             its replica, so that those of a replica are summed, and those sums averaged.
+        owns: whether this rank steps the parameters; if not, it has no gradient after a sum.
+        lending: gives the group of a rank that owns the parameters, the first one, and one that
+            does not, which make it together when it is first asked for.
+
+    Attributes:
+        trainable: the parameters that have gradients, where the rank does not decide that itself.
     """
 
     def __init__(
@@ -185,7 +206,13 @@ class ReplicaGroup:
         trace: Trace,
         state: Callable[[], Iterable[Tensor]] = tuple,
         copies: int = 1,
+        *,
+        owns: bool = True,
+        lending: Callable[[], Group] | None = None,
     ) -> None:
+        self.trainable: Collection[Tensor] | None = None
+        self._owns, self._lending = owns, lending
+        self._loans: Broadcasts | None = None
         self._parameters, self._buffers, self._state = list(parameters), buffers, state
         self._group, self._trace = group, trace
         self._size, self._copies = group.size(), copies
@@ -203,10 +230,18 @@ class ReplicaGroup:
         not counted twice.
         """
         if self._copies > 1 and self._whole and self._group.rank() % self._copies:
-            for parameter in self._parameters:
-                if parameter.requires_grad:
-                    parameter.grad = None
+            self._clear()
         self._whole = False
+
+    def _clear(self) -> None:
+        with as_they_are():
+            for parameter in self._parameters:
+                if self._trains(parameter):
+                    parameter.grad = None
+
+    def _trains(self, parameter: Parameter) -> bool:
+        trainable = self.trainable
+        return parameter.requires_grad if trainable is None else parameter in trainable
 
     def arm(self, final: Iterable[Parameter] = ()) -> None:
         """The next backward adds the last gradients of this step: send them as they come.
@@ -217,10 +252,12 @@ class ReplicaGroup:
         if self._size == 1:
             return
         self.take_part()
-        trainable = [parameter.requires_grad for parameter in self._parameters]
+        # what the user freezes or thaws in a run changes the buckets, on all replicas alike
+        trainable = [self._trains(parameter) for parameter in self._parameters]
         if trainable != self._trainable:
             self._trainable = trainable
-            self._make_buckets([p for p in self._parameters if p.requires_grad])
+            with as_they_are():
+                self._make_buckets([p for p in self._parameters if self._trains(p)])
         self._armed = True
         self._sent.clear()
         for parameter in final:
@@ -232,15 +269,20 @@ class ReplicaGroup:
         if not self._armed:
             return
         self._armed = False
+        # what no backward of this replica has touched may have a gradient on another one, which
+        # waits for this bucket
         for bucket in self._buckets:
             bucket.missing.clear()
-        self._send_full_buckets()
-        for bucket, work in zip(self._buckets, self._sent):
-            wait(work, ANOTHER_REPLICA)
-            for parameter, average in bucket.empty():
-                self._hand_out_rows(parameter, average)
+        with as_they_are():
+            self._send_full_buckets()
+            for bucket, work in zip(self._buckets, self._sent):
+                wait(work, ANOTHER_REPLICA)
+                for parameter, average in bucket.empty(kept=self._owns):
+                    self._hand_out_rows(parameter, average)
         self._sent.clear()  # what is kept of a transfer keeps its group from closing
         self._whole = True
+        if not self._owns:
+            self._clear()
 
     def _hand_out_rows(self, parameter: Parameter, average: Tensor) -> None:
         """A sparse gradient has the rows that some replica has used, zeros among them too."""
@@ -271,14 +313,27 @@ class ReplicaGroup:
         if state:
             read = {id(buffer) for buffer in self._state()}
             buffers = [buffer for buffer in buffers if id(buffer) in read]
-        Broadcasts(self._group).send(buffers)
+        with as_they_are():
+            Broadcasts(self._group).send(buffers)
 
     def broadcast_weights(self) -> None:
         """Give every replica the weights and buffers of replica 0."""
         if self._size == 1:
             return
         self.broadcast_buffers()
-        Broadcasts(self._group).send(self._parameters)
+        with as_they_are():
+            Broadcasts(self._group).send(self._parameters)
+
+    def lend(self) -> None:
+        """Give the rank that does not own the weights those of the first one that does.
+
+        Both call it. (A graph that has saved them and goes back after a step is an error of the
+        owners', who write to theirs; here the same numbers may come again.)
+        """
+        assert self._lending is not None
+        self._loans = self._loans or Broadcasts(self._lending())
+        with as_they_are():
+            self._loans.send(self._parameters)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -287,12 +342,14 @@ class ReplicaGroup:
         self._hooks.clear()
 
     def _gradient_ready(self, parameter: Tensor) -> None:
+        # called in every backward, also of earlier micro-batches, whose gradients are not final
         if not self._armed:
             return
         bucket, index = self._place[parameter]
         bucket.missing.discard(index)
         if not bucket.missing:
-            self._send_full_buckets()
+            with as_they_are():  # (autograd may have a thread for each device)
+                self._send_full_buckets()
 
     def _send_full_buckets(self) -> None:
         # Always in order, whichever is full first: collectives pair by their order.
@@ -310,6 +367,7 @@ class ReplicaGroup:
         return lambda _: self._trace.add(f"all-reduce {bucket}", "all-reduce", began, time.time())
 
     def _make_buckets(self, parameters: Sequence[Parameter]) -> None:
+        # one bucket is one flat tensor, so all in it are of one type and on one device
         self._buckets, self._place = [], {}
         waiting: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
         for parameter in reversed(parameters):
@@ -322,7 +380,8 @@ class ReplicaGroup:
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 self._place[parameter] = (bucket, index)
-                if parameter not in self._hooks:  # a frozen parameter takes none
+                # a frozen parameter takes none
+                if parameter.requires_grad and parameter not in self._hooks:
                     hook = parameter.register_post_accumulate_grad_hook(self._gradient_ready)
                     self._hooks[parameter] = hook
 

@@ -28,7 +28,6 @@ from lightning_hybrid.schedules import (
     Copy,
     DelayedWeights,
     Kind,
-    Schedule,
     deal,
     make_schedule,
     merge,
@@ -107,13 +106,6 @@ class OwnedStage:
         )
 
 
-@lru_cache(maxsize=256)
-def schedule_of(
-    name: str, stages: int, microbatches: int, input_gradient: bool, split: tuple[int, ...] = ()
-) -> Schedule:
-    return make_schedule(name, stages, microbatches, input_gradient=input_gradient, split=split)
-
-
 Todo = tuple[tuple[int, Kind, int], ...]
 """What a rank does, in order: which of its stages, the instruction, micro-batch."""
 
@@ -124,9 +116,15 @@ def lists_of(
 ) -> tuple[Todo, Todo]:
     """The forward and the backward list of the rank with this ``pp_rank``."""
     ranks = [copies_of(device) for device in placement.devices]
-    schedule = schedule_of(
-        placement.schedule, len(ranks), microbatches, input_gradient, placement.split
+    schedule = make_schedule(
+        placement.schedule,
+        len(ranks),
+        microbatches,
+        input_gradient=input_gradient,
+        split=placement.split,
     )
+    # Every rank makes the lists of all, and takes its own: they are pure functions of what all know
+    # alike, so nobody needs to be told them.
     own = [stage for stage, owners in enumerate(ranks) if here in owners]
     if max(map(len, ranks)) > 1:
         dealt = deal(schedule, [*map(len, ranks)])
@@ -201,7 +199,8 @@ class RankStages:
             )
             for number, both in links.items()
         ]
-        # the first stage of the rank is the last to have its gradients
+        # Backward goes from the last stage to the first, so the first stage of the rank is the last
+        # to have its gradients; when its last backward begins, those of its others are final.
         first, *others = (dict.fromkeys(own.specializations[0].parameters()) for own in self.owned)
         self.done_before = [p for other in others for p in other if p not in first]
         self._placement = placement
@@ -220,6 +219,7 @@ class RankStages:
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
         """The code of a stage for a call of this kind, compiled where that is asked for."""
         stage = own.specializations[key.specialization]
+        # when it is first used: of the graphs of a network some never run on a rank
         if self._compiled:
             stage.compile_code()
         return stage
@@ -260,6 +260,17 @@ class Pass:
         self.index, self.traffic = index, call.traffic[index]
         self.saved = call.saved[index]
         self.error: Exception | None = None
+
+    @contextmanager
+    def computing(self, what: str, microbatch: int) -> Iterator[None]:
+        """Inside, the stage computes; an error is noted, and goes no further for now."""
+        # others wait for what this list still has to send
+        try:
+            with self.engine.trace.span(f"{self.own.label}{what}", microbatch):
+                yield
+        except Exception as error:
+            self.error = error
+            self.engine.fail(error, self.own.number)
 
     def of_kind(self, todo: Todo, kind: Kind) -> list[int]:
         """The micro-batches of this stage's instructions of a kind, in their order."""

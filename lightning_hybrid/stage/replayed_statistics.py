@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.modules import BatchNorm
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, Mesh, start, wait
 from lightning_hybrid.graph import Stage
 
@@ -27,12 +28,10 @@ class ReplayedStatistics:
         network: that the stage is of.
         group: gives the group of the copies of this replica, in their order, which they make
             together when it is first asked for.
-        owns: whether the statistics are this rank's. The driver, which may have a copy of the last
-            stage, sees those of the workers.
     """
 
-    def __init__(self, network: nn.Module, group: Callable[[], Group], *, owns: bool) -> None:
-        self._network, self._group, self._owns = network, group, owns
+    def __init__(self, network: nn.Module, group: Callable[[], Group]) -> None:
+        self._network, self._group = network, group
         self._seen: dict[int, Tensor] = {}
 
     @contextmanager
@@ -40,8 +39,7 @@ class ReplayedStatistics:
         """Inside, the forward of a micro-batch leaves what it writes to be replayed."""
         noted = {
             name: torch.zeros(buffer.shape, dtype=buffer.dtype, device=stage.device)
-            for name, buffer in stage.taken().items()
-            if name in stage.written
+            for name, buffer in stage.changed().items()
         }
         with stage.instead(noted):
             yield
@@ -52,13 +50,15 @@ class ReplayedStatistics:
 
         A micro-batch whose forward has failed changes nothing.
         """
+        # all copies have the same code, so either all of them meet below or none
         seen, self._seen = self._seen, {}
         if not stage.written:
             return
         group = self._group()
         copies, me = group.size(), group.rank()
-        sizes = [t.numel() for name, t in stage.taken().items() if name in stage.written]
+        sizes = [tensor.numel() for tensor in stage.changed().values()]
         shape = -(-microbatches // copies), 1 + sum(sizes)
+        # float64 holds every float32 and every count exactly, so that one message carries both
         mine = torch.zeros(shape, dtype=torch.float64, device=stage.device)
         for microbatch, values in seen.items():
             line = mine[microbatch // copies]
@@ -66,16 +66,19 @@ class ReplayedStatistics:
         parts = [torch.empty_like(mine) for _ in range(copies)]
         assert all(microbatch % copies == me for microbatch in seen)
         wait(start(group.allgather, [parts], [mine], peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
-        if not self._owns:
-            return
+        # in the order of micro-batches, as one device: the average forgets the first ones most
         written = self._written(stage)
         for microbatch in range(microbatches):
             here, *values = parts[microbatch % copies][microbatch // copies].split([1, *sizes])
             self._update(written, dict(zip(written, values)), here)
 
     def _written(self, stage: Stage) -> dict[str, Tensor]:
-        """By ``data``: autograd takes note of a write, and saves buffers that it does not need."""
-        return {name: t.data for name, t in stage.taken().items() if name in stage.written}
+        """By ``data``: autograd takes note of a write, and saves buffers that it does not need.
+
+        (To a driver they are proxies, which do not hear of it either: it is the owners' write.)
+        """
+        with as_they_are():
+            return {name: tensor.data for name, tensor in stage.changed().items()}
 
     def _update(self, written: dict[str, Tensor], added: dict[str, Tensor], here: Tensor) -> None:
         """Do what the forward of one micro-batch would have done; a device is not waited for.
@@ -89,6 +92,7 @@ class ReplayedStatistics:
             prefix = f"{owner}." if owner else ""
             layer: Any = self._network.get_submodule(owner)
             count, momentum = prefix + _COUNT, layer.momentum
+            # (how often the layer ran on this micro-batch: one that is called twice counts twice)
             uses = added.get(count, here).reshape(())
             if count in written:
                 written[count].add_(uses.to(written[count].dtype))
@@ -116,8 +120,7 @@ def replayed_statistics(
     """
     if len(copies) == 1:
         return None
-    owns = not mesh.coordinates.is_driver
-    return ReplayedStatistics(network, lambda: mesh.siblings(copies), owns=owns)
+    return ReplayedStatistics(network, lambda: mesh.siblings(copies))
 
 
 def is_running_statistic(network: nn.Module, name: str) -> bool:

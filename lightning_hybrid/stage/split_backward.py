@@ -87,6 +87,7 @@ class WeightPart:
         Args:
             keep: whether the graph is to go back through again.
         """
+        # `inputs` keeps autograd from going on to what the first part has computed already
         for edges, gradients, weights in self.groups:
             torch.autograd.backward(edges, gradients, retain_graph=keep, inputs=weights)
 
@@ -105,10 +106,13 @@ def input_part(
         The gradients of the inputs (None: none leads there) and what is left to do; ``None``: the
         backward cannot be split, and nothing was done.
     """
+    # 1. Where the way to the inputs is left towards weights.
     way = _Way(roots, inputs)
     groups = way.groups()
     if groups is None:
         return None
+    # 2. The gradients of the inputs, and what arrives at those places: autograd gives both in one
+    #    pass. (A place that leads to no input is a root, and what arrives there its own start.)
     edges = dict.fromkeys(edge for edges, _ in groups for edge in edges)
     wanted = [edge for edge in edges if way.leads(edge.node)]
     leading = [n for n, edge in enumerate(way.roots) if way.leads(edge.node)]
@@ -128,6 +132,7 @@ def input_part(
         if not way.leads(edge.node):
             so_far = arrived.get(edge)
             arrived[edge] = start if so_far is None else so_far + start
+    # 3. What is left to do; places that nothing has arrived at have no gradients to give.
     left = []
     for edges_of_group, weights in groups:
         present = [(e, g) for e in edges_of_group if (g := arrived.get(e)) is not None]
@@ -186,8 +191,12 @@ class _Way:
         """
         if not self._splits:
             return None
+        # A bound is an operation on the way to the inputs from which some weights are reached aside
+        # of it; a root that leads to no input is one too.
         beginnings = {edge.node for edge in self.roots}
         bounds = [n for n in self._nodes if (self.leads(n) or n in beginnings) and self._aside(n)]
+        # Autograd frees what an operation has saved when it has run: weight parts that share an
+        # operation must run as one.
         for node in bounds:
             for behind in self._behind(node):
                 self._leader[self._find(behind)] = self._find(node)
@@ -235,7 +244,7 @@ class _Way:
         todo = [(root, False)]
         while todo:
             node, done = todo.pop()
-            if done:
+            if done:  # all behind it are known now
                 record = self._nodes[node]
                 for child, _ in record.children:
                     record.reaches |= self._nodes[child].reaches
@@ -244,6 +253,7 @@ class _Way:
                 children = [(child, n) for child, n in node.next_functions if child is not None]
                 record = self._nodes[node] = _Node(children)
                 self._splits &= not isinstance(node, BackwardCFunction) and not fails_apart(node)
+                # (an input is a leaf, too: its gradient is wanted in the first part)
                 if node in self._inputs:
                     record.leads = True
                 elif not children and isinstance(leaf := getattr(node, "variable", None), Tensor):

@@ -68,6 +68,7 @@ def check(
         value if stays_on_cpu(graph, leaf) else value.to(device)
         for leaf, value in zip(graph.leaves, leaves)
     ]
+    # 1. The whole and the stages, from the same start, one after the other.
     whole, parts = (make_stages(some, graph.network, device) for some in (cut_at(graph, []), codes))
     received = _Received()
     expected = _once(graph, whole, leaves, lambda value: value, device)
@@ -75,6 +76,7 @@ def check(
         found = _once(graph, parts, leaves, received, device)
     except Exception as error:
         raise _refusal(graph, f"they fail with {error}", received.parts) from error
+    # 2. All that comes back.
     names = [node.name for node in (*graph.tensor_outputs, *graph.scalar_outputs)]
     for name, one, other in zip(names, expected, found, strict=True):
         if (differs := _difference(one, other, exact=device.type == "cpu")) is not None:
@@ -133,6 +135,7 @@ class _Received:
     def __call__(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        # `clone` keeps the strides of a dense tensor; of a slice it leaves out the gaps
         copy = value.clone()
         if copy.stride() == value.stride():
             return copy

@@ -1,18 +1,24 @@
 """A network that has been cut, as one rank sees it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import CallKey, Devices, copies_of
+from lightning_hybrid.comm import CallKey, Dealt, Devices, Mesh, copies_of
+from lightning_hybrid.comm.protocol import Forward, Placement
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.stage.engine import Engine
+from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, state_buffers
+from lightning_hybrid.stage.rank_stages import StageOptions
+from lightning_hybrid.stage.replayed_statistics import replayed_statistics
+from lightning_hybrid.stage.trace import Trace
 from lightning_hybrid.stage.weight_hooks import WeightHooks
 
 
@@ -67,22 +73,14 @@ class StagedNetwork:
         """Whether a stage up to the last one of this rank draws random numbers."""
         return self._traffic[key][-1].uses_rng
 
-    def open(
-        self,
-        number: int,
-        draw: int,
-        key: int,
-        *,
-        exchange: bool,
-        uses_rng: bool,
-        ahead: bool = False,
-    ) -> Call:
+    def open(self, command: Forward) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
         saved: list[dict[int, tuple[Values, list[Any]] | Recipe]] = [{} for _ in self.engine.owned]
-        traffic = self._traffic[key]
-        call = Call(number, draw, self.keys[key], exchange, uses_rng, traffic, saved, ahead=ahead)
+        key, traffic = self.keys[command.key], self._traffic[command.key]
+        travels = command.exchange, command.uses_rng
+        call = Call(command.call, command.draw, key, *travels, traffic, saved, ahead=command.ahead)
         if call.key.grad:
-            self.calls[number] = call
+            self.calls[command.call] = call
         return call
 
     def trainable(self) -> tuple[bool, ...]:
@@ -97,9 +95,55 @@ class StagedNetwork:
 
     def owned(self) -> list[str]:
         """Names, in the LightningModule, of the tensors that this rank owns."""
-        prefix = f"{self.name}." if self.name else ""
         names = names_of([own.specializations[0] for own in self.engine.owned])
-        return [prefix + name for name in names if name not in self.borrowed]
+        return self.full_names(name for name in names if name not in self.borrowed)
+
+    def full_names(self, names: Iterable[str]) -> list[str]:
+        """Names in the LightningModule of tensors that have these names in the network."""
+        return [f"{self.name}.{name}" if self.name else name for name in names]
+
+
+def engine_of(
+    network: nn.Module,
+    stages: dict[int, Stage],
+    placement: Placement,
+    options: StageOptions,
+    *,
+    mesh: Mesh,
+    links: Mapping[int, Dealt],
+    borrowed: frozenset[str],
+    device: torch.device,
+    seed: int,
+    trace: Trace,
+) -> Engine:
+    """This rank's stages at work, on its device, with the group that averages their gradients.
+
+    Args:
+        network: that they are of.
+        stages: by number.
+        placement: of all stages.
+        options: how they compute.
+        mesh: the groups.
+        links: of the stages to their neighbours, by number.
+        borrowed: names in the network of what this rank uses and another one owns.
+        device: where they are.
+        seed: of the random numbers inside networks.
+        trace: where to record.
+    """
+    here = [stages[number] for number in links]
+    copies = copies_of(placement.devices[next(iter(links))])
+    return Engine(
+        stages,
+        placement,
+        options,
+        coordinates=mesh.coordinates,
+        links=links,
+        replica_group=_replica_group(here, network, borrowed, mesh, copies, trace),
+        replayed=replayed_statistics(network, mesh, copies),
+        device=device,
+        seed=seed,
+        trace=trace,
+    )
 
 
 def names_of(stages: Sequence[Stage]) -> list[str]:
@@ -112,24 +156,23 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
     """Per rank of a replica, the names of the parameters that it uses and another one owns.
 
     The owner is the rank of the earliest stage that uses a parameter, but the driver only if no
-    other rank uses it: what the driver borrows it sees through its proxies.
+    other rank uses it: what the driver borrows it sees through its proxies. Copies of a stage
+    borrow nothing of each other.
 
     Args:
         stages: of each stage of the network, the names of the parameters that it uses.
-        devices: of each of them the ``pp_rank`` of its rank, or of all its copies; those that are
-            workers own the same, and the driver borrows it of the first.
+        devices: of each of them the ``pp_rank`` of its rank, or of all its copies.
 
     Raises:
         NetworkError: a stage that has copies shares a parameter with another stage.
     """
     _refuse_tied_copies(stages, devices)
+    # all ranks compute this from the plan alone, and so agree without a message
     ranks = [copies_of(device) for device in devices]
     used: list[set[str]] = [set() for _ in range(max(map(max, ranks)) + 1)]
     owner: dict[str, int] = {}
-    for names, (device, *others) in zip(stages, ranks):
+    for names, (device, *_) in zip(stages, ranks):
         used[device] |= {*names}
-        if 0 in others:  # the driver
-            used[0] |= {*names}
         for name in names:
             # (the driver is rank 0, which is false)
             owner[name] = owner.get(name) or device
@@ -161,6 +204,39 @@ def own_buffers(stages: Sequence[Stage]) -> list[Tensor]:
     return list({name: value for s in stages for name, value in s.named_buffers()}.values())
 
 
+def _replica_group(
+    stages: Sequence[Stage],
+    network: nn.Module,
+    borrowed: frozenset[str],
+    mesh: Mesh,
+    copies: tuple[int, ...],
+    trace: Trace,
+) -> ReplicaGroup:
+    """What averages the gradients of a rank's stages over all ranks that have them.
+
+    Args:
+        stages: of the rank.
+        network: that they are of.
+        borrowed: names in it of parameters that another rank owns and averages.
+        mesh: of this rank.
+        copies: ``pp_rank`` of the ranks of this replica that have the stages. The driver, which may
+            be among workers, does not step them: its code sees them as the workers have them.
+        trace: where to record.
+    """
+    driver, first, here = 0, copies[0], mesh.coordinates.pp_rank
+    borrows = driver in copies[1:]
+    return ReplicaGroup(
+        own_parameters(stages, borrowed),
+        partial(own_buffers, stages),
+        mesh.owners(copies),
+        trace,
+        partial(state_buffers, network),
+        len(copies),
+        owns=not borrows or here != driver,
+        lending=partial(mesh.siblings, (first, driver)) if borrows else None,
+    )
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer by name; looked up anew, since a buffer may be replaced."""
     named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
@@ -170,6 +246,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def write_tensors(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
     """Copy ``values`` into the parameters and buffers of these names, where they have memory."""
     tensors = tensors_of(module)
+    # in place, so that optimizers and stages that know a tensor see its new numbers
     with torch.no_grad(), as_they_are():
         for name, value in values:
             tensor = tensors[name]

@@ -53,6 +53,7 @@ class Stopwatch:
 
     def read(self) -> float:
         """Seconds of the spans that have ended since the last reading."""
+        # (a stream's events pass in order, so the first that has not passed ends it)
         while self._events and self._events[0][1].query():
             begin, end = self._events.popleft()
             self._seconds += begin.elapsed_time(end) / 1e3

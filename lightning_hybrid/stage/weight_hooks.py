@@ -73,6 +73,7 @@ class WeightHooks:
 
     def hold(self) -> None:
         """Take the hooks off for a backward pass, and the gradients that were there before."""
+        # (a hook sees the gradient of this pass alone, and not what had accumulated before it)
         self.held = True
         with as_they_are():
             for name, weight in self._hooked():
@@ -95,6 +96,7 @@ class WeightHooks:
         Raises:
             Exception: of a hook.
         """
+        # 1. Everything is in its place again before the first hook, which may raise, or look.
         taken, self._taken, self.held = self._taken, [], False
         with as_they_are():
             for held in taken:
@@ -102,6 +104,7 @@ class WeightHooks:
             arisen = [(held, held.weight.grad) for held in taken]
             for held in taken:
                 held.weight.grad = held.gradient
+        # 2. The hooks, each with the whole gradient of the pass.
         with torch.no_grad():  # and a hook sees the weights of other ranks as all of its code does
             for held, gradient in reversed(arisen):  # backward begins at the last layers
                 if gradient is not None:

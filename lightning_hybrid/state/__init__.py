@@ -33,7 +33,6 @@ from lightning_hybrid.state.divided_optimizer_states import (
     StateShares,
 )
 from lightning_hybrid.state.gathered_optimizer_states import States, gather_states
-from lightning_hybrid.state.mapped_checkpoint import let_go_of_checkpoints
 from lightning_hybrid.state.optimizer_state import DriverState, outlined, placed, were_divided
 from lightning_hybrid.state.optimizers import (
     complete,
@@ -63,7 +62,7 @@ from lightning_hybrid.state.sharded_checkpoint import (
     write_rest,
     write_shard,
 )
-from lightning_hybrid.state.tensor_file import TensorFile, Ticket, read_files
+from lightning_hybrid.state.tensor_file import TensorFile, Ticket, let_go_of_checkpoints, read_files
 from lightning_hybrid.state.worker_files import FilesOfWorker, put_mapped
 
 __all__ = [

@@ -22,9 +22,19 @@ from lightning_hybrid._lightning import CheckpointIO, TorchCheckpointIO
 from lightning_hybrid._lightning_private import WrappingCheckpointIO
 from lightning_hybrid.remote import streaming
 from lightning_hybrid.state.background import Background
-from lightning_hybrid.state.mapped_checkpoint import remember_mapped
-from lightning_hybrid.state.sharded_checkpoint import LAST_S, is_sharded, read_sharded
-from lightning_hybrid.state.tensor_file import PIECE_BYTES, let_go, load_unread, may_be_mapped
+from lightning_hybrid.state.sharded_checkpoint import (
+    LAST_S,
+    is_sharded,
+    named_disk_errors,
+    read_sharded,
+)
+from lightning_hybrid.state.tensor_file import (
+    PIECE_BYTES,
+    let_go,
+    load_unread,
+    may_be_mapped,
+    remember_mapped,
+)
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
@@ -32,6 +42,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 def exchange(one: Path, other: Path) -> bool:
     """Exchange two files or folders. Returns whether this system and file system can do it."""
     try:
+        # `os` has no call that exchanges two names
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError, TypeError):
         return False
@@ -57,21 +68,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             path: where to.
             storage_options: refused, as Lightning's own does.
         """
+        # file systems behind URLs have no rename that replaces at once
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _Beside(target) as file:
-            letting_go = _LettingGo(file)
-            try:
-                with streaming():
-                    torch.save(checkpoint, cast(BinaryIO, letting_go))
-            except (OSError, RuntimeError):  # torch may say how far it has come, and not why
-                if letting_go.failed is None:
-                    raise
-                code, reason = letting_go.failed.errno, letting_go.failed.strerror
-                raise OSError(code, reason, str(path)) from None
+        with (
+            _Beside(target) as file,
+            # weights of other ranks come one by one as they are written: all may not fit
+            streaming(),
+            named_disk_errors(path),
+        ):
+            torch.save(checkpoint, cast(BinaryIO, _LettingGo(file)))
 
     def load_checkpoint(
         self,
@@ -88,11 +97,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if "://" not in str(path) and Path(path).is_dir():
             return read_sharded(path, weights_only)
+        # files of the format before torch 1.6 cannot be mapped
         if "://" in str(path) or not is_zipfile(path):
             return super().load_checkpoint(path, map_location, weights_only)
         with Path(path).open("rb") as file:
             if not may_be_mapped(file):
                 return load_unread(path, weights_only)
+        # a rank needs some of it: pages that nobody reads take no memory
         loaded: dict[str, Any] = torch.load(
             path, map_location=map_location, weights_only=weights_only, mmap=True
         )
@@ -122,6 +133,7 @@ class _Beside:
     def _open(self) -> BinaryIO:
         if hasattr(os, "O_TMPFILE"):
             with suppress(OSError):
+                # what has no name goes with its process, whatever ends that
                 flags = os.O_TMPFILE | os.O_WRONLY
                 return os.fdopen(os.open(self._target.parent, flags, 0o666), "wb")
         self._has_name = True
@@ -131,6 +143,7 @@ class _Beside:
         try:
             if kind is None:
                 self._file.flush()
+                # a name on the disk before its contents is an empty file after a power cut
                 os.fsync(self._file.fileno())
                 if not self._has_name:
                     self._give_name()
@@ -191,6 +204,7 @@ class ShardedSaves:
             OSError: of the save before.
         """
         self.finish(stager)  # there are copies of one checkpoint at most
+        # an event for each: that of a save which was given up must not end this one
         folder, self._given_up = _new_folder(target), Event()
         try:
             write = stager.stage_shards(checkpoint, folder, self._given_up)
@@ -207,6 +221,7 @@ class ShardedSaves:
     def remove(self, target: Path) -> None:
         """Remove a checkpoint, unless one that was saved after it fails."""
         if self._background.busy:
+            # behind the saves under way: until they are done this may be the only whole one
             self._background.submit(partial(_remove_checkpoint, target))
         else:
             _remove_checkpoint(target)
@@ -283,6 +298,7 @@ def _put_in_place(new: Path, target: Path) -> None:
         target.rename(before)
         new.rename(target)
         _remove(before)
+    # a rename is on the disk when its folder is
     folder = os.open(target.parent, os.O_RDONLY)
     with suppress(OSError):  # not every file system can
         os.fsync(folder)
@@ -301,26 +317,18 @@ class _LettingGo:
 
     Args:
         file: the file.
-
-    Attributes:
-        failed: why a part of it could not be written.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.failed: OSError | None = None
 
     def write(self, data: memoryview) -> int:
         """Write a part of the file, such as a whole tensor."""
         written = 0
         for begin in range(0, len(data), PIECE_BYTES):
             piece = data[begin : begin + PIECE_BYTES]
-            try:
-                written += self._file.write(piece)
-                let_go(piece)
-            except OSError as error:
-                self.failed = error
-                raise
+            written += self._file.write(piece)
+            let_go(piece)
         return written
 
     def flush(self) -> None:

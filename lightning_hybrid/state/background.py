@@ -17,8 +17,10 @@ class Background:
         before = self._last
 
         def run() -> None:
+            # in order: a later job may remove what an earlier one replaces
             if before is not None:
                 before.join()
+            # after a failed save the checkpoint before it must not be removed
             if self._error is None:
                 try:
                     job()

@@ -26,6 +26,7 @@ def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
         )
     if not gradients:
         return False
+    # one number for all: a GPU is waited for once, and not for each gradient
     finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
     factor = factor.to(gradients[0].device)
     for gradient in gradients:
@@ -73,6 +74,7 @@ def total_norm(norms: Mapping[str, Tensor], names: Iterable[str], order: float =
     """
     rank = {name: index for index, name in enumerate(names)}
     ordered = sorted(norms, key=lambda name: rank.get(name, len(rank)))
+    # torch stacks no empty list
     if not ordered:
         return torch.tensor(0.0)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norms[n] for n in ordered]), order)

@@ -147,6 +147,7 @@ class Takeover:
             DeferredError: a weight is on another rank still.
         """
         left = set(self._missing) - set(arrived)
+        # other replicas get theirs from replica 0
         if left and self._coordinates.dp_rank == 0:
             raise DeferredError(
                 f"{sorted(left)[0]!r} is on another rank: an earlier run has cut the network at "
@@ -215,6 +216,7 @@ def share_optimizers(
     parameters = {names[id(p)]: p for o in optimizers for g in o.param_groups for p in g["params"]}
     for optimizer in optimizers:
         own = state_of(optimizer, names) if group.rank() == 0 else {}
+        # structure first, as one object; numbers follow one by one, or they would be there twice
         outlined = broadcast_object(group, rebuild(own, _without_memory), device=device)
         numbers = iter([tensor for _, tensor in tensors_in(own)])
 
@@ -276,6 +278,7 @@ def gather_optimizer_after_run(
     gathered = nullcontext() if others is None else others.gathered()
     remote = {name: state for name, state in remote.items() if name not in here}
     if others is not None:
+        # each driver has its replica's share by now: together they have all
         remote |= gather_states(mesh.drivers, remote | here, "")
     if mesh.coordinates.dp_rank:
         return {}
@@ -292,6 +295,7 @@ def _answer_driver(mesh: Mesh, value: Any) -> None:
         channel.send(Answer(value=file.write(value, "")))
         is_read = channel.receive(Answer).value
     if not is_read:
+        # the driver is on another host, where the file is not
         channel.send(Answer(value=rebuild(value, lambda v: v.cpu() if _is_tensor(v) else v)))
         channel.flush()
 

@@ -49,6 +49,7 @@ class Division:
             The names that are new.
         """
         new = [name for name in sizes if name not in self.replica_of]
+        # the largest first, so that what is left for the end is small
         for name in sorted(new, key=lambda name: -sizes[name]):
             lightest = self._loads.index(min(self._loads))
             self.replica_of[name] = lightest
@@ -151,6 +152,7 @@ class StateShares:
             self.drop(optimizer)
         hidden = [(p, p.grad) for p in found if self._where(p) != self.replica]
         for parameter, _ in hidden:
+            # optimizers pass over what has no gradient, and make no state for it
             parameter.grad = None
         try:
             yield
@@ -171,6 +173,7 @@ class StateShares:
             theirs = [p for p in stepped if self._where(p) == replica]
             self._broadcasts.send(theirs, replica)
             if replica != self.replica:
+                # a graph that still needs the old numbers must be able to see that they are gone
                 increment_version(theirs)
 
     def _where(self, parameter: object) -> int | None:

@@ -74,6 +74,7 @@ def _stored(file: TensorFile, group: Group, source: int, value: Any) -> Any:
 
 def _pieces(group: Group, source: int, spec: TensorSpec) -> Iterator[Tensor]:
     left = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+    # one piece bounds the memory of both ends, however large the tensor
     buffer = torch.empty(min(left, PIECE_BYTES), dtype=torch.uint8)
     while left:
         piece = buffer[: min(left, PIECE_BYTES)]

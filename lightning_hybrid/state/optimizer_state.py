@@ -53,6 +53,7 @@ class DriverState(defaultdict[Any, Any]):
 
     def arrive(self) -> None:
         """Fetch the states that the workers have, if that was not done yet."""
+        # our own code looks at the states in each step, and must not fetch them
         if self.away and not self._quiet:
             found = self._fetch(self.own())
             self.away = False
@@ -87,6 +88,7 @@ def _arriving(name: str) -> Callable[..., Any]:
     return arrives_first
 
 
+# all of them: the C code of a dict calls none of its own methods
 for _name in (
     *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__"),
     *("__eq__", "__repr__", "__or__", "__ior__", "__reversed__", "__copy__", "copy"),

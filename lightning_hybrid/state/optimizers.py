@@ -56,6 +56,7 @@ class _Pickler(pickle.Pickler):
             return self._names.get(id(value))
         if self._apart is None or not isinstance(value, Tensor) or not _is_large(value):
             return None
+        # what two states share they share on the other rank as well
         number = self._numbers.setdefault(id(value), len(self._apart))
         if number == len(self._apart):
             self._apart.append(value)
@@ -184,6 +185,7 @@ def kind_of_group(group: Mapping[str, Any]) -> frozenset[tuple[str, object]]:
 def _kind_of(value: object) -> object:
     if value is None or isinstance(value, bool | str):
         return value
+    # zero switches things off: with momentum=0 an optimizer keeps no buffer
     if isinstance(value, int | float):
         return type(value), value == 0 or value in (math.inf, -math.inf)
     if isinstance(value, list | tuple):
@@ -248,5 +250,6 @@ def complete(
         name = names.get(id(parameter), "")
         if name in remote:
             state_dict["state"][number] = remote[name]
+    # on one device states are in the order of their numbers
     state_dict["state"] = dict(sorted(state_dict["state"].items()))
     return state_dict

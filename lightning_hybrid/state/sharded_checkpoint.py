@@ -110,11 +110,13 @@ class Divided:
                         elsewhere.setdefault(owned.rank, {})[key] = owned
                 outlines[id(tensor)] = known[same]
             if outlines:
+                # as the memo of the copy it puts the outline of each tensor in its place
                 outlined[part] = deepcopy(rest.pop(part), outlines)
         return cls(here, elsewhere, {**rest, _OUTLINE: outlined})
 
 
 def _is_plain(tensor: Tensor) -> bool:
+    # other classes may need code of their own to be read again, so `torch.save` has them whole
     known = type(tensor) in (Tensor, nn.Parameter) or is_deferred(tensor)
     dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
     return known and dense
@@ -202,6 +204,7 @@ def write_shard(folder: str | Path, rank: int, tensors: Mapping[Key, Tensor]) ->
             "not on this host: all hosts must share its file system. Save to one that they share, "
             "or use HybridGabraStrategy(checkpoint='full')."
         )
+    # torch makes the dotted names by flattening nested dicts
     nested: dict[str, Any] = {}
     for (*outer, last), tensor in tensors.items():
         inside = nested
@@ -213,20 +216,21 @@ def write_shard(folder: str | Path, rank: int, tensors: Mapping[Key, Tensor]) ->
     # the writer names files by the place of a plan among those of all ranks
     plans = [*[SavePlan([])] * rank, planner.create_local_plan()]
     plan = writer.prepare_global_plan(plans)[rank]
-    with streaming(), _named_disk_errors(folder):
+    with streaming(), named_disk_errors(folder):
         return Shard(plan, writer.write_data(plan, planner).wait())
 
 
 @contextmanager
-def _named_disk_errors(folder: str | Path) -> Iterator[None]:
+def named_disk_errors(path: str | Path) -> Iterator[None]:
     """Inside, `torch.save` writes: it may say how far it has come, and not why no further."""
     try:
         yield
-    except RuntimeError as error:
-        cause = error.__context__
-        if not isinstance(cause, OSError):
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        # an error of ours says all there is to say, whatever it was made of
+        if isinstance(error, HybridError) or not isinstance(cause, OSError):
             raise
-        raise OSError(cause.errno, cause.strerror, str(folder)) from None
+        raise OSError(cause.errno, cause.strerror, str(path)) from None
 
 
 def _to_write(tensor: Tensor) -> Tensor:
@@ -241,6 +245,7 @@ def _to_write(tensor: Tensor) -> Tensor:
 
 def staged(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     """Copies on the CPU, which are written while training goes on."""
+    # on a CPU too: the next step changes the weights in place
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
 
 
@@ -248,6 +253,7 @@ def leave_shard(folder: str, rank: int, shard: Shard | OSError) -> None:
     """Tell the driver what has been written later than it was told to."""
     beside = Path(folder, f"{rank}.part")
     beside.write_bytes(pickle.dumps(shard))
+    # who looks for the file must not find half of it
     beside.rename(_left(folder, rank))
 
 
@@ -263,6 +269,7 @@ def await_shard(folder: Path, rank: int, given_up: Event) -> Shard:
         OSError: that the worker has left.
         TimeoutError: given up.
     """
+    # by a file, and not by a message: the driver has gone on with the training
     left = _left(folder, rank)
     while not left.exists():
         if given_up.wait(_POLL_S):
@@ -280,7 +287,7 @@ def _left(folder: str | Path, rank: int) -> Path:
 
 def write_rest(folder: Path, rest: Mapping[str, Any]) -> None:
     """Write what no rank's file has; see :class:`Divided`."""
-    with (folder / META).open("wb") as file, _named_disk_errors(folder):
+    with (folder / META).open("wb") as file, named_disk_errors(folder):
         torch.save(rest, file)
 
 
@@ -293,6 +300,7 @@ def finish(folder: Path, shards: Sequence[Shard]) -> None:
     """
     _, metadata = DefaultSavePlanner().create_global_plan([shard.plan for shard in shards])
     FileSystemWriter(folder).finish(metadata, [shard.written for shard in shards])
+    # once the folder has its name all of it must be on the disk
     for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -345,8 +353,10 @@ def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[s
     for part, value in outlined.items():
         for steps, tensor in tensors_in(value):
             key = ".".join(_key(part, [step for _, step in steps]))
+            # a tied weight stands in the outline twice, and is opened once
             if tensor.is_meta and id(tensor) not in seen and key in stored:
                 Unread(stored.reader(key, tensor)).open(tensor, key)
+                # step counts and biases are many: a later read of each costs more than its bytes
                 if tensor.nbytes <= _SMALL_BYTES:
                     materialize([tensor])
             seen.add(id(tensor))
@@ -374,6 +384,7 @@ class _Stored:
 
         def read() -> Tensor:
             tensor = torch.empty_strided(size, stride, dtype=dtype)
+            # the key is the dotted name already
             planner = DefaultLoadPlanner(flatten_state_dict=False)
             planner.set_up_planner({key: tensor}, self._metadata)
             self._reader.read_data(planner.create_local_plan(), planner).wait()

@@ -14,6 +14,7 @@ from there when it is needed (:mod:`lightning_hybrid.remote.unread`). So what is
 is the largest tensor.
 """
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -84,6 +85,7 @@ class TensorFile:
         writable = Path(folder).is_dir() and os.access(folder, os.W_OK)
         self._file = TemporaryFile(dir=folder if writable else None)  # noqa: SIM115  others open it
         self._kept = _Kept(self._file)
+        # by the time the path is opened its process number may be that of another host or process
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._file.write(self._token)
 
@@ -117,6 +119,7 @@ class TensorFile:
             packed: nested containers, with what :meth:`store` has returned.
         """
         self._file.flush()
+        # a file without a name can be opened by the descriptor of a process that has it
         path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         return Ticket(path, self._token, packed)
 
@@ -163,6 +166,7 @@ def _read(ticket: Ticket) -> Any | None:
     if file.read(_TOKEN_BYTES) != ticket.token:
         file.close()
         return None
+    # where addresses are short one file at once would leave too few to compute with
     if not may_be_mapped(file):
         return rebuild(ticket.value, _unread_from(file))
     memory = _map(file)
@@ -226,9 +230,38 @@ def let_go(part: memoryview) -> None:
     first = _address(part)
     for start, memory in _mapped.items():
         if start <= first < start + len(memory):
+            # the system takes whole pages; what else is on the first one is read again where needed
             begin = (first - start) // mmap.PAGESIZE * mmap.PAGESIZE
             with suppress(OSError):  # not every system can
                 memory.madvise(_PAGE_OUT, begin, first - start + part.nbytes - begin)
+
+
+_checkpoints: set[str] = set()
+"""Paths of those that torch has mapped."""
+
+
+def remember_mapped(path: str | Path) -> None:
+    """A checkpoint was mapped."""
+    _checkpoints.add(str(Path(path).resolve()))
+
+
+def let_go_of_checkpoints() -> None:
+    """Give back the memory of all pages of mapped checkpoints.
+
+    What a rank has read to send it, or to copy it to its weights, it does not read again, and a
+    page of a file that was read stays in memory until the system needs it for something else.
+    Where a number is read again it is what it was, changes included.
+    """
+    if not _checkpoints:
+        return
+    with suppress(OSError, AttributeError):  # other systems than Linux, and old ones
+        madvise = ctypes.CDLL(None).madvise
+        # torch keeps its mappings to itself; the system knows them all
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, *_, path = line.split(maxsplit=5)
+            if path in _checkpoints:
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _PAGE_OUT)
 
 
 class _Kept:
@@ -300,6 +333,7 @@ def load_unread(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     def keep(storage: Any, _: str) -> Any:
         if storage.nbytes() <= _SMALL_BYTES:
             return storage
+        # torch hands over each storage as it is read: the file has its numbers from now on
         empty = torch.UntypedStorage(storage.nbytes(), device="meta")
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         kept[storage_key(empty)] = empty, Unread(file.keep(memory))

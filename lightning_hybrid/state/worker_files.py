@@ -64,6 +64,7 @@ def put_mapped(
             tensor = tensors[name]
             alike = tensor.shape == value.shape and tensor.layout is value.layout is torch.strided
             if is_unread(value):
+                # views of this memory would go on showing the old numbers if it were exchanged
                 if name in owned or (not is_vacant(tensor) and is_shared(tensor)):
                     tensor.copy_(value_of(value))
                 else:

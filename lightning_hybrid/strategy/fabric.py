@@ -113,7 +113,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        config = Config.resolve(
+        config = Config(
             data_parallel_size=data_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             num_microbatches=num_microbatches,
@@ -125,7 +125,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             network=network,
             device_capacity=device_capacity,
             compile_stages=compile_stages,
-            plan=plan,
+            plan=Plan.load(plan) if isinstance(plan, str | Path) else plan,
             verify=verify,
             rng=rng,
             seed=seed,

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from lightning_hybrid._lightning import (
     ClusterEnvironment,
@@ -22,9 +23,9 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._lightning_private import set_rank_of_messages
 from lightning_hybrid.comm import Coordinates, Group, backend_on, choose_interface
 from lightning_hybrid.config import Config
-from lightning_hybrid.errors import HybridError
+from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Cluster, Machine
-from lightning_hybrid.process import Everyone, Meeting, gather, join, look_around
+from lightning_hybrid.process import Everyone, Meeting, gather, has_met, join, look_around
 from lightning_hybrid.run import (
     Launched,
     NoWorld,
@@ -211,6 +212,7 @@ class Ranks:
     def _gather(self) -> Everyone:
         """Meet all other ranks, whatever the sizes."""
         environment = given(self._environment, "cluster_environment")
+        refuse_other_numbers(environment, self.launched, self.hosts, self.per_host)
         coordinates = self._coordinates_at(self.launched.rank)
         agent_serves = (
             isinstance(environment, TorchElasticEnvironment)
@@ -219,6 +221,11 @@ class Ranks:
         address, port = environment.main_address, environment.main_port
         choose_interface(address, port, self.hosts)
         serve = coordinates.rank == 0 and not agent_serves
+        if dist.is_initialized() and not has_met():
+            rank_zero_info(
+                "A default group of torch.distributed was made before this run. It is closed, "
+                "since in a run the default group is that of the replicas."
+            )
         meeting = Meeting(address, port, self.hosts, serve, outlives=agent_serves)
         return gather(coordinates, meeting)
 
@@ -264,6 +271,26 @@ class Ranks:
                 "trainer.world_size."
             )
         world.open()
+
+
+def refuse_other_numbers(
+    environment: ClusterEnvironment, launched: Launched, hosts: int, per_host: int
+) -> None:
+    """A Trainer that has been told of other processes than were started.
+
+    Lightning compares them for torchrun and SLURM alone.
+
+    Raises:
+        PlanError: it has.
+    """
+    size, local, node = environment.world_size(), launched.local_rank, launched.node_rank
+    if size != hosts * per_host or local >= per_host or node >= hosts:
+        raise PlanError(
+            f"Trainer(devices={per_host}, num_nodes={hosts}) wants {hosts} x {per_host} processes, "
+            f"and {type(environment).__name__} says that there are {size}, of which this one is "
+            f"number {local} of host {node}. Give the Trainer the processes of each host, as "
+            "devices, and the hosts, as num_nodes, that were started."
+        )
 
 
 def given(value: T | None, name: str) -> T:

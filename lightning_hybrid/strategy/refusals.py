@@ -187,6 +187,13 @@ def refuse_callbacks(trainer: Trainer, replicas: int, stages: int) -> None:
                 "Prune the trained network with torch.nn.utils.prune after fit, or use "
                 "pipeline_parallel_size=1."
             )
+        kinds = {kind.__name__ for kind in type(callback).__mro__}
+        if "RayTrainReportCallback" in kinds and stages > 1:
+            raise PlanError(
+                f"{name} calls ray.train.report, which waits for all workers of Ray, and those "
+                "that have stages run no callbacks. Save by ModelCheckpoint, and call "
+                "ray.train.report after fit, where all workers come."
+            )
 
 
 def callbacks_allow(trainer: Trainer, replicas: int, stages: int) -> bool:

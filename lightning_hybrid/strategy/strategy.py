@@ -251,7 +251,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        config = Config.resolve(
+        config = Config(
             data_parallel_size=data_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             num_microbatches=num_microbatches,
@@ -265,7 +265,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             network=network,
             device_capacity=device_capacity,
             compile_stages=compile_stages,
-            plan=plan,
+            plan=Plan.load(plan) if isinstance(plan, str | Path) else plan,
             log_performance=log_performance,
             verify=verify,
             rng=rng,

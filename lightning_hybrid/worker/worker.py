@@ -13,49 +13,27 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import (
     Answer,
     ConnectionLost,
+    Dealt,
     Failure,
     Guard,
     Heartbeat,
     Mesh,
     copies_of,
     link_copies,
+    protocol,
     signals_ignored,
 )
-from lightning_hybrid.comm.protocol import (
-    Backward,
-    Check,
-    Command,
-    Commit,
-    Cut,
-    Drop,
-    End,
-    ForgetFailure,
-    Forward,
-    Free,
-    HoldHooks,
-    Reduce,
-    ReleaseHooks,
-    Report,
-    Share,
-    Skip,
-    Step,
-    SynchronizeBuffers,
-)
+from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
-    Engine,
-    ReplicaGroup,
     StagedNetwork,
     StageOptions,
     Stopwatch,
     Trace,
+    engine_of,
     names_of,
-    own_buffers,
-    own_parameters,
-    replayed_statistics,
-    state_buffers,
 )
 from lightning_hybrid.state import FilesOfWorker, Takeover, share_optimizers
 from lightning_hybrid.worker.worker_optimizers import WorkerOptimizers
@@ -107,25 +85,26 @@ class Worker:
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
         self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
-            Cut: self._cut,
-            Forward: self._forward,
-            Backward: self._backward,
-            Free: self._free,
-            Commit: self._commit,
-            Drop: self._drop,
-            Skip: self._skip,
-            Reduce: self._reduce,
-            HoldHooks: self._hold_hooks,
-            ReleaseHooks: self._release_hooks,
-            SynchronizeBuffers: self._synchronize_buffers,
-            Share: self._share_weights,
+            protocol.Cut: self._cut,
+            protocol.Forward: self._forward,
+            protocol.Backward: self._backward,
+            protocol.Free: self._free,
+            protocol.Commit: self._commit,
+            protocol.Drop: self._drop,
+            protocol.Skip: self._skip,
+            protocol.Reduce: self._reduce,
+            protocol.HoldHooks: self._hold_hooks,
+            protocol.ReleaseHooks: self._release_hooks,
+            protocol.SynchronizeBuffers: self._synchronize_buffers,
+            protocol.Share: self._share_weights,
+            protocol.LendWeights: self._lend_weights,
             **self._optimizers.handlers(),
             **self._weights.handlers(),
             **self._shards.handlers(),
-            Check: self._answer_only,
-            Report: self._report,
-            ForgetFailure: self._forget_failure,
-            End: self._answer_only,
+            protocol.Check: self._answer_only,
+            protocol.Report: self._report,
+            protocol.ForgetFailure: self._forget_failure,
+            protocol.End: self._answer_only,
         }
 
     @property
@@ -153,6 +132,8 @@ class Worker:
                 return results
             finally:
                 for name, parameter in self._module.named_parameters():
+                    # nobody brings what it lacks any more: to read
+                    # it must be an error, and not zeros
                     give_up(parameter, name)
                 self._files.close()
                 self._shards.close()
@@ -165,19 +146,21 @@ class Worker:
 
     def _serve(self) -> Any:
         while True:
+            # while the driver waits for nothing, it need not hear that this rank is alive
             self._heartbeat.on = False
             command = self._channel.receive(Command)
             self._heartbeat.on = command.answered
             answer = self._carry_out(command)
             if command.answered:
                 self._channel.send(answer)
-            if isinstance(command, End) and self._failure is None:
+            # a worker that has failed waits for the driver, which has heard of it by the answer
+            if isinstance(command, protocol.End) and self._failure is None:
                 self._channel.flush()
                 return command.results
 
     def _carry_out(self, command: Command) -> Answer:
         answer = None
-        if self._failure is not None and isinstance(command, Step):
+        if self._failure is not None and isinstance(command, protocol.Step):
             self._optimizers.attend(command)
             return Answer(self._failure)  # its gradients are not those of the step
         try:
@@ -202,10 +185,13 @@ class Worker:
 
     # -- the network
 
-    def _cut(self, order: Cut) -> None:
+    def _cut(self, order: protocol.Cut) -> None:
         # first of all: the others wait for this rank in it
         known = order.network < len(self._networks)
-        links = {} if known else link_copies(self._mesh, order.placement.devices, self._device)
+        links: Mapping[int, Dealt] = {}
+        if not known:
+            links = link_copies(self._mesh, order.placement.devices, self._device)
+            self._mesh.owners(copies_of(order.placement.devices[next(iter(links))]))
         network = self._module.get_submodule(order.name)
         stages = {n: Stage(code, network, self._device) for n, code in order.stages.items()}
         if known:
@@ -222,20 +208,11 @@ class Worker:
         self._weights.expect(takeover)
         for stage in mine:
             stage.move(self._device)
-        own = own_parameters(mine, order.borrowed)
-        state, buffers = partial(state_buffers, network), partial(own_buffers, mine)
-        copies = copies_of(order.placement.devices[next(iter(links))])
-        workers = [copy for copy in copies if copy != DRIVER]  # the driver borrows
-        group = self._mesh.owners(workers)
-        replica_group = ReplicaGroup(own, buffers, group, self._trace, state, len(workers))
-        engine = Engine(
-            stages,
-            order.placement,
-            self._options,
-            coordinates=self._mesh.coordinates,
+        engine = engine_of(
+            *(network, stages, order.placement, self._options),
+            mesh=self._mesh,
             links=links,
-            replica_group=replica_group,
-            replayed=replayed_statistics(network, self._mesh, copies),
+            borrowed=order.borrowed,
             device=self._device,
             seed=order.seed,
             trace=self._trace,
@@ -243,17 +220,11 @@ class Worker:
         staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
         self._networks.append(staged)
 
-    def _forward(self, command: Forward) -> None:
+    def _forward(self, command: protocol.Forward) -> None:
         network = self._networks[command.network]
         self._hear_key(network, command)
-        opened = network.open(
-            command.call,
-            command.draw,
-            command.key,
-            exchange=command.exchange,
-            uses_rng=command.uses_rng,
-            ahead=command.ahead,
-        )
+        opened = network.open(command)
+        # (a stage that cannot compute goes on: it still has to send what the next ones wait for)
         before, key = self._failure, opened.key
         with ExitStack() as surroundings:
             try:
@@ -267,7 +238,7 @@ class Worker:
         # what fails in a forward the driver hears of at its end: the user may catch it and go on
         self._failure = before
 
-    def _backward(self, command: Backward) -> None:
+    def _backward(self, command: protocol.Backward) -> None:
         network = self._networks[command.network]
         calls = network.calls
         opened = calls[command.call] if command.keep else calls.pop(command.call)
@@ -278,59 +249,65 @@ class Worker:
         self._failure = network.engine.failure
 
     def _set_trainable(self, network: StagedNetwork, flags: tuple[bool, ...]) -> None:
+        # flags of all parameters are set where they have changed, which is rare
         if self._trainable != (network.number, flags):
             network.set_trainable(flags)
             self._trainable = (network.number, flags)
 
-    def _hear_key(self, network: StagedNetwork, command: Forward | Skip) -> None:
+    def _hear_key(self, network: StagedNetwork, command: protocol.Forward | protocol.Skip) -> None:
         # of several calls that are under way with a new key, the first one brings it
         if command.new_key is not None and command.key not in network.keys:
             network.add_key(command.new_key, command.key)
 
-    def _free(self, command: Free) -> None:
+    def _free(self, command: protocol.Free) -> None:
         self._networks[command.network].calls.pop(command.call, None)
 
-    def _commit(self, command: Commit) -> None:
+    def _commit(self, command: protocol.Commit) -> None:
         network = self._networks[command.network]
         network.engine.commit(network.calls[command.call])
 
-    def _drop(self, command: Drop) -> None:
+    def _drop(self, command: protocol.Drop) -> None:
         network = self._networks[command.network]
         network.engine.drop(network.calls.pop(command.call))
 
-    def _skip(self, command: Skip) -> None:
+    def _skip(self, command: protocol.Skip) -> None:
         network = self._networks[command.network]
         self._hear_key(network, command)
-        call = network.open(
-            command.call, 0, command.key, exchange=command.exchange, uses_rng=command.uses_rng
+        skipped = protocol.Forward(
+            *(command.network, command.call, 0, command.key, command.exchange, command.uses_rng),
+            ahead=False,
         )
+        call = network.open(skipped)
         del network.calls[command.call]
         network.engine.discard(call)
 
-    def _reduce(self, command: Reduce) -> None:
+    def _reduce(self, command: protocol.Reduce) -> None:
         self._networks[command.network].engine.replica_group.reduce()
 
-    def _hold_hooks(self, command: HoldHooks) -> None:
+    def _hold_hooks(self, command: protocol.HoldHooks) -> None:
         self._networks[command.network].weight_hooks.hold()
 
-    def _release_hooks(self, command: ReleaseHooks) -> None:
+    def _release_hooks(self, command: protocol.ReleaseHooks) -> None:
         hooks = self._networks[command.network].weight_hooks
         hooks.release(command.chosen, late=command.late)
 
-    def _synchronize_buffers(self, command: SynchronizeBuffers) -> None:
+    def _synchronize_buffers(self, command: protocol.SynchronizeBuffers) -> None:
         for network in self._networks:
             network.engine.replica_group.broadcast_buffers(state=command.state)
 
-    def _share_weights(self, command: Share) -> None:
+    def _share_weights(self, command: protocol.Share) -> None:
         self._networks[command.network].engine.replica_group.broadcast_weights()
         if command.optimizers:
             optimizers, names = self._optimizers.all, self._optimizers.names
             share_optimizers(optimizers, names, self._mesh.data_parallel, self._device)
 
+    def _lend_weights(self, command: protocol.LendWeights) -> None:
+        self._networks[command.network].engine.replica_group.lend()
+
     # -- the run
 
-    def _report(self, command: Report) -> Answer:
+    def _report(self, command: protocol.Report) -> Answer:
         return Answer(value=self._reports[command.name]())
 
-    def _forget_failure(self, _: ForgetFailure) -> None:
+    def _forget_failure(self, _: protocol.ForgetFailure) -> None:
         self._failure = None

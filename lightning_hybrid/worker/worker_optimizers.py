@@ -7,20 +7,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import Answer, Group, Precision
-from lightning_hybrid.comm.protocol import (
-    ClipValues,
-    Command,
-    GiveOptimizer,
-    GradientNorm,
-    KeepStates,
-    ScaleGradients,
-    Step,
-    TakeGroups,
-    TakeOptimizers,
-    Unscale,
-    ZeroGrad,
-)
+from lightning_hybrid.comm import Answer, Group, Precision, protocol
+from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.state import (
     FilesOfWorker,
     StateShares,
@@ -64,19 +52,19 @@ class WorkerOptimizers:
     def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
         """What carries out each command."""
         return {
-            TakeOptimizers: self._take_optimizers,
-            TakeGroups: self._take_groups,
-            GiveOptimizer: self._give_optimizer,
-            KeepStates: self._keep_states,
-            ZeroGrad: self._zero_grad,
-            Step: self._step,
-            GradientNorm: self._gradient_norm,
-            ScaleGradients: self._scale_gradients,
-            ClipValues: self._clip_values,
-            Unscale: self._unscale,
+            protocol.TakeOptimizers: self._take_optimizers,
+            protocol.TakeGroups: self._take_groups,
+            protocol.GiveOptimizer: self._give_optimizer,
+            protocol.KeepStates: self._keep_states,
+            protocol.ZeroGrad: self._zero_grad,
+            protocol.Step: self._step,
+            protocol.GradientNorm: self._gradient_norm,
+            protocol.ScaleGradients: self._scale_gradients,
+            protocol.ClipValues: self._clip_values,
+            protocol.Unscale: self._unscale,
         }
 
-    def _take_optimizers(self, command: TakeOptimizers) -> None:
+    def _take_optimizers(self, command: protocol.TakeOptimizers) -> None:
         before = self.all
         for index, old in enumerate(before):
             if command.fresh >> index & 1:  # room for what comes
@@ -84,16 +72,17 @@ class WorkerOptimizers:
         self.all = unship(command.data, command.tensors, self._parameters)
         for old, new in zip(before, self.all):
             for parameter, state in old.state.items():
+                # what did not come along is what this rank has made itself, and is newer
                 new.state.setdefault(parameter, state)
         if self._shares:
             self._shares.replica_of.update(command.replica_of)
 
-    def _take_groups(self, command: TakeGroups) -> None:
+    def _take_groups(self, command: protocol.TakeGroups) -> None:
         if self._shares:
             self._shares.replica_of.update(command.replica_of)
         take_groups(self.all[command.optimizer], command.groups, self._parameters)
 
-    def _give_optimizer(self, command: GiveOptimizer) -> Answer:
+    def _give_optimizer(self, command: protocol.GiveOptimizer) -> Answer:
         return Answer(value=state_of(self.all[command.optimizer], self.names, command.of))
 
     def states(self, index: int) -> dict[str, dict[str, Any]]:
@@ -101,16 +90,18 @@ class WorkerOptimizers:
         states = self.all[index].state.items()
         return {self.names[id(parameter)]: dict(state) for parameter, state in states if state}
 
-    def _keep_states(self, command: KeepStates) -> Answer:
+    def _keep_states(self, command: protocol.KeepStates) -> Answer:
         return Answer(value=self._files.write(self.states(command.optimizer), command.folder))
 
-    def _zero_grad(self, command: ZeroGrad) -> None:
+    def _zero_grad(self, command: protocol.ZeroGrad) -> None:
         self.all[command.optimizer].zero_grad(command.set_to_none)
 
-    def _step(self, command: Step) -> None:
+    def _step(self, command: protocol.Step) -> None:
         optimizer = self.all[command.optimizer]
         if command.groups is not None:
             take_groups(optimizer, command.groups, self._parameters)
+        # an optimizer that computes under autocast does so on
+        # each rank; it is sent where it changes
         self._precision = command.precision or self._precision
         if self._shares is None:
             self._compute(optimizer)
@@ -125,25 +116,25 @@ class WorkerOptimizers:
         with self._precision.applied() if self._precision else nullcontext():
             optimizer.step()
 
-    def attend(self, command: Step) -> None:
+    def attend(self, command: protocol.Step) -> None:
         """A step that this rank cannot take, and in which other replicas may wait for it."""
         if self._shares:
             with self._shares.alone(self.all[command.optimizer]):
                 pass
             self._shares.exchange()
 
-    def _gradient_norm(self, command: GradientNorm) -> Answer:
+    def _gradient_norm(self, command: protocol.GradientNorm) -> Answer:
         optimizer = self.all[command.optimizer]
         return Answer(value=gradient_norms(optimizer, self.names, command.order))
 
-    def _scale_gradients(self, command: ScaleGradients) -> None:
+    def _scale_gradients(self, command: protocol.ScaleGradients) -> None:
         for gradient in gradients_of(self.all[command.optimizer]):
             gradient.mul_(command.factor)
 
-    def _clip_values(self, command: ClipValues) -> None:
+    def _clip_values(self, command: protocol.ClipValues) -> None:
         for gradient in gradients_of(self.all[command.optimizer]):
             gradient.clamp_(-command.bound, command.bound)
 
-    def _unscale(self, command: Unscale) -> Answer:
+    def _unscale(self, command: protocol.Unscale) -> Answer:
         gradients = gradients_of(self.all[command.optimizer])
         return Answer(value=unscale(gradients, command.factor))

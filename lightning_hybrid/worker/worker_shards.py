@@ -63,6 +63,7 @@ class WorkerShards:
             if owned.optimizer is None:
                 return weights[owned.name]
             if owned.optimizer not in states:
+                # (looked up once: a shard asks for each state by itself)
                 states[owned.optimizer] = self._optimizers.states(owned.optimizer)
             found: Tensor = states[owned.optimizer][owned.name][owned.state]
             return found

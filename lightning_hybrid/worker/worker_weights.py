@@ -6,19 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hybrid.comm import Answer
-from lightning_hybrid.comm.protocol import (
-    ClearGradients,
-    Command,
-    GiveBorrowedGradients,
-    GiveGradients,
-    GiveWeights,
-    KeepTensors,
-    MapTensors,
-    NameGradients,
-    TakeGradients,
-    TakeWeights,
-)
+from lightning_hybrid.comm import Answer, protocol
+from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.remote import is_of_one_rank
 from lightning_hybrid.stage import StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.state import FilesOfWorker, Takeover
@@ -50,26 +39,26 @@ class WorkerWeights:
     def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
         """What carries out each command."""
         return {
-            GiveWeights: self._give_weights,
-            KeepTensors: self._keep_tensors,
-            MapTensors: self._map_tensors,
-            TakeWeights: self._take_weights,
-            NameGradients: self._name_gradients,
-            GiveGradients: self._give_gradients,
-            GiveBorrowedGradients: self._give_borrowed_gradients,
-            TakeGradients: self._take_gradients,
-            ClearGradients: self._clear_gradients,
+            protocol.GiveWeights: self._give_weights,
+            protocol.KeepTensors: self._keep_tensors,
+            protocol.MapTensors: self._map_tensors,
+            protocol.TakeWeights: self._take_weights,
+            protocol.NameGradients: self._name_gradients,
+            protocol.GiveGradients: self._give_gradients,
+            protocol.GiveBorrowedGradients: self._give_borrowed_gradients,
+            protocol.TakeGradients: self._take_gradients,
+            protocol.ClearGradients: self._clear_gradients,
         }
 
     def expect(self, takeover: Takeover) -> None:
         """The next weights that arrive are those of a stage that this rank takes over."""
         self._takeover = takeover
 
-    def _give_weights(self, command: GiveWeights) -> Answer:
+    def _give_weights(self, command: protocol.GiveWeights) -> Answer:
         tensors = tensors_of(self._module)
         return Answer(tensors=[(name, tensors[name]) for name in command.names])
 
-    def _take_weights(self, command: TakeWeights) -> None:
+    def _take_weights(self, command: protocol.TakeWeights) -> None:
         arrived: list[str] = []
 
         def each() -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,12 +66,13 @@ class WorkerWeights:
                 yield name, value
                 arrived.append(name)
 
+        # each is written as it comes in: there may be no room for all of them at once
         write_tensors(self._module, each())
         if self._takeover is not None:
             takeover, self._takeover = self._takeover, None
             takeover.settle(arrived)
 
-    def _keep_tensors(self, command: KeepTensors) -> Answer:
+    def _keep_tensors(self, command: protocol.KeepTensors) -> Answer:
         tensors, owned = tensors_of(self._module), self._owned()
         kept = {name: tensors[name] for name in owned}
         gradients: dict[str, torch.Tensor] = {}
@@ -92,32 +82,32 @@ class WorkerWeights:
         value = {"weights": kept, "gradients": gradients}
         return Answer(value=self._files.write(value, command.folder))
 
-    def _map_tensors(self, command: MapTensors) -> Answer:
+    def _map_tensors(self, command: protocol.MapTensors) -> Answer:
         others = [ticket for rank, ticket in command.tickets.items() if rank != self._rank]
         return Answer(value=self._files.read(others, self._owned()))
 
     def _owned(self) -> list[str]:
         return [name for network in self._networks for name in network.owned()]
 
-    def _name_gradients(self, _: NameGradients) -> Answer:
+    def _name_gradients(self, _: protocol.NameGradients) -> Answer:
         named = self._parameters
         return Answer(value=[n for n in self._owned() if n in named and named[n].grad is not None])
 
-    def _give_gradients(self, command: GiveGradients) -> Answer:
+    def _give_gradients(self, command: protocol.GiveGradients) -> Answer:
         gradients = [(name, self._parameters[name].grad) for name in command.names]
         return Answer(tensors=[(name, grad) for name, grad in gradients if grad is not None])
 
-    def _give_borrowed_gradients(self, _: GiveBorrowedGradients) -> Answer:
+    def _give_borrowed_gradients(self, _: protocol.GiveBorrowedGradients) -> Answer:
         gradients: dict[str, torch.Tensor] = {}
         for network in self._networks:
-            prefix = f"{network.name}." if network.name else ""
-            for name in sorted(network.borrowed):
-                parameter = self._parameters[prefix + name]
+            for name in network.full_names(sorted(network.borrowed)):
+                parameter = self._parameters[name]
                 if parameter.grad is not None:
-                    gradients[prefix + name], parameter.grad = parameter.grad, None
+                    # taken off: the owner has it from here on, and the next backward begins at none
+                    gradients[name], parameter.grad = parameter.grad, None
         return Answer(tensors=gradients.items())
 
-    def _take_gradients(self, command: TakeGradients) -> None:
+    def _take_gradients(self, command: protocol.TakeGradients) -> None:
         for name, value in command.tensors:
             parameter = self._parameters[name]
             if parameter.grad is None:
@@ -125,8 +115,9 @@ class WorkerWeights:
             elif command.add:
                 parameter.grad.add_(value.to(parameter.device))
             else:
+                # in place: who holds this gradient has the change, as on one device
                 parameter.grad.copy_(value)
 
-    def _clear_gradients(self, command: ClearGradients) -> None:
+    def _clear_gradients(self, command: protocol.ClearGradients) -> None:
         for name in command.names:
             self._parameters[name].grad = None

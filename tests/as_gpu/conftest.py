@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def devices() -> None:
+def emulated() -> None:
     """They stay for as long as the process, which therefore runs no other tests."""
     try:
         emulated_cuda.emulate()

@@ -21,6 +21,7 @@ from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, 
 CPU = torch.device("cpu")
 RANKS = {1: (0, 0), 2: (1, 0), 3: (1, 2, 0), 4: (1, 2, 3, 0)}
 PLACEMENTS = [(1, 2, 1, 0), (0, 1, 0), (1, 0, 1, 0), (1, 2, 3, 1, 0)]
+COPIES = [((1, 2), 0), (1, (2, 0), 0), ((1, 2), (3, 0), 0)]
 PARTS, STEPS = 4, 4
 
 
@@ -150,7 +151,9 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cut]:
         let_go(replica)
 
 
-def assert_trains_as_the_cpu(cut: Cut, module: Model, devices: tuple[int, ...], name: str) -> None:
+def assert_trains_as_the_cpu(
+    cut: Cut, module: Model, devices: tuple[int | tuple[int, ...], ...], name: str
+) -> None:
     """Losses and weights of one CPU; and in a steady step nobody waits for a device."""
     streamed = name == "1f1b"
     reference, values = deepcopy(module), batches(streamed)
@@ -190,6 +193,14 @@ def test_exact_schedules_train_as_one_cpu(cut: Cut, schedule: str, ranks: int) -
 @pytest.mark.parametrize("devices", PLACEMENTS, ids=str)
 def test_free_placements_train_as_one_cpu(cut: Cut, devices: tuple[int, ...]) -> None:
     assert_trains_as_the_cpu(cut, blocks(len(devices)), devices, "gpipe")
+
+
+@pytest.mark.parametrize("shape", COPIES, ids=str)
+def test_copies_of_stages_train_as_one_cpu(
+    cut: Cut, shape: tuple[int | tuple[int, ...], ...]
+) -> None:
+    """The driver's of a last stage too, whose weights workers have."""
+    assert_trains_as_the_cpu(cut, blocks(2), shape, "gpipe")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -8,8 +8,9 @@ import pytest
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes
 from lightning_hybrid.asking.step_problems import ring_s
-from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
+from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.simulate import DealtCosts
 from lightning_hybrid.schedules import Copy
 
 HOST = Level(name="host", devices=2, bandwidth_bytes_per_s=8e9, latency_s=0.0)

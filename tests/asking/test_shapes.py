@@ -181,10 +181,9 @@ def test_replicas_on_unlike_devices_share_by_their_speed() -> None:
 
 
 def test_no_shape_is_slower_than_the_first_devices_alone() -> None:
-    for speeds in ((1.0, 0.02), (1.0, 0.9, 0.01), (1.0, 1.0, 1.0)):
+    for speeds, used in (((1.0, 0.02), None), ((1.0, 0.9, 0.01), 2), ((1.0, 1.0, 1.0), None)):
         best = fastest(rank_shapes(costs_of, unlike(*speeds), 2))
-        for count in range(1, len(speeds) + 1):
+        for count in range(1, len(speeds)):
             alone = fastest(rank_shapes(costs_of, unlike(*speeds).take(count), 2))
             assert best.samples_per_s >= alone.samples_per_s
-    best = fastest(rank_shapes(costs_of, unlike(1.0, 0.9, 0.01), 2))
-    assert best.replicas * best.devices_per_replica == 2
+        assert used in (None, best.replicas * best.devices_per_replica)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.capture import Exchanged, capture_settings
-from lightning_hybrid.capture.cumulative_batchnorm import captured_averages
+from lightning_hybrid.capture.rewritten_functions import captured_averages
 from lightning_hybrid.graph.recurrent_layers import captured_recurrence
 
 

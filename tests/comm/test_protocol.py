@@ -10,7 +10,10 @@ from lightning_hybrid.comm import protocol as messages
 from lightning_hybrid.comm.protocol import MESSAGES, Command, Message, Reduce
 from lightning_hybrid.remote.remote_source import Kind
 
-FAMILIES = {Message, Command, protocol.OptimizerCommand, messages.Word}
+FAMILIES = {
+    *(Message, Command, messages.Word),
+    *(protocol.NetworkCommand, protocol.CallCommand, protocol.OptimizerCommand),
+}
 DEFINED = {
     value
     for value in (*vars(protocol).values(), *vars(messages).values())

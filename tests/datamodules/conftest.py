@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,14 @@ TINY = CohortSpec(
 
 @pytest.fixture(scope="session")
 def tiny_cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Not to be changed: take ``download`` for that."""
-    folder = tmp_path_factory.mktemp("cohort") / "tiny"
-    generate(folder, TINY)
-    return folder
+    """Not to be changed: take ``download`` for that. One worker of pytest makes it for all."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with (folder / "cohort.lock").open("w") as lock:
+        flock(lock, LOCK_EX)
+        generate(folder / "cohort" / "tiny", TINY)
+    return folder / "cohort" / "tiny"
 
 
 @pytest.fixture

@@ -88,12 +88,17 @@ def coloured(values: np.ndarray) -> np.ndarray:
 
 
 def bomb(scan: Path, root: Path) -> None:
-    """Half a gigabyte of zeros behind the volume, in half a megabyte."""
-    packer = zlib.compressobj(1, wbits=31)
-    content = packer.compress(gzip.decompress(scan.read_bytes()))
-    zeros = bytes(1 << 24)
-    parts = [content, *(packer.compress(zeros) for _ in range(30)), packer.flush()]
-    scan.write_bytes(b"".join(parts))
+    """Half a gigabyte of zeros behind the volume, in two megabytes: one part of it 30 times."""
+    content, zeros = gzip.decompress(scan.read_bytes()), bytes(1 << 24)
+    packer = zlib.compressobj(1, wbits=-15)
+    first = packer.compress(content) + packer.flush(zlib.Z_FULL_FLUSH)
+    again = packer.compress(zeros) + packer.flush(zlib.Z_FULL_FLUSH)
+    check = zlib.crc32(content)
+    for _ in range(30):
+        check = zlib.crc32(zeros, check)
+    end = check.to_bytes(4, "little") + (len(content) + 30 * len(zeros)).to_bytes(4, "little")
+    header = b"\x1f\x8b\x08" + bytes(6) + b"\xff"
+    scan.write_bytes(header + first + 30 * again + packer.flush() + end)
 
 
 def half_of(axis: int, upper: bool) -> Callable[[np.ndarray], np.ndarray]:
@@ -356,11 +361,22 @@ def test_what_lies_in_place_of_a_scan_is_said(download, name, what):
     assert what in report.action
 
 
-@pytest.mark.parametrize("how", ["upper half zero", "left half zero", "tail zero"])
-def test_a_missing_part_is_found_in_raw_heads_too(tmp_path, how):
-    generate(tmp_path / "raw", CohortSpec((("AD", 3),), resolution_mm=4.0, difficulty="L2"))
-    for scan in [*(tmp_path / "raw" / "ADNI").rglob("*.nii.gz")]:
+@pytest.fixture(scope="module")
+def raw_heads(tmp_path_factory):
+    """Not to be changed."""
+    root = tmp_path_factory.mktemp("raw") / "cohort"
+    generate(root, CohortSpec((("AD", 3),), resolution_mm=4.0, difficulty="L2"))
+    for scan in (root / "ADNI").rglob("*.nii.gz"):
         assert check_file(scan).code == ""
+    return root
+
+
+@pytest.mark.parametrize("how", ["upper half zero", "left half zero", "tail zero"])
+def test_a_missing_part_is_found_in_raw_heads_too(raw_heads, tmp_path, how):
+    shutil.copytree(raw_heads, tmp_path / "raw")
+    scans = [*(tmp_path / "raw" / "ADNI").rglob("*.nii.gz")]
+    assert scans
+    for scan in scans:
         SCANS[how][1](scan, tmp_path)
         left = scan if scan.exists() else scan.with_suffix("")
         assert check_file(left).code == "INCOMPLETE"

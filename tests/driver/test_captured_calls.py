@@ -64,10 +64,8 @@ class Calls:
         )
         aside: Any = SimpleNamespace(reason=lambda _: None)
         options: Any = SimpleNamespace(progress=StartProgress(None), verify=False)
-        nothing: Any = None
-        self.calls = CapturedCalls(
-            self.module, driver, nothing, self.adopt, aside, self.kept, options, announcements
-        )
+        adoption: Any = SimpleNamespace(driver=driver, options=options, announcements=announcements)
+        self.calls = CapturedCalls(self.module, adoption, self.adopt, aside, self.kept.setdefault)
 
     def __call__(self) -> Any:
         return self.calls.call(self.found, (X,), {})

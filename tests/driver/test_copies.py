@@ -12,6 +12,7 @@ from driven import batches as first_batches
 from torch import Tensor, nn
 
 from lightning_hybrid.comm import copies_of
+from lightning_hybrid.comm.message_channel import Channel, encode
 from lightning_hybrid.driver.held_hooks import HeldHooks
 from lightning_hybrid.errors import NetworkError
 
@@ -73,6 +74,7 @@ def train(
     every: int = 1,
     synchronize: bool = False,
     sizes: Sequence[int] = SIZES,
+    connected: bool = False,
 ) -> list[float]:
     """The same on all ranks of a replica.
 
@@ -81,8 +83,10 @@ def train(
         optimizer: the user's.
         every: batches that an optimizer step is for.
         synchronize: whether gradients are made whole after each batch, and not before a step only.
+        connected: the ranks have the optimizer already.
     """
-    replica.driver.optimizers.connect([optimizer])
+    if not connected:
+        replica.driver.optimizers.connect([optimizer])
     losses = []
     for step, value in enumerate(batches(sizes)):
         replica.driver.begin_step(step)
@@ -113,16 +117,26 @@ def owners(replica: Replica) -> dict[str, list[Tensor]]:
     return found
 
 
-def test_the_driver_has_the_weights_of_its_copy_alone(replicas: Make) -> None:
-    """What other stages own stays there in a step."""
-    replica = replicas(model(), SHAPES["1-2"], parts=5)
-    asked: list[str] = []
-    owned: Any = replica.driver._ownership
-    give = owned.give
-    owned.give = lambda kind, names: asked.extend(names) or give(kind, names)
-    train(replica, sgd(replica.model), sizes=(13, 13))
-    assert asked
-    assert {*asked} == set(owned.tensors_of(2))
+@pytest.mark.parametrize("shape", ["1-2", "1-3", "2-2"])
+def test_no_tensor_of_the_driver_s_copy_travels_with_messages(
+    shape: str, replicas: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and gradients are on wires for tensors of devices; what is told are integers."""
+    replica = replicas(normalised(), SHAPES[shape], parts=4, ends=(2, 3))
+    told: list[tuple[str, int, int]] = []
+    send = Channel.send
+
+    def noted(channel: Channel, message: Any) -> None:
+        _, pickled, tensors = encode(message)
+        told.append((type(message).__name__, len(pickled), len(tensors)))
+        send(channel, message)
+
+    optimizer = sgd(replica.model)
+    train(replica, optimizer, sizes=(12, 12))
+    monkeypatch.setattr(Channel, "send", noted)
+    train(replica, optimizer, sizes=(12, 12), connected=True)
+    assert {"Forward", "LendWeights", "Backward", "Step"} <= {name for name, *_ in told}
+    assert not [each for each in told if each[1:] != (0, 0)]
 
 
 def check_copies_alike(replica: Replica) -> None:
@@ -332,6 +346,40 @@ def test_weights_that_are_loaded_and_evaluated_are_those_of_all_copies(
     with torch.no_grad():
         torch.testing.assert_close(replica(value), network.net(value), **CLOSE)
     check_as_one_device(network, replica)
+
+
+def test_what_is_frozen_in_a_forward_alone_gets_no_gradient_in_any_copy(replicas: Make) -> None:
+    network: Any = model()
+    replica = replicas(deepcopy(network), SHAPES["1-2"], parts=5)
+    mine, theirs = sgd(replica.model), sgd(network)
+    weights = [part[6].weight for part in (network.net, layers(replica))]
+    replica.driver.optimizers.connect([mine])
+    for step, value in enumerate(batches(SIZES)):
+        replica.driver.begin_step(step)
+        for weight in weights:
+            weight.requires_grad_(step % 2 == 0)
+        loss = loss_of(network, torch.cat([network.net(part) for part in value.chunk(5)]))
+        found = loss_of(replica.model, replica(value))
+        for weight in weights:
+            weight.requires_grad_(True)
+        loss.backward()
+        found.backward()
+        replica.driver.gradients.after_backward()
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    check_as_one_device(network, replica)
+
+
+def test_an_evaluation_in_inference_mode_may_come_first(replicas: Make) -> None:
+    network: Any = model()
+    replica = replicas(deepcopy(network), SHAPES["1-2"], parts=5)
+    [value, *_] = batches(SIZES)
+    with torch.inference_mode():
+        torch.testing.assert_close(replica(value), network.net(value), **CLOSE)
+    assert train(replica, sgd(replica.model)) == pytest.approx(
+        one_device(network, sgd(network)), rel=0, abs=1e-10
+    )
 
 
 def test_states_of_optimizers_are_those_of_one_device(replicas: Make) -> None:

@@ -17,6 +17,7 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import NetworkOptions
 from lightning_hybrid.errors import NetworkNotFoundError, PlanError
+from lightning_hybrid.planning import CalledNetwork
 from lightning_hybrid.run.progress import StartProgress
 
 X = torch.ones(4, 6)
@@ -60,8 +61,8 @@ class Watched:
     def settle(self) -> None:
         self.settled += 1
 
-    def plan(self, name: str, *_: Any, **how: Any) -> Any:
-        raise PlanError(f"asked for a plan of {name}")
+    def plan(self, network: CalledNetwork, *_: Any, **how: Any) -> Any:
+        raise PlanError(f"asked for a plan of {network.name}")
 
 
 def large() -> nn.Module:

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.driver.distribution import Distribution
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.stage.rank_stages import StageOptions
 
@@ -38,12 +39,11 @@ def test_the_drivers_weights_are_those_that_workers_begin_with(replicas: Any) ->
 def test_compiled_stages_of_the_driver_share_no_weight_with_another_rank() -> None:
     network = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
     nothing: Any = None
-    commands: Any = SimpleNamespace(workers=nothing)
+    device = torch.device("cpu")
+    commands: Any = SimpleNamespace(workers=nothing, remote=SimpleNamespace(device=device))
     mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 2))
-    options = StageOptions(compiled=True)
-    distribution = Distribution(
-        *(Model(network), mesh, torch.device("cpu"), 0, options, commands, nothing), vacates=False
-    )
+    options = DriverOptions(0, StageOptions(compiled=True))
+    distribution = Distribution(Model(network), mesh, options, commands, nothing)
     codes: Any = [SimpleNamespace(owned=("first.weight",))] * 2
     with pytest.raises(NetworkError, match=r"compile_stages=True.*'net' shares 'first\.weight'"):
         distribution.distribute(0, "net", network, codes, Placement.of(codes, (1, 0), "gpipe"))

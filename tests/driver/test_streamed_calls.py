@@ -364,6 +364,8 @@ def test_forwards_of_1f1b_begin_before_the_backwards_of_earlier_batches(
 class Normalised(nn.Module):
     """Batch statistics and random numbers in each stage."""
 
+    captured_once = True
+
     def __init__(self, *, random: bool) -> None:
         super().__init__()
         parts: list[nn.Module] = []

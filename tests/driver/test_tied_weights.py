@@ -12,6 +12,8 @@ from torch import Tensor, nn
 class Tied(nn.Module):
     """Layers of which the first and the last have the same weights."""
 
+    captured_once = True
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(3, 3) for _ in range(3))

@@ -366,3 +366,14 @@ def test_what_samples_do_apart_is_known(name: str) -> None:
     for letter in KNOWN[name]:
         labels = labels_of(function, spec, letter, 1, 1)
         assert MEET not in labels, letter
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_what_is_added_to_other_numbers_is_no_place(adds: bool) -> None:
+    def sorted_and_back(of: Tensor, x: Tensor) -> Tensor:
+        order = of.reshape(-1).sort(stable=True)[1]
+        places = torch.arange(order.shape[0])
+        back = torch.ones_like(order).index_put((order,), places, accumulate=adds)
+        return x[order // of.shape[1]][back]
+
+    assert (MEET in labels_of(sorted_and_back, "ik:5,im", "i", 1, 1)) is adds

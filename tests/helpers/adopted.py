@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import NetworkOptions
 from lightning_hybrid.driver.verification import Verify
+from lightning_hybrid.planning.partition_table import CalledNetwork
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.run.progress import StartProgress
 
@@ -59,10 +60,9 @@ class Driven:
             self.plans,
         )
 
-    def plan(self, name: str, graph: Any, partitions: Any, *rest: Any, **how: Any) -> Plan:
-        _, microbatches = rest
+    def plan(self, network: CalledNetwork, microbatches: int, **how: Any) -> Plan:
         stages = len(self._devices) or len(self.ranks.modules) + 1
-        cuts = tuple(partitions[k].name for k in range(1, stages))
+        cuts = tuple(network.partitions[k].name for k in range(1, stages))
         return Plan(
             replicas=1,
             stages=stages,

@@ -1,7 +1,8 @@
 """A driver and its workers in one process: the workers are threads, the network is really cut."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from datetime import timedelta
 from threading import Lock, Thread
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from in_memory import MemoryGroup
-from nccl_rules import StrictReplica
+from nccl_rules import StrictGroupOfRank, StrictReplica
 from pipelines import ALONE, CPU
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.network_call import NetworkCall
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import NetworkGraph, cut, make_stages, network_partitions
@@ -62,22 +64,60 @@ def loss_of(module: Model, output: Tensor) -> Tensor:
     return (module.scale * output).square().mean()
 
 
+_GRAPHS: dict[Hashable, NetworkGraph] = {}
+"""By all that a capture of such a network depends on: a test is not about it, and it takes long."""
+
+
+def _kind(network: nn.Module, value: Tensor) -> Hashable:
+    """What a capture depends on; ``None``: perhaps on more, as on the Python of a class of its own.
+
+    A class whose Python looks at nothing but its layers says so: ``captured_once = True``.
+    """
+    modules = list(network.modules())
+    plain = all(
+        type(m).__module__.startswith("torch.nn.modules") or getattr(m, "captured_once", False)
+        for m in modules
+    )
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if not plain or any("forward" in vars(m) or any(vars(m)[h] for h in hooks) for m in modules):
+        return None
+    named = (*network.named_parameters(), *network.named_buffers(), ("", value))
+    return (
+        repr(network),
+        tuple((type(m), m.training) for m in modules),
+        tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in named),
+        torch.is_grad_enabled(),
+    )
+
+
 class Calls:
-    """Calls of a network as its strategy sees them: a graph, and the arguments of the graph."""
+    """Calls of a network as its strategy sees them: a graph, and the arguments of the graph.
+
+    Networks that are alike have one graph, with which each of them is called from then on.
+    """
 
     def __init__(self, network: nn.Module, device: torch.device = CPU) -> None:
         self.compute: Callable[[NetworkGraph, Sequence[Any]], list[Any]] = self._at_once
         self._network, self._device = network, device
         self._hollow = Hollow(network, device)
         self._capture = Capture(network, own_forward(network), self._lifted)
+        self._known: NetworkGraph | None = None
 
     def __call__(self, value: Tensor) -> Any:
+        if self._known is not None:
+            [output] = self.compute(self._known, _arguments(self._known, value))
+            return output
         with self._hollow:
             return self._capture((value,), {})
 
     def graph(self, value: Tensor) -> NetworkGraph:
         """That of a call, which is computed here."""
+        kind = _kind(self._network, value)
+        if kind in _GRAPHS:
+            self._known = replace(_GRAPHS[kind], network=self._network)
         self(value)
+        if kind is not None:
+            self._known = _GRAPHS[kind] = self._graph
         return self._graph
 
     def _lifted(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
@@ -92,7 +132,10 @@ class Calls:
 
 def arguments(call: NetworkCall, value: Tensor) -> list[Any]:
     """Those of a graph, as far as a call looks at them: the weights are where they are."""
-    graph = call.specialization.graph
+    return _arguments(call.specialization.graph, value)
+
+
+def _arguments(graph: NetworkGraph, value: Tensor) -> list[Any]:
     [leaf] = graph.inputs
     found: list[Any] = [None] * len(graph.place)
     found[graph.place[leaf]] = value
@@ -137,7 +180,7 @@ class Ranks:
         self.results: dict[int, Any] = {}
         self._lock = Lock()
         self._groups: dict[tuple[str | int, ...], MemoryGroup] = {}
-        self._members: dict[tuple[str, int], Any] = {}
+        self._members: dict[tuple[str | int, ...], Any] = {}
         self.workers = {
             rank: Worker(module, self.mesh(rank), on(rank), options)
             for rank, module in self.modules.items()
@@ -145,7 +188,8 @@ class Ranks:
         self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
         for thread in self._threads:
             thread.start()
-        self.driver = Driver(model, self.mesh(0), on(0), 0, options, batches=batches, trains=trains)
+        driver_options = DriverOptions(0, options, trains=trains)
+        self.driver = Driver(model, self.mesh(0), on(0), driver_options, batches=batches)
 
     def end(self, results: Any = None) -> None:
         """End the run as after a fit."""
@@ -181,7 +225,8 @@ class Ranks:
             return ALONE
         with self._lock:
             group = self._groups.setdefault((kind, *copies), MemoryGroup(len(copies)))
-            return self._members.setdefault((kind, rank), group.of(copies.index(rank)))
+            member = StrictGroupOfRank(group, copies.index(rank), self._on(rank))
+            return self._members.setdefault((kind, rank, *copies), member)
 
     def _serve(self, rank: int) -> None:
         if self._on(rank).type == "cuda":

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.connections import Transfer, Wire, connection_lost
@@ -44,7 +45,8 @@ class _Connection:
             (self._sent if sends else self._posted)[to].append(ref(transfer))
             sent, posted = self._sent[to], self._posted[to]
             while (source := _oldest(sent)) and (target := _oldest(posted)):
-                target.tensor.copy_(source.tensor)
+                with torch.inference_mode():  # as the rank may be whose tensor it is
+                    target.tensor.copy_(source.tensor)
                 source.over = target.over = True
                 sent.popleft()
                 posted.popleft()
@@ -237,7 +239,10 @@ class MemoryGroupOfRank:
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> Any:
         return self._begin(
-            tensors, lambda all_parts: tensors[0].copy_(sum(parts[0] for parts in all_parts))
+            tensors,
+            lambda all_parts: tensors[0].copy_(
+                sum(parts[0].to(tensors[0].device) for parts in all_parts)
+            ),
         )
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from in_memory import MemoryLines, MemoryReplica, MemoryWire
+from in_memory import MemoryGroup, MemoryGroupOfRank, MemoryLines, MemoryReplica, MemoryWire
 from torch import Tensor
 
 from lightning_hybrid.comm import mesh
@@ -181,6 +181,25 @@ class _StrictLines(MemoryLines):
             edge: EdgeWires(strict(wires.activations), strict(wires.gradients), wires.host)
             for edge, wires in super().wires(devices).items()
         }
+
+
+class StrictGroupOfRank(MemoryGroupOfRank):
+    """What one rank sees of a group in memory.
+
+    Args:
+        group: what it is made of.
+        rank: number of the rank in it.
+        device: where tensors must be.
+    """
+
+    def __init__(self, group: MemoryGroup, rank: int, device: torch.device) -> None:
+        super().__init__(group, rank)
+        self._device = device
+
+    def _begin(self, tensors: list[Tensor], take: Callable[[Any], object]) -> Any:
+        for tensor in tensors:
+            check(tensor, self._device, collective=True)
+        return super()._begin(tensors, take)
 
 
 # ---------------------------------------------------------------- process groups

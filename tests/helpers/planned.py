@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.search import PlanSettings, plan_stages
+from lightning_hybrid.planning.search import PlanSettings, Replica, plan_stages
 from lightning_hybrid.planning.simulate import Timeline
 from lightning_hybrid.planning.simulate import simulate as simulate_costs
 from lightning_hybrid.planning.step_problem import StepProblem
@@ -20,9 +20,9 @@ def _taken(arguments: dict[str, Any], kind: Any) -> Any:
 
 
 def planned(**arguments: Any) -> Plan:
-    """`plan_stages`, with the columns of the table and the settings among its arguments."""
+    """`plan_stages`, with the fields of its records among its arguments."""
     table, settings = _taken(arguments, PartitionTable), _taken(arguments, PlanSettings)
-    return plan_stages(table, settings, **arguments)
+    return plan_stages(table, settings, _taken(arguments, Replica), **arguments)
 
 
 def step_problem(**arguments: Any) -> StepProblem:

@@ -2,9 +2,11 @@
 
 Importing Lightning, torch and its compiler takes a rank eight seconds of processor time, and most
 runs of the tests take less. There is one such process for rank 0 and another one for all other
-ranks, so that sets of texts have another order there, as in processes that are started.
+ranks, so that sets of texts have another order there, as in processes that are started. All workers
+of a run of pytest use the same two.
 
-``python prepared.py`` is the process: it reads requests, a line of JSON each, and answers each.
+``python prepared.py PACKAGE SOCKET FILE_NUMBER`` is the process: it reads requests, a message of
+JSON each, from those who connect, answers each, and ends with the last of them.
 """
 
 import atexit
@@ -12,30 +14,35 @@ import gc
 import json
 import os
 import runpy
+import select
 import signal
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, flock
 from functools import cache
 from pathlib import Path
+from socket import AF_UNIX, SOCK_SEQPACKET, socket
 from typing import Any
 
 from places import variables
 from ports import free_port
 
+LONGEST = 1 << 18
+"""Of the requests, in bytes."""
 IMPORTED = ("torch._dynamo", "torchmetrics", "{package}", "lightning_hybrid.run.session")
 
 
 @cache
 def prepared(package: str = "lightning") -> tuple["PreparedProcess", "PreparedProcess"]:
-    """The process for rank 0, and the one for other ranks; they end with this process.
+    """The process for rank 0, and the one for other ranks.
 
     Args:
         package: of Lightning.
     """
-    return PreparedProcess(package), PreparedProcess(package)
+    return PreparedProcess(package, "first"), PreparedProcess(package, "others")
 
 
 def start_ranks(
@@ -68,23 +75,22 @@ def start_ranks(
 
 
 class PreparedProcess:
-    """The process, for those who ask it; it ends with them.
+    """The process, for those who ask it: who comes first starts it.
 
     Args:
         package: of Lightning, which it imports.
+        ranks: whose it is.
     """
 
-    def __init__(self, package: str) -> None:
-        usual = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        root = str(Path(__file__).parents[2])
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, package],
-            env=os.environ | usual | {"PYTHONPATH": root},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        atexit.register(self._end)
+    def __init__(self, package: str, ranks: str) -> None:
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}")
+        path = Path(tempfile.gettempdir()) / f"{run}-{package}-{ranks}"
+        self._connection = socket(AF_UNIX, SOCK_SEQPACKET)
+        atexit.register(self._connection.close)
+        with _one_at_a_time():
+            if not path.exists():
+                _start(package, path)
+            self._connection.connect(f"{path}")
 
     def start(
         self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: Path
@@ -105,16 +111,9 @@ class PreparedProcess:
         code = self._ask({"poll": pid})
         return None if code is None else int(code)
 
-    def _end(self) -> None:
-        with self._process:  # closes its input
-            pass
-
     def _ask(self, request: Mapping[str, Any]) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        self._connection.send(json.dumps(request).encode())
+        return json.loads(self._connection.recv(LONGEST))
 
 
 class Forked:
@@ -151,11 +150,34 @@ class Forked:
         self.wait()
 
 
-def _serve() -> list[str]:
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Nobody connects to a process that has decided to end, and nobody starts a second one."""
+    with Path(__file__).open() as file:
+        flock(file, LOCK_EX)
+        yield
+
+
+def _start(package: str, path: Path) -> None:
+    """Not as a `Popen`, which warns at the end here: others may need the process for longer."""
+    usual = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    root = str(Path(__file__).parents[2])
+    with socket(AF_UNIX, SOCK_SEQPACKET) as listening:
+        listening.bind(f"{path}")
+        listening.listen()
+        listening.set_inheritable(True)
+        os.posix_spawn(
+            sys.executable,
+            [sys.executable, __file__, package, f"{path}", f"{listening.fileno()}"],
+            os.environ | usual | {"PYTHONPATH": root},
+        )
+
+
+def _serve(path: Path, listening: socket) -> list[str]:
     """Fork for each request. Returns in the child, with its command."""
     codes: dict[int, int | None] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
+    sockets = [listening]
+    for client, request in _requests(path, sockets):
         if (pid := request.get("poll")) is not None:
             if codes[pid] is None and (ended := os.waitpid(pid, os.WNOHANG))[0]:
                 codes[pid] = os.waitstatus_to_exitcode(ended[1])
@@ -163,10 +185,31 @@ def _serve() -> list[str]:
         elif answer := os.fork():
             codes[answer] = None
         else:
+            for inherited in sockets:
+                inherited.close()
             _begin(request)
             return list(request["command"])
-        print(json.dumps(answer), flush=True)
+        client.send(json.dumps(answer).encode())
     sys.exit()
+
+
+def _requests(path: Path, sockets: list[socket]) -> Iterator[tuple[socket, dict[str, Any]]]:
+    """With those who ask, whose sockets are added to the first one, until all have left."""
+    listening = sockets[0]
+    while True:
+        for each in select.select(sockets, [], [])[0]:
+            if each is listening:
+                sockets.append(listening.accept()[0])
+            elif message := each.recv(LONGEST):
+                yield each, json.loads(message)
+            else:
+                sockets.remove(each)
+                each.close()
+        if len(sockets) == 1:
+            with _one_at_a_time():
+                if not select.select(sockets, [], [], 0)[0]:
+                    path.unlink()
+                    return
 
 
 def _begin(request: dict[str, Any]) -> None:
@@ -185,7 +228,10 @@ def _begin(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     for module in IMPORTED:
         __import__(module.format(package=sys.argv[1]))
+    from untimed import leave_guards_untimed  # and no earlier: tests import this file too
+
+    leave_guards_untimed()
     gc.freeze()  # else each child copies all that is imported when it collects, and when it ends
-    script, *_ = _serve()
+    script, *_ = _serve(Path(sys.argv[2]), socket(fileno=int(sys.argv[3])))
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

@@ -10,10 +10,11 @@ from planned import planned
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import copied_stages
 from lightning_hybrid.planning.copied_stages import CopiedStages, best_cuts, owners_of
-from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
+from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import predicted_lanes
+from lightning_hybrid.planning.simulate import DealtCosts
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import Copy

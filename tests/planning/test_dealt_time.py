@@ -6,8 +6,8 @@ from functools import lru_cache
 import pytest
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s, simulate_dealt
-from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.dealt_time import dealt_s
+from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 from lightning_hybrid.schedules import Copy, Kind, deal, make_schedule
 

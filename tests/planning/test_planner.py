@@ -13,8 +13,9 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.cluster import Device, Rates, make_cluster
+from lightning_hybrid.planning.partition_table import CalledNetwork
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.planner import make_plan
+from lightning_hybrid.planning.planner import Site, make_plan
 from lightning_hybrid.planning.search import PlanSettings
 
 MICROBATCHES = 8
@@ -43,21 +44,21 @@ def planned(
     graph, leaves = capture_call(network, (torch.randn(512, 16),), {})
     device = Device(host="a", name="gpu", memory_bytes=memory, units_per_s=1, units_per_own_s=1)
     return make_plan(
-        "net",
-        graph,
-        network_partitions(graph),
-        leaves,
+        CalledNetwork(name="net", graph=graph, partitions=network_partitions(graph), leaves=leaves),
         MICROBATCHES,
         settings=replace(PlanSettings(allocation="exact", recompute=recompute), **settings),
-        replicas=replicas,
-        stages=2,
-        backend="gloo",
-        device=torch.device("cpu"),
-        cluster=replace(
-            make_cluster([device] * 2 * replicas, replicas, 2, [1.0, 1.0] * replicas), rates=rates
+        site=Site(
+            replicas=replicas,
+            stages=2,
+            backend="gloo",
+            device=torch.device("cpu"),
+            cluster=replace(
+                make_cluster([device] * 2 * replicas, replicas, 2, [1.0, 1.0] * replicas),
+                rates=rates,
+            ),
+            beside=beside,
         ),
         optimizers=[torch.optim.SGD(network.parameters(), lr=0.1)] if trains else None,
-        beside=beside,
     )
 
 

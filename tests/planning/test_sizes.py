@@ -10,9 +10,13 @@ from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.cluster import Device, Rates
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.search import PlanSettings
-from lightning_hybrid.planning.sizes import Candidate, Choice, Machine, Sizes, choose
+from lightning_hybrid.planning.sizes import Candidate, Choice, Machine, Prediction, Sizes
 
 MS, MB = 1e-3, 1e6
+
+
+def choose(*asked: Any, allowed: Any = lambda replicas, stages: True, **more: Any) -> Choice:
+    return Prediction(*asked, **more).choose(allowed)
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.errors import RemoteError
+from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.device_speed import look_at
 from lightning_hybrid.process import joining
@@ -64,6 +65,28 @@ def test_another_setting_makes_new_groups(how: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="has left the run"):
         first.mesh.control.size()
     assert second.mesh.control.size() == 1
+
+
+@pytest.fixture
+def made_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+    """A default group of this process alone, with a store at the port where ranks would meet."""
+    monkeypatch.setattr(joining._Process, "store", None)
+    monkeypatch.setattr(joining.atexit, "register", lambda *_: None)
+    port = free_port()
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield Meeting("127.0.0.1", port, 1, serve=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_default_group_of_all_ranks_is_closed_when_they_have_met(made_before: Meeting) -> None:
+    assert gather(Coordinates(0, 1, 1), made_before).world.size() == 1
+    assert not dist.is_initialized()
+
+
+def test_a_default_group_of_others_is_refused(made_before: Meeting) -> None:
+    with pytest.raises(HybridError, match="has 1 ranks, and the Trainer 2 processes"):
+        gather(Coordinates(0, 1, 2), made_before)
 
 
 def test_all_ranks_meet_once_whatever_the_sizes() -> None:

@@ -31,6 +31,7 @@ class Elsewhere:
 
     Attributes:
         proxy: of what the other rank has.
+        table: itself: it is asked by its proxy.
         heard: what the proxy has asked or told.
         grad: what it has as gradient.
     """
@@ -40,29 +41,31 @@ class Elsewhere:
 
     def __init__(self, kind: type = nn.Parameter, requires_grad: bool = True) -> None:
         here: Any = nn.Parameter(torch.zeros(3), requires_grad)
-        self.proxy: Any = make_proxy(here if kind is nn.Parameter else torch.zeros(3), self)
+        self.table = self
+        source: Any = self
+        self.proxy: Any = make_proxy(here if kind is nn.Parameter else torch.zeros(3), source)
         self.heard: list[str] = []
         self.grad: Tensor | None = None
         self._known = False
 
-    def read(self) -> None:
+    def read(self, _: "Elsewhere") -> None:
         self.heard.append("read")
         if not self._known:
             with as_they_are(), torch.no_grad():
                 self.proxy.copy_(TRUTH)
         self._known = True
 
-    def touch(self) -> None:
+    def touch(self, _: "Elsewhere") -> None:
         self.heard.append("touch")
 
-    def enter_graph(self) -> None:
+    def enter_graph(self, _: "Elsewhere") -> None:
         self.heard.append("enter")
 
-    def gradient(self) -> Tensor | None:
+    def gradient(self, _: "Elsewhere") -> Tensor | None:
         self.heard.append("gradient")
         return self.grad
 
-    def assign_gradient(self, value: Tensor | None) -> None:
+    def assign_gradient(self, _: "Elsewhere", value: Tensor | None) -> None:
         self.heard.append("assign")
         self.grad = value
 

@@ -75,7 +75,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
         coordinates=coordinates or Coordinates(0, 1, 2), phase=Phase.RUNNING
     )
     fields = {
-        "config": Config.resolve(),
+        "config": Config(),
         "framework": ByTrainer(trainer),
         "module": module,
         "world": world,

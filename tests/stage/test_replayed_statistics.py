@@ -37,7 +37,7 @@ def test_copies_end_with_the_statistics_of_one_device(
         alone(part)
 
     def train(number: int) -> None:
-        statistics = ReplayedStatistics(copies[number], lambda: groups[number], owns=True)
+        statistics = ReplayedStatistics(copies[number], lambda: groups[number])
         [stage] = make_stages(codes, copies[number], torch.device("cpu"))
         for begin in (0, microbatches):
             for m in range(number, microbatches, 2):

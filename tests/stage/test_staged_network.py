@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.comm.protocol import Forward
 from lightning_hybrid.stage.staged_network import StagedNetwork, borrowed_parameters, write_tensors
 
 
@@ -41,7 +42,7 @@ def test_a_worker_numbers_keys_as_its_driver_does_though_it_misses_some() -> Non
     numbers = [driver.add_key(key) for key in keys]
     for key, number in (pair for pair in zip(keys, numbers) if pair[1] != 1):  # one was not sent
         worker.add_key(key, number)
-    opened = worker.open(1, 0, numbers[2], exchange=True, uses_rng=False)
+    opened = worker.open(Forward(0, 1, 0, numbers[2], True, False, ahead=False))
     assert opened.key is keys[2]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hybrid.state.mapped_checkpoint import let_go_of_checkpoints, remember_mapped
+from lightning_hybrid.state.tensor_file import let_go_of_checkpoints, remember_mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hybrid import Plan
+from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.sizes import Sizes
@@ -31,11 +31,11 @@ LOOP = Plan(
 def test_all_devices_are_used(
     arguments: dict[str, Any], devices: int, shape: tuple[int, int]
 ) -> None:
-    assert Config.resolve(**arguments).shape(1, devices) == shape
+    assert Config(**arguments).shape(1, devices) == shape
 
 
 def test_devices_of_all_nodes_count() -> None:
-    config = Config.resolve(pipeline_parallel_size=4)
+    config = Config(pipeline_parallel_size=4)
     assert config.shape(nodes=3, devices_per_node=4) == (3, 4)
     with pytest.raises(PlanError, match=r"!= 6 devices \(3 nodes\).*multiple of 4"):
         config.shape(nodes=3, devices_per_node=2)
@@ -60,36 +60,36 @@ def test_asynchronous_replicas_have_one_stage_and_share_nothing(
     arguments: dict[str, Any], named: str
 ) -> None:
     usual: dict[str, Any] = {"gradient_sync": "asgd", "staleness": 2}
-    assert Config.resolve(**usual).shape(1, 4) == (4, 1)
+    assert Config(**usual).shape(1, 4) == (4, 1)
     with pytest.raises(PlanError, match=named):
-        Config.resolve(**{**usual, **arguments})
+        Config(**{**usual, **arguments})
 
 
 @pytest.mark.parametrize("verify", [True, 0, -1, "never", 1.5])
 def test_what_is_no_choice_of_calls_to_verify_is_refused(verify: Any) -> None:
     with pytest.raises(PlanError, match=r"verify=.* 'auto' \(calls 1, 2, 4, 8, ...\), False"):
-        Config.resolve(verify=verify)
-    assert [Config.resolve(verify=v).verify for v in ("auto", False, 3)] == ["auto", False, 3]
+        Config(verify=verify)
+    assert [Config(verify=v).verify for v in ("auto", False, 3)] == ["auto", False, 3]
 
 
 def test_one_device_s_random_numbers_are_not_for_schedules_that_begin_early() -> None:
     with pytest.raises(PlanError, match=r"rng='device' draws in the order .* schedule='1f1b'"):
-        Config.resolve(rng="device", schedule="1f1b")
+        Config(rng="device", schedule="1f1b")
     with pytest.raises(PlanError, match=r"rng='cpu' is none of 'microbatch', 'device'"):
-        Config.resolve(rng="cpu")  # type: ignore[arg-type]
+        Config(rng="cpu")  # type: ignore[arg-type]
 
 
 def test_divided_states_are_not_saved_beside_training() -> None:
     with pytest.raises(PlanError, match=r"'sharded_async' makes copies on replica 0, and shard_"):
-        Config.resolve(checkpoint="sharded_async", shard_optimizer_states=True)
-    config = Config.resolve(checkpoint="sharded", shard_optimizer_states=True)
+        Config(checkpoint="sharded_async", shard_optimizer_states=True)
+    config = Config(checkpoint="sharded", shard_optimizer_states=True)
     assert config.shard_optimizer_states
     assert config.settings.shards_states
 
 
 @pytest.mark.parametrize("capacity", [(1.0, 2.0, 3.0), (1.0, -1.0)])
 def test_capacities_are_one_positive_number_per_device(capacity: tuple[float, ...]) -> None:
-    config = Config.resolve(device_capacity=capacity)
+    config = Config(device_capacity=capacity)
     with pytest.raises(PlanError, match="device_capacity"):
         config.check_devices(1, 2)
 
@@ -105,7 +105,7 @@ def test_capacities_are_one_positive_number_per_device(capacity: tuple[float, ..
     ],
 )
 def test_whether_a_device_may_have_several_stages(arguments: dict[str, Any], several: bool) -> None:
-    assert Config.resolve(**arguments).several_stages_per_device is several
+    assert Config(**arguments).several_stages_per_device is several
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_whether_a_device_may_have_several_stages(arguments: dict[str, Any], sev
 def test_devices_are_looked_at_where_it_decides_something(
     arguments: dict[str, Any], shape: tuple[int, int], needed: bool
 ) -> None:
-    assert Config.resolve(**arguments).needs_survey(*shape) is needed
+    assert Config(**arguments).needs_survey(*shape) is needed
 
 
 @pytest.mark.parametrize(
@@ -141,44 +141,44 @@ def test_devices_are_looked_at_where_it_decides_something(
 def test_sizes_are_open_where_the_user_says_nothing_of_them(
     arguments: dict[str, Any], devices: int, left_open: bool
 ) -> None:
-    assert Config.resolve(**arguments).leaves_sizes_open(devices) is left_open
+    assert Config(**arguments).leaves_sizes_open(devices) is left_open
 
 
 def test_chosen_sizes_are_as_good_as_given_ones() -> None:
-    config = Config.resolve().with_sizes(Sizes(replicas=2, stages=3, microbatches=4))
+    config = Config().with_sizes(Sizes(replicas=2, stages=3, microbatches=4))
     assert (config.shape(1, 6), config.microbatches) == ((2, 3), 4)
     assert not config.leaves_sizes_open(6)
     # but a network that does not suit them is no error
     assert config.may_keep_whole
-    assert not Config.resolve(pipeline_parallel_size=3).may_keep_whole
+    assert not Config(pipeline_parallel_size=3).may_keep_whole
 
 
 def test_micro_batches_that_were_asked_for_stay() -> None:
     chosen = Sizes(replicas=1, stages=2, microbatches=4)
-    assert Config.resolve(num_microbatches=3).with_sizes(chosen).microbatches == 3
+    assert Config(num_microbatches=3).with_sizes(chosen).microbatches == 3
     whole = Sizes(replicas=2, stages=1, microbatches=1)
-    assert Config.resolve().with_sizes(whole).microbatches is None
+    assert Config().with_sizes(whole).microbatches is None
 
 
 def test_a_plan_comes_from_a_file(tmp_path: Path) -> None:
     CHAIN.save(tmp_path / "plan.json")
-    config = Config.resolve(plan=str(tmp_path / "plan.json"))
+    config = HybridGabraStrategy(plan=str(tmp_path / "plan.json"))._config
     assert config.plan == CHAIN
     assert (config.replicas, config.stages) == (2, 2)
 
 
 def test_what_is_automatic_is_none() -> None:
-    config = Config.resolve()
+    config = Config()
     assert (config.replicas, config.stages, config.microbatches) == (None, None, None)
     assert (config.names, config.capacity, config.plan) == (None, None, None)
     assert config.settings.schedule == "auto"
     assert not config.several_stages_per_device
-    assert Config.resolve(network="net").names == ("net",)
-    assert Config.resolve(allocation=["b", "c"]).settings.allocation == ("b", "c")
+    assert Config(network="net").names == ("net",)
+    assert Config(allocation=["b", "c"]).settings.allocation == ("b", "c")
 
 
 def test_it_cannot_be_changed() -> None:
-    config = Config.resolve()
+    config = Config()
     with pytest.raises(FrozenInstanceError):
         config.stages = 2
 
@@ -186,7 +186,7 @@ def test_it_cannot_be_changed() -> None:
 def test_recomputation_that_is_said_goes_before_the_plans() -> None:
     given = Plan(replicas=1, stages=2, microbatches=2, schedule="gpipe", cuts=("b",))
     for said, expected in (("auto", False), (False, False), (True, True)):
-        kept = Config.resolve(plan=given, recompute=said).plan
+        kept = Config(plan=given, recompute=said).plan
         assert kept is not None
         assert kept.recompute is expected
 
@@ -203,4 +203,4 @@ def test_recomputation_is_refused_where_it_does_nothing(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
-        Config.resolve(recompute=True, **arguments)
+        Config(recompute=True, **arguments)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,9 +113,9 @@ def test_a_second_trainer_works_in_the_same_processes(ranks: list[dict[str, Any]
 FOUR = {**DEFAULTS, "dtype": "float64", "replicas": 2, "stages": 2, "steps": 5}
 
 
-def assert_trained(ranks: list[dict[str, Any]]) -> None:
-    """All four ranks hold what one device computes."""
-    losses, weights = one_device_of(FOUR)
+def assert_trained(ranks: list[dict[str, Any]], config: dict[str, Any] = FOUR) -> None:
+    """All ranks hold what one device computes."""
+    losses, weights = one_device_of(config)
     for replica, rank in enumerate(ranks[::2]):
         assert_same(rank["losses"], losses[replica])
     for rank in ranks:
@@ -134,6 +135,50 @@ def test_slurm_starts_the_processes(tmp_path: Path) -> None:
     }
     ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(4)]
     assert_trained(training.wait([training.start(environment=job | rank) for rank in ranks]))
+
+
+TWO = {**FOUR, "replicas": 1}
+
+
+def test_lsf_starts_the_processes(tmp_path: Path) -> None:
+    training, host = Training(tmp_path, **TWO), socket.gethostname()
+    (tmp_path / "hosts").write_text(f"launch-node\n{host}\n{host}\n")
+    job = {
+        "LSB_JOBID": "4711",
+        "LSB_DJOB_RANKFILE": str(tmp_path / "hosts"),
+        "JSM_NAMESPACE_SIZE": "2",
+        "MASTER_PORT": f"{free_port()}",
+    }
+    ranks = [
+        {"JSM_NAMESPACE_RANK": str(rank), "JSM_NAMESPACE_LOCAL_RANK": str(rank)}
+        for rank in range(2)
+    ]
+    assert_trained(training.wait([training.start(environment=job | rank) for rank in ranks]), TWO)
+
+
+def pods(tmp_path: Path, **config: Any) -> list[dict[str, Any]]:
+    """Train in two pods of Kubeflow, each with one process."""
+    kubeflow = "lightning.pytorch.plugins.environments:KubeflowEnvironment"
+    training = Training(tmp_path, nodes=2, environments=[kubeflow], **TWO, **config)
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+    ranks = [{"RANK": str(rank)} for rank in range(2)]
+    return training.wait([training.start(environment=job | rank) for rank in ranks])
+
+
+def test_kubeflow_starts_the_processes(tmp_path: Path) -> None:
+    assert_trained(pods(tmp_path), TWO)
+
+
+def test_a_script_may_have_met_the_others_in_a_default_group_of_its_own(tmp_path: Path) -> None:
+    assert_trained(pods(tmp_path, default_group=True), TWO)
+
+
+def test_ray_starts_the_processes(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
+    environment = "ray.train.lightning:RayLightningEnvironment"
+    training = Training(tmp_path, environments=[environment], **TWO)
+    training.script = training.script.with_name("ray_script.py")
+    assert_trained(training.launch(), TWO)
 
 
 def test_torchrun_starts_the_processes_of_several_nodes(tmp_path: Path) -> None:

@@ -3,15 +3,15 @@
 import subprocess
 import sys
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy, Plan
@@ -19,8 +19,6 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import NetworkOptions
 from lightning_hybrid.errors import HybridError, PlanError
-from lightning_hybrid.planning.planner import make_plan
-from lightning_hybrid.planning.search import PlanSettings
 from lightning_hybrid.process import HybridSubprocessLauncher
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.strategy import refusals
@@ -57,6 +55,36 @@ def test_a_notebook_is_told_the_name_of_the_strategy_that_works_there(
         with pytest.raises(PlanError, match="strategy='hybrid_gabra_notebook'"):
             Trainer(accelerator="cpu", devices=devices, strategy="hybrid_gabra")
     Trainer(accelerator="cpu", devices=2, strategy="hybrid_gabra_notebook", logger=False)
+
+
+@pytest.mark.parametrize(
+    ("devices", "rank", "seen"), [(1, 0, "0 of host 0"), (2, 1, "0 of host 1")]
+)
+def test_processes_that_a_cluster_has_started_are_those_that_the_trainer_wants(
+    monkeypatch: pytest.MonkeyPatch, devices: int, rank: int, seen: str
+) -> None:
+    """`Trainer(devices=..., num_nodes=...)` and the cluster's environment (LSF, MPI, Kubeflow, Ray)
+    say the same of processes and hosts."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": f"{rank}", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    strategy = HybridGabraStrategy()
+    plugins = [KubeflowEnvironment()]
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, plugins=plugins)
+    with pytest.raises(PlanError, match=f"KubeflowEnvironment says that .* 2, .* number {seen}"):
+        trainer.fit(BoringModel())
+
+
+def test_a_report_to_ray_in_a_hook_is_refused_with_stages() -> None:
+    """`RayTrainReportCallback`, for which all workers of Ray would have to run callbacks."""
+
+    class RayTrainReportCallback(Callback):
+        pass
+
+    trainer: Any = SimpleNamespace(callbacks=[type("Mine", (RayTrainReportCallback,), {})()])
+    refusals.refuse_callbacks(trainer, replicas=2, stages=1)
+    with pytest.raises(PlanError, match=r"Mine calls ray.train.report, .* after fit"):
+        refusals.refuse_callbacks(trainer, replicas=1, stages=2)
 
 
 @pytest.mark.conformance
@@ -189,14 +217,6 @@ class OneReplica:
 def test_more_stages_than_partitions() -> None:
     """More stages than the network has partitions."""
     stages = 50
-    plan = partial(
-        make_plan,
-        settings=PlanSettings(objective="makespan"),
-        replicas=1,
-        stages=stages,
-        backend="gloo",
-        device=torch.device("cpu"),
-    )
     module = nn.ModuleDict({"net": nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))})
     remote = SimpleNamespace(suspended=nullcontext)
     calls = SimpleNamespace(in_region=lambda _: nullcontext(), follows=False)
@@ -206,7 +226,7 @@ def test_more_stages_than_partitions() -> None:
     options = NetworkOptions(
         None,
         2,
-        plan,
+        pytest.fail,  # no plan is made
         training=True,
         compiled=False,
         automatic=False,

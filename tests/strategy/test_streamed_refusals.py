@@ -60,7 +60,7 @@ def run(module: LightningModule, replicas: int = 1, stages: int = 2, **options: 
     changes = {key: options.pop(key) for key in ("precision", "synchronised") if key in options}
     options.setdefault("schedule", "fdg")
     usual = {
-        "config": Config.resolve(**options),
+        "config": Config(**options),
         "module": module,
         "fitting": True,
         "synchronised": False,
@@ -142,5 +142,5 @@ def test_gradient_descent_alone_is_plain() -> None:
 )
 def test_settings_that_contradict_each_other(options: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError) as caught:
-        Config.resolve(**options)
+        Config(**options)
     assert words in str(caught.value)

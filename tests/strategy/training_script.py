@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -378,6 +379,7 @@ def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
         logger=[Ended()] if config.get("logger") else False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        plugins=[resolve_name(name)() for name in config.get("environments", [])],
         **config.get("trainer", {}),
     )
 
@@ -443,6 +445,8 @@ def main(folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config = json.loads((folder / "config.json").read_text())
     fault_in_a_transfer(config)
+    if config.get("default_group"):
+        torch.distributed.init_process_group("gloo")
     trainer, seen = train(config, folder)
     environment = getattr(trainer.strategy, "cluster_environment", None)
     torch.save(seen, folder / f"rank{environment.global_rank() if environment else 0}.pt")
