@@ -251,7 +251,8 @@ def compiles_its_model(fabric: Fabric) -> Record:
     loader = fabric.setup_dataloaders(images())
     net = make(Convolutions)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    model, optimizer = fabric.setup(torch.compile(net, backend="eager"), optimizer)
+    compiled: Any = torch.compile(net, backend="eager")
+    model, optimizer = fabric.setup(compiled, optimizer)
     return {"losses": trained(fabric, model, optimizer, loader), "weights": weights(net)}
 
 
