@@ -39,6 +39,7 @@ _AcceleratorConnector = pytorch.trainer.trainer._AcceleratorConnector
 TunerExit = pytorch.utilities.exceptions._TunerExitException
 
 INHERITED = {
+    "_backward_sync_control": "what Fabric asks for `no_backward_sync`",
     "_call_children_scripts": "starts the processes of a script; ours watches them afterwards",
     "_checkpoint_io": "what the user has given, before Lightning's default takes its place",
     "_configure_launcher": "where DDPStrategy, too, makes its launcher",
@@ -46,8 +47,11 @@ INHERITED = {
     "_launcher": "what `_configure_launcher` sets",
     "_layer_sync": "set by the Trainer for sync_batchnorm; there is no property",
     "_lightning_optimizers": "the wrappers that the user's code steps",
+    "_num_nodes": "number of hosts, which Fabric sets past the property",
     "_optimizers": "what the property `optimizers` returns; its setter is overridden",
     "_process_group_backend": "read by the property of DDPStrategy",
+    "_set_world_ranks": "where Fabric's DDPStrategy takes the numbers of the launcher",
+    "_setup_distributed": "where it makes its groups",
     "_start_method": "which launcher the name of the strategy has asked for",
     "_timeout": "of the groups, as given to DDPStrategy",
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -36,9 +37,12 @@ OUTERMOST = {
     "lightning_hybrid/run/coming_batches.py",
     "lightning_hybrid/_lightning_private.py",
     "lightning_hybrid/run/performance_log.py",
+    "lightning_hybrid/strategy/fabric.py",
     "lightning_hybrid/strategy/open_sizes.py",
     "lightning_hybrid/strategy/ranks.py",
     "lightning_hybrid/strategy/refusals.py",
+    "lightning_hybrid/strategy/replica_ranks.py",
+    "lightning_hybrid/run/framework.py",
     "lightning_hybrid/run/replica_world.py",
     "lightning_hybrid/run/rehearsal.py",
     "lightning_hybrid/run/sizing.py",
@@ -58,6 +62,8 @@ SUBCLASSES = [
     f"lightning_hybrid/{name}.py"
     for name in (
         "strategy/strategy",
+        "strategy/fabric",
+        "strategy/replica_ranks",
         "process/launcher",
     )
 ]
@@ -280,7 +286,8 @@ def test_private_attributes_of_torch_and_lightning_are_used_there_too() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # likewise
 def test_protected_names_of_base_classes_are_listed_with_their_reason() -> None:
-    theirs = {name for name in dir(DDPStrategy()) if is_private(name)}
+    strategies = (DDPStrategy(), FabricDDPStrategy())
+    theirs = {name for strategy in strategies for name in dir(strategy) if is_private(name)}
     theirs |= {name for kind in LAUNCHERS for name in dir(kind) if is_private(name)}
     used = set()
     for path in SUBCLASSES:
@@ -293,7 +300,8 @@ def test_protected_names_of_base_classes_are_listed_with_their_reason() -> None:
 def test_exported_names() -> None:
     import lightning_hybrid
 
-    assert lightning_hybrid.__all__ == ["HybridGabraStrategy", "Plan"]
+    strategies = ["HybridGabraFabricStrategy", "HybridGabraStrategy"]
+    assert lightning_hybrid.__all__ == [*strategies, "Plan"]
     for name in lightning_hybrid.__all__:
         assert getattr(lightning_hybrid, name).__doc__
 

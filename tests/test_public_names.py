@@ -25,7 +25,7 @@ def members(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def public_names() -> str:
-    lines = [f"Trainer(strategy={name!r})" for name in NAMES]
+    lines = [f"{who}(strategy={name!r})" for who in ("Trainer", "Fabric") for name in NAMES]
     for name in lightning_hybrid.__all__:
         kind = getattr(lightning_hybrid, name)
         parameters = inspect.signature(kind).parameters.values()
@@ -36,7 +36,8 @@ def public_names() -> str:
     for member in ("full_state_dict", "optimizer_state"):
         signature = inspect.signature(getattr(strategy, member))
         lines.append(f"HybridGabraStrategy.{member}{signature}")
-    return "\n".join([*lines, "HybridGabraStrategy.plan", ""])
+    lines += ["HybridGabraFabricStrategy.plan", "HybridGabraStrategy.plan"]
+    return "\n".join([*lines, ""])
 
 
 def test_the_public_names_and_their_signatures_are_these() -> None:

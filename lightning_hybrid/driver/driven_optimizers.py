@@ -53,6 +53,7 @@ from lightning_hybrid.state import (
     outlined,
     refuse_later,
     ship,
+    total_norm,
     unread_there,
     unscale,
 )
@@ -477,8 +478,28 @@ class DrivenOptimizers:
     # ------------------------------------------------------------------ gradients of one
 
     @signals_deferred
-    def clip_norm(self, optimizer: Optimizer, max_norm: float, order: float = 2.0) -> None:
-        """Scale the gradients of all stages so that their common norm is at most ``max_norm``."""
+    def clip_norm(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        order: float = 2.0,
+        *,
+        finite: bool = False,
+    ) -> Tensor:
+        """Scale the gradients of all stages so that their common norm is at most ``max_norm``.
+
+        Args:
+            optimizer: the user's.
+            max_norm: the bound.
+            order: of the norm.
+            finite: whether a norm that is not finite is an error.
+
+        Returns:
+            Their norm before.
+
+        Raises:
+            RuntimeError: it is not finite; nothing was scaled.
+        """
         index = self._index(optimizer)
         self._commands.remote.flush()
         with as_they_are():
@@ -488,11 +509,18 @@ class DrivenOptimizers:
             self._send_new_groups(index)
             for answer in self._commands.ask(GradientNorm(index, order)):
                 norms |= answer.value
-        factor = clip_factor(norms, self._names.values(), max_norm, order)
+        total = total_norm(norms, self._names.values(), order)
+        if finite and not total.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {order} for gradients is {total.item()}, so it cannot be "
+                "clipped. To scale the gradients all the same, give error_if_nonfinite=False."
+            )
+        factor = clip_factor(total, max_norm)
         self._tell(ScaleGradients(index, factor))
         with as_they_are():
             for gradient in gradients_of(optimizer):
                 gradient.mul_(factor)
+        return total
 
     @signals_deferred
     def unscale(self, optimizer: Optimizer, factor: Tensor) -> bool:

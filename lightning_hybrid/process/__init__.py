@@ -22,9 +22,16 @@ from lightning_hybrid.process.joining import (
 from lightning_hybrid.process.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
+    Part,
     Parted,
 )
-from lightning_hybrid.process.run_results import Results, Snapshot, adopt_results, collect_results
+from lightning_hybrid.process.run_results import (
+    Results,
+    Snapshot,
+    TrainerResults,
+    adopt_results,
+    collect_results,
+)
 from lightning_hybrid.process.wrong_package import refuse_in_other_package
 
 __all__ = [
@@ -34,9 +41,11 @@ __all__ = [
     "HybridSubprocessLauncher",
     "Joined",
     "Meeting",
+    "Part",
     "Parted",
     "Results",
     "Snapshot",
+    "TrainerResults",
     "Watch",
     "adopt_results",
     "collect_results",

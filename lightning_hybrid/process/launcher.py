@@ -1,8 +1,9 @@
 """Launchers that part drivers and workers.
 
-Every rank runs the Trainer up to ``strategy.setup``. There a worker leaves by :class:`Parted`,
-which is caught here; it serves its driver until the run is over, and its call of
-``fit/validate/test/predict`` then returns with the driver's results.
+Every rank runs the Trainer up to ``strategy.setup``, or the function of ``fabric.launch`` up to
+``fabric.setup``. There a worker leaves by :class:`Parted`, which is caught here; it serves its
+driver until the run is over, and its call of ``fit/validate/test/predict/launch`` then returns with
+the driver's results.
 
 The first error of a run is put on top everywhere: a rank that fails writes it to the common
 store, one that merely lost a peer reads it from there, and a worker speaks after its driver.
@@ -50,7 +51,7 @@ from lightning_hybrid.process.children import (
     not_caught,
 )
 from lightning_hybrid.process.faults import GRACE_S, is_loss, is_unnamed_loss
-from lightning_hybrid.process.run_results import Results, adopt_attributes
+from lightning_hybrid.process.run_results import Results, TrainerResults, adopt_attributes
 from lightning_hybrid.process.wrong_package import OTHER_PACKAGE
 
 _LOOK_EVERY_S = 0.2
@@ -92,7 +93,45 @@ class Launched(Protocol):
 
 
 class Part:
-    """What is launched in every process: the Trainer's function, and serving on a worker.
+    """What is launched in every process: the user's function, and serving on a worker.
+
+    Args:
+        strategy: knows where this process stands.
+        function: what the drivers run, and workers until they part.
+    """
+
+    def __init__(self, strategy: Launched, function: Callable[..., Any]) -> None:
+        self._strategy, self._function = strategy, function
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run the function, or serve the driver that does."""
+        _ErrorFromElsewhere.forget()
+        strategy = self._strategy
+        try:
+            serve = None
+            try:
+                result = self._run(arguments, keywords)
+            except Parted as parted:
+                serve = parted.serve
+            if serve is not None:
+                return self._served(serve())
+            strategy.finish(result)
+            return result
+        except BaseException as error:
+            _raise_first(strategy, error)
+        finally:
+            strategy.hide_ranks()
+
+    def _run(self, arguments: Any, keywords: Any) -> Any:
+        return self._function(*arguments, **keywords)
+
+    def _served(self, results: Results) -> Any:
+        """On a worker, after the run: what it returns."""
+        return results.value()
+
+
+class TrainerPart(Part):
+    """The Trainer's function, and serving on a worker.
 
     Args:
         function: a bound method of the Trainer. (The strategy is found through it: the launchers
@@ -104,33 +143,22 @@ class Part:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the function, or serve the driver that does."""
-        _ErrorFromElsewhere.forget()
         trainer = cast(MethodType, self._function).__self__
         if not isinstance(trainer, Trainer):  # unpickled where another package was chosen
             raise HybridError(OTHER_PACKAGE)
-        strategy = cast(Launched, trainer.strategy)
-        try:
-            return self._run(trainer, strategy, arguments, keywords)
-        except BaseException as error:
-            _raise_first(strategy, error)
-        finally:
-            strategy.hide_ranks()
+        self._trainer, self._strategy = trainer, cast(Launched, trainer.strategy)
+        return super().__call__(*arguments, **keywords)
 
-    def _run(self, trainer: Trainer, strategy: Launched, arguments: Any, keywords: Any) -> Any:
-        result, serve = None, None
+    def _run(self, arguments: Any, keywords: Any) -> Any:
         try:
-            result = self._function(*arguments, **keywords)
-        except Parted as parted:
-            serve = parted.serve
+            return super()._run(arguments, keywords)
         except TunerExit:  # no fault: a tuner has seen enough
-            end_run(trainer)
-        if serve is not None:
-            results = serve()
-            call_teardown_hooks(trainer)
-            adopt_attributes(trainer, results)
-            return results.value()
-        strategy.finish(result)
-        return result
+            end_run(self._trainer)
+
+    def _served(self, results: Results) -> Any:
+        call_teardown_hooks(self._trainer)
+        adopt_attributes(self._trainer, cast(TrainerResults, results))
+        return results.value()
 
 
 def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
@@ -159,6 +187,10 @@ def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
     if raised is error:
         raise error
     raise raised from raised.__cause__  # and not from what this rank has noticed of it
+
+
+def _part(function: Callable[..., Any]) -> Part:
+    return function if isinstance(function, Part) else TrainerPart(function)
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
@@ -195,7 +227,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         observer = _Observer(Children.processes)
         observer.start()
         try:
-            result = Part(function)(*args, **kwargs)
+            result = _part(function)(*args, **kwargs)
         finally:
             observer.close()
         Children.failed = ""
@@ -274,7 +306,7 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
         """
         try:
             with chosen_in_children():
-                return super().launch(Part(function), *args, trainer=trainer, **kwargs)
+                return super().launch(_part(function), *args, trainer=trainer, **kwargs)
         except ProcessExitedException as error:
             # torch ends the others before they can say whom they miss
             lost = self._coordinates_of(error.error_index)

@@ -17,7 +17,7 @@ from functools import partial
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -57,45 +57,48 @@ _FRAMEWORKS = (
 _Key = tuple[str, str]  # owner ("module", "callback 0"), attribute
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Results:
-    """The driver's results.
+    """The results of a driver, of whatever has begun its run.
 
     Attributes:
-        returned: what ``fit/validate/test/predict`` returns, pickled; see :meth:`value`.
-        callback_metrics: the Trainer's.
-        logged_metrics: likewise.
-        progress_bar_metrics: likewise.
-        attributes: changed plain data by owner and name, each pickled.
-        loops: the state of the fit loop (epoch, step).
-        batches: how many there were, by loop.
-        state: the Trainer's state.
-        should_stop: the Trainer's.
+        returned: what the run returns, pickled; see :meth:`value`.
         random: states of the generators, so that later draws are the same on all ranks.
         trained: by name, whether a parameter requires gradients.
         modes: by name, whether a module is in training mode.
-        loaders: what is known of those of each loop; see :func:`loaders_of`.
-        schedulers: what is known of the learning-rate schedulers.
         plans: the plans of the networks, by name; filled in by the strategy.
-        adopted: on a worker, which of the attributes it has taken.
     """
 
     returned: bytes
-    callback_metrics: Mapping[str, Tensor]
-    logged_metrics: Mapping[str, Tensor]
-    progress_bar_metrics: Mapping[str, float]
-    attributes: Mapping[_Key, bytes]
-    loops: Mapping[str, Any]
-    batches: list[Any]
-    state: Any
-    should_stop: bool
     random: Mapping[str, Any]
     trained: Mapping[str, bool]
     modes: Mapping[str, bool]
-    loaders: list[Any]
-    schedulers: list[dict[str, Any]]
     plans: dict[str, Plan] = field(default_factory=dict)
-    adopted: set[_Key] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, module: nn.Module, returned: Any, **more: Any) -> Self:
+        """Those of a run that went well.
+
+        Args:
+            module: that was trained.
+            returned: what the run returns.
+            more: the attributes of a subclass.
+        """
+        return cls(
+            returned=_pickled_or_why_not(returned),
+            random=random_states(),
+            trained={name: p.requires_grad for name, p in module.named_parameters()},
+            modes={name: part.training for name, part in module.named_modules()},
+            **more,
+        )
+
+    def adopt(self, module: nn.Module) -> None:
+        """On a worker: have the generators and flags of its driver."""
+        set_random_states(dict(self.random))
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(self.trained.get(name, parameter.requires_grad))
+        for name, part in module.named_modules():
+            part.training = self.modes.get(name, part.training)
 
     def value(self) -> Any:
         """What the run returns on this rank: a copy of what it returns on the driver.
@@ -109,10 +112,41 @@ class Results:
             warnings.warn(
                 "What this run returns cannot be copied to other ranks, and is None on this one, "
                 f"which is no driver ({type(error).__name__}: {error}). Return tensors, numbers "
-                "and texts, or use the values where trainer.is_global_zero.",
+                "and texts, or use the values where is_global_zero is true.",
                 stacklevel=2,
             )
             return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerResults(Results):
+    """The results of a driver's Trainer.
+
+    Attributes:
+        callback_metrics: the Trainer's.
+        logged_metrics: likewise.
+        progress_bar_metrics: likewise.
+        attributes: changed plain data by owner and name, each pickled.
+        loops: the state of the fit loop (epoch, step).
+        batches: how many there were, by loop.
+        state: the Trainer's state.
+        should_stop: the Trainer's.
+        loaders: what is known of those of each loop; see :func:`loaders_of`.
+        schedulers: what is known of the learning-rate schedulers.
+        adopted: on a worker, which of the attributes it has taken.
+    """
+
+    callback_metrics: Mapping[str, Tensor]
+    logged_metrics: Mapping[str, Tensor]
+    progress_bar_metrics: Mapping[str, float]
+    attributes: Mapping[_Key, bytes]
+    loops: Mapping[str, Any]
+    batches: list[Any]
+    state: Any
+    should_stop: bool
+    loaders: list[Any]
+    schedulers: list[dict[str, Any]]
+    adopted: set[_Key] = field(default_factory=set)
 
 
 class Snapshot:
@@ -130,11 +164,12 @@ class Snapshot:
         }
 
 
-def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Results:
+def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> TrainerResults:
     """On a driver: the results of a run that went well."""
-    cpu, module = torch.device("cpu"), trainer.lightning_module
-    return Results(
-        returned=_pickled_or_why_not(returned),
+    cpu = torch.device("cpu")
+    return TrainerResults.of(
+        trainer.lightning_module,
+        returned,
         callback_metrics=move_data_to_device(dict(trainer.callback_metrics), cpu),
         logged_metrics=move_data_to_device(dict(trainer.logged_metrics), cpu),
         progress_bar_metrics=dict(trainer.progress_bar_metrics),
@@ -143,9 +178,6 @@ def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Result
         batches=batch_counts(trainer),
         state=trainer.state,
         should_stop=trainer.should_stop,
-        random=random_states(),
-        trained={name: p.requires_grad for name, p in module.named_parameters()},
-        modes={name: part.training for name, part in module.named_modules()},
         loaders=[
             None if loaders is None else _described(loaders, f"trainer.{name}")
             for name, loaders in loaders_of(trainer)
@@ -211,7 +243,7 @@ def _refuse(reason: str) -> Any:
     raise pickle.PicklingError(reason)
 
 
-def adopt_results(trainer: Trainer, results: Results, before: Snapshot) -> None:
+def adopt_results(trainer: Trainer, results: TrainerResults, before: Snapshot) -> None:
     """On a worker: what its driver has collected, but for what this rank has changed itself."""
     trainer.callback_metrics.update(results.callback_metrics)
     trainer.logged_metrics.update(results.logged_metrics)
@@ -223,17 +255,12 @@ def adopt_results(trainer: Trainer, results: Results, before: Snapshot) -> None:
     set_batch_counts(trainer, results.batches)
     trainer.state = results.state
     trainer.should_stop = results.should_stop
-    set_random_states(dict(results.random))
     stand_ins = [None if each is None else LoadersElsewhere(each) for each in results.loaders]
     set_loaders(trainer, stand_ins, partial(_refuse_unless_known, trainer.fit_loop.max_batches))
     trainer.strategy.lr_scheduler_configs = [
         LRSchedulerConfig(**fields) for fields in results.schedulers
     ]
-    module = trainer.lightning_module
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(results.trained.get(name, parameter.requires_grad))
-    for name, part in module.named_modules():
-        part.training = results.modes.get(name, part.training)
+    results.adopt(trainer.lightning_module)
 
 
 def _refuse_unless_known(batches: float) -> None:
@@ -249,7 +276,7 @@ def _refuse_unless_known(batches: float) -> None:
         )
 
 
-def adopt_attributes(trainer: Trainer, results: Results) -> None:
+def adopt_attributes(trainer: Trainer, results: TrainerResults) -> None:
     """On a worker: the driver's attributes, again after this rank's own ``teardown`` hooks.
 
     They need what the run has left, and the driver's have been counted already.

@@ -7,6 +7,8 @@ from lightning_hybrid.run.building import (
     announce_averages,
     move_module,
 )
+from lightning_hybrid.run.device_times import Measurement
+from lightning_hybrid.run.progress import Line, StartProgress
 from lightning_hybrid.run.replica_world import (
     Launched,
     ReplicaWorld,
@@ -25,12 +27,15 @@ __all__ = [
     "DeferredModule",
     "DriverSession",
     "Launched",
+    "Line",
+    "Measurement",
     "NoWorld",
     "Phase",
     "ReplicaWorld",
     "Run",
     "ShownRanks",
     "SizeChooser",
+    "StartProgress",
     "WholeModule",
     "WorkerSession",
     "World",

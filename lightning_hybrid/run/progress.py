@@ -145,7 +145,7 @@ def _display(bar: ProgressBar, say: Callable[[str], None]) -> Display | None:
             return _RichTask(bar.progress)
     elif isinstance(bar, TQDMProgressBar) and sys.stdout.isatty():
         return _TqdmBar()
-    return _Line(say)
+    return Line(say)
 
 
 class _RichTask:
@@ -183,13 +183,18 @@ class _TqdmBar:
             self._bar.close()
 
 
-class _Line:
-    """One line, once: a file keeps all that is written to it."""
+class Line:
+    """One line, once: a file keeps all that is written to it.
+
+    Args:
+        say: prints it.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say: Callable[[str], None] | None = say
 
     def show(self, what: str, done: int, total: int | None) -> None:
+        """Show it, if nothing was shown."""
         if self._say is not None:
             self._say(f"Before the first step: {what} ...")
             self._say = None

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
     Accelerator,
-    LightningModule,
     MixedPrecision,
     Precision,
     Trainer,
@@ -20,10 +20,10 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan
-from lightning_hybrid.process import Snapshot
 from lightning_hybrid.remote import take_again
 from lightning_hybrid.run.building import DeferredModule, WholeModule
 from lightning_hybrid.run.device_times import Measurement
+from lightning_hybrid.run.framework import ByTrainer, Framework
 from lightning_hybrid.run.progress import StartProgress, display_of
 from lightning_hybrid.run.world import World
 from lightning_hybrid.stage import StageOptions, broadcast_module
@@ -32,12 +32,12 @@ from lightning_hybrid.state import make_what_no_network_owns
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One call of ``fit``, ``validate``, ``test`` or ``predict``, as this rank sees it.
+    """One call of ``fit``, ``validate``, ``test``, ``predict`` or ``fabric.launch`` on this rank.
 
     Attributes:
         config: what the user has asked for.
-        trainer: Lightning's.
-        module: the LightningModule.
+        framework: what has begun it.
+        module: the LightningModule, or what was given to ``fabric.setup``.
         world: all ranks.
         device: of this rank.
         accelerator: Lightning's.
@@ -47,14 +47,13 @@ class Run:
         building: who has the weights of the module.
         measurement: of this rank, for the log and for the check of the plan.
         shared: names of the parameters and buffers that all ranks have.
-        before: plain data of the script before drivers and workers part.
         plans: the plans in force, by name of the network; networks that are cut add theirs.
         progress: shows what is done before the first step.
     """
 
     config: Config
-    trainer: Trainer
-    module: LightningModule
+    framework: Framework
+    module: nn.Module
     world: World
     device: torch.device
     accelerator: Accelerator
@@ -64,7 +63,6 @@ class Run:
     building: WholeModule | DeferredModule
     measurement: Measurement
     shared: frozenset[str]
-    before: Snapshot
     plans: dict[str, Plan]
     progress: StartProgress
 
@@ -94,7 +92,7 @@ class Run:
         is_zero = world.coordinates.lightning_rank == 0
         return cls(
             config=config,
-            trainer=trainer,
+            framework=ByTrainer(trainer),
             module=trainer.lightning_module,
             world=world,
             device=device,
@@ -107,10 +105,15 @@ class Run:
                 device, wanted=config.log_performance or (fitting and device.type == "cpu")
             ),
             shared=world.shared_names(trainer.lightning_module),
-            before=Snapshot(trainer),
             plans=plans,
             progress=StartProgress(display_of(trainer, rank_zero_info) if is_zero else None),
         )
+
+    @property
+    def trainer(self) -> Trainer:
+        """Lightning's, for what is refused under Fabric."""
+        assert isinstance(self.framework, ByTrainer)
+        return self.framework.trainer
 
     @property
     def is_global_zero(self) -> bool:

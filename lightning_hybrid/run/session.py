@@ -12,20 +12,15 @@ from threading import Event
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_hybrid._lightning import (
-    LightningModule,
-    TrainerStatus,
-    move_data_to_device,
-    rank_zero_info,
-)
+from lightning_hybrid._lightning import move_data_to_device, rank_zero_info
 from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.comm import Failure, broadcast_object, run_pending
 from lightning_hybrid.driver import Discovery, Driver, DriverOptions, NetworkOptions, Planner
-from lightning_hybrid.process import Results, adopt_results, collect_results, is_loss, read_fault
+from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
 from lightning_hybrid.run.device_times import StepWatcher
@@ -36,7 +31,7 @@ from lightning_hybrid.run.run_table import RunTable
 from lightning_hybrid.run.unequal_shares import UnequalShares
 from lightning_hybrid.run.world import Phase
 from lightning_hybrid.stage import Synchronised
-from lightning_hybrid.state import AtomicCheckpointIO, save_alone, were_divided
+from lightning_hybrid.state import save_alone, were_divided
 from lightning_hybrid.worker import Worker
 
 _DEVICE = "device"  # name of a worker's report
@@ -100,7 +95,7 @@ class DriverSession:
             shared=run.shared,
             share=run.building.deferred,
             trains=run.fitting,
-            folder=run.trainer.default_root_dir,
+            folder=run.framework.folder,
             say=rank_zero_info,
             follows=config.rng == "device",
             shards=config.shard_optimizer_states,
@@ -182,14 +177,26 @@ class DriverSession:
         Raises:
             NetworkNotFoundError: no network was called in it.
         """
-        self._driver.begin_step(self._run.trainer.fit_loop.epoch_loop.total_batch_idx)
+        self.begin_step()
         with self._statistics, self._batches.step():
             output = train()
         if self._shares is not None:
             self._shares.hear()
         if output is not None:
-            self._networks.require()
+            self.require_network()
         return output
+
+    def begin_step(self) -> None:
+        """What follows, up to a backward and the step of an optimizer, belongs to one batch."""
+        self._driver.begin_step(self._run.framework.batches)
+
+    def require_network(self) -> None:
+        """A loss was computed.
+
+        Raises:
+            NetworkNotFoundError: without a network.
+        """
+        self._networks.require()
 
     def weighted(self, loss: Tensor) -> Tensor:
         """A loss whose gradients, averaged over the replicas, are those of the global batch."""
@@ -219,6 +226,16 @@ class DriverSession:
             yield
         finally:
             gradients.synchronize = before
+
+    def clip_norm(
+        self, optimizer: Optimizer, max_norm: float, order: float, *, finite: bool
+    ) -> Tensor:
+        """See :meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm`."""
+        return self._driver.optimizers.clip_norm(optimizer, max_norm, order, finite=finite)
+
+    def clip_values(self, optimizer: Optimizer, bound: float) -> None:
+        """Clamp the gradients of all stages to [-bound, bound]."""
+        self._driver.optimizers.clip_values(optimizer, bound)
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers step on all ranks.
@@ -303,9 +320,7 @@ class DriverSession:
 
     # ------------------------------------------------------------------ states
 
-    def state_dict(
-        self, module: LightningModule, *, here: bool, gathers: bool = False
-    ) -> dict[str, Any]:
+    def state_dict(self, module: nn.Module, *, here: bool, gathers: bool = False) -> dict[str, Any]:
         """The state dict of the whole module (collective over the drivers).
 
         Args:
@@ -325,12 +340,12 @@ class DriverSession:
         with self._driver.weights.whole(unread=unread, at_once=at_once):
             return module.state_dict()
 
-    def full_state_dict(self, module: LightningModule, *, here: bool) -> dict[str, Any]:
+    def full_state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
         """The same, with the numbers of all ranks."""
         return self.state_dict(module, here=here, gathers=True)
 
     def optimizer_state(
-        self, module: LightningModule, optimizer: Optimizer, *, here: bool
+        self, module: nn.Module, optimizer: Optimizer, *, here: bool
     ) -> dict[str, Any]:
         """The state dict of one device; for a sharded checkpoint as :meth:`state_dict`."""
         if self._run.world.phase is Phase.RUNNING:
@@ -344,8 +359,7 @@ class DriverSession:
     @property
     def _streams(self) -> bool:
         """Whether a checkpoint is written at once, tensor by tensor."""
-        io = self._run.trainer.strategy.checkpoint_io
-        return type(io) is AtomicCheckpointIO and self._run.world.phase is Phase.RUNNING
+        return self._run.framework.streams and self._run.world.phase is Phase.RUNNING
 
     @property
     def _saves_shards(self) -> bool:
@@ -382,7 +396,7 @@ class DriverSession:
             self._driver.await_shards()
 
     @contextmanager
-    def loading(self, module: LightningModule) -> Iterator[None]:
+    def loading(self, module: nn.Module) -> Iterator[None]:
         """Inside, weights are written to the module; then the workers get those of their stages."""
         if self._run.building.outlined:
             with self._run.building.loading(module):
@@ -406,7 +420,7 @@ class DriverSession:
     def close(self) -> None:
         """The Trainer is done: bring the trained weights here, and leave all as it was."""
         self._networks.close()
-        went_well = self._run.trainer.state.status != TrainerStatus.INTERRUPTED
+        went_well = self._run.framework.went_well
         # an evaluation may be in training mode, adapt batch statistics, or train at test time
         self._changed = self._run.fitting or self._driver.weights.changed
         if went_well and self._changed and self._run.world.phase is Phase.RUNNING:
@@ -422,9 +436,9 @@ class DriverSession:
         """End the run on the workers too.
 
         Args:
-            returned: what the Trainer returns.
+            returned: what the run returns.
         """
-        results = collect_results(self._run.trainer, returned, self._run.before)
+        results = self._run.framework.collect(returned)
         results.plans.update(self._run.plans)
         self._driver.end(results, weights=self._changed)
 
@@ -499,7 +513,7 @@ class WorkerSession:
         for optimizer in self.optimizers if self.fitting else ():
             state = move_data_to_device(dict(optimizer.state), torch.device("cpu"))
             optimizer.state.update(state)
-        adopt_results(self._run.trainer, results, self._run.before)
+        self._run.framework.adopt(results)
         return results
 
 

@@ -154,7 +154,7 @@ class UnequalShares:
                 "num_microbatches=1, or leave one of the two out."
             )
         return cls(
-            run.module,
+            run.trainer.lightning_module,
             speeds,
             mesh.coordinates.dp_rank,
             mesh.drivers,

@@ -6,7 +6,13 @@ from lightning_hybrid.state.atomic_checkpoints import (
     with_atomic_writes,
 )
 from lightning_hybrid.state.background import Background
-from lightning_hybrid.state.clipping import clip_factor, gradient_norms, gradients_of, unscale
+from lightning_hybrid.state.clipping import (
+    clip_factor,
+    gradient_norms,
+    gradients_of,
+    total_norm,
+    unscale,
+)
 from lightning_hybrid.state.deferred_weights import (
     Takeover,
     Unfilled,
@@ -110,6 +116,7 @@ __all__ = [
     "state_of",
     "take_groups",
     "to_send",
+    "total_norm",
     "unread_there",
     "unscale",
     "unship",

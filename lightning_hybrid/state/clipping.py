@@ -64,21 +64,28 @@ def gradient_norms(
     return dict(zip(norms, torch.stack(together).cpu().unbind() if together else ()))
 
 
-def clip_factor(
-    norms: Mapping[str, Tensor], names: Iterable[str], max_norm: float, order: float = 2.0
-) -> float:
-    """What to multiply all gradients with, as ``torch.nn.utils.clip_grad_norm_`` computes it.
+def total_norm(norms: Mapping[str, Tensor], names: Iterable[str], order: float = 2.0) -> Tensor:
+    """The norm of all gradients together, as ``torch.nn.utils.get_total_norm`` computes it.
 
     Args:
         norms: norm of each gradient of each rank, by parameter name.
         names: of all parameters, in the order of one device (sums are rounded in that order).
-        max_norm: the bound.
         order: of the norm.
     """
     rank = {name: index for index, name in enumerate(names)}
     ordered = sorted(norms, key=lambda name: rank.get(name, len(rank)))
     # torch stacks no empty list
     if not ordered:
-        return 1.0
-    total = torch.linalg.vector_norm(torch.stack([norms[name] for name in ordered]), order)
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norms[n] for n in ordered]), order)
+    return total
+
+
+def clip_factor(total: Tensor, max_norm: float) -> float:
+    """What to multiply all gradients with, as ``torch.nn.utils.clip_grads_with_norm_`` does.
+
+    Args:
+        total: the norm of all gradients together.
+        max_norm: the bound.
+    """
     return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))

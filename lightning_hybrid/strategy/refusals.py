@@ -273,7 +273,7 @@ def refuse_streaming(run: Run) -> None:
 
 def _unknown_batches(run: Run) -> Iterator[str]:
     """Why it is not known what later batches are, and when they step."""
-    module = run.module
+    module = run.trainer.lightning_module
     if not module.automatic_optimization:
         yield (
             "with manual optimization it is not known when a batch steps. Use automatic "
@@ -369,8 +369,9 @@ def _needs_all(run: Run) -> Iterator[str]:
 
 def _no_plain_steps(run: Run, optimizers: Sequence[Optimizer]) -> Iterator[str]:
     """What does not step once a batch with an optimizer that may be given parts of a gradient."""
-    accumulated = run.trainer.accumulate_grad_batches
-    if not run.module.automatic_optimization:
+    trainer = run.trainer
+    accumulated = trainer.accumulate_grad_batches
+    if not trainer.lightning_module.automatic_optimization:
         yield "steps once a batch, and automatic_optimization=False leaves that open. Leave it out"
     if accumulated != 1:
         yield f"steps once a batch, not accumulate_grad_batches={accumulated}. Leave it out"

@@ -37,7 +37,7 @@ from lightning_hybrid._lightning_private import (
     forget_loaded_checkpoint,
     load_as_ever,
 )
-from lightning_hybrid.comm import Coordinates, Failure, restore_handlers
+from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import (
     Balance,
     Checkpoint,
@@ -53,7 +53,6 @@ from lightning_hybrid.driver import bring_here
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan, free_bytes, free_of_host
 from lightning_hybrid.process import (
-    HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
     Parted,
     Results,
@@ -97,21 +96,13 @@ from lightning_hybrid.strategy.refusals import (
     refuse_optimizers,
     refuse_other_places,
     refuse_streaming,
-    refuse_version,
 )
-
-NAMES = {
-    "hybrid_gabra": "popen",
-    "hybrid_gabra_spawn": "spawn",
-    "hybrid_gabra_fork": "fork",
-    "hybrid_gabra_notebook": "fork",
-}
-"""Registered names, and how each starts its processes."""
+from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
 
 T = TypeVar("T")
 
 
-class HybridGabraStrategy(DDPStrategy):
+class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     """Trains replicas of a chain of stages, which are placed by predicted time.
 
     The LightningModule stays as it is. Its network is found at its first call, captured, cut into
@@ -318,18 +309,6 @@ class HybridGabraStrategy(DDPStrategy):
         super().__setstate__(state)
         ask_strategy_whether_distributed(HybridGabraStrategy)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``hybrid_gabra`` and its variants."""
-        for name, start_method in NAMES.items():
-            strategy_registry.register(
-                name,
-                cls,
-                description=f"Stages placed by GABRA, in replicas (start method {start_method})",
-                override=True,
-                start_method=start_method,
-            )
-
     @property
     def plan(self) -> Plan | None:
         """The plan in force; of the first network, if there are several. ``None`` before it."""
@@ -362,90 +341,12 @@ class HybridGabraStrategy(DDPStrategy):
             self._ranks.world, self._building, divided=self._config.shard_optimizer_states
         )
 
-    # ------------------------------------------------------------------ ranks
-
-    @property
-    def coordinates(self) -> Coordinates:
-        """Where this rank stands in the mesh of replicas and stages."""
-        return self._ranks.coordinates
-
-    @property
-    def root_device(self) -> torch.device:
-        return self._ranks.root_device
-
-    @property
-    def num_replicas(self) -> int:
-        """Over how many replicas the data is divided: what ``world_size`` is under DDP."""
-        return self._ranks.replicas
-
-    @property
-    def world_size(self) -> int:
-        world = self._ranks.world
-        if world.phase is Phase.ALONE:
-            return 1  # Lightning's handler of SIGTERM would wait for the other drivers
-        if world.phase is Phase.CHOOSING:
-            return world.supposed_replicas
-        self._ranks.is_told("trainer.world_size")
-        return self.num_replicas
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether the data is divided: with one replica it is not, whatever its stages."""
-        return self.num_replicas > 1
-
-    @property
-    def global_rank(self) -> int:
-        return self.coordinates.lightning_rank if self._ranks.devices else 0
-
-    @property
-    def local_rank(self) -> int:
-        return self._ranks.replica_world.local_rank if self._ranks.devices else 0
-
-    @property
-    def node_rank(self) -> int:
-        return self._ranks.replica_world.node_rank if self._ranks.devices else 0
-
-    @property
-    def num_processes(self) -> int:
-        """Number of replicas whose drivers are on this host."""
-        self._ranks.is_told("strategy.num_processes")
-        return len(self._ranks.replica_world.drivers) if self._ranks.devices else 0
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of the drivers of this host."""
-        devices = self._ranks.devices
-        if not devices or self._launcher is None:  # the Trainer asks for what it was given
-            return devices
-        self._ranks.is_told("trainer.num_devices")
-        return [devices[local_rank] for local_rank in self._ranks.replica_world.drivers]
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._ranks.devices = devices
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of hosts that have drivers."""
-        if not self._ranks.devices or self._launcher is None:
-            return self._ranks.hosts
-        self._ranks.is_told("trainer.num_nodes")
-        return self._ranks.replica_world.hosts
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._ranks.hosts = num_nodes
-
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_replicas, "rank": self.coordinates.dp_rank}
 
     def set_world_ranks(self) -> None:
         self._ranks.set_launched(self.cluster_environment)
-
-    def hide_ranks(self) -> None:
-        """The run is over: the environment speaks of all processes again."""
-        self._ranks.hide()
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         if self._ranks.world.phase is Phase.RUNNING:
@@ -483,22 +384,14 @@ class HybridGabraStrategy(DDPStrategy):
     # ------------------------------------------------------------------ a run
 
     def _configure_launcher(self) -> None:
-        refuse_version()
         config = self._config
         refuse_layer_sync(
             self._layer_sync, compile_stages=config.compile_stages, copies=config.copies
         )
-        # complain now, before any process is started
-        ranks = self._ranks
-        self._config.check_devices(ranks.hosts, ranks.per_host)
-        if self._start_method == "popen":
-            environment = given(self.cluster_environment, "cluster_environment")
-            self._launcher = HybridSubprocessLauncher(environment, ranks.per_host, ranks.hosts)
-            self._launcher.before_start = self._refuse_copies
-        else:
-            self._launcher = HybridMultiProcessingLauncher(
-                self, self._start_method, ranks.per_host, coordinates_of=ranks.coordinates_of
-            )
+        launcher = self._launcher_of_processes(self.cluster_environment, self._start_method)
+        if isinstance(launcher, HybridSubprocessLauncher):
+            launcher.before_start = self._refuse_copies
+        self._launcher = launcher
         refuse_interactive(works=self._launcher.is_interactive_compatible)
 
     def _refuse_copies(self) -> None:

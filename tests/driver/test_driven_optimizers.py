@@ -59,9 +59,22 @@ def test_gradients_are_clipped_by_their_common_norm(
     replicas: Any, devices: tuple[int, ...], order: float
 ) -> None:
     trained = Trained(replicas, devices)
-    trained.optimizers.clip_norm(trained.mine, 0.01, order)
-    nn.utils.clip_grad_norm_(trained.reference.parameters(), 0.01, order)
+    norm = trained.optimizers.clip_norm(trained.mine, 0.01, order)
+    expected = nn.utils.clip_grad_norm_(trained.reference.parameters(), 0.01, order)
+    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
     trained.assert_same_gradients()
+
+
+def test_a_norm_that_must_be_finite_and_is_not_leaves_gradients_as_they_are(
+    replicas: Any,
+) -> None:
+    trained = Trained(replicas, (1, 0))
+    before = gradients(trained.module)
+    trained.replica.modules[1].net[0].bias.grad[0] = torch.inf
+    with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 for gradients is inf"):
+        trained.optimizers.clip_norm(trained.mine, 0.01, finite=True)
+    [*finite] = zip(gradients(trained.module)[2:], before[2:], strict=True)
+    assert all(torch.equal(now, then) for now, then in finite)
 
 
 def test_gradients_are_clamped_on_all_ranks(replicas: Any) -> None:

@@ -19,10 +19,10 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.process.run_results import Snapshot, collect_results
 from lightning_hybrid.run.building import BetweenRuns, DeferredModule, WholeModule
 from lightning_hybrid.run.coming_batches import InOrder
 from lightning_hybrid.run.device_times import Measurement
+from lightning_hybrid.run.framework import ByTrainer
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.session import DriverSession, WorkerSession
@@ -76,7 +76,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
     )
     fields = {
         "config": Config(),
-        "trainer": trainer,
+        "framework": ByTrainer(trainer),
         "module": module,
         "world": world,
         "device": torch.device("cpu"),
@@ -87,7 +87,6 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
         "building": WholeModule(),
         "measurement": Measurement(torch.device("cpu"), wanted=False),
         "shared": frozenset(module.state_dict()),
-        "before": Snapshot(trainer),
         "plans": {"net": PLAN},
         "progress": StartProgress(None),
     }
@@ -253,7 +252,7 @@ class Obedient:
     def __init__(self, run: Run) -> None:
         self.world, self.phases = run.world, []
         self.optimizers = [SGD(run.module.parameters(), lr=0.1)]
-        self.results = collect_results(run.trainer, None, run.before)
+        self.results = run.framework.collect(None)
         self.results.plans["net"] = PLAN
 
     def serve(self) -> Any:

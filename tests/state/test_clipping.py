@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.state.clipping import clip_factor, gradient_norms, gradients_of
+from lightning_hybrid.state.clipping import clip_factor, gradient_norms, gradients_of, total_norm
 
 
 def network(scale: float = 1.0) -> nn.Module:
@@ -35,7 +35,7 @@ def norms_of_ranks(net: nn.Module, ranks: int, order: float) -> dict[str, Tensor
 def test_gradients_times_the_factor_are_clipped_by_torch(order: float, scale: float) -> None:
     net, reference = network(scale), network(scale)
     names = [name for name, _ in net.named_parameters()]
-    factor = clip_factor(norms_of_ranks(net, 3, order), names, 0.1, order)
+    factor = clip_factor(total_norm(norms_of_ranks(net, 3, order), names, order), 0.1)
     nn.utils.clip_grad_norm_(reference.parameters(), 0.1, order)
     for mine, theirs in zip(net.parameters(), reference.parameters()):
         assert (mine.grad is None) == (theirs.grad is None)
@@ -46,12 +46,13 @@ def test_gradients_times_the_factor_are_clipped_by_torch(order: float, scale: fl
 def test_the_factor_is_the_same_to_the_bit_however_the_norms_are_spread() -> None:
     net = network()
     names = [name for name, _ in net.named_parameters()]
-    factors = {clip_factor(norms_of_ranks(net, ranks, 2.0), names, 0.1) for ranks in (1, 2, 3, 5)}
+    norms = (norms_of_ranks(net, ranks, 2.0) for ranks in (1, 2, 3, 5))
+    factors = {clip_factor(total_norm(each, names), 0.1) for each in norms}
     assert len(factors) == 1
 
 
 def test_where_there_are_no_gradients_nothing_is_clipped() -> None:
-    assert clip_factor({}, ["weight"], 0.1) == 1.0
+    assert clip_factor(total_norm({}, ["weight"]), 0.1) == 1.0
 
 
 def test_gradients_come_in_the_order_of_the_groups() -> None:

@@ -65,7 +65,7 @@ def run(module: LightningModule, replicas: int = 1, stages: int = 2, **options: 
         "fitting": True,
         "synchronised": False,
         "precision": None,
-        "trainer": SimpleNamespace(datamodule=None),
+        "trainer": SimpleNamespace(lightning_module=module, datamodule=None),
         "world": SimpleNamespace(
             coordinates=SimpleNamespace(replicas=replicas, ranks_per_replica=stages)
         ),

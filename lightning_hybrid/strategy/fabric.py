@@ -1,0 +1,570 @@
+"""``Fabric(strategy="hybrid_gabra")``: stages within replicas, for a loop of the user's own.
+
+Every rank runs the function of ``fabric.launch`` up to ``fabric.setup``. There a worker leaves and
+serves; the drivers go on, and to them the world is that of DDP over the replicas. Fabric has no
+hooks at which a batch begins or an evaluation, so that both are taken from the calls of the model.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid._lightning import (
+    CheckpointIO,
+    ClusterEnvironment,
+    FabricDDPStrategy,
+    rank_zero_info,
+)
+from lightning_hybrid.comm import Failure, restore_handlers
+from lightning_hybrid.config import Config, Count, Rng, Shape
+from lightning_hybrid.driver import bring_here
+from lightning_hybrid.errors import HybridError, PlanError
+from lightning_hybrid.planning import Plan
+from lightning_hybrid.process import (
+    HybridMultiProcessingLauncher,
+    HybridSubprocessLauncher,
+    Part,
+    Parted,
+    Results,
+)
+from lightning_hybrid.run import (
+    BetweenRuns,
+    DriverSession,
+    Line,
+    Measurement,
+    NoWorld,
+    Phase,
+    Run,
+    StartProgress,
+    WholeModule,
+    WorkerSession,
+    refuse_other_shards,
+)
+from lightning_hybrid.strategy.ranks import Ranks
+from lightning_hybrid.strategy.refusals import refuse_lazy, refuse_optimizers
+from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
+
+T = TypeVar("T")
+
+
+class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
+    """For Fabric: trains replicas of a chain of stages, which are placed by predicted time.
+
+    The function that is given to ``fabric.launch`` stays as it is. Up to ``fabric.setup`` all ranks
+    run it, from there on one rank of each replica, its driver; on the others ``launch`` returns
+    what it returns on their driver.
+
+    Args:
+        data_parallel_size: see :class:`HybridGabraStrategy`, like all up to ``seed``. If both sizes
+            are ``"auto"``, all devices form one chain.
+        pipeline_parallel_size: see there.
+        num_microbatches: see there.
+        schedule: ``"gpipe"``, ``"looped"``, ``"zero_bubble"`` or ``"auto"``; see there.
+        recompute: see there.
+        allocation: see there.
+        objective: see there.
+        contiguous: see there.
+        network: see there; names are those of the model that is given to ``fabric.setup``.
+        device_capacity: see there.
+        compile_stages: see there.
+        plan: see there.
+        verify: see there.
+        rng: see there.
+        seed: see there.
+        parallel_devices: as in Fabric's ``DDPStrategy``, like the following arguments.
+        cluster_environment: see there.
+        checkpoint_io: see there.
+        process_group_backend: see there.
+        timeout: of tensors between ranks.
+        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+
+    Raises:
+        PlanError: the sizes contradict each other, the plan or the number of devices.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Count = "auto",
+        pipeline_parallel_size: Shape = "auto",
+        num_microbatches: Count = "auto",
+        schedule: Literal["auto", "gpipe", "looped", "zero_bubble"] = "auto",
+        recompute: bool | Literal["auto"] = "auto",
+        allocation: Literal["gabra", "exact", "merging"] | list[str] = "gabra",
+        objective: Literal["step", "makespan", "profit"] = "step",
+        contiguous: bool = True,
+        network: str | list[str] | None = None,
+        device_capacity: Literal["auto"] | list[float] = "auto",
+        compile_stages: bool = False,
+        plan: Plan | str | Path | None = None,
+        verify: int | Literal["auto", False] = "auto",
+        rng: Rng = "microbatch",
+        seed: int = 0,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        config = Config(
+            data_parallel_size=data_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            recompute=recompute,
+            allocation=allocation,
+            objective=objective,
+            contiguous=contiguous,
+            network=network,
+            device_capacity=device_capacity,
+            compile_stages=compile_stages,
+            plan=Plan.load(plan) if isinstance(plan, str | Path) else plan,
+            verify=verify,
+            rng=rng,
+            seed=seed,
+        )
+        if config.streamed is not None:
+            raise PlanError(
+                f"schedule={config.streamed.name!r} begins with later batches early, which a loop "
+                "of your own fetches: Fabric knows none. Use schedule='gpipe', or the Trainer."
+            )
+        self._ranks = Ranks(config)
+        super().__init__(
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._backward_sync_control = cast(Any, _SyncControl(self))
+        self._plans: dict[str, Plan] = {}
+        self._optimizers: list[Optimizer] = []
+        self._launched = False
+        self._rest()
+
+    def __deepcopy__(self, memo: object) -> "HybridGabraFabricStrategy":
+        """Copies of a model that Fabric has wrapped belong to the same run."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without groups: a Fabric can be spawned with."""
+        return vars(self) | {"_session": BetweenRuns(NoWorld(), WholeModule())}
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; of the first network, if there are several. ``None`` before it."""
+        return next(iter(self._plans.values()), self._ranks.config.plan)
+
+    @property
+    def _driving(self) -> DriverSession:
+        """The run of this driver.
+
+        Raises:
+            HybridError: there is none.
+        """
+        if isinstance(self._session, DriverSession):
+            return self._session
+        raise HybridError(
+            f"{self.coordinates} has no model that is set up: what trains one goes between "
+            "fabric.setup and the end of the function that is given to fabric.launch."
+        )
+
+    def _rest(self) -> None:
+        self._session: BetweenRuns | DriverSession = BetweenRuns(self._ranks.world, WholeModule())
+        self._optimizers.clear()
+        self._batch_is_over = True
+
+    # ------------------------------------------------------------------ ranks
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """``None`` for one replica, which has the samples of one device in their order."""
+        if not self.is_distributed:
+            return None
+        return {"num_replicas": self.num_replicas, "rank": self.coordinates.dp_rank}
+
+    def _set_world_ranks(self) -> None:
+        self._ranks.hosts = self._num_nodes  # as Fabric sets it
+        self._ranks.set_launched(self.cluster_environment)
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if self._ranks.world.phase is Phase.RUNNING:
+            super().barrier(name, *args, **kwargs)
+        else:
+            self._ranks.world.barrier(name or "")
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._ranks.world.phase is Phase.RUNNING:
+            return super().broadcast(obj, src)
+        return self._ranks.world.broadcast(obj, src)
+
+    def all_reduce(
+        self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean"
+    ) -> Tensor:
+        self._refuse_early("all_reduce")
+        return super().all_reduce(tensor, group, reduce_op)
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """One replica is one device, whose tensors get no dimension of devices."""
+        self._refuse_early("all_gather")
+        return super().all_gather(tensor, group, sync_grads) if self.is_distributed else tensor
+
+    def _refuse_early(self, what: str) -> None:
+        if self.is_distributed and self._ranks.world.phase is not Phase.RUNNING:
+            raise HybridError(
+                f"fabric.{what} is for the drivers of the {self.num_replicas} replicas, and before "
+                "fabric.setup workers would call it, too. Call it behind fabric.setup, or use "
+                "fabric.broadcast, which speaks to all of them."
+            )
+
+    # ------------------------------------------------------------------ a run
+
+    def _configure_launcher(self) -> None:
+        launcher = self._launcher_of_processes(self.cluster_environment, self._start_method)
+        self._launcher = _Launcher(self, launcher)
+
+    def run_launched(self, function: Callable[[], Any]) -> Any:
+        """In each process: run what is given to ``fabric.launch``."""
+        self._launched = True
+        try:
+            return function()
+        finally:
+            self._launched = False
+
+    def setup_environment(self) -> None:
+        """Meet all other ranks."""
+        self._require_launch()
+        if self.root_device.type != "cpu":
+            raise PlanError(
+                f"Under Fabric hybrid_gabra runs on CPUs, and was never tried on "
+                f"{self.root_device.type!r}. Use Fabric(accelerator='cpu'), or the Trainer."
+            )
+        super().setup_environment()
+
+    def _require_launch(self) -> None:
+        if not self._launched:
+            raise HybridError(
+                "hybrid_gabra needs the code that is to run on drivers alone as a function: "
+                "fabric.launch(fn), with fabric.setup inside of fn. Neither fabric.launch() "
+                "without one nor `fabric run` has an end to which a worker could go."
+            )
+
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        ranks = self._ranks
+        self._process_group_backend = backend = self._get_process_group_backend()
+        ranks.meet(backend, self._timeout or timedelta(minutes=30))
+        if not ranks.world.has_coordinates:
+            ranks.take_coordinates()
+            rank_zero_info(
+                f"All {ranks.stages} devices form one chain: under Fabric no training step is "
+                "known before the first. Other sizes: Fabric(strategy="
+                "HybridGabraFabricStrategy(data_parallel_size=..., pipeline_parallel_size=...))."
+            )
+        self._rest()
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # DDP's, there
+        """Part: workers leave from here and serve; drivers go on as under DDP."""
+        self._require_launch()
+        self._refuse(module)
+        bring_here(module)
+        run = self._begin(module)
+        run.take_again()
+        if not run.world.coordinates.is_driver:
+            raise Parted(partial(self._serve, WorkerSession.begin(run)))
+        run.world.phase = Phase.RUNNING
+        run.share_weights()
+        planner = partial(run.plan_network, optimizers=self._optimizers)
+        self._session = DriverSession.begin(run, planner)
+        run.world.defer_signals()
+        return StagedModule(module, self._call_begins)
+
+    def _refuse(self, module: nn.Module) -> None:
+        if isinstance(self._session, DriverSession):
+            raise HybridError(
+                f"fabric.setup was given a second model, {type(module).__name__}, and the workers "
+                "serve the first one since its setup. Make both parts of one nn.Module."
+            )
+        if getattr(self.precision, "scaler", None) is not None:
+            raise PlanError(
+                f"{type(self.precision).__name__} scales the loss, which under Fabric hybrid_gabra "
+                "does not. Use precision='bf16-mixed' or '32-true'."
+            )
+        if getattr(module, "automatic_optimization", True) is False:
+            raise PlanError(
+                f"{type(module).__name__}.automatic_optimization=False is for the Trainer. Leave "
+                "it out: under Fabric each loop steps by itself."
+            )
+        refuse_lazy(module)
+
+    def _begin(self, module: nn.Module) -> Run:
+        """What is known of a run that begins, on all ranks together."""
+        world, device = self._ranks.joined, self.root_device
+        self._framework = _ByFabric(module)
+        display = partial(Line, rank_zero_info) if self.is_global_zero else None
+        return Run(
+            config=self._ranks.config,
+            framework=self._framework,
+            module=module,
+            world=world,
+            device=device,
+            accelerator=cast(Any, self.accelerator),
+            precision=cast(Any, self.precision),
+            fitting=True,
+            synchronised=False,
+            building=WholeModule(),
+            measurement=Measurement(device, wanted=False),
+            shared=world.shared_names(module),
+            plans=self._plans,
+            progress=StartProgress(display),
+        )
+
+    def _serve(self, session: WorkerSession) -> Results:
+        """On a worker: obey the driver until the run is over. Returns its results."""
+        results = session.serve()
+        self._rest()
+        self._ranks.joined.end_run()
+        return results
+
+    def finish(self, returned: Any) -> None:
+        """The function has returned: end the run, on the workers too."""
+        self._leave()
+        if isinstance(self._session, DriverSession):
+            self._session.end(returned)
+        self._rest()
+        self._ranks.joined.end_run()
+
+    def fail(self, error: BaseException) -> Failure | None:
+        """This rank fails with ``error``: tell the others.
+
+        Returns:
+            The failure that came first, on another rank; ``None``: it is this one.
+        """
+        rank, world = str(self.coordinates), self._ranks.world
+        if world.phase is Phase.TOGETHER and self.global_rank >= self.num_replicas:
+            error.add_note(
+                "(The code before fabric.setup runs on workers too. To them fabric.global_rank, "
+                f"here {self.global_rank}, is not below fabric.world_size, {self.num_replicas}: "
+                "shard data behind fabric.setup, which drivers alone run.)"
+            )
+        first = world.fail(error, rank)
+        self._session.fail(first or Failure.of(error, rank), error)
+        self._session.abort()
+        world.leave()
+        with suppress(Exception):  # what has failed may fail again; the first error counts
+            self._leave()
+        self._ranks.world = NoWorld()
+        self._rest()
+        return first
+
+    def _leave(self) -> None:
+        restore_handlers()
+        self._ranks.world.stop_watching()
+        self._session.close()
+
+    # ------------------------------------------------------------------ optimizers
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Set up a model and its optimizers, which workers will step too."""
+        module = self.setup_module(module)
+        self._connect(optimizers)
+        return module, optimizers, scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Set up an optimizer for the model that is set up already."""
+        if self._optimizers:
+            raise HybridError(
+                f"fabric.setup_optimizers was given {type(optimizer).__name__} beside "
+                f"{type(self._optimizers[0]).__name__}. Set all of them up with their model: "
+                "fabric.setup(model, *optimizers)."
+            )
+        self._connect([optimizer])
+        return optimizer
+
+    def _connect(self, optimizers: list[Optimizer]) -> None:
+        refuse_optimizers(optimizers, *self._ranks.shape, scaled=False)
+        self._driving.connect_optimizers(optimizers)
+        self._optimizers.extend(optimizers)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the norm of the gradients of all stages, which is returned."""
+        return self._driving.clip_norm(
+            self._known(optimizer), float(max_norm), float(norm_type), finite=error_if_nonfinite
+        )
+
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float
+    ) -> None:
+        """Clip each gradient of all stages to a value."""
+        self._driving.clip_values(self._known(optimizer), float(clip_val))
+
+    def _known(self, optimizer: Optimizer) -> Optimizer:
+        if optimizer not in self._optimizers:
+            raise HybridError(
+                f"fabric.clip_gradients was given {type(optimizer).__name__}, which was not set "
+                "up. Give it to fabric.setup with its model."
+            )
+        return optimizer
+
+    # ------------------------------------------------------------------ batches and steps
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """One that leaves samples to workers is refused."""
+        ranks = self._ranks
+        processes = ranks.hosts * ranks.per_host
+        refuse_other_shards(dataloader, ranks.launched.rank, processes, ranks.replica_world)
+        return super().process_dataloader(dataloader)
+
+    def _call_begins(self, module: nn.Module) -> None:
+        """The model is about to be called.
+
+        The first call with gradients behind a backward begins a batch. Buffers that layers outside
+        of training read are those of replica 0, as DDP has them before each call.
+        """
+        driving, trains = self._driving, torch.is_grad_enabled()
+        if trains and self._batch_is_over:
+            self._batch_is_over = False
+            driving.begin_step()
+            self._framework.batches += 1
+        if self.num_replicas == 1 or next(module.buffers(), None) is None:
+            return
+        modes = {part.training for part in module.modules()}
+        if not trains or False in modes:
+            driving.evaluates()
+        if True in modes:  # it may change them
+            driving.evaluation_starts(between=False)
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """As in every strategy, and gradients are averaged over the replicas."""
+        driving, precision = self._driving, self.precision
+        driving.require_network()
+        precision.pre_backward(tensor, module)
+        driving.backward(partial(precision.backward, tensor, module, *args, **kwargs))
+        precision.post_backward(tensor, module)
+        self._batch_is_over = True
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Inside, gradients stay those of each replica."""
+        return self._driving.accumulating()
+
+    # ------------------------------------------------------------------ states
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return self._session.state_dict(_own(module), here=True)
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        module = _own(module)
+        with self._session.loading(module):
+            module.load_state_dict(state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if optimizer not in self._optimizers:
+            return super().get_optimizer_state(optimizer)
+        return self._driving.optimizer_state(nn.Module(), optimizer, here=True)
+
+
+class StagedModule(nn.Module):
+    """The user's model, whose calls are noted; where DDP puts its wrapper.
+
+    Args:
+        module: the user's.
+        call_begins: is told of each call.
+    """
+
+    def __init__(self, module: nn.Module, call_begins: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.module, self._call_begins = module, call_begins
+
+    # torch.compile of the user's own, which Fabric puts around this, must not look into it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        self._call_begins(self.module)
+        return self.module(*args, **kwargs)
+
+
+def _own(module: nn.Module) -> nn.Module:
+    """What the user has set up."""
+    return module.module if isinstance(module, StagedModule) else module
+
+
+class _SyncControl:
+    """What ``fabric.no_backward_sync`` asks."""
+
+    def __init__(self, strategy: HybridGabraFabricStrategy) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Inside, if enabled, gradients stay those of each replica."""
+        return self._strategy.accumulating() if enabled else nullcontext()
+
+
+class _Launcher:
+    """What Fabric takes for a launcher: another one, which starts processes.
+
+    Args:
+        strategy: what is launched.
+        launcher: starts the processes.
+    """
+
+    def __init__(
+        self,
+        strategy: HybridGabraFabricStrategy,
+        launcher: HybridSubprocessLauncher | HybridMultiProcessingLauncher,
+    ) -> None:
+        self._strategy, self._launcher = strategy, launcher
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook may use it."""
+        return bool(self._launcher.is_interactive_compatible)
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start the other processes of this node, and run ``function`` in all of them."""
+        # the arguments are the user's, and may have the names of the launcher's
+        called = partial(function, *args, **kwargs)
+        return self._launcher.launch(
+            Part(self._strategy, partial(self._strategy.run_launched, called))
+        )
+
+
+class _ByFabric:
+    """A run of Fabric.
+
+    Args:
+        module: that is trained.
+    """
+
+    streams, went_well = False, True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self.folder, self.batches = module, str(Path.cwd()), 0
+
+    def collect(self, returned: Any) -> Results:
+        """On a driver: the results of a run that went well."""
+        return Results.of(self._module, returned)
+
+    def adopt(self, results: Results) -> None:
+        """On a worker: what its driver has collected."""
+        results.adopt(self._module)

@@ -1,0 +1,146 @@
+"""What strategies say of ranks, to Lightning's Trainer and Fabric alike: the world of the replicas.
+
+With R replicas there are R ranks, as under DDP over R devices, whatever their stages.
+"""
+
+from typing import Any, Literal
+
+import torch
+
+from lightning_hybrid._lightning import ClusterEnvironment
+from lightning_hybrid.comm import Coordinates
+from lightning_hybrid.process import HybridMultiProcessingLauncher, HybridSubprocessLauncher
+from lightning_hybrid.run import Phase
+from lightning_hybrid.strategy.ranks import Ranks, given
+from lightning_hybrid.strategy.refusals import refuse_version
+
+NAMES = {
+    "hybrid_gabra": "popen",
+    "hybrid_gabra_spawn": "spawn",
+    "hybrid_gabra_fork": "fork",
+    "hybrid_gabra_notebook": "fork",
+}
+"""Registered names, and how each starts its processes."""
+
+
+class ReplicaRanks:
+    """Where a process stands, as a strategy tells it; a base of strategies beside Lightning's."""
+
+    _ranks: Ranks
+    _launcher: Any
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``hybrid_gabra`` and its variants."""
+        for name, start_method in NAMES.items():
+            strategy_registry.register(
+                name,
+                cls,
+                description=f"Stages placed by GABRA, in replicas (start method {start_method})",
+                override=True,
+                start_method=start_method,
+            )
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands in the mesh of replicas and stages."""
+        return self._ranks.coordinates
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._ranks.root_device
+
+    @property
+    def num_replicas(self) -> int:
+        """Over how many replicas the data is divided: what ``world_size`` is under DDP."""
+        return self._ranks.replicas
+
+    @property
+    def world_size(self) -> int:
+        world = self._ranks.world
+        if world.phase is Phase.ALONE:
+            return 1  # Lightning's handler of SIGTERM would wait for the other drivers
+        if world.phase is Phase.CHOOSING:
+            return world.supposed_replicas
+        self._ranks.is_told("trainer.world_size")
+        return self.num_replicas
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the data is divided: with one replica it is not, whatever its stages."""
+        return self.num_replicas > 1
+
+    @property
+    def global_rank(self) -> int:
+        return self.coordinates.lightning_rank if self._ranks.devices else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._ranks.replica_world.local_rank if self._ranks.devices else 0
+
+    @property
+    def node_rank(self) -> int:
+        return self._ranks.replica_world.node_rank if self._ranks.devices else 0
+
+    @property
+    def num_processes(self) -> int:
+        """Number of replicas whose drivers are on this host."""
+        self._ranks.is_told("strategy.num_processes")
+        return len(self._ranks.replica_world.drivers) if self._ranks.devices else 0
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of the drivers of this host."""
+        devices = self._ranks.devices
+        if not devices or self._launcher is None:  # the Trainer asks for what it was given
+            return devices
+        self._ranks.is_told("trainer.num_devices")
+        return [devices[local_rank] for local_rank in self._ranks.replica_world.drivers]
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._ranks.devices = devices
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts that have drivers."""
+        if not self._ranks.devices or self._launcher is None:
+            return self._ranks.hosts
+        self._ranks.is_told("trainer.num_nodes")
+        return self._ranks.replica_world.hosts
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._ranks.hosts = num_nodes
+
+    def hide_ranks(self) -> None:
+        """The run is over: the environment speaks of all processes again."""
+        self._ranks.hide()
+
+    def _launcher_of_processes(
+        self,
+        environment: ClusterEnvironment | None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"],
+    ) -> HybridSubprocessLauncher | HybridMultiProcessingLauncher:
+        """What starts the other processes of this host.
+
+        Args:
+            environment: Lightning's.
+            start_method: how.
+
+        Raises:
+            PlanError: the devices do not suit what was asked for.
+        """
+        refuse_version()
+        ranks = self._ranks
+        # complain now, before any process is started
+        ranks.config.check_devices(ranks.hosts, ranks.per_host)
+        if start_method == "popen":
+            environment = given(environment, "cluster_environment")
+            return HybridSubprocessLauncher(environment, ranks.per_host, ranks.hosts)
+        return HybridMultiProcessingLauncher(
+            self,  # type: ignore[arg-type]  # a strategy beside this base
+            start_method,
+            ranks.per_host,
+            coordinates_of=ranks.coordinates_of,
+        )
