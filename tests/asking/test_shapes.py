@@ -41,7 +41,8 @@ def test_all_shapes_use_all_devices_and_divide_the_batch() -> None:
     assert {(s.replicas, s.devices_per_replica) for s in shapes} == {(4, 1), (2, 2), (1, 4)}
     assert {s.microbatches for s in shapes} == {1, 2, 3, 6}
     assert {s.stages_per_device for s in shapes if s.devices_per_replica == 2} == {1, 2, 3}
-    rates = [s.samples_per_s for s in shapes]
+    # (shapes that differ by rounding alone count as equally fast)
+    rates = [float(f"{s.samples_per_s:.9g}") for s in shapes]
     assert rates == sorted(rates, reverse=True)
 
 
