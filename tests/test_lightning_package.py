@@ -10,7 +10,7 @@ import pytest
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid._lightning import CHOSEN, VARIABLE, choose, chosen_in_children
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.process.launcher import Part
+from lightning_hybrid.process.launcher import TrainerPart
 from lightning_hybrid.process.wrong_package import refuse_in_other_package
 from lightning_hybrid.strategy import NAMES
 
@@ -100,4 +100,4 @@ def test_a_process_with_a_trainer_of_the_other_package_runs_nothing() -> None:
 
     strange = pytorch_lightning.Trainer(accelerator="cpu", devices=1, logger=False)
     with pytest.raises(HybridError, match=WHAT_TO_DO):
-        Part(strange.fit)()
+        TrainerPart(strange.fit)()
