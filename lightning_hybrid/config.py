@@ -105,11 +105,11 @@ class Config:
         # the run reads these two here and in the plan: what is said in one of them holds for both
         if self.plan is not None and self.plan.shares:
             object.__setattr__(self, "balance", "speed")
-        if self.plan is not None and self.recompute != "auto":
-            object.__setattr__(self, "plan", replace(self.plan, recompute=self.recompute))
         self._check_schedule()
         self._check_placement()
         self._check_recompute()
+        if self.plan is not None and self.recompute != "auto":
+            object.__setattr__(self, "plan", replace(self.plan, recompute=self.recompute))
         self._check_sharding()
         self._check_copies()
         self._check_asynchronous()
@@ -235,7 +235,6 @@ class Config:
 
         Cut points are for a number of stages that the user has in mind: all devices.
         """
-        # cut points are for a number of stages that the user has in mind
         asked = self.replicas is not None or self.stages is not None or self.plan is not None
         return not asked and devices > 1 and isinstance(self.settings.allocation, str)
 
@@ -261,7 +260,8 @@ class Config:
     @property
     def several_stages_per_device(self) -> bool:
         """Whether stages and devices are not the same number, so that a rank tells no stage."""
-        # without a look at a plan: a loop has several stages a device, copies the other way round
+        # a loop has several stages on a device, copies have several devices for a stage: no plan is
+        # needed to tell
         if self.settings.schedule == "looped" or self.copies:
             return True
         if self.plan is not None:

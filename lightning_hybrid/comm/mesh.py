@@ -266,7 +266,7 @@ class Mesh(Lines):
         return self._copies_group("owners", copies, place, here.replicas * len(copies))
 
     def siblings(self, copies: Sequence[int]) -> Group:
-        """The copies of a stage in this replica, which call it together; see :meth:`owners`."""
+        """Some copies of a stage in this replica, which call it together; see :meth:`owners`."""
         place = copies.index(self.coordinates.pp_rank)
         replica = f"siblings{self.coordinates.dp_rank}."
         return self._copies_group(replica, copies, place, len(copies))

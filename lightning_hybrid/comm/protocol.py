@@ -580,16 +580,11 @@ class TakeWeights(Command):
 
 
 @dataclass(frozen=True)
-class LendWeights(Command):
-    """Give the driver's copy of this rank's stage the weights of now, by a group for that alone.
-
-    Attributes:
-        network: number of the network.
-    """
+class LendWeights(NetworkCommand):
+    """Give the driver's copy of this rank's stage the weights of now, by a group for that alone."""
 
     in_frame = True
     joint = True
-    network: int
 
 
 @dataclass(frozen=True)

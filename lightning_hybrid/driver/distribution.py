@@ -95,8 +95,7 @@ class Distribution:
             [[n for n in code.owned if n in parameters] for code in codes], placement.devices
         )
         refuse_tied(name, tensors_of(self._module), borrowed)
-        copied = codes[-2].owned if placement.collects else ()
-        self._refuse_compiled(name, borrowed[0] or parameters.keys() & copied)
+        self._refuse_compiled(name, borrowed[0])
         _refuse_copies(name, network, codes, placement.devices)
         links = self._order(number, name, codes, placement, borrowed, linked=False)
         prefix = f"{name}." if name else ""

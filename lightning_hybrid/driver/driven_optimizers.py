@@ -106,7 +106,7 @@ class DrivenOptimizers:
         self.streamed_by, self._stays = "", ""
         self.before_step: Callable[[], None] = lambda: None
         self._mesh, self._replica = mesh, mesh.coordinates.dp_rank
-        # one table for all ranks of the replica: each division adds to it whose the states are
+        # one table for all ranks of the replica: a division notes in it which replica has a state
         replicas, self._replica_of = mesh.coordinates.replicas, Replicas()
         self._divisions = {
             worker: Division(replicas, self._replica_of) for worker in commands.workers.ranks

@@ -142,6 +142,6 @@ def same(left: Any, right: Any) -> bool:
     try:
         if left == right or (left != left and right != right):
             return True
-    except Exception:  # a value may refuse to be compared in any way it likes
+        return hasattr(left, "__dict__") and bool(vars(left)) and same(vars(left), vars(right))
+    except Exception:  # a value may refuse to be compared in any way it likes, or contain itself
         return False
-    return hasattr(left, "__dict__") and bool(vars(left)) and same(vars(left), vars(right))

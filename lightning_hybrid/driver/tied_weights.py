@@ -3,7 +3,7 @@
 The rank of the earliest stage owns them (never the driver, if a worker uses them too); the others
 borrow. Before a forward the borrowers have the owner's values, and after a backward the owner has
 the borrowers' gradients. What the driver's own stages borrow are proxies
-(:mod:`lightning_hybrid.remote.remote`) and needs no bringing.
+(:mod:`lightning_hybrid.remote.remote`) and need none.
 
 The driver may also have a copy of a whole stage of workers. Its weights come from the first of
 them, by a group of those two; its gradients are summed with those of all copies

@@ -170,7 +170,8 @@ def plan_stages(
         capacities=capacities,
         rows=table.rows(ends, costs),
         predicted_step_s=predicted_s,
-        objective=settings.objective,
+        # cuts of copied stages are chosen by their simulated step alone
+        objective="step" if settings.has_copies else settings.objective,
         allocation=chosen_by,
         seed=settings.seed,
         split=tuple(stage for stage, weight_s in enumerate(costs.weight_s) if weight_s),

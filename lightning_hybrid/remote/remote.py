@@ -92,9 +92,10 @@ class RemoteTensors:
         Args:
             module: the LightningModule.
             names: of what other ranks own.
-            here_too: names of buffers that stages of this rank use as well. A network is not cut
-                between two uses of a buffer that it changes, so these are constants: what is here
-                is what the owner has.
+            here_too: names of buffers that stages of this rank use as well. What is here is what
+                the owner has: they are constants (a network is not cut between two uses of a
+                buffer that it changes), or running statistics of a copied stage, which each copy
+                updates alike.
             views: what code has taken of them, see :func:`living_views`. (They are sent before
                 this, and messages on their way show their memory, too.)
 

@@ -21,7 +21,7 @@ class Framework(Protocol):
 
     Attributes:
         folder: where ranks write what others map, if possible.
-        batches: how many training batches the run has begun with.
+        batches: number of training batches that have begun so far.
         streams: whether a checkpoint is written at once, tensor by tensor.
         went_well: whether the run was not interrupted.
     """

@@ -189,7 +189,7 @@ class ForwardPass(Pass):
             if self.engine.recompute:
                 outputs, self.saved[microbatch] = forward(stage, values, numbers, states)
                 return outputs
-            # d) as ever
+            # d) in its turn, activations kept
             with torch.enable_grad(), own_saved_tensors():
                 outputs = stage(values, numbers)
         self.own.early.refuse_kept_weights(stage, outputs)

@@ -178,9 +178,10 @@ class _Bucket:
 
 
 class ReplicaGroup:
-    """The data-parallel group of a rank's stages: the ranks that have them, one per replica.
+    """The ranks that have the stages of this rank, in each replica as many as there are copies.
 
-    To the driver the parameters of a copy of its own are proxies: here they are what they are.
+    On a driver that has a copy of a stage of workers, its parameters are proxies; this class reads
+    and writes their memory.
 
     Args:
         parameters: those of the stages, in the same order on every replica.
@@ -195,7 +196,8 @@ class ReplicaGroup:
             does not, which make it together when it is first asked for.
 
     Attributes:
-        trainable: the parameters that have gradients, where the rank does not decide that itself.
+        trainable: the parameters that have gradients, where the rank does not decide that itself;
+            ``None``: those with ``requires_grad``.
     """
 
     def __init__(
@@ -327,8 +329,8 @@ class ReplicaGroup:
     def lend(self) -> None:
         """Give the rank that does not own the weights those of the first one that does.
 
-        Both call it. (A graph that has saved them and goes back after a step is an error of the
-        owners', who write to theirs; here the same numbers may come again.)
+        Both call it. (The write does not count in their versions. Owners write to theirs in a
+        step, so autograd refuses an older graph there; here the numbers may be the same as before.)
         """
         assert self._lending is not None
         self._loans = self._loans or Broadcasts(self._lending())

@@ -75,7 +75,7 @@ class ReplayedStatistics:
     def _written(self, stage: Stage) -> dict[str, Tensor]:
         """By ``data``: autograd takes note of a write, and saves buffers that it does not need.
 
-        (To a driver they are proxies, which do not hear of it either: it is the owners' write.)
+        (On a driver the buffers are proxies. Nothing is to be sent: the owners write the same.)
         """
         with as_they_are():
             return {name: tensor.data for name, tensor in stage.changed().items()}

@@ -227,8 +227,11 @@ def named_disk_errors(path: str | Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
-        # an error of ours says all there is to say, whatever it was made of
         if isinstance(error, HybridError) or not isinstance(cause, OSError):
+            raise
+        # a write that fails has a number and names no file; what objects raise that are being
+        # saved says itself what is wrong
+        if cause.errno is None or cause.filename is not None:
             raise
         raise OSError(cause.errno, cause.strerror, str(path)) from None
 

@@ -209,6 +209,22 @@ def test_a_disk_that_is_full_is_named_and_keeps_the_checkpoint_before(
     assert [*tmp_path.iterdir()] == [path]
 
 
+@pytest.mark.parametrize(
+    "error", [OSError("no source code"), FileNotFoundError(errno.ENOENT, "gone", "/data/volume")]
+)
+def test_what_an_object_raises_that_is_saved_is_not_taken_for_the_disk(
+    tmp_path: Path, error: OSError
+) -> None:
+    class Stubborn:
+        def __reduce__(self) -> str:
+            raise error
+
+    with pytest.raises(OSError) as raised:  # noqa: PT011  (it is the one below)
+        AtomicCheckpointIO().save_checkpoint({"hyper": Stubborn()}, tmp_path / "last.ckpt")
+    assert raised.value is error
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.conformance
 def test_a_checkpoint_io_of_the_user_stays(tmp_path: Path) -> None:
     class Own(TorchCheckpointIO):

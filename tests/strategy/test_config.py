@@ -1,6 +1,6 @@
 """The strategy's arguments as one record: what they mean for the devices that there are."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +204,8 @@ def test_recomputation_is_refused_where_it_does_nothing(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         Config(recompute=True, **arguments)
+
+
+def test_recomputation_is_refused_before_a_plan_is_asked_to_take_it() -> None:
+    with pytest.raises(PlanError, match="delayed_weights='recompute'"):
+        Config(recompute=True, plan=replace(CHAIN, schedule="pipedream"))
