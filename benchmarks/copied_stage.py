@@ -2,7 +2,7 @@
 
 Claim: where the front of a network has three quarters of the work and its back 100 million
 parameters, a group of three copies of the front and one back (3-1) is faster than two replicas of
-two stages, four stages, and `ddp`; and the plan for such a cluster takes it. The hosts are four
+two stages, four stages, and `ddp`; and the plan for such a cluster has copies. The hosts are four
 network namespaces (Linux, as root) on one switch whose cables let 500 Mbit/s through each way; each
 runs one process that may use 0.4 of a processor. All train on as many samples a step, and each
 shape by the plan that is predicted to be its fastest. Peers alternate; medians of all steps.

@@ -99,7 +99,10 @@ class LoggingLater:
 
         self._module, self._kept = module, kept
         # TorchDynamo looks at their identities
-        self._instead: dict[str, Callable[..., None]] = {"log": log, "log_dict": log_dict}
+        self._instead: dict[str, Callable[..., None]] = {}
+        # a LightningModule; of another module, as under Fabric, these names are the user's own
+        if isinstance(getattr(type(module), "trainer", None), property):
+            self._instead = {"log": log, "log_dict": log_dict}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

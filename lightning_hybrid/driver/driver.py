@@ -286,14 +286,16 @@ class Driver:
 
     # ------------------------------------------------------------------ a step
 
-    def begin_step(self, batch: int) -> None:
+    def begin_step(self, batch: int, *, whole: bool = True) -> None:
         """A `training_step` begins: count its calls of networks anew.
 
         Args:
             batch: how many training batches the run has seen before.
+            whole: whether nothing that was computed before is part of it.
         """
         self.calls.begin(batch)
-        self.remote.begin_step()
+        if whole:
+            self.remote.begin_step()
         if self._has_state and self._synchronized:
             self.weights.broadcast_buffers(state=True)
         # (with manual optimization DDP takes each step for one that exchanges nothing)

@@ -260,7 +260,8 @@ class ModuleCopy:
         # an object whose method is a hook is no part of the network, and may hold anything
         owners = [o for o in map(owner_of, hooks_of(module)) if id(o) not in inside]
         # (as large as a data set, or holding one, as a LightningModule does by its Trainer)
-        shared = [*data, *owners, *self._trainers, *([] if root is module else [root])]
+        fabrics = [values.get(name) for values in held for name in _OF_FABRIC]
+        shared = [*data, *owners, *self._trainers, *fabrics, *([] if root is module else [root])]
         self._shared: dict[int, Any] = {id(v): v for v in shared if v is not None}
         memo |= self._shared
         buffers = {id(buffer) for buffer in module.buffers()}
@@ -354,6 +355,10 @@ class ModuleCopy:
 
 _DATA = (Dataset, DataLoader, Optimizer)
 """What a copy of a module shares with it."""
+
+
+_OF_FABRIC = ("_fabric", "_fabric_optimizers")
+"""Where Fabric puts itself and what it has set up into a LightningModule."""
 
 
 def _trainer_of(part: nn.Module) -> Any:

@@ -186,9 +186,17 @@ class DriverSession:
             self.require_network()
         return output
 
-    def begin_step(self) -> None:
-        """What follows, up to a backward and the step of an optimizer, belongs to one batch."""
-        self._driver.begin_step(self._run.framework.batches)
+    def begin_step(self, *, whole: bool = True) -> None:
+        """What follows, up to a backward and the step of an optimizer, belongs to one batch.
+
+        Args:
+            whole: whether nothing before belongs to it; see :meth:`graph_is_over`.
+        """
+        self._driver.begin_step(self._run.framework.batches, whole=whole)
+
+    def graph_is_over(self) -> None:
+        """No backward comes of what code has computed with weights of other ranks until now."""
+        self._driver.remote.begin_step()
 
     def require_network(self) -> None:
         """A loss was computed.

@@ -9,6 +9,7 @@ until ``setup``.
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -132,13 +133,20 @@ class World:
     def broadcast(self, value: T, source: int = 0) -> T:
         """The value of one rank on all ranks, in phase TOGETHER; else that of this rank.
 
+        Args:
+            value: of this rank.
+            source: ``global_rank`` of the one whose value all get.
+
         Raises:
             Exception: of the first rank that has failed.
         """
         if self.phase is not Phase.TOGETHER:
             return value
         self._meet("a broadcast")
-        same: T = broadcast_object(self.everyone.world, value, source)
+        world, here = self.everyone.world, self.coordinates
+        # the user's code numbers drivers first
+        numbers = [replace(here, rank=rank).lightning_rank for rank in range(world.size())]
+        same: T = broadcast_object(world, value, numbers.index(source))
         return same
 
     def shared_names(self, module: nn.Module) -> frozenset[str]:

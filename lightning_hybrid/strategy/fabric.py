@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -135,7 +136,13 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
                 f"schedule={config.streamed.name!r} begins with later batches early, which a loop "
                 "of your own fetches: Fabric knows none. Use schedule='gpipe', or the Trainer."
             )
-        self._ranks = Ranks(config)
+        if config.balance == "speed":
+            raise PlanError(
+                "The plan has shares: it deals each global batch by speed, which is done in the "
+                "Trainer's loaders. Give a plan without shares, or use the Trainer."
+            )
+        # (Fabric's DDP leaves the generators as they are, other than the Trainer's)
+        self._ranks = Ranks(config, reseeds=False)
         super().__init__(
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -147,7 +154,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._backward_sync_control = cast(Any, _SyncControl(self))
         self._plans: dict[str, Plan] = {}
         self._optimizers: list[Optimizer] = []
-        self._launched = False
+        self._launched = self._parted = False
         self._rest()
 
     def __deepcopy__(self, memo: object) -> "HybridGabraFabricStrategy":
@@ -233,11 +240,16 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         launcher = self._launcher_of_processes(self.cluster_environment, self._start_method)
         self._launcher = _Launcher(self, launcher)
 
-    def run_launched(self, function: Callable[[], Any]) -> Any:
+    def run_launched(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """In each process: run what is given to ``fabric.launch``."""
+        if self._start_method in ("spawn", "forkserver"):
+            # torch gives all processes the same memory, in which each replica would step
+            args, kwargs = apply_to_collection((args, kwargs), nn.Module, _with_own_memory)
         self._launched = True
         try:
-            return function()
+            return function(*args, **kwargs)
         finally:
             self._launched = False
 
@@ -281,7 +293,10 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         run = self._begin(module)
         run.take_again()
         if not run.world.coordinates.is_driver:
-            raise Parted(partial(self._serve, WorkerSession.begin(run)))
+            session = WorkerSession.begin(run)
+            # a ``finally`` of the user's that is passed now waits for nobody
+            run.world.phase, self._parted = Phase.SERVING, True
+            raise Parted(partial(self._serve, session))
         run.world.phase = Phase.RUNNING
         run.share_weights()
         planner = partial(run.plan_network, optimizers=self._optimizers)
@@ -331,13 +346,24 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
 
     def _serve(self, session: WorkerSession) -> Results:
         """On a worker: obey the driver until the run is over. Returns its results."""
+        self._parted = False
         results = session.serve()
         self._rest()
         self._ranks.joined.end_run()
         return results
 
     def finish(self, returned: Any) -> None:
-        """The function has returned: end the run, on the workers too."""
+        """The function has returned: end the run, on the workers too.
+
+        Raises:
+            HybridError: on a worker, which should have left it in ``fabric.setup``.
+        """
+        if self._parted:
+            raise HybridError(
+                "fabric.setup ends the function of fabric.launch on workers by a BaseException, "
+                "and an `except:` or `except BaseException:` around it has caught that. Catch "
+                "Exception there."
+            )
         self._leave()
         if isinstance(self._session, DriverSession):
             self._session.end(returned)
@@ -440,10 +466,12 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         The first call with gradients behind a backward begins a batch. Buffers that layers outside
         of training read are those of replica 0, as DDP has them before each call.
         """
-        driving, trains = self._driving, torch.is_grad_enabled()
+        if not isinstance(self._session, DriverSession):
+            return  # after the run a model is an ordinary one
+        driving, trains = self._session, torch.is_grad_enabled()
         if trains and self._batch_is_over:
             self._batch_is_over = False
-            driving.begin_step()
+            driving.begin_step(whole=False)  # a penalty may have been computed before
             self._framework.batches += 1
         if self.num_replicas == 1 or next(module.buffers(), None) is None:
             return
@@ -461,6 +489,14 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         driving.backward(partial(precision.backward, tensor, module, *args, **kwargs))
         precision.post_backward(tensor, module)
         self._batch_is_over = True
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """As in every strategy."""
+        output = super().optimizer_step(optimizer, **kwargs)
+        if isinstance(self._session, DriverSession):
+            # weights have changed, so that autograd refuses what was computed with them before
+            self._session.graph_is_over()
+        return output
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Inside, gradients stay those of each replica."""
@@ -504,6 +540,13 @@ class StagedModule(nn.Module):
         return self.module(*args, **kwargs)
 
 
+def _with_own_memory(module: nn.Module) -> nn.Module:
+    """The same module, whose tensors no other process has."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()
+    return module
+
+
 def _own(module: nn.Module) -> nn.Module:
     """What the user has set up."""
     return module.module if isinstance(module, StagedModule) else module
@@ -543,10 +586,8 @@ class _Launcher:
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the other processes of this node, and run ``function`` in all of them."""
         # the arguments are the user's, and may have the names of the launcher's
-        called = partial(function, *args, **kwargs)
-        return self._launcher.launch(
-            Part(self._strategy, partial(self._strategy.run_launched, called))
-        )
+        called = partial(self._strategy.run_launched, function, args, kwargs)
+        return self._launcher.launch(Part(self._strategy, called))
 
 
 class _ByFabric:

@@ -56,8 +56,8 @@ class Ranks:
         asked_for: how it has asked for it.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, *, reseeds: bool = True) -> None:
+        self.config, self._reseeds = config, reseeds
         self.devices: list[torch.device] | None = None
         self.hosts = 1
         self.world: World | NoWorld = NoWorld()
@@ -241,7 +241,7 @@ class Ranks:
             machine: what is known of their devices, if they have been looked at.
         """
         world, (replicas, stages) = self.joined, self.shape
-        if replicas > 1:  # drivers start with the same generators, as under DDP
+        if replicas > 1 and self._reseeds:  # drivers start with the same generators
             reset_seed()
 
         plan = self.config.plan

@@ -212,6 +212,25 @@ def calls_the_model_several_times(fabric: Fabric) -> Record:
 
 
 @loop
+def penalises_weights_before_the_call(fabric: Fabric) -> Record:
+    """Before and behind the call of the model, and over two batches a step."""
+    loader = fabric.setup_dataloaders(images())
+    net = make(Convolutions)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    losses = []
+    for number, (x, y) in enumerate(loader):
+        before = sum(weight.square().sum() for weight in model.parameters())
+        loss = functional.cross_entropy(model(x), y)
+        loss = loss + 0.1 * before + 0.1 * net.first.weight.abs().sum()
+        fabric.backward(loss)
+        losses.append(loss.item())
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"losses": losses, "weights": weights(model)}
+
+
+@loop
 def steps_with_a_closure(fabric: Fabric) -> Record:
     """Model and optimizer are set up one after the other."""
     loader = fabric.setup_dataloaders(images())
@@ -279,12 +298,13 @@ def steps_two_optimizers(fabric: Fabric) -> Record:
 def speaks_to_other_ranks(fabric: Fabric) -> Record:
     net = make(Convolutions)
     told = fabric.broadcast([17, fabric.global_rank])
+    of_last = fabric.broadcast(fabric.global_rank, src=fabric.world_size - 1)
     fabric.barrier()
     model = fabric.setup(net)
     fabric.barrier("behind the setup")
     mine = torch.tensor([1.0, 2.0]) * (1 + fabric.global_rank)
     return {
-        "told": told,
+        "told": [*told, of_last],
         "told later": fabric.broadcast(fabric.global_rank),
         "mean": fabric.all_reduce(mine.clone()),
         "sum": fabric.all_reduce(mine.clone(), reduce_op="sum"),
