@@ -8,8 +8,8 @@ from torch import nn
 from lightning_hybrid.driver.captured_calls import LoggingLater
 
 
-class Logging(nn.Module):
-    """Stands for a LightningModule; keeps what reaches Lightning."""
+class OwnLog(nn.Module):
+    """Has a ``log`` of its own; keeps what reaches it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,6 +20,21 @@ class Logging(nn.Module):
 
     def log_dict(self, values: dict[str, float], **keywords: Any) -> None:
         self.logged.append((values, keywords))
+
+
+class Logging(OwnLog):
+    """Stands for a LightningModule."""
+
+    @property
+    def trainer(self) -> None:
+        return None
+
+
+def test_a_module_that_is_none_of_lightnings_keeps_its_own_log() -> None:
+    module = OwnLog()
+    with LoggingLater(module)():
+        module.log("a", 1.0)
+        assert module.logged == [("a", 1.0, {})]
 
 
 def test_calls_reach_lightning_in_their_order_when_the_network_is_done() -> None:
