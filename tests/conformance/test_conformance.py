@@ -146,12 +146,13 @@ class _DriverAtBothEnds(HybridGabraStrategy):
 
     row: type[Row]
 
-    def _plan_network(self, run: Any, name: str, *arguments: Any, **how: Any) -> Plan:
-        own = f"{name}." if name else ""
+    def _plan_network(self, run: Any, *arguments: Any, **how: Any) -> Plan:
+        network, microbatches = arguments
+        own = f"{network.name}." if network.name else ""
         return Plan(
             replicas=self.num_replicas,
             stages=3,
-            microbatches=arguments[-1],
+            microbatches=microbatches,
             schedule="gpipe",
             cuts=tuple(p.removeprefix(own) for p in self.row.cuts[3] if p.startswith(own)),
             devices=(0, 1, 0),
