@@ -38,6 +38,20 @@ _AcceleratorConnector = pytorch.trainer.trainer._AcceleratorConnector
 # how the learning-rate finder and the batch-size finder leave a run
 TunerExit = pytorch.utilities.exceptions._TunerExitException
 
+
+def let_fabric_clear_gradients() -> None:
+    """An optimizer of Fabric clears gradients as the one that it wraps does.
+
+    It inherits ``zero_grad`` from the class of that one, and would not see the instance's: it would
+    read each gradient, for which the owners are asked and memory is taken.
+    """
+
+    def zero_grad(self: Any, *arguments: Any, **keywords: Any) -> None:
+        self.optimizer.zero_grad(*arguments, **keywords)
+
+    fabric.wrappers._FabricOptimizer.zero_grad = zero_grad  # type: ignore[attr-defined]
+
+
 INHERITED = {
     "_backward_sync_control": "what Fabric asks for `no_backward_sync`",
     "_call_children_scripts": "starts the processes of a script; ours watches them afterwards",
@@ -70,6 +84,7 @@ __all__ = [
     "call_teardown_hooks",
     "end_run",
     "forget_loaded_checkpoint",
+    "let_fabric_clear_gradients",
     "load_as_ever",
     "loaders_of",
     "random_states",

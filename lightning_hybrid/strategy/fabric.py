@@ -23,6 +23,7 @@ from lightning_hybrid._lightning import (
     FabricDDPStrategy,
     rank_zero_info,
 )
+from lightning_hybrid._lightning_private import let_fabric_clear_gradients
 from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import Config, Count, Rng, Shape
 from lightning_hybrid.driver import bring_here
@@ -143,6 +144,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             )
         # (Fabric's DDP leaves the generators as they are, other than the Trainer's)
         self._ranks = Ranks(config, reseeds=False)
+        let_fabric_clear_gradients()
         super().__init__(
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -165,10 +167,10 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         """Without groups: a Fabric can be spawned with."""
         return vars(self) | {"_session": BetweenRuns(NoWorld(), WholeModule())}
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force; of the first network, if there are several. ``None`` before it."""
-        return next(iter(self._plans.values()), self._ranks.config.plan)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process, maybe."""
+        vars(self).update(state)
+        let_fabric_clear_gradients()
 
     @property
     def _driving(self) -> DriverSession:

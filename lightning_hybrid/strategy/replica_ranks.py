@@ -9,6 +9,7 @@ import torch
 
 from lightning_hybrid._lightning import ClusterEnvironment
 from lightning_hybrid.comm import Coordinates
+from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import HybridMultiProcessingLauncher, HybridSubprocessLauncher
 from lightning_hybrid.run import Phase
 from lightning_hybrid.strategy.ranks import Ranks, given
@@ -27,6 +28,7 @@ class ReplicaRanks:
     """Where a process stands, as a strategy tells it; a base of strategies beside Lightning's."""
 
     _ranks: Ranks
+    _plans: dict[str, Plan]
     _launcher: Any
 
     @classmethod
@@ -40,6 +42,11 @@ class ReplicaRanks:
                 override=True,
                 start_method=start_method,
             )
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; of the first network, if there are several. ``None`` before it."""
+        return next(iter(self._plans.values()), self._ranks.config.plan)
 
     @property
     def coordinates(self) -> Coordinates:

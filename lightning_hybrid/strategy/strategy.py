@@ -310,11 +310,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         ask_strategy_whether_distributed(HybridGabraStrategy)
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan in force; of the first network, if there are several. ``None`` before it."""
-        return next(iter(self._plans.values()), self._config.plan)
-
-    @property
     def _config(self) -> Config:
         return self._ranks.config
 

@@ -83,6 +83,11 @@ class Steps(LightningModule):
         x, y = batch
         return functional.cross_entropy(self.net(x), y)
 
+    def smoothed(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """No step that Lightning knows, so that the loop marks it."""
+        x, y = batch
+        return functional.cross_entropy(self.net(x), y, label_smoothing=0.1)
+
 
 def make(kind: type[nn.Module]) -> Any:
     torch.manual_seed(0)
@@ -213,15 +218,18 @@ def calls_the_model_several_times(fabric: Fabric) -> Record:
 
 @loop
 def penalises_weights_before_the_call(fabric: Fabric) -> Record:
-    """Before and behind the call of the model, and over two batches a step."""
+    """Before the call of the model, and once behind it; over two batches a step."""
     loader = fabric.setup_dataloaders(images())
     net = make(Convolutions)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    # (SGD would not tell: steps by two parts of a gradient are a step by their sum)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 0.01))
     losses = []
     for number, (x, y) in enumerate(loader):
         before = sum(weight.square().sum() for weight in model.parameters())
         loss = functional.cross_entropy(model(x), y)
-        loss = loss + 0.1 * before + 0.1 * net.first.weight.abs().sum()
+        loss = loss + 0.1 * before
+        if number == 4:
+            loss = loss + 0.1 * net.first.weight.abs().sum()
         fabric.backward(loss)
         losses.append(loss.item())
         if number % 2:
@@ -254,10 +262,11 @@ def calls_steps_of_a_lightning_module(fabric: Fabric) -> Record:
     loader = fabric.setup_dataloaders(images())
     net = make(Steps)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    model.mark_forward_method("smoothed")
     losses = []
     for batch in loader:
         optimizer.zero_grad()
-        loss = model.training_step(batch)
+        loss = model.training_step(batch) + model.smoothed(batch)
         fabric.backward(loss)
         optimizer.step()
         losses.append(loss.item())
@@ -389,6 +398,9 @@ def is_refused(fabric: Fabric) -> Record:
     attempt(fabric.all_gather, torch.ones(1))
     attempt(fabric.setup_optimizers, optimizer)
     attempt(fabric.setup, nn.LazyLinear(1))
+    by_hand = make(Steps)
+    by_hand.automatic_optimization = False
+    attempt(fabric.setup, by_hand)
     model, optimizer = fabric.setup(net, optimizer)
     attempt(fabric.setup, make(Tokens))
     attempt(fabric.setup_optimizers, other)
@@ -412,6 +424,15 @@ def fails_before_the_setup(fabric: Fabric) -> None:
     if fabric.global_rank == fabric.world_size:  # the first worker
         raise ValueError("a user's mistake")
     fabric.setup(make(Convolutions))
+
+
+@loop
+def fails_by_catching_all(fabric: Fabric) -> None:
+    """The worker does not leave."""
+    try:
+        fabric.setup(make(Convolutions))
+    except BaseException:
+        print("caught")
 
 
 @loop

@@ -16,7 +16,7 @@ from fabric_script import FAILS, LOOPS
 from lightning.fabric import Fabric
 from prepared import Forked, start_ranks
 
-from lightning_hybrid import HybridGabraFabricStrategy
+from lightning_hybrid import HybridGabraFabricStrategy, Plan
 from lightning_hybrid.errors import HybridError, PlanError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -110,7 +110,13 @@ def test_a_checkpoint_goes_on_under_another_number_of_stages(tmp_path: Path, by:
     assert_equal(found[2], found[0], 2)
 
 
+def tensors_of(found: dict[str, Any]) -> list[torch.Tensor]:
+    numbers = (found["drawn"], found["losses"], *found["weights"].values())
+    return [torch.tensor(each, dtype=torch.float64) for each in numbers]
+
+
 REFUSED = [
+    "automatic_optimization=False is for the Trainer",
     "second model, Tokens",
     "SGD beside SGD",
     "SGD, which was not set up",
@@ -160,6 +166,7 @@ def output_of_failure(folder: Path, name: str, replicas: int, stages: int) -> st
         ("fails_on_a_driver", "ValueError: a user's mistake", "(raised on rank 0"),
         ("fails_before_the_setup", "ValueError: a user's mistake", "(raised on rank 1"),
         ("fails_in_a_stage", "IndexError", "rank 1"),
+        ("fails_by_catching_all", "has caught that. Catch Exception there", "(raised on rank 1"),
     ],
 )
 def test_an_error_ends_all_ranks_and_is_shown_first(
@@ -179,6 +186,23 @@ def test_an_error_on_one_replica_ends_the_other(tmp_path: Path) -> None:
 
 
 @slow
+def test_spawned_processes_have_weights_of_their_own_and_the_generators_of_the_script(
+    tmp_path: Path,
+) -> None:
+    script = [sys.executable, str(SCRIPT.with_name("fabric_spawn_script.py"))]
+    found = {}
+    for stages in (0, 1, 2):
+        out = tmp_path / f"{stages}.pt"
+        subprocess.run(
+            [*script, f"{stages}", str(out)], check=True, env=os.environ | USUAL, cwd=tmp_path
+        )
+        found[stages] = torch.load(out)
+    for stages in (1, 2):
+        for one, other in zip(tensors_of(found[stages]), tensors_of(found[0]), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+@slow
 def test_a_users_shell_starts_one_process_and_the_script_the_others(tmp_path: Path) -> None:
     for folder, stages in (("plain", 0), ("staged", 2)):
         (tmp_path / folder).mkdir()
@@ -195,6 +219,20 @@ def test_a_users_shell_starts_one_process_and_the_script_the_others(tmp_path: Pa
 def test_a_schedule_that_fetches_batches_early_is_refused() -> None:
     with pytest.raises(PlanError, match="schedule='pipedream' begins with later batches early"):
         HybridGabraFabricStrategy(schedule="pipedream")  # type: ignore[arg-type]
+
+
+def test_a_plan_with_shares_is_refused() -> None:
+    plan = Plan(replicas=2, stages=2, microbatches=1, schedule="gpipe", cuts=("b",), shares=(3, 1))
+    with pytest.raises(PlanError, match="The plan has shares"):
+        HybridGabraFabricStrategy(plan=plan)
+
+
+def test_an_optimizer_of_fabric_clears_gradients_as_the_one_that_it_wraps() -> None:
+    HybridGabraFabricStrategy()
+    optimizer, cleared = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1), []
+    vars(optimizer)["zero_grad"] = cleared.append
+    Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer).zero_grad(False)
+    assert cleared == [False]
 
 
 def test_devices_that_do_not_suit_the_sizes_are_refused_before_processes_start() -> None:
