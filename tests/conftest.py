@@ -65,3 +65,16 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     del os.environ["LIGHTNING_HYBRID_CACHE"]
     if before is not None:
         os.environ["LIGHTNING_HYBRID_CACHE"] = before
+
+
+@pytest.fixture(autouse=True)
+def environment_of_before() -> Iterator[None]:
+    """What launchers and seeds set, the next test does not see: a `LOCAL_RANK` that is left makes
+    it wait for ranks that nobody starts.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    before.pop("PYTEST_CURRENT_TEST", None)
+    os.environ.update(before)
