@@ -168,7 +168,7 @@ def with_copies(
         chain=StepProblem(
             table=table,
             speeds=of_slowest(problem.speeds, owners),
-            links=Links.equal(len(copies), 1.0),
+            links=_of_copies(problem.links, owners),
             microbatches=problem.microbatches,
             memory_limits=of_slowest(limits, owners) if limits else (),
         ),
@@ -176,6 +176,29 @@ def with_copies(
         speeds=problem.speeds,
         links=problem.links,
         after=after,
+    )
+
+
+def _of_copies(links: Links, owners: Sequence[Sequence[int]]) -> Links:
+    """What stages see of the links between their copies, with the driver's stage first.
+
+    The slowest one counts. Each copy sends on a way out of its own, so that of r copies a message
+    takes 1/r of the time; forward the one stage sends, backward the other.
+    """
+    stages = [owners[-1], *owners[:-1]]
+
+    def slowest(table: Sequence[Sequence[float]], here: Sequence[int], there: Sequence[int]) -> float:
+        return max(table[i][j] for i in here for j in there)
+
+    return Links(
+        seconds_per_byte=[
+            [
+                slowest(links.seconds_per_byte, here, there) * (1 / len(here) + 1 / len(there)) / 2
+                for there in stages
+            ]
+            for here in stages
+        ],
+        latency_s=[[slowest(links.latency_s, here, there) for there in stages] for here in stages],
     )
 
 
