@@ -9,10 +9,10 @@ keeps the whole state of the optimizer.
 """
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 from operator import truediv
 from typing import Any
 
@@ -42,11 +42,13 @@ _MOST_TURNS = 3
 _MOST_SIMULATED = 128
 """Micro-batches times devices up to which steps of stages with copies are simulated."""
 _STARTS = 8
-"""Arrangements to begin with, each of another shape, of those that are given."""
-_RANDOM = 8
-"""Random ones beside them, of the same shapes or others."""
+"""Arrangements to begin with, each of another shape."""
 _OFTEN = (0.35, 0.6, 0.7, 0.85, 0.95)
 """Shares of the moves of which there are six, added up."""
+_ALL_SHAPES = 8
+"""Devices up to which the search begins with every shape."""
+_ORDERS = 2
+"""Orders of the devices on which a shape is tried at a time."""
 _WORK = 40_000
 """Evaluations times devices of the search: seconds."""
 _EACH = 60
@@ -274,8 +276,8 @@ class Arrangements:
                 return found
 
     def cross(self, left: Arrangement, right: Arrangement, rng: Rng) -> Arrangement:
-        """The shape of one parent on the devices of the other."""
-        changed = self.recut(replace(left, devices=right.devices))
+        """The shape of one parent on the devices of the other, with the cuts or cut again."""
+        changed = self._cut_or_not(replace(left, devices=right.devices), rng)
         return changed if changed is not None and self._may_be(changed) else left
 
     def _may_be(self, genes: Arrangement) -> bool:
@@ -316,10 +318,44 @@ class Arrangements:
         used = [device for team in teams for device in team]
         return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
 
-    def shuffled(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
-        """The same shape on any devices in any order."""
+    def laid(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+        """The same shape on the fastest or any devices, stage by stage or in any order."""
+        speeds, size = self.cluster.relative_speeds, genes.size
         devices = rng.permutation(len(genes.devices)).tolist()
-        return self.recut(replace(genes, devices=tuple(devices)))
+        if rng.random() < 0.7:  # the slowest are left out
+            devices.sort(key=lambda device: -speeds[device])
+        used, spare = devices[: genes.replicas * size], devices[genes.replicas * size :]
+        if rng.random() < 0.3:
+            used = rng.permutation(used).tolist()
+        # copies of a stage wait for the slowest one: in all replicas they are of about one speed
+        stages = [owners_of(genes.copies)[k] for k in rng.permutation(len(genes.copies))]
+        places = [
+            replica * size + k
+            for stage in stages
+            for k in stage
+            for replica in range(genes.replicas)
+        ]
+        order = [device for _, device in sorted(zip(places, used))]
+        slices = self.numbers[int(rng.integers(len(self.numbers)))]
+        slices = slices if rng.random() < 0.3 else genes.microbatches
+        return self.recut(replace(genes, devices=(*order, *spare), microbatches=slices))
+
+    def shapes(self) -> Iterator[Arrangement]:
+        """Every shape there is, in as many micro-batches as can be, on the fastest devices."""
+        speeds, count = self.cluster.relative_speeds, len(self.cluster.devices)
+        devices = tuple(sorted(range(count), key=lambda device: -speeds[device]))
+        for size in range(1, min(count, self.partitions) + 1):
+            stages = [cuts for k in range(size) for cuts in combinations(range(1, size), k)]
+            for replicas, cuts in product(range(1, count // size + 1), stages):
+                copies = tuple(b - a for a, b in pairwise((0, *cuts, size)))
+                alone = max(copies) == 1
+                for turns in range(1, _MOST_TURNS + 1 if alone and size > 1 else 2):
+                    for slices in reversed(self.numbers):
+                        genes = Arrangement(devices, replicas, copies, turns, slices, False, ())
+                        found = self.recut(genes) if copies[-1] == 1 else None
+                        if found is not None and self._may_be(found):
+                            yield found
+                            break
 
     def recut(self, genes: Arrangement) -> Arrangement | None:
         """Another shape, with balanced cuts; None: there are too few devices or partitions."""
@@ -365,8 +401,11 @@ class Arrangements:
         devices, used = list(genes.devices), len(genes.used)
         one, other = int(rng.integers(used)), int(rng.integers(len(devices)))
         devices[one], devices[other] = devices[other], devices[one]
-        changed = self.seated(replace(genes, devices=tuple(devices)))
-        return self.recut(changed) if rng.random() < 0.5 else changed
+        return self._cut_or_not(replace(genes, devices=tuple(devices)), rng)
+
+    def _cut_or_not(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+        """The same seated, with its own cuts, which may be the better ones, or balanced ones."""
+        return self.recut(genes) if rng.random() < 0.5 else self.seated(genes)
 
     def _sliced(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
         """Another number of micro-batches, or what memory they need."""
@@ -447,16 +486,34 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
 def starts_of(
     space: Arrangements, seeds: Sequence[Arrangement], evaluations: int, rng: Rng
 ) -> list[Arrangement]:
-    """What a search of so many evaluations begins with: the best of the seeds first, and others."""
-    randoms = [space.random(rng) for _ in range(evaluations // 25)]
+    """The best arrangements of other shapes: of the seeds, or tried first. The best comes first."""
     seated = [space.seated(genes) for genes in seeds]
-    ordered = [*seated]
-    for genes in seated:
-        others = space.recut(genes), space.across(genes), space.alike(genes)
-        ordered += [other for other in others if other]
-    for _ in range(evaluations // 6 // max(1, len(seated))):
-        randoms += [other for genes in seated if (other := space.shuffled(genes, rng)) is not None]
-    return [*_best(space, ordered)[:_STARTS], *_best(space, randoms)[:_RANDOM]]
+    found = [*seated, *_orders(space, seated), *_screened(space, evaluations // 25, rng)]
+    return _best(space, found)[:_STARTS]
+
+
+def _orders(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:
+    """The same with balanced cuts, also with like replicas or like stages of all replicas."""
+    orders = (move(genes) for genes in found for move in (space.recut, space.across, space.alike))
+    return [genes for genes in orders if genes is not None]
+
+
+def _screened(space: Arrangements, count: int, rng: Rng) -> list[Arrangement]:
+    """Of many shapes the best, each with the best of a few orders of the devices.
+
+    All are tried on a few, the better half of them on a few more, and so on.
+    """
+    if len(space.cluster.devices) <= _ALL_SHAPES:
+        shapes = [*space.shapes()]
+    else:
+        shapes = [space.random(rng) for _ in range(count)]
+    found = _best(space, [*shapes, *_orders(space, shapes)])
+    while True:
+        laid = [space.laid(genes, rng) for genes in found for _ in range(_ORDERS)]
+        found = _best(space, [*found, *(genes for genes in laid if genes is not None)])
+        if len(found) <= 2 * _STARTS:
+            return found
+        del found[len(found) // 2 :]
 
 
 def _best(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:

@@ -187,7 +187,9 @@ def _of_copies(links: Links, owners: Sequence[Sequence[int]]) -> Links:
     """
     stages = [owners[-1], *owners[:-1]]
 
-    def slowest(table: Sequence[Sequence[float]], here: Sequence[int], there: Sequence[int]) -> float:
+    def slowest(
+        table: Sequence[Sequence[float]], here: Sequence[int], there: Sequence[int]
+    ) -> float:
         return max(table[i][j] for i in here for j in there)
 
     return Links(
