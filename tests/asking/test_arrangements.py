@@ -156,6 +156,39 @@ def test_replicas_that_are_alike_have_a_fast_and_a_slow_device_each() -> None:
     assert found.used[0] == 0
 
 
+def test_two_copies_have_twice_the_work_of_one_device_where_links_are_fast() -> None:
+    at = cluster((1.0, 9), (1.0, 9), (1.0, 9), bandwidth=8e9)
+    space = Arrangements(costs_of, at, BATCH, SLICES)
+    found = space.recut(Arrangement((0, 1, 2), 1, (2, 1), 1, 4, False, ()))
+    # forwards of 4, 3, 3, 2, 1, 1 ms: 10 of them for two, 4 for the driver
+    assert found is not None
+    assert found.ends == (3, 6)
+
+
+def test_a_message_of_two_copies_keeps_half_of_their_ways_out() -> None:
+    at = cluster(*[(1.0, 9)] * 3)
+    chain = with_copies(problem_of(costs_of(1), at, 3, 4), (2, 1), costs_of(1), at).chain
+    # the driver and copy 0 share a host, copy 1 is on another: 4 ns a byte, 2 forwards and 4 back
+    assert chain.links.seconds_per_byte[1][0] == pytest.approx(3e-9)
+    assert chain.links.seconds_per_byte[0][1] == pytest.approx(3e-9)
+    assert chain.links.latency_s[1][0] == 1e-4
+
+
+def test_every_shape_is_tried_once() -> None:
+    space = Arrangements(costs_of, UNLIKE, BATCH, SLICES)
+    expected = [
+        (replicas, copies, turns)
+        for stages in range(1, 5)
+        for copies in product(range(1, 5), repeat=stages)
+        for replicas in range(1, 5)
+        for turns in (1, 2, 3)
+        if copies[-1] == 1 and replicas * sum(copies) <= 4 and stages * turns <= 6
+        if turns == 1 or stages == sum(copies) > 1
+    ]
+    found = [(genes.replicas, genes.copies, genes.turns) for genes in space.shapes()]
+    assert sorted(found) == sorted(expected)
+
+
 def test_a_plan_names_the_ranks_of_devices_that_change_places() -> None:
     first = next(s for s in rank_shapes(costs_of, UNLIKE, BATCH) if s.devices_per_replica == 2)
     shape = replace(first, replicas=1, numbers=(1, 3), shares=())
