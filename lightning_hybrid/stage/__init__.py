@@ -1,4 +1,4 @@
-"""One rank's stages at work: passes, random numbers, batch statistics, averaged gradients."""
+"""How a rank runs its stages: passes, random numbers, batch statistics, averaging of gradients."""
 
 from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import (

@@ -26,15 +26,15 @@ class StagedNetwork:
     """One network on one rank: the module, this rank's stages of it, its calls.
 
     Args:
-        number: of the network, the same on all ranks.
+        number: number of the network, the same on all ranks.
         name: dotted name in the LightningModule; empty for the LightningModule itself.
         module: the whole network. Only the tensors of this rank's stages are up to date.
-        engine: this rank's stages at work.
+        engine: runs this rank's stages.
         borrowed: names in the network of parameters that another rank owns and this one uses too:
             their values come from there, and their gradients go there.
 
     Attributes:
-        weight_hooks: the user's, on gradients.
+        weight_hooks: the user's hooks on the gradients of weights.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class StagedNetwork:
         self.weight_hooks = WeightHooks(module)
 
     def add_key(self, key: CallKey, number: int | None = None) -> int:
-        """Note a new kind of calls, by what travels in them.
+        """Register a key of calls that exchange tensors of the same shapes.
 
         Args:
             key: the key.
-            number: on a worker, the driver's for it. Those of calls that have failed on the driver
-                before the worker has heard of them are left out.
+            number: on a worker, the driver's number for it. (Some never come: their call has failed
+                on the driver before it told the worker.)
 
         Returns:
             Its number.
@@ -89,7 +89,7 @@ class StagedNetwork:
             return tuple([parameter.requires_grad for parameter in self._parameters])
 
     def set_trainable(self, flags: Sequence[bool]) -> None:
-        """On a worker: the flags that the driver's network has."""
+        """On a worker: set ``requires_grad`` of every parameter to the driver's."""
         for parameter, trainable in zip(self._parameters, flags):
             parameter.requires_grad_(trainable)
 
@@ -116,17 +116,17 @@ def engine_of(
     seed: int,
     trace: Trace,
 ) -> Engine:
-    """This rank's stages at work, on its device, with the group that averages their gradients.
+    """The engine for this rank's stages, with the group that averages their gradients.
 
     Args:
-        network: that they are of.
-        stages: by number.
-        placement: of all stages.
+        network: the network of the stages.
+        stages: this rank's stages, by number.
+        placement: where all stages of the network are.
         options: how they compute.
-        mesh: the groups.
+        mesh: the groups of ranks.
         links: of the stages to their neighbours, by number.
         borrowed: names in the network of what this rank uses and another one owns.
-        device: where they are.
+        device: the device of the stages.
         seed: of the random numbers inside networks.
         trace: where to record.
     """
@@ -147,7 +147,7 @@ def engine_of(
 
 
 def names_of(stages: Sequence[Stage]) -> list[str]:
-    """Names in the network of the parameters and buffers that some of its stages use."""
+    """Names in the network of the parameters and buffers that these stages use."""
     named = (pair for s in stages for pair in (*s.named_parameters(), *s.named_buffers()))
     return list(dict.fromkeys(name for name, _ in named))
 
@@ -156,8 +156,8 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
     """Per rank of a replica, the names of the parameters that it uses and another one owns.
 
     The owner is the rank of the earliest stage that uses a parameter, but the driver only if no
-    other rank uses it: what the driver borrows it sees through its proxies. Copies of a stage
-    borrow nothing of each other.
+    other rank uses it: it has proxies for parameters that it borrows. Copies of a stage borrow
+    nothing from each other.
 
     Args:
         stages: of each stage of the network, the names of the parameters that it uses.
@@ -174,7 +174,7 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
     for names, (device, *_) in zip(stages, ranks):
         used[device] |= {*names}
         for name in names:
-            # (the driver is rank 0, which is false)
+            # (`or`, so that the driver, rank 0, gives way to any later rank)
             owner[name] = owner.get(name) or device
     return [
         frozenset(name for name in names if owner[name] != rank) for rank, names in enumerate(used)
@@ -194,13 +194,13 @@ def _refuse_tied_copies(stages: Sequence[Sequence[str]], devices: Devices) -> No
 
 
 def own_parameters(stages: Sequence[Stage], borrowed: frozenset[str]) -> list[nn.Parameter]:
-    """The parameters that no stage of another rank uses."""
+    """The parameters of these stages that this rank owns, which are all but those ``borrowed``."""
     named = {name: value for stage in stages for name, value in stage.named_parameters()}
     return [value for name, value in named.items() if name not in borrowed]
 
 
 def own_buffers(stages: Sequence[Stage]) -> list[Tensor]:
-    """The buffers that the stages of a rank use."""
+    """The buffers that these stages use, each once."""
     return list({name: value for s in stages for name, value in s.named_buffers()}.values())
 
 
@@ -212,15 +212,15 @@ def _replica_group(
     copies: tuple[int, ...],
     trace: Trace,
 ) -> ReplicaGroup:
-    """What averages the gradients of a rank's stages over all ranks that have them.
+    """The `ReplicaGroup` that averages the gradients of a rank's stages over all with the same.
 
     Args:
-        stages: of the rank.
-        network: that they are of.
+        stages: the stages of the rank.
+        network: the network of the stages.
         borrowed: names in it of parameters that another rank owns and averages.
-        mesh: of this rank.
-        copies: ``pp_rank`` of the ranks of this replica that have the stages. The driver, which may
-            be among workers, does not step them: its code sees them as the workers have them.
+        mesh: the mesh of this rank.
+        copies: ``pp_rank`` of the ranks of this replica that have the stages. If the driver is one
+            beside workers, these own and step the parameters, and it has proxies for them.
         trace: where to record.
     """
     driver, first, here = 0, copies[0], mesh.coordinates.pp_rank
