@@ -1,6 +1,7 @@
-"""Clipping by norm, and one loss scale, over all stages.
+"""The arithmetic of clipping by norm, and of one loss scale, over all stages.
 
-Each rank measures its own gradients; the driver hears all norms, and one factor goes to all ranks
+Each rank takes the norms of its own gradients; the driver gets all, and sends one factor to all
+ranks
 (:meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm` asks them).
 The scaler of ``precision="16-mixed"`` lives on the driver: gradients are unscaled where they are,
 and one that is not finite, on any rank, makes the step be skipped on all.
@@ -14,10 +15,10 @@ from torch.optim import Optimizer
 
 
 def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
-    """Multiply gradients with ``factor``, in place. Whether one of them was not finite.
+    """Multiply gradients by ``factor``, in place, and return whether one of them was not finite.
 
     Raises:
-        ValueError: a gradient is float16, and would lose what scaling has saved.
+        ValueError: a gradient is float16, whose small numbers unscaling would turn to zero.
     """
     if any(gradient.dtype == torch.float16 for gradient in gradients):
         raise ValueError(
@@ -35,7 +36,7 @@ def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that this rank has, in the order of the groups."""
+    """The gradients that this rank has of an optimizer's parameters, in the order of its groups."""
     return [
         parameter.grad
         for group in optimizer.param_groups
@@ -82,7 +83,7 @@ def total_norm(norms: Mapping[str, Tensor], names: Iterable[str], order: float =
 
 
 def clip_factor(total: Tensor, max_norm: float) -> float:
-    """What to multiply all gradients with, as ``torch.nn.utils.clip_grads_with_norm_`` does.
+    """The factor to multiply all gradients by, as in ``torch.nn.utils.clip_grads_with_norm_``.
 
     Args:
         total: the norm of all gradients together.
