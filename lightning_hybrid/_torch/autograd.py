@@ -76,7 +76,7 @@ def is_in_backward() -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Whether the running backward was called with ``retain_graph=True``; no public way either."""
+    """Whether the running backward has ``retain_graph=True``; there is no public way to ask."""
     return bool(_graph_is_kept())
 
 
@@ -85,7 +85,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def saved_tensors_hooks() -> Hooks | None:
-    """The hooks that code around us has put on tensors saved for backward, if there are any.
+    """The hooks that the code around this call has put on tensors saved for backward, if any.
 
     There is no public way to ask.
     """
@@ -119,7 +119,7 @@ def pass_number() -> int:
 
 @contextmanager
 def own_saved_tensors() -> Iterator[None]:
-    """Inside, hooks that code around us has put on tensors saved for backward do not apply.
+    """Inside, hooks on saved tensors that the code around has set do not apply.
 
     Activation checkpointing around the call of a network works by such hooks: on the tensors of a
     stage they would call the network again in the middle of its own backward. Without such hooks

@@ -44,7 +44,7 @@ def runs_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def has_step_hook(optimizer: Optimizer, handle: Any) -> bool:
-    """Whether an optimizer still has this pre-hook of its step (one that is made anew has not)."""
+    """Whether an optimizer still has this pre-hook of its step (lost if `__init__` ran again)."""
     return handle.id in optimizer._optimizer_step_pre_hooks
 
 

@@ -110,7 +110,7 @@ def _function_of(kind: type[Tensor]) -> Callable[..., Any] | None:
 
 
 def is_followed(kind: type[Tensor]) -> bool:
-    """Whether a class of the user's changes no number, so that ordinary tensors can replace it."""
+    """Whether a subclass of Tensor changes no number, so that ordinary tensors can replace it."""
     if kind is Tensor:
         return False
     return _function_of(kind) is _default or _name(kind) == _CARRIES_A_DESCRIPTION

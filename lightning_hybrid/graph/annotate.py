@@ -50,7 +50,7 @@ class Effects:
         ambient: whether, after it, the modes that a cut cannot switch (``vmap`` levels,
             derivatives in forward mode, inference mode) are as at the beginning of the graph.
         unknown: why all this is not known, in words; ``None``: it is known.
-        flops: of convolutions and matrix products, at the captured sizes.
+        flops: floating-point operations of convolutions and matrix products, at the captured sizes.
     """
 
     results: frozenset[int] = frozenset()
@@ -70,12 +70,12 @@ class Annotations:
 
     @property
     def written(self) -> frozenset[int]:
-        """All memory that is changed."""
+        """The numbers of all memory that is changed."""
         return frozenset[int]().union(*(effects.writes for effects in self.of.values()))
 
 
 def annotate(graph: fx.Graph, attributes: Mapping[str, Any]) -> Annotations:
-    """Run a captured graph once on fake tensors.
+    """Find the effects of all operations of a captured graph, by one run on fake tensors.
 
     Args:
         graph: each node has its ``example_value``, as from TorchDynamo.

@@ -26,7 +26,7 @@ MASKS = "masks"
 
 _ARGUMENTS = ("input", "p", "training", "inplace")
 _BATCHED: dict[Any, int] = {F.dropout: 0, F.dropout1d: 3, F.dropout2d: 3, F.dropout3d: 5}
-"""Per function 0 if it drops elements; if channels, from how many dimensions on a batch is one."""
+"""Per function: 0 if it drops elements; if it drops channels, the least dimensions of a batch."""
 
 
 def with_masks(module: fx.GraphModule) -> fx.GraphModule:
@@ -197,7 +197,7 @@ def drawn(
 
     Args:
         channels: whether the dimensions are samples and channels, each of which is kept or dropped.
-        shape: of the mask.
+        shape: the shape of the mask.
         order: its dimensions from the outermost to the innermost in memory.
         rate: the probability that something is dropped.
         dtype: of the tensor that dropout is applied to; torch's random numbers depend on it.

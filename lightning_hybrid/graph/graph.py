@@ -62,7 +62,7 @@ class Layer:
     """One operation of the captured network.
 
     Attributes:
-        name: of its node.
+        name: the name of its node.
         node: the operation in the captured graph.
         parts: nodes that take tensors out of what the operation has returned.
         module: dotted name of the module whose code calls it; empty: the network itself, or not
@@ -233,7 +233,7 @@ class NetworkGraph:
 
     @cached_property
     def made_of_weights(self) -> frozenset[fx.Node]:
-        """Parameters, and results of operations on nothing else."""
+        """The nodes that are parameters, or results of operations on nothing but parameters."""
         parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
         found = {node for node, name in self.tensors.items() if name in parameters}
         for node in self.graph.nodes:
@@ -355,7 +355,7 @@ class NetworkGraph:
 
     @cached_property
     def needs_two_samples(self) -> fx.Node | None:
-        """An operation that a single sample cannot go through, or not as several do.
+        """The first operation that a single sample cannot go through, or not as several do.
 
         It drops all dimensions of size 1, that of the batch too; or it is batch normalisation in
         training of one value per channel and sample.

@@ -31,10 +31,10 @@ def describe(
     shared: frozenset[str],
     batch_dim: int = 0,
 ) -> NetworkGraph:
-    """Describe what TorchDynamo has captured.
+    """Make a `NetworkGraph` of what TorchDynamo has captured.
 
     Args:
-        module: from TorchDynamo, with an example value for each node.
+        module: the captured graph, with an example value for each node.
         network: the module that was captured.
         names: per placeholder, the name of the parameter or buffer that it is in this call.
         given: identities of the tensors among the arguments of the call, in order.
@@ -89,7 +89,7 @@ def _of_batch(
 def describe_part(
     whole: NetworkGraph, graph: fx.Graph, tensors: dict[fx.Node, str]
 ) -> NetworkGraph:
-    """Describe a part of a captured network.
+    """Make a `NetworkGraph` of a part of a captured network.
 
     Args:
         whole: the captured network.

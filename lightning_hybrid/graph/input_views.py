@@ -50,7 +50,7 @@ class InputView:
 
 
 def views_of_inputs(graph: NetworkGraph) -> tuple[InputView, ...]:
-    """The outputs of a graph that operations which only make views have made of an input."""
+    """The outputs of a graph that are views of an input, made by nothing but views of it."""
     memory = {graph.memory[node] for node in graph.inputs if node in graph.memory}
     effects = {layer.node: layer.effects for layer in graph.layers}
     order = {node: number for number, node in enumerate(graph.graph.nodes)}

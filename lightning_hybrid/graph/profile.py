@@ -61,7 +61,7 @@ class PartitionProfile:
 
     @property
     def backward(self) -> float:
-        """Seconds of one backward, or its FLOPs: of two forwards, for inputs and parameters."""
+        """Seconds of one backward, or where only FLOPs are known those of two forwards."""
         if self.backward_input_s is None or self.backward_weight_s is None:
             return 2.0 * self.flops
         return self.backward_input_s + self.backward_weight_s

@@ -56,7 +56,7 @@ _FOLLOWED = {
     *("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"),
     *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
 }
-"""Operators that take a graph and compute what it does, forward and backward: looked into."""
+"""Operators that take a graph and compute just what it does, forward and backward."""
 
 Source = Callable[[fx.Node], Label]
 """Gives the label of the input that a placeholder stands for."""
@@ -415,7 +415,7 @@ class Labelling(TorchDispatchMode):
             self.set(other, MEET)
 
     def _write(self, tensor: Tensor, label: Label) -> None:
-        """Note a write into a tensor: samples meet unless ``label`` has them where it has them."""
+        """Note a write of values with this label: samples meet if the tensor's does not agree."""
         own = self.label(tensor)
         fits = label == own or (label is None and isinstance(own, Rows) and own.places is None)
         shown = self._views[_memory(tensor)]

@@ -382,7 +382,7 @@ def attention(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] |
 
 
 def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Rows of a table that all share. ``scale_grad_by_freq`` makes samples meet in the backward."""
+    """Rows of a table that samples share; with ``scale_grad_by_freq`` its gradient mixes them."""
     shared = f.label(call["weight"]) is FREE and not call["scale_grad_by_freq"]
     return f.label(call["indices"]) if shared else MEET
 

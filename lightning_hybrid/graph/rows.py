@@ -68,7 +68,7 @@ class Rows:
         return self.places is None and self.picked is None
 
     def at(self, dim: int, *, places: bool = False) -> Rows:
-        """The same samples in dimension ``dim``; without ``places`` the entries are none."""
+        """The same samples in another dimension; with ``places``, entries still are places."""
         return replace(self, dim=dim, places=self.places if places else None)
 
 

@@ -21,7 +21,7 @@ _LIGHTNING = tuple(
 
 
 def place_now() -> str | None:
-    """File and line of the innermost code that runs now and is not torch's, Lightning's or ours."""
+    """File and line of the innermost running code apart from torch, Lightning and this package."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((*_NOT_THE_USERS, *_LIGHTNING)):
             return f"{frame.filename}:{frame.lineno}"
@@ -29,7 +29,7 @@ def place_now() -> str | None:
 
 
 def place_of(node: fx.Node) -> str | None:
-    """File and line of the innermost code that calls an operation and is not torch's or ours."""
+    """File and line of the innermost code, torch's and this package's apart, that calls a node."""
     frames = _FRAME.findall(node.stack_trace or "")
     theirs = [f"{file}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
     return theirs[-1] if theirs else None

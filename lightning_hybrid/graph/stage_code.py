@@ -75,7 +75,7 @@ class GraphCode:
     """A graph as plain data.
 
     Attributes:
-        nodes: per node its operation, name, target, and pickled arguments.
+        nodes: per node its kind, name, target, and arguments (other nodes as `_NodeName`).
         attributes: what ``get_attr`` nodes name: tensors, nested graphs, values.
     """
 

@@ -347,7 +347,7 @@ class _Dividing:
         return sum(load for node, load in loads.items() if node in nodes) / total
 
     def _said(self, nodes: Iterable[fx.Node]) -> str:
-        """The message that samples meet, with the first of these nodes and theirs where they do."""
+        """A message that names where samples meet first, in these nodes or those behind them."""
         why = self.followed.why
         node = min(
             (n for n in self._behind(nodes) if n in why),

@@ -131,7 +131,7 @@ class ForwardPass(Pass):
         return self.links(microbatch).previous.post([*specs, *states])
 
     def _send_header(self, microbatch: int) -> None:
-        """Send the shapes of the values that follow; once an empty header if there are none."""
+        """Send the shapes of the values that follow; after an error an empty header, once."""
         if self._result is not None:
             crossing = self._result[: len(self._result) - len(self._states)]
             specs = [TensorSpec.of(value) for value in crossing]

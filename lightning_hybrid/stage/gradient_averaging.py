@@ -245,7 +245,7 @@ class ReplicaGroup:
         return parameter.requires_grad if trainable is None else parameter in trainable
 
     def arm(self, final: Iterable[Parameter] = ()) -> None:
-        """Begin to average: each gradient is sent once the next backward, a step's last, ends it.
+        """Begin to average: send each gradient when the next backward, a step's last, completes it.
 
         Args:
             final: parameters whose gradients are final already; those of others are ignored.

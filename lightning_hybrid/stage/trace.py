@@ -72,7 +72,7 @@ def bubble(busy_s: list[float], wall_s: float) -> float:
 
     Args:
         busy_s: seconds of forward and backward of each stage of a replica.
-        wall_s: seconds from the beginning to the end of all of it.
+        wall_s: seconds that passed in the meantime, waiting included.
     """
     return 1.0 - sum(busy_s) / (len(busy_s) * wall_s)
 

@@ -1,10 +1,9 @@
 """The arithmetic of clipping by norm, and of one loss scale, over all stages.
 
-Each rank takes the norms of its own gradients; the driver gets all, and sends one factor to all
-ranks
-(:meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm` asks them).
-The scaler of ``precision="16-mixed"`` lives on the driver: gradients are unscaled where they are,
-and one that is not finite, on any rank, makes the step be skipped on all.
+Each rank takes the norms of its own gradients. The driver asks for them, and sends one factor to
+all ranks (:meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm`).
+The scaler of ``precision="16-mixed"`` is on the driver: each rank unscales its own gradients, and
+if one is not finite on any rank, all ranks skip the step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -98,7 +98,7 @@ for _name in (
 
 
 def placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
-    """A state on the devices on which optimizers keep it: that of the parameter, but for counts."""
+    """A state as optimizers keep it: tensors on the parameter's device, step counts as they are."""
     return {
         key: value.to(parameter.device)
         if isinstance(value, Tensor) and value.dim() and not (parameter.is_meta or is_unread(value))
@@ -125,7 +125,7 @@ def were_divided(optimizers: Iterable[Optimizer], *, trains: bool) -> bool:
 
 
 def outlined(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state as a message: dense tensors as their `TensorSpec`, other values as they are."""
+    """A state as a message: dense tensors as their `TensorSpec`, step counts and the like whole."""
     return {
         key: TensorSpec.of(value, gradient=False)
         if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided

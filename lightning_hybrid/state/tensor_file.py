@@ -9,8 +9,8 @@ process has it open; a kill leaves nothing on the disk.
 
 `load_unread` loads a checkpoint that the address space of a process has no room for. As torch reads
 the checkpoint, each storage is written to a file without a name and freed, and a tensor is read
-from there when it is needed (:mod:`lightning_hybrid.remote.unread`). So only one storage at a time
-is in memory.
+from there when it is needed (:mod:`lightning_hybrid.remote.unread`). So at most one large storage
+at a time is in memory.
 """
 
 import ctypes
