@@ -34,8 +34,8 @@ def entered_autocast(node: fx.Node) -> Any:
     return node.args[0] if node.target is exit_autocast else None
 
 
-# per kind, the class of the object that stands for a call of NumPy in a captured graph, and
-# computes it with torch, and its attribute for what is called
+# per kind of a call of NumPy in a captured graph: the class of the node's target, which computes it
+# with torch, and its attribute for the function, method or operator
 _NUMPY = {
     "function": (find("torch._dynamo.utils:numpy_to_tensor_wrapper"), "f"),
     "method": (find("torch._dynamo.utils:numpy_method_wrapper"), "method"),

@@ -86,7 +86,7 @@ Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 
 _COUNT = itertools.count()
 
-# TorchDynamo looks at the gradients of all tensors that it describes
+# a warning by which TorchDynamo's look at the gradients of all tensors would reach the user
 warnings.filterwarnings(
     "ignore", "The .grad attribute of a Tensor that is not a leaf", module=r"torch\._"
 )

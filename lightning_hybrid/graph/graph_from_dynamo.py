@@ -303,7 +303,7 @@ def rows_of_input(node: fx.Node, symbols: Collection[Any]) -> Rows | None:
     example = node.meta["example_value"]
     if not isinstance(example, Tensor) or example.layout is not torch.strided or example.is_nested:
         return None
-    # in two dimensions of that size (a matrix of samples by samples) they would be in neither
+    # with two dimensions of that size (samples by samples) it cannot be split along either
     sizes = [(d, size) for d, size in enumerate(example.shape) if is_symbolic(size)]
     dims = [(d, size) for d, size in sizes if not set(symbols).isdisjoint(symbols_in(size))]
     return Rows(dims[0][0]) if len(dims) == 1 and is_symbol(dims[0][1]) else None

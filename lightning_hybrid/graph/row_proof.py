@@ -277,7 +277,7 @@ class _Walk:
     def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
         """Whether the driver can compute a node for all samples, and split what it returns."""
         labels = [self._drawn(node, tensor) for tensor in tensors]
-        is_tensor = isinstance(self._values[node], Tensor)  # (of a tuple, the nodes that take it)
+        is_tensor = isinstance(self._values[node], Tensor)  # (else ask its parts)
         if node not in self._early or not is_tensor or MEET in labels:
             return False
         for tensor, label in zip(tensors, labels):
@@ -342,7 +342,7 @@ class Labelling(TorchDispatchMode):
         self._alive: list[Tensor] = []  # the `id` of a freed tensor could be given to another
         self._views: dict[int, list[Tensor]] = {}
         self._roots: dict[int, int] = {}  # per view with all entries in order: the tensor viewed
-        self._counts: dict[Any, Any] = {}  # how many entries were picked
+        self._counts: dict[Any, Any] = {}  # per key of picked entries, or of an order: their number
         self._sizes: dict[Any, Any] = {}
         self.begin()
 
@@ -383,7 +383,7 @@ class Labelling(TorchDispatchMode):
         size = self._counts.setdefault(picked, self.size(count))
         new = _symbols_of(count)
         self.tainted |= new
-        if self.size(count) != size and len(new) == 1:  # torch has counted them again
+        if self.size(count) != size and len(new) == 1:  # the same mask, counted anew
             self._same[new.pop()] = size
         return picked
 
@@ -501,7 +501,7 @@ class Labelling(TorchDispatchMode):
         if label is None:
             return MEET if dims else None
         if not dims and any(isinstance(s, int) and s == 0 for s in out.shape):
-            return None  # nothing is in it
+            return None  # (it is empty)
         if isinstance(label, Counts):
             return MEET if dims else label
         if dims != [label.dim] or self._changes(label.outer):

@@ -374,7 +374,7 @@ def attention(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] |
     if not isinstance(rows, Rows) or rows.dim > 1 or any(t.dim() != 4 for t in tensors):
         return MEET
     if rows.dim == 1 and any(t.shape[1] != tensors[0].shape[1] for t in tensors):
-        return MEET  # several heads of the query have one of the key
+        return MEET  # (several heads of the query share one of the key)
     masks = [_aligned(f, t, 4) for t in call.others("query", "key", "value")]
     if any(f.label(t) != rows for t in tensors) or not {FREE, rows}.issuperset(masks):
         return MEET
@@ -449,7 +449,7 @@ def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 
 def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
     """The dimensions that an operator indexes by tensors, and these tensors."""
-    if call["indices"] is None:  # `index_select` and the like have one
+    if call["indices"] is None:  # (`index_select` and the like have one index)
         return [call["dim"] % max(call["self"].dim(), 1)], [call["index"]]
     picks = list(call["indices"])
     at = [place for place, pick in enumerate(picks) if pick is not None]

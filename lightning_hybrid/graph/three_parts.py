@@ -448,7 +448,7 @@ def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], Networ
     returned = []
     for node in plan.taken:
         copy = copies[node]
-        if node in graph.tensors:  # a weight: as an operation of the last stage
+        if node in graph.tensors:  # a weight is the result of an operation of the last stage
             copy = code.call_method("clone", (copy,))
             copy.meta = {"example_value": node.meta["example_value"]}
         returned.append(copy)
@@ -474,7 +474,7 @@ def _with_sizes(graph: NetworkGraph, plan: _Plan, inputs: Collection[fx.Node]) -
             needed |= {*symbols_in(example)}
     found: set[fx.Node] = set()
     tensors = [leaf.node for leaf in graph.leaves if not leaf.number]
-    tensors.sort(key=lambda node: node not in inputs)  # those that it has first
+    tensors.sort(key=lambda node: node not in inputs)  # first those it takes anyway
     known: set[Any] = set()
     for node in tensors:
         own = {symbols_in(s)[0] for s in node.meta["example_value"].shape if is_symbol(s)}

@@ -60,14 +60,14 @@ class Engine(RankStages):
             copied = self.stage_for(self.owned[0], call.key)
             self.replayed.replay(copied, call.key.microbatches)
         # 3. Errors, stage by stage towards the driver. They come last, since a rank that waits for
-        #    a tensor hears of nothing else.
+        #    a tensor can receive nothing else.
         error = next((work.error for work in works if work.error), None)
         for own in self.owned:
             for links in own.links if own.number > 0 else ():
                 status = links.previous.receive_word(Status)
                 self.failure = self.failure or status.failure
             for links in own.links if not own.is_last else ():
-                # what the driver's own stages raise is the driver's to deal with
+                # (an error of its own stages the driver raises itself)
                 mine = self.coordinates.is_driver and error is not None
                 links.next.send_word(Status(None if mine else self.failure))
         if not self.coordinates.is_driver:

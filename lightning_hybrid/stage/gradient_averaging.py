@@ -219,7 +219,7 @@ class ReplicaGroup:
         self._size, self._copies = group.size(), copies
         self._armed, self._whole = False, True
         self._buckets: list[_Bucket] = []
-        self._sent: list[dist.Work] = []  # of as many buckets, from the first on
+        self._sent: list[dist.Work] = []  # transfers of the first buckets
         self._trainable: list[bool] | None = None
         self._place: dict[Tensor, tuple[_Bucket, int]] = {}
         self._hooks: dict[Parameter, RemovableHandle] = {}
@@ -381,7 +381,7 @@ class ReplicaGroup:
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 self._place[parameter] = (bucket, index)
-                # a frozen parameter takes none
+                # (torch allows no such hook on a frozen parameter)
                 if parameter.requires_grad and parameter not in self._hooks:
                     hook = parameter.register_post_accumulate_grad_hook(self._gradient_ready)
                     self._hooks[parameter] = hook

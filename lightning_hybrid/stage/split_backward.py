@@ -173,7 +173,7 @@ class _Way:
         self._inputs = {get_gradient_edge(value).node for value in inputs}
         self._weights: list[Tensor] = []
         self._nodes: dict[Node, _Node] = {}  # children before their parents
-        self._leader: dict[Node, Node] = {}  # of sets of operations that grow together
+        self._leader: dict[Node, Node] = {}  # for `_find`: groups of operations
         self._splits = True
         for edge in self.roots:
             self._walk(edge.node)

@@ -255,5 +255,5 @@ def write_tensors(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> No
             if tensor.shape == value.shape and value.layout is torch.strided:
                 occupy(tensor)
                 tensor.copy_(value)
-            else:  # a buffer that has grown, or that holds places as well as values
+            else:  # a buffer of another size now, or a sparse one
                 tensor.data = value.to(tensor.device, tensor.dtype)

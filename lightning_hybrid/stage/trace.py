@@ -120,7 +120,7 @@ class Trace:
         if self._path is None and self._watch is None:
             yield
             return
-        # two clocks: that of the watch is exact, that of the trace is the same on all ranks
+        # two clocks: the watch's is exact, the trace's is the same for all ranks of a host
         mark = self._watch.start() if self._watch else None
         start = time.time()
         try:

@@ -105,7 +105,7 @@ class WeightHooks:
             for held in taken:
                 held.weight.grad = held.gradient
         # 2. The hooks, each with the whole gradient of the pass.
-        with torch.no_grad():  # and a hook sees the weights of other ranks as all of its code does
+        with torch.no_grad():  # (not `as_they_are`: hooks see proxies of other ranks' weights)
             for held, gradient in reversed(arisen):  # backward begins at the last layers
                 if gradient is not None:
                     _add(held, gradient, heard=chosen is None or held.name in chosen, late=late)
