@@ -183,8 +183,8 @@ class Capture:
             (:mod:`lightning_hybrid.graph.dropout_masks`).
 
     Attributes:
-        reason: the value in the user's code for which the last graph was captured anew; ``None``:
-            it was not for one.
+        reason: if the last call was captured anew, the value in the user's code that required it;
+            ``None``: it was not, or not for such a value.
     """
 
     def __init__(

@@ -405,7 +405,7 @@ _TRAVELLING = {
     *("wrap", "wrap_with_set_grad_enabled", "wrap_with_autocast", "invoke_subgraph", "out_dtype"),
     *("cond", "map", "map_impl", "scan", "associative_scan", "while_loop", "flex_attention"),
 }
-"""Operators that take graphs, of which every rank can run its part: none of the user's Python."""
+"""Operators that take graphs and that any rank can compute: they run none of the user's Python."""
 
 
 def _normalises_one_value(node: fx.Node) -> bool:

@@ -74,7 +74,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Counts:
-    """A histogram of sorted numbers, one per sample: how often each number occurs.
+    """The label of a histogram of numbers by which entries of samples were sorted.
 
     Attributes:
         picked: the order that the sort gives the samples.

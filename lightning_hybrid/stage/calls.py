@@ -32,7 +32,7 @@ Gradients = list[Tensor | None]
 
 @dataclass
 class Traffic:
-    """What one stage knows of the tensors it exchanges, from the first call with a key.
+    """What one stage has learned of the tensors that it exchanges in calls with one key.
 
     Attributes:
         incoming: per micro-batch, what comes from the previous stage.
@@ -74,7 +74,7 @@ class Call:
         draw: decides the random numbers; see
             :func:`lightning_hybrid.stage.calls.draw_number`.
         key: decides which tensors are exchanged; only the first call with a key sends shapes.
-        exchange: whether it is that one: headers with shapes travel before the activations.
+        exchange: whether headers with shapes travel before the activations, as in that first call.
         uses_rng: whether the generators' state travels with the activations.
         traffic: `Traffic` of each stage of this rank.
         saved: for each stage of this rank, per micro-batch, what its backward needs: inputs and

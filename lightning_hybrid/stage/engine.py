@@ -95,7 +95,7 @@ class Engine(RankStages):
 
         Raises:
             Exception: on the driver, what its own stage raised. On a worker it is kept in
-                ``failure``; the driver hears of it with the next forward.
+                ``failure``, and sent to the driver with the next forward.
         """
         self.passed = False
         # 1. Gradients of weights are about to be added to. If all copies of a stage hold the same

@@ -39,10 +39,11 @@ class Broadcasts:
 
     Args:
         group: the ranks that take part.
+        peer: the name of the other ranks in an error.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, peer: str = ANOTHER_REPLICA) -> None:
+        self._group, self._peer = group, peer
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def send(self, tensors: Sequence[Tensor], source: int = 0) -> None:
@@ -96,7 +97,7 @@ class Broadcasts:
     def _broadcast(self, memory: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        wait(start(self._group.broadcast, [memory], options, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+        wait(start(self._group.broadcast, [memory], options, peer=self._peer), self._peer)
 
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
@@ -191,8 +192,6 @@ class ReplicaGroup:
         copies: how many ranks of each replica have the stages. Each has a part of the gradients of
             its replica, so that those of a replica are summed, and those sums averaged.
         owns: whether this rank steps the parameters; if not, it has no gradient after a sum.
-        lending: gives the group for `lend`: the first rank that owns the parameters, and the one
-            that does not. Both make it together when it is first asked for.
 
     Attributes:
         trainable: the parameters that have gradients, where the rank does not decide that itself;
@@ -209,11 +208,9 @@ class ReplicaGroup:
         copies: int = 1,
         *,
         owns: bool = True,
-        lending: Callable[[], Group] | None = None,
     ) -> None:
         self.trainable: Collection[Tensor] | None = None
-        self._owns, self._lending = owns, lending
-        self._loans: Broadcasts | None = None
+        self._owns = owns
         self._parameters, self._buffers, self._state = list(parameters), buffers, state
         self._group, self._trace = group, trace
         self._size, self._copies = group.size(), copies
@@ -324,17 +321,6 @@ class ReplicaGroup:
         self.broadcast_buffers()
         with as_they_are():
             Broadcasts(self._group).send(self._parameters)
-
-    def lend(self) -> None:
-        """Copy the weights from the first rank that owns them to the one that does not.
-
-        Both call it. (The write does not raise the versions of the tensors: their values may be the
-        same as before. On owners, which a step writes to, autograd refuses an older graph.)
-        """
-        assert self._lending is not None
-        self._loans = self._loans or Broadcasts(self._lending())
-        with as_they_are():
-            self._loans.send(self._parameters)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

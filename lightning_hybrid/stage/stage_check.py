@@ -49,7 +49,7 @@ def check(
     """Run the captured network and its stages on the same inputs and compare bit for bit.
 
     (On a GPU up to rounding: it does not always add in the same order.) Both start from the same
-    random state and the same buffers, no backward follows, and buffers are put back. Stages get
+    random state and buffers, no backward follows, and what they write is put back. Stages get
     copies of tensors, as over a link, which sends the numbers of a slice without the memory between
     them. Here that memory is overwritten and not left out, since numbers that lie otherwise in
     memory may be rounded otherwise.

@@ -16,6 +16,7 @@ from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, state_buffers
+from lightning_hybrid.stage.lent_weights import LentWeights
 from lightning_hybrid.stage.rank_stages import StageOptions
 from lightning_hybrid.stage.replayed_statistics import replayed_statistics
 from lightning_hybrid.stage.trace import Trace
@@ -32,6 +33,7 @@ class StagedNetwork:
         engine: runs this rank's stages.
         borrowed: names in the network of parameters that another rank owns and this one uses too:
             their values come from there, and their gradients go there.
+        lent: on a worker, what it owns and the driver uses too.
 
     Attributes:
         weight_hooks: the user's hooks on the gradients of weights.
@@ -44,9 +46,10 @@ class StagedNetwork:
         module: nn.Module,
         engine: Engine,
         borrowed: frozenset[str] = frozenset(),
+        lent: LentWeights | None = None,
     ) -> None:
         self.number, self.name, self.module, self.engine = number, name, module, engine
-        self.borrowed = borrowed
+        self.borrowed, self.lent = borrowed, lent
         self.calls: dict[int, Call] = {}
         self.keys: dict[int, CallKey] = {}
         self._traffic: dict[int, list[Traffic]] = {}
@@ -181,6 +184,25 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
     ]
 
 
+def lent_parameters(
+    stages: Sequence[Sequence[str]], devices: Devices, borrowed: Sequence[frozenset[str]]
+) -> list[frozenset[str]]:
+    """Per rank of a replica, the names of the parameters that it lends the driver.
+
+    Args:
+        stages: see :func:`borrowed_parameters`.
+        devices: see there.
+        borrowed: what that returns. (The driver's copy of a stage is not in it: all parameters of
+            that stage are lent by the first copy.)
+    """
+    driver = 0
+    lent: list[set[str]] = [set() for _ in borrowed]
+    for names, (owner, *others) in zip(stages, map(copies_of, devices)):
+        tied = borrowed[driver] - borrowed[owner]
+        lent[owner] |= {name for name in names if driver in others or name in tied}
+    return [frozenset(names) for names in lent]
+
+
 def _refuse_tied_copies(stages: Sequence[Sequence[str]], devices: Devices) -> None:
     for number, (names, device) in enumerate(zip(stages, devices)):
         others = {name for k, each in enumerate(stages) if k != number for name in each}
@@ -223,8 +245,7 @@ def _replica_group(
             beside workers, these own and step the parameters, and it has proxies for them.
         trace: where to record.
     """
-    driver, first, here = 0, copies[0], mesh.coordinates.pp_rank
-    borrows = driver in copies[1:]
+    driver, here = 0, mesh.coordinates.pp_rank
     return ReplicaGroup(
         own_parameters(stages, borrowed),
         partial(own_buffers, stages),
@@ -232,8 +253,7 @@ def _replica_group(
         trace,
         partial(state_buffers, network),
         len(copies),
-        owns=not borrows or here != driver,
-        lending=partial(mesh.siblings, (first, driver)) if borrows else None,
+        owns=here != driver or driver not in copies[1:],
     )
 
 

@@ -1,7 +1,7 @@
 """Writes checkpoints so that a kill in the middle of it leaves the previous one whole.
 
 A file is replaced by a rename. If one of the two is a folder, their paths are exchanged in one
-step: after a kill both are as before, or both exchanged.
+step, where the system can: after a kill both are as before, or both exchanged.
 """
 
 import ctypes

@@ -188,7 +188,7 @@ def unship(data: bytes, apart: Tensors, parameters: Mapping[str, Parameter]) -> 
 
 
 def kind_of_group(group: Mapping[str, Any]) -> frozenset[tuple[str, object]]:
-    """A key equal for groups whose options differ in numbers only (zero and infinity apart)."""
+    """A key equal for groups whose options differ only in numbers that are not 0 or infinite."""
     return frozenset((key, _kind_of(value)) for key, value in group.items() if key != "params")
 
 
