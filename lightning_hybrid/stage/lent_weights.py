@@ -1,7 +1,7 @@
-"""Weights that a worker owns and a stage of the driver uses too, on their way between the two.
+"""Sends weights that a worker owns and the driver uses too, and their gradients, between the two.
 
 They are the tied weights of a language model (its embedding and its last layer), or those of a
-whole stage that the driver has a copy of. They travel in each step, from device to device.
+whole stage that the driver has a copy of. They are sent in each step, from device to device.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,16 +17,19 @@ _DRIVER = 0
 
 
 class LentWeights:
-    """Weights that one worker lends its driver. Both have one, and call the same method together.
+    """Weights that a worker owns and its driver uses too.
+
+    The worker and the driver have one each, and both call together: `lend`, and then `give_back`
+    on the driver with `take_back` on the worker.
 
     Args:
         parameters: the same ones in the same order on both. (On the driver they are proxies; this
             class reads and writes their memory.)
         to_driver: gives a group of the worker and the driver, in this order; both make it when it
             is first asked for.
-        to_owner: gives another one, of the driver and the worker. (Two directions in one group of
-            NCCL wait for each other.)
-        peer: how to name the other rank in an error.
+        to_owner: gives another group, of the driver and the worker. (In one group of NCCL the two
+            directions would wait for each other.)
+        peer: the name of the other rank in an error.
     """
 
     def __init__(
@@ -42,17 +45,17 @@ class LentWeights:
         self._gradients: Broadcasts | None = None
 
     def lend(self) -> None:
-        """Give the driver the values that the owner has now.
+        """Send the driver the values that the owner has now.
 
-        (The write does not count in their versions. The owner writes to its own in a step, so
-        autograd refuses an older graph there; here the numbers may be the same as before.)
+        (The write does not raise the versions of the driver's tensors: their values may be the same
+        as before. On the owner, which a step writes to, autograd refuses an older graph.)
         """
         self._values = self._values or Broadcasts(self._to_driver(), self._peer)
         with as_they_are():
             self._values.send(self._parameters)
 
     def give_back(self, gradients: Sequence[Tensor]) -> None:
-        """On the driver: give the owner what a backward has left here.
+        """On the driver: send the owner the gradients that a backward has left here.
 
         Args:
             gradients: of all parameters, dense, of their types and on their device.
@@ -61,7 +64,7 @@ class LentWeights:
         self._gradients.send(gradients)
 
     def take_back(self) -> None:
-        """On the owner: add to the gradients what the driver gives back."""
+        """On the owner: add the driver's gradients to those that are here."""
         with torch.no_grad():
             gradients = [torch.empty_like(parameter) for parameter in self._parameters]
             self.give_back(gradients)
@@ -75,13 +78,13 @@ class LentWeights:
 def lent_weights(
     network: nn.Module, names: Iterable[str], owner: int, mesh: Mesh
 ) -> LentWeights | None:
-    """What a worker lends the driver of a network; ``None`` if it lends nothing.
+    """The `LentWeights` of a worker and the driver; ``None`` if there are no such parameters.
 
     Args:
-        network: a module.
-        names: in it, of the parameters.
+        network: the network that the parameters are of.
+        names: names of the parameters in it.
         owner: ``pp_rank`` of the worker.
-        mesh: of this rank, which is that worker or the driver.
+        mesh: the mesh of this rank, which is that worker or the driver.
     """
     named: Mapping[str, nn.Parameter] = dict(network.named_parameters())
     parameters = [named[name] for name in sorted(names)]

@@ -33,7 +33,7 @@ class StagedNetwork:
         engine: runs this rank's stages.
         borrowed: names in the network of parameters that another rank owns and this one uses too:
             their values come from there, and their gradients go there.
-        lent: on a worker, what it owns and the driver uses too.
+        lent: on a worker, the weights that it owns and the driver uses too.
 
     Attributes:
         weight_hooks: the user's hooks on the gradients of weights.
@@ -187,13 +187,13 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
 def lent_parameters(
     stages: Sequence[Sequence[str]], devices: Devices, borrowed: Sequence[frozenset[str]]
 ) -> list[frozenset[str]]:
-    """Per rank of a replica, the names of the parameters that it lends the driver.
+    """Per rank of a replica, the names of the parameters that it owns and the driver uses too.
 
     Args:
-        stages: see :func:`borrowed_parameters`.
-        devices: see there.
-        borrowed: what that returns. (The driver's copy of a stage is not in it: all parameters of
-            that stage are lent by the first copy.)
+        stages: as for :func:`borrowed_parameters`.
+        devices: likewise.
+        borrowed: what that returns. (It does not have the parameters of a stage that the driver has
+            a copy of, all of which the rank with the first copy lends the driver.)
     """
     driver = 0
     lent: list[set[str]] = [set() for _ in borrowed]
