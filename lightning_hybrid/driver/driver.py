@@ -273,8 +273,8 @@ class Driver:
 
     def _loans(self, driven: DrivenNetwork, lent: Sequence[Iterable[str]]) -> Iterator[Loan]:
         """What the workers lend this rank of a network, by names in it per ``pp_rank``."""
-        for owner, names in enumerate(map(sorted, lent)):
-            weights = lent_weights(driven.module, names, owner, self._mesh)
+        for owner, names in zip(self._workers.ranks, map(sorted, lent[1:])):
+            weights = lent_weights(driven.module, names, self._workers.lines[owner])
             if weights is not None:
                 yield Loan(driven.number, owner, driven.full_names(names), weights)
 
