@@ -32,7 +32,7 @@ class FoundNetwork:
         name: its dotted name in the LightningModule.
         module: the module.
         forward: the user's own ``forward`` of the module.
-        hollow: shows its weights to TorchDynamo as tensors with a size and no memory.
+        hollow: shows weights that are not on this device to TorchDynamo, as tensors without memory.
         whole: whether it is captured as one graph; else as a chain of graphs.
         reason: why it is a chain; empty if it is one graph.
         capture: captures its calls.
@@ -64,7 +64,7 @@ class FoundNetwork:
 
     @property
     def is_materialized(self) -> bool:
-        """Whether no weight or buffer is a deferred tensor, made in `configure_model`."""
+        """Whether none of its weights and buffers is a deferred tensor."""
         return not any(map(is_deferred, (*self.module.parameters(), *self.module.buffers())))
 
     def network_of(self, graph: NetworkGraph) -> tuple[DrivenNetwork, Plan] | None:

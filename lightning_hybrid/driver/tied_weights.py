@@ -1,12 +1,12 @@
 """Parameters that stages of several ranks use (tied weights), on the driver.
 
 The rank of the earliest stage owns them (never the driver, if a worker uses them too); the others
-borrow. Before a forward the borrowers have the owner's values, and after a backward the owner has
+borrow. Before a forward the borrowers get the owner's values, and after a backward the owner gets
 the borrowers' gradients. What the driver's own stages borrow are proxies
-(:mod:`lightning_hybrid.remote.remote`) and need none.
+(:mod:`lightning_hybrid.remote.remote`), whose values and gradients are exchanged by these.
 
-The driver may also have a copy of a whole stage of workers. Its weights come from the first of
-them, by a group of those two; its gradients are summed with those of all copies
+The driver may also have a copy of a whole stage of workers. It gets its weights from the first of
+these workers, through a group of the two; its gradients are summed with those of all copies
 (:mod:`lightning_hybrid.stage.gradient_averaging`).
 """
 
@@ -28,10 +28,10 @@ class Copied:
     """A stage of workers that the driver has a copy of.
 
     Attributes:
-        network: its number.
-        owner: ``pp_rank`` of the worker that lends its weights.
-        names: of these in the LightningModule.
-        group: of all copies.
+        network: number of the network.
+        owner: ``pp_rank`` of the worker that sends the driver its weights.
+        names: names of the weights in the LightningModule.
+        group: exchanges weights and gradients of the copies.
     """
 
     network: int
@@ -41,12 +41,12 @@ class Copied:
 
 
 class Borrowing:
-    """What the ranks of one replica borrow of each other.
+    """Brings borrowers of tied weights the owners' values, and owners the borrowers' gradients.
 
     Args:
-        commands: to the workers.
-        ownership: of their tensors.
-        unsettled: whether there may be gradients to bring.
+        commands: sends commands to the workers.
+        ownership: which worker owns which tensor.
+        unsettled: notes whether borrowers may have gradients.
     """
 
     def __init__(self, commands: Commands, ownership: Ownership, unsettled: Unsettled) -> None:
@@ -62,11 +62,15 @@ class Borrowing:
 
     @property
     def used_here(self) -> set[str]:
-        """Names in the LightningModule of what the driver's stages compute with."""
+        """Names in the LightningModule of workers' weights that the driver's stages use."""
         return {*self._here, *(name for copied in self._copies for name in copied.names)}
 
     def add(self, names: Sequence[Sequence[str]]) -> None:
-        """Names in the LightningModule, per rank of the replica; the first is the driver."""
+        """Register the tied weights that the ranks borrow.
+
+        Args:
+            names: per rank of the replica, the driver first, their names in the LightningModule.
+        """
         here, *workers = names
         self._here += here
         for worker, borrowed in enumerate(workers, start=1):
@@ -74,14 +78,14 @@ class Borrowing:
                 self._workers.setdefault(worker, []).extend(borrowed)
 
     def add_copy(self, copied: Copied) -> None:
-        """The driver has a copy of a stage."""
+        """Register a stage of workers of which the driver has a copy that needs its weights."""
         self._copies.append(copied)
 
     def refresh(self, *, grad: bool) -> None:
-        """Before a forward: send the values of shared parameters from their owners to borrowers.
+        """Send borrowers the owners' values before a forward, unless they have them already.
 
         Args:
-            grad: it is differentiable, so that gradients will arise here.
+            grad: whether the forward is differentiable, so that the driver may get gradients.
         """
         if not (self or self._copies):
             return
@@ -102,7 +106,7 @@ class Borrowing:
         self._current = remote.state(Kind.PARAMETER)
 
     def settle(self) -> None:
-        """Before gradients are used: add those of the borrowers to the owners'."""
+        """Add the borrowers' gradients to the owners', before gradients are used."""
         if self._workers and self._unsettled.borrowed:
             self._ownership.take(Kind.GRADIENT, self._collect(), add=True)
             self._commands.remote.outdate(Kind.GRADIENT)
@@ -110,7 +114,7 @@ class Borrowing:
 
     @signals_deferred
     def _collect(self) -> Mapping[str, Tensor]:
-        """The gradients that borrowing workers have; they are cleared there."""
+        """Take the gradients of tied weights off the borrowing workers; gives sums by name."""
         found: dict[str, Tensor] = {}
         for answer in self._commands.ask(GiveBorrowedGradients()):
             for name, value in answer.tensors:
