@@ -203,7 +203,7 @@ class Adoption:
             wanted: the number that the plan asks for.
 
         Returns:
-            ``wanted``, or 1 if samples meet.
+            ``wanted``, or 1 if samples meet or there is a single one.
         """
         # (whether samples meet need not be proven for a batch that is not divided)
         if wanted == 1 or _is_one_sample(graph, leaves):
@@ -236,7 +236,7 @@ class Adoption:
         """The plan of a network: an earlier run's, or the one that replica 0 makes for all.
 
         Args:
-            name: of the plan.
+            name: name of the plan.
             first: the first call of the network.
 
         Raises:

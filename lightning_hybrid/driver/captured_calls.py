@@ -206,7 +206,7 @@ class CapturedCalls:
         except NotCaptured as error:
             reason = f"it cannot be captured as one graph:\n{indented(error.reason)}"
             if error.by_its_kind and torch.is_grad_enabled():
-                # (nor does it run on the driver: torch decides by the class of weights, and those
+                # (nor can it run on the driver: torch decides by the class of weights, and those
                 # of other ranks are proxies)
                 raise NetworkError(
                     f"{found.shown} cannot be called in this way: {error.reason}."

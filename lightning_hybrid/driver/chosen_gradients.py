@@ -121,7 +121,7 @@ class ChosenGradients:
 
 
 def _check(network: DrivenNetwork) -> None:
-    """Refuse chosen weights of a network whose gradients are not all to be had after a pass."""
+    """Refuse single weights of a network of which a pass does not leave whole gradients."""
     what = f"Gradients of single weights ({place_now()}) of network {network.name or 'self'!r}"
     if any(len(copies_of(device)) > 1 for device in network.placement.devices):
         raise NetworkError(

@@ -110,7 +110,7 @@ class Workers:
 
 
 class Commands:
-    """Sends commands that read or change what the workers own, in order with changes by proxies.
+    """Sends commands that read or change what the workers own, after changes made by proxies.
 
     Args:
         workers: the channels to the workers of this replica.

@@ -269,7 +269,7 @@ class DrivenOptimizers:
             link.gather_state()
 
     def bring_states(self) -> None:
-        """Bring the states of all ranks into the optimizers, which the run has let go of."""
+        """Put the states of all ranks into the optimizers, after :meth:`close`."""
         for link in self._links:
             link.bring_state()
 
@@ -319,8 +319,8 @@ class DrivenOptimizers:
     def state(self, index: int) -> dict[str, dict[str, Any]]:
         """The state of an optimizer that the workers have, by parameter name.
 
-        Its tensors are on the CPU, mapped from files of the workers, or, inside of :meth:`unread`,
-        left on the workers until they are read.
+        Its tensors are on the CPU, mapped from files of the workers or received from them; inside
+        of :meth:`unread` they may stay on the workers until they are read.
         """
         if not self._ownership.any_network:
             return {}

@@ -260,7 +260,7 @@ class Driver:
         first, replica_group = not self._networks, driven.engine.replica_group
         self._networks.append(driven)
         copied = self._copied(driven)
-        # before optimizers are shipped: a state goes to the owner of its parameter
+        # before optimizers are sent: a state goes to the owner of its parameter
         self._ownership.add(driven.number, made.remote, copied)
         self._replicated.add(replica_group, driven.full_names(driven.owned_names))
         self.optimizers.ship(fresh=ALL if first else 0)

@@ -117,7 +117,7 @@ class NetworkCall:
 
 
 class _CallNode(torch.autograd.Function):
-    """A call of the network as one node of the graph of the user's code."""
+    """The node in autograd's graph for one call of a network."""
 
     @staticmethod
     def forward(

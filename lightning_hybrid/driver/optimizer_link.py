@@ -142,7 +142,7 @@ class OptimizerLink:
 
     @property
     def is_back(self) -> bool:
-        """Whether all states are on this rank, those of the workers' parameters too."""
+        """Whether all states are on this rank, or code here has replaced ``optimizer.state``."""
         state = self._state
         here = state is None or self.optimizer.state is not state or not state.away
         return here and not self._left
@@ -373,7 +373,7 @@ class OptimizerLink:
             self._counterparts.ship()
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Add the workers' states to a state dict of the optimizer, as a hook of its making."""
+        """Add the workers' states to a state dict (a hook of `Optimizer.state_dict`)."""
         self._entered.close()
         if self.whole:
             return state_dict

@@ -9,8 +9,9 @@ whole and in parts, through the same functions that send optimizers to workers:
 * The copies have the groups of the user's optimizer, at most two of each kind (that differ in
   numbers only). Stand-ins have the number of dimensions and the dtype of the parameters, at most
   two of each kind in a group, and at most three elements per dimension.
-* Twelve steps, with gradients of very different size (an active and an inactive clipping), and
-  one more with a gradient that is not a number. With a closure, as Lightning steps, and without.
+* A trial has twelve steps, with gradients of very different size (so that clipping is active in
+  some of them), and one more with a gradient that is NaN. It runs with a closure, as Lightning
+  steps, and without.
 * If a step before that last one gives numbers that are not finite, the trial shows nothing, and the
   optimizer steps as a whole.
 * Weights, gradients, states, groups and attributes must be equal bit for bit. Optimizers that

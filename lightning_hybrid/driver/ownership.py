@@ -78,8 +78,8 @@ class Ownership:
         Args:
             network: number of the network.
             names: by ``pp_rank`` of each worker, names in the LightningModule of what it owns.
-            copied: by name, the driver's copies of those parameters of which it has a copy of a
-                stage. Their gradients are parts of the workers', until they are summed.
+            copied: by name, the parameters of the driver's copy of a stage of workers. Their
+                gradients are to be added to the workers'.
         """
         self.any_network = True
         self._copied.update(copied)

@@ -25,7 +25,7 @@ class Specialization:
         self._splits: dict[tuple[torch.Size, ...], tuple[int, Numbers, list[int]]] = {}
 
     def split(self, leaves: Sequence[Tensor]) -> tuple[list[list[Tensor]], Numbers]:
-        """The inputs of each micro-batch, and its numbers."""
+        """The inputs of each micro-batch, and the values of the graph's numbers in it."""
         parts, numbers, _ = self._known(leaves)
         return self.graph.split(leaves, parts), numbers
 

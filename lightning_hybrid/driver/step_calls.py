@@ -45,7 +45,7 @@ class StepCalls:
             batch: how many training batches the run has seen before.
         """
         self._batch, self.count, self._streams = batch, 0, 0
-        self._expected = None  # of a call that has failed
+        self._expected = None  # (it may be left from a call that has failed)
 
     @contextmanager
     def in_region(self, region: tuple[object, bool] | None) -> Iterator[None]:
@@ -100,9 +100,9 @@ class StepCalls:
         self.count += 1
 
     def one_stream(self) -> AbstractContextManager[None]:
-        """Inside is one call on whole batches, whose numbers this rank draws from its generators.
+        """Inside, a call on a whole batch draws random numbers on this rank, seeded by its number.
 
-        With ``follows`` these are the generators of the code around it.
+        With ``follows`` it draws from the generators of the code around it.
         """
         if self.follows:
             return nullcontext()
@@ -112,7 +112,7 @@ class StepCalls:
         return self.generators_of(draw)
 
     def generators_of(self, draw: int) -> AbstractContextManager[None]:
-        """Inside, this rank draws what the first micro-batch of a call draws.
+        """Inside, this rank draws the random numbers of a call's first micro-batch.
 
         Args:
             draw: the number of the call.

@@ -268,10 +268,10 @@ class Stream:
                     entry.told += 1
 
     def _count_change(self, name: str) -> None:
-        """Count a number that has changed between launch and turn; tell the user at the last one.
+        """Count a change of a number since its launch; tell the user if nothing is launched now.
 
         Args:
-            name: of the number.
+            name: name of the number.
         """
         self._changes += 1
         if self._changes > _CHANGES:

@@ -1,9 +1,10 @@
-"""Parameters that stages of several ranks use (tied weights), on the driver.
+"""Keeps tied weights, parameters that stages of several ranks use, equal on these ranks.
 
 The rank of the earliest stage owns them (never the driver, if a worker uses them too); the others
 borrow. Before a forward the borrowers get the owner's values, and after a backward the owner gets
 the borrowers' gradients. What the driver's own stages borrow are proxies
-(:mod:`lightning_hybrid.remote.remote`), whose values and gradients are exchanged by these.
+(:mod:`lightning_hybrid.remote.remote`), whose gradients on the driver are sent to their owners like
+those of penalties.
 
 The driver may also have a copy of a whole stage of workers. It gets its weights from the first of
 these workers, through a group of the two; its gradients are summed with those of all copies
@@ -57,7 +58,7 @@ class Borrowing:
         self._current: object = None
 
     def __bool__(self) -> bool:
-        """Whether gradients are brought after a backward."""
+        """Whether any rank borrows a tied weight."""
         return bool(self._here or self._workers)
 
     @property

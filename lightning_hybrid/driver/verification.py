@@ -252,7 +252,7 @@ class Check:
         arguments = self._arguments, self._keywords
         try:
             self._copy = ModuleCopy(self._of.root, found.module, *arguments, batched, writes=writes)
-        except Exception as error:  # an object may refuse to be copied in any way it likes
+        except Exception as error:  # (copying an object may raise any error)
             raise _Inconclusive(f"it cannot be copied ({_told(error)})") from error
 
     def _run(self, *, draws: bool) -> None:
@@ -379,7 +379,7 @@ class Check:
         way = self.kind, rows is None
         try:
             module, result, given = self._copy.call(self._device, self._draws(), rows)
-        except Exception as error:  # of the user's code, or for lack of memory
+        except Exception as error:  # (by the user's code, or for lack of memory)
             memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
             # if it has run before, the code behaves otherwise now: a difference to report
             if isinstance(error, WritesWeights) or (way in self._of.has_run and not memory):

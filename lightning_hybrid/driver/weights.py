@@ -243,7 +243,7 @@ class Weights:
     def leave_inference(self) -> None:
         """Make ordinary buffers of inference tensors, by which evaluations have replaced buffers.
 
-        On one device a `self.count += 1` in inference mode leaves the buffer that was there.
+        On one device `self.count += 1` in inference mode changes an ordinary buffer in place.
         """
         for part in self._module.modules():
             _, buffers = tables(part)

@@ -38,7 +38,7 @@ from lightning_hybrid.remote.unread import is_unread
 
 
 def has_loaded(tensor: Any) -> bool:
-    """Whether a deferred tensor was loaded from a checkpoint here, for the rank that will own it."""
+    """Whether a deferred tensor was loaded from a checkpoint here, for the rank that owns it."""
     deferral: Deferral | None = getattr(tensor, "_maker", None)
     if deferral is None:
         return False
