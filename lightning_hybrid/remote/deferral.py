@@ -50,7 +50,7 @@ class Deferral(Maker):
     """The maker of the deferred tensors of one LightningModule.
 
     Args:
-        device: the device on which the numbers would be made on one device.
+        device: the device on which a run on one device would make the numbers.
     """
 
     on_one_rank = True

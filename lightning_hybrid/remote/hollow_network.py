@@ -119,7 +119,7 @@ def watched(
 def emptied(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, tensors have no memory, and an operation that would read or write one raises.
 
-    Torch itself refuses few of these operations: many on CPUs would read at address 0. Reading
+    Torch itself refuses some of these operations, but many on CPUs would read at address 0. Reading
     sizes, making new tensors of the same size, and captures by TorchDynamo are allowed.
 
     Args:

@@ -327,7 +327,7 @@ class RemoteTensors:
     # -- for proxies, as the user's code uses them
 
     def read(self, remote: Remote) -> None:
-        """Fetch a tensor from its owner, unless what is here is not stale."""
+        """Fetch a tensor from its owner if what is here is stale."""
         kind, age = remote.kind, self._age[remote.kind]
         # (the reader may keep a view and change it later, so `flush` compares the versions)
         self._touched[kind, remote.name] = remote

@@ -45,7 +45,7 @@ class Table(Protocol):
     device: torch.device
 
     def read(self, remote: "Remote") -> None:
-        """Fetch a tensor from its owner, unless what is here is not stale."""
+        """Fetch a tensor from its owner if what is here is stale."""
 
     def touch(self, remote: "Remote") -> None:
         """Note that a remote tensor was written to here."""
