@@ -230,7 +230,7 @@ class Worker:
         self._networks.append(staged)
 
     def _forward(self, command: protocol.Forward) -> None:
-        """Run the forward pass of a call; the driver raises an error in it at the end of its pass."""
+        """Run the forward pass of a call; an error in it is raised on the driver, at the end."""
         network = self._networks[command.network]
         self._hear_key(network, command)
         opened = network.open(command)
