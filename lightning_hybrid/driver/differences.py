@@ -102,6 +102,7 @@ _TENSOR_FLOAT_32 = 2.0**-10
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each tensor, number and text in a result, with the expression that reaches it."""
     if isinstance(value, Tensor):
         yield path, plain(value)
         return
@@ -128,6 +129,10 @@ def _after(path: str, step: Step) -> str:
 def _difference(
     one: Any, other: Any, epsilon: float, largest: float, *, part: bool, bits: bool
 ) -> str | None:
+    """How a leaf differs from the expected one (``other``), in words; ``None``: it does not.
+
+    For the arguments see :func:`differences`; ``largest`` is the largest number of all tensors.
+    """
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return _of_numbers(one, other, epsilon, part=part)
     with as_they_are(), torch.no_grad():

@@ -444,6 +444,14 @@ class DrivenOptimizers:
     def _unread_all(
         self, index: int, replica: int, name: str, state: Mapping[str, Any]
     ) -> dict[str, Any]:
+        """The state of one parameter, with unread tensors for those that another rank has.
+
+        Args:
+            index: number of the optimizer.
+            replica: number of the replica that has the state.
+            name: name of the parameter.
+            state: the state, with a `TensorSpec` in the place of each of these tensors.
+        """
         # ranks are numbered replica by replica, and within one the driver is the first
         rank = replica * self._mesh.coordinates.ranks_per_replica
         rank += self._ownership.rank_of(name) if name in self._ownership.network_of else 0
@@ -455,6 +463,7 @@ class DrivenOptimizers:
         }
 
     def _unread_one(self, index: int, owned: Owned, spec: TensorSpec) -> Tensor:
+        """An unread tensor for one in the state of an optimizer, fetched when it is read."""
         remote = self._commands.remote
         before = remote.state(Kind.PARAMETER)  # a step changes parameters and states
 

@@ -132,6 +132,7 @@ class _Noted:
                 self._place(partial(getattr, kind, name), partial(setattr, kind, name))
 
     def _held_by(self, function: FunctionType) -> Iterator[Any]:
+        """Record the variables of a function's closure and its globals; yields the former."""
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents

@@ -327,6 +327,14 @@ class Check:
             self._compare(found | self._attributes(self.found.module))
 
     def _compare(self, found: dict[str, Any]) -> None:
+        """Compare results with those of the Python, and if they differ find out why.
+
+        Args:
+            found: by name, the results of the stages.
+
+        Raises:
+            NetworkError: the graph does not hold any more, or samples meet.
+        """
         weights = dict(self.found.module.named_parameters())
         epsilon = epsilon_of((found, weights), self._device)
         if self._part is None:

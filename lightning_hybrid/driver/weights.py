@@ -137,6 +137,7 @@ class Replicated:
             replica_group.close()
 
     def _make_rest(self) -> ReplicaGroup:
+        """The group of the tensors that no network owns now, moved to the device if ``here``."""
         cut = self._identities()
         parameters = [p for p in self._module.parameters() if not (id(p) in cut or is_deferred(p))]
         if self.here:
@@ -290,6 +291,7 @@ class Weights:
         return unread | self._ownership.give(Kind.PARAMETER, [n for n in owned if n not in specs])
 
     def _unread_one(self, name: str, spec: TensorSpec) -> Tensor:
+        """An unread tensor for one that a worker owns; a read after a change there is refused."""
         owned = Owned(self._ownership.rank_of(name), name)
         before = self._remote.state(Kind.PARAMETER)
 

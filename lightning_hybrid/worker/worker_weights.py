@@ -103,6 +103,7 @@ class WorkerWeights:
         return Answer(tensors=[(name, grad) for name, grad in gradients if grad is not None])
 
     def _give_borrowed_gradients(self, _: protocol.GiveBorrowedGradients) -> Answer:
+        """Answer with the gradients of tied weights that this rank borrows, and clear them."""
         gradients: dict[str, torch.Tensor] = {}
         for network in self._networks:
             for name in network.full_names(sorted(network.borrowed)):
