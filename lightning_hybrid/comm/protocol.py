@@ -191,6 +191,7 @@ class Cut(NetworkCommand):
         stages: the rank's stages, by number.
         placement: where all stages are.
         borrowed: names in the network of parameters that the rank uses and another one owns.
+        lent: likewise, of those that it owns and the driver uses too.
         seed: of the random numbers inside the network.
         vacates: whether parameters of the network that this rank does not use give their memory
             back.
@@ -201,6 +202,7 @@ class Cut(NetworkCommand):
     stages: Mapping[int, StageCode]
     placement: Placement
     borrowed: frozenset[str]
+    lent: frozenset[str]
     seed: int
     vacates: bool
 
@@ -581,7 +583,15 @@ class TakeWeights(Command):
 
 @dataclass(frozen=True)
 class LendWeights(NetworkCommand):
-    """Give the driver's copy of this rank's stage the weights of now, by a group for that alone."""
+    """Give the driver the weights of now that this rank lends it, by a group for that alone."""
+
+    in_frame = True
+    joint = True
+
+
+@dataclass(frozen=True)
+class TakeLentGradients(NetworkCommand):
+    """Add the gradients of lent weights that the driver gives back, by a group for that alone."""
 
     in_frame = True
     joint = True
@@ -699,6 +709,7 @@ MESSAGES: tuple[type[Message], ...] = (
     MapTensors,
     TakeWeights,
     LendWeights,
+    TakeLentGradients,
     NameGradients,
     GiveGradients,
     GiveBorrowedGradients,

@@ -14,6 +14,7 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import protocol, signals_deferred
 from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.driver.commands import Workers
+from lightning_hybrid.driver.loans import Loans
 from lightning_hybrid.remote import Kind
 
 
@@ -54,12 +55,14 @@ class Ownership:
     Attributes:
         any_network: whether a network has been cut. Before that, workers have neither stages nor
             optimizers.
+        loans: the weights that workers lend the driver.
         network_of: by name of the tensor in the LightningModule, the number of its network.
     """
 
     def __init__(self, workers: Workers, unsettled: Unsettled) -> None:
         self._workers, self._unsettled = workers, unsettled
         self.any_network = False
+        self.loans = Loans(workers)
         self.network_of: dict[str, int] = {}
         self._owner: dict[str, int] = {}
         # further workers that have the tensor: by copies of a stage, or a constant buffer in two
@@ -122,6 +125,10 @@ class Ownership:
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
         """Set tensors of workers, or, with ``add``, add to them."""
         gradients = kind is Kind.GRADIENT
+        if add:  # (this replica alone has added, so it has to be averaged)
+            for name in values:
+                self._unsettled.note(self.network_of[name], averaged=False)
+            values = self.loans.give_back(values)
         parts = [name for name in values if gradients and (add or self._in_parts(name))]
         # copies of a stage have parts of these gradients: set it on the first, clear the others
         if parts and not add:
@@ -133,9 +140,6 @@ class Ownership:
                 self._workers.send(rank, protocol.TakeGradients(add, mine.items()))
             else:
                 self._workers.send(rank, protocol.TakeWeights(mine.items()))
-        if add:  # (this replica alone has added, so it has to be averaged)
-            for name in values:
-                self._unsettled.note(self.network_of[name], averaged=False)
 
     def clear_gradients(self, names: list[str]) -> None:
         """Set the gradients of these parameters to None on all ranks that have one."""
