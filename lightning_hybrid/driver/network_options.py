@@ -86,7 +86,7 @@ class DriverOptions:
         shared: names of the parameters and buffers that the workers have too; ``None``: all names.
         share: whether the weights of a network that is cut must be sent from replica 0 to the other
             replicas, since they may differ.
-        trains: whether the memory of parameters that workers own is freed on the driver.
+        trains: whether ranks free the memory of parameters that other ranks own.
         folder: where ranks write files that others map, if possible.
         say: tells the user something, in one line.
         follows: whether networks draw the random numbers of one device; see `StepCalls`.

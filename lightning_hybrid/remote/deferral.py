@@ -136,7 +136,8 @@ class Deferral(Maker):
     def _take(self, module: nn.Module) -> None:
         """Make deferred tensors of a module's parameters and buffers that the tape has recorded.
 
-        Other tensors in its attributes get their memory and numbers now.
+        Other tensors in the module get their memory and numbers now, if they are not computed from
+        parameters.
         """
         state = {id(t): (name, t) for name, t in _state(module)}
         with as_they_are():
