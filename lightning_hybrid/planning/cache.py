@@ -73,7 +73,7 @@ def describe(
     leaves: Sequence[Tensor],
     device: torch.device,
 ) -> dict[str, Any]:
-    """Describe in plain values all that a profile depends on; the arguments are those of `cached`."""
+    """Describe in plain values all that a profile depends on; see `cached` for the arguments."""
     return {
         "format": FORMAT,
         "versions": {name: _version(name) for name in ("lightning-hybrid", "torch")},

@@ -283,7 +283,7 @@ class _Programme:
         return result
 
     def _least_s(self, stage: int, start: int, labels: Floats) -> Floats:
-        """For each label a lower bound of the step time of chains that end so; exact for stage 0."""
+        """For each label, a lower bound of the step of chains that end so; exact for stage 0."""
         total, largest, total_back, largest_back = self.fronts[stage][:, start]
         if not np.isfinite(total):  # no chain reaches this state
             return np.full(len(labels), np.inf)

@@ -144,7 +144,7 @@ class Cluster:
 
     @property
     def memory_limits(self) -> tuple[int, ...] | None:
-        """For each ``pp_rank`` the least memory of its replicas, in bytes; None: one is not known."""
+        """For each ``pp_rank`` the least memory of its replicas, in bytes; None: not all known."""
         if None in self.memory_bytes:
             return None
         known = [amount or 0 for amount in self.memory_bytes]
