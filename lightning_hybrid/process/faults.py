@@ -221,7 +221,7 @@ def say_at_next_meeting(ranks: Ranks) -> None:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether ``error``, ours or one of Lightning's groups', only says that a peer is lost."""
+    """Whether ``error``, ours or one of gloo's or NCCL's, only says that a peer is lost."""
     return isinstance(error, ConnectionLost) or is_gone(error) or is_late(error)
 
 
