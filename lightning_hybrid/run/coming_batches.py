@@ -59,7 +59,9 @@ class ComingBatch:
 
 
 class Iteration:
-    """An iterator over a loader that can fetch batches ahead. (A batch *begins* with its step.)
+    """An iterator over a loader that can fetch batches ahead.
+
+    A batch *begins* when the Trainer has got it and prepares it for its training step.
 
     Args:
         loader: the loader.

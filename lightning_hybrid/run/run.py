@@ -153,7 +153,7 @@ class Run:
             network: the network, with the tensors of a micro-batch.
             microbatches: number of micro-batches.
             beside: plans of other networks on these devices.
-            chosen: whether this package has chosen the module as the network, a part of the user's.
+            chosen: whether to choose the cuts even if the user has given a plan or cut points.
             optimizers: the user's optimizers, whose state needs memory if the run trains.
 
         Raises:
