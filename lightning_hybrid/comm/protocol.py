@@ -195,6 +195,7 @@ class Cut(NetworkCommand):
         stages: code of the rank's stages, by number of the stage.
         placement: ranks of all stages.
         borrowed: names in the network of parameters that this rank uses and another one owns.
+        lent: names in the network of parameters that this rank owns and the driver uses too.
         seed: seed of the random numbers inside the network.
         vacates: whether the memory of parameters that this rank does not use is freed.
     """
@@ -204,6 +205,7 @@ class Cut(NetworkCommand):
     stages: Mapping[int, StageCode]
     placement: Placement
     borrowed: frozenset[str]
+    lent: frozenset[str]
     seed: int
     vacates: bool
 
@@ -592,9 +594,20 @@ class TakeWeights(Command):
 
 @dataclass(frozen=True)
 class LendWeights(NetworkCommand):
-    """Send the current weights of this rank's stage to the driver, which has a copy of the stage.
+    """Send the driver the current values of weights that this rank owns and the driver uses too.
 
-    They travel in a process group that is for this alone.
+    They are sent over a process group that is for this alone.
+    """
+
+    in_frame = True
+    joint = True
+
+
+@dataclass(frozen=True)
+class TakeLentGradients(NetworkCommand):
+    """Add the gradients that the driver has of weights that this rank owns and the driver uses too.
+
+    They are sent over a process group that is for this alone.
     """
 
     in_frame = True
@@ -717,6 +730,7 @@ MESSAGES: tuple[type[Message], ...] = (
     MapTensors,
     TakeWeights,
     LendWeights,
+    TakeLentGradients,
     NameGradients,
     GiveGradients,
     GiveBorrowedGradients,

@@ -18,6 +18,7 @@ from lightning_hybrid.stage import (
     borrowed_parameters,
     engine_of,
     is_running_statistic,
+    lent_parameters,
     tensors_of,
 )
 from lightning_hybrid.state import (
@@ -38,11 +39,13 @@ class Distributed:
         remote: by ``pp_rank`` of each worker, names in the LightningModule of what it owns.
         borrowed: per rank of the replica, names in the network of what it uses and another one
             owns.
+        lent: likewise, of what it owns and the driver uses too.
     """
 
     engine: Engine
     remote: dict[int, tuple[str, ...]]
     borrowed: list[frozenset[str]]
+    lent: list[frozenset[str]]
 
 
 class Distribution:
@@ -91,17 +94,17 @@ class Distribution:
             DeferredError: stages share a weight that is made in ``configure_model``.
         """
         parameters = dict(network.named_parameters())
-        borrowed = borrowed_parameters(
-            [[n for n in code.owned if n in parameters] for code in codes], placement.devices
-        )
+        names = [[n for n in code.owned if n in parameters] for code in codes]
+        borrowed = borrowed_parameters(names, placement.devices)
+        lent = lent_parameters(names, placement.devices, borrowed)
         refuse_tied(name, tensors_of(self._module), borrowed)
         self._refuse_compiled(name, borrowed[0])
         _refuse_copies(name, network, codes, placement.devices)
-        links = self._order(number, name, codes, placement, borrowed, linked=False)
+        links = self._order(number, name, codes, placement, borrowed, lent, linked=False)
         prefix = f"{name}." if name else ""
         remote = self._hand_out_weights(prefix, codes, placement.devices, borrowed)
         engine = self._make_engine(prefix, network, codes, placement, links, borrowed[0])
-        return Distributed(engine, remote, borrowed)
+        return Distributed(engine, remote, borrowed, lent)
 
     def distribute_again(self, network: DrivenNetwork, codes: Sequence[StageCode]) -> None:
         """Have all ranks make their stages of another graph of a network.
@@ -117,7 +120,9 @@ class Distribution:
         _refuse_copies(network.name, network.module, codes, network.placement.devices)
         # who borrows what was settled by the first graph of the network
         nobody = [frozenset[str]() for _ in (0, *self._workers.ranks)]
-        self._order(network.number, network.name, codes, network.placement, nobody, linked=True)
+        self._order(
+            *(network.number, network.name, codes, network.placement, nobody, nobody), linked=True
+        )
         here = [own.number for own in network.engine.owned]
         stages = make_stages([codes[n] for n in here], network.module, self._device)
         network.engine.add_specialization(dict(zip(here, stages)))
@@ -138,6 +143,7 @@ class Distribution:
         codes: Sequence[StageCode],
         placement: Placement,
         borrowed: Sequence[frozenset[str]],
+        lent: Sequence[frozenset[str]],
         *,
         linked: bool,
     ) -> dict[int, Dealt]:
@@ -154,7 +160,7 @@ class Distribution:
             ranks = enumerate(map(copies_of, placement.devices))
             theirs = {n: codes[n] for n, owners in ranks if worker in owners}
             orders[worker] = Cut(
-                *(number, name, theirs, placement, borrowed[worker]),
+                *(number, name, theirs, placement, borrowed[worker], lent[worker]),
                 *(self._options.seed, self._options.trains),
             )
         self._commands.tell_each(orders)

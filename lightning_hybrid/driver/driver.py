@@ -8,7 +8,7 @@ The code around it works with its parts: :class:`Distribution` of stages, :class
 things: networks, steps, runs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,7 +21,6 @@ from lightning_hybrid.comm import (
     Failure,
     Mesh,
     broadcast_object,
-    copies_of,
     gather_objects,
     meet,
     protocol,
@@ -35,11 +34,12 @@ from lightning_hybrid.driver.distribution import Distributed, Distribution
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import ALL, DrivenOptimizers
 from lightning_hybrid.driver.held_hooks import HeldHooks
+from lightning_hybrid.driver.loans import Loan
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.ownership import Ownership, Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
-from lightning_hybrid.driver.tied_weights import Borrowing, Copied
+from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
@@ -50,6 +50,7 @@ from lightning_hybrid.stage import (
     ReplicaGroup,
     Stopwatch,
     Trace,
+    lent_weights,
     state_buffers,
     tensors_of,
 )
@@ -255,9 +256,11 @@ class Driver:
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here, views)
         self._borrowing.add([driven.full_names(sorted(names)) for names in made.borrowed])
+        for loan in self._loans(driven, made.lent):
+            self._ownership.loans.add(loan)
         if self._options.trains:
             self._workers.flush()  # what is on its way shows the memory of weights
-            self.remote.vacate(self._borrowing.used_here)
+            self.remote.vacate(self._ownership.loans.names)
         if self._options.share:
             self._share_from_replica_0(driven.number, replica_group)
 
@@ -265,14 +268,15 @@ class Driver:
         """By name in the LightningModule the parameters of this rank's copy of a stage, if any."""
         if not driven.placement.collects:
             return {}
-        copy = driven.engine.owned[0]
-        [owner, *_] = copies_of(driven.placement.devices[copy.number])
-        named = dict(copy.specializations[0].named_parameters())
-        copied = dict(zip(driven.full_names(named), named.values()))
-        self._borrowing.add_copy(
-            Copied(driven.number, owner, copied.keys(), driven.engine.replica_group)
-        )
-        return copied
+        named = dict(driven.engine.owned[0].specializations[0].named_parameters())
+        return dict(zip(driven.full_names(named), named.values()))
+
+    def _loans(self, driven: DrivenNetwork, lent: Sequence[Iterable[str]]) -> Iterator[Loan]:
+        """What the workers lend this rank of a network, by names in it per ``pp_rank``."""
+        for owner, names in enumerate(map(sorted, lent)):
+            weights = lent_weights(driven.module, names, owner, self._mesh)
+            if weights is not None:
+                yield Loan(driven.number, owner, driven.full_names(names), weights)
 
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
         """Weights were loaded, or made, in one replica only."""

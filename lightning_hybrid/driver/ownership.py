@@ -14,6 +14,7 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import protocol, signals_deferred
 from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.driver.commands import Workers
+from lightning_hybrid.driver.loans import Loans
 from lightning_hybrid.remote import Kind
 
 
@@ -54,12 +55,14 @@ class Ownership:
     Attributes:
         any_network: whether a network has been cut. Before, workers have neither stages nor
             optimizers.
+        loans: what workers lend the driver.
         network_of: of each tensor, by its name in the LightningModule, the number of its network.
     """
 
     def __init__(self, workers: Workers, unsettled: Unsettled) -> None:
         self._workers, self._unsettled = workers, unsettled
         self.any_network = False
+        self.loans = Loans(workers)
         self.network_of: dict[str, int] = {}
         self._owner: dict[str, int] = {}
         # further workers with the same: copies of a stage, or users of a constant buffer
@@ -122,6 +125,11 @@ class Ownership:
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
         """Set remote tensors, or add to them."""
         gradients = kind is Kind.GRADIENT
+        # what was added on one replica alone is not averaged yet
+        if add:
+            for name in values:
+                self._unsettled.note(self.network_of[name], averaged=False)
+            values = self.loans.give_back(values)
         parts = [name for name in values if gradients and (add or self._in_parts(name))]
         # a sum of what several have: set on one of them, the others must have nothing
         if parts and not add:  # the first copy's stands for all
@@ -133,10 +141,6 @@ class Ownership:
                 self._workers.send(rank, protocol.TakeGradients(add, mine.items()))
             else:
                 self._workers.send(rank, protocol.TakeWeights(mine.items()))
-        # what was added on one replica alone is not averaged yet
-        if add:
-            for name in values:
-                self._unsettled.note(self.network_of[name], averaged=False)
 
     def clear_gradients(self, names: list[str]) -> None:
         """Of remote parameters."""

@@ -28,11 +28,13 @@ from lightning_hybrid.graph import Stage
 from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
+    LentWeights,
     StagedNetwork,
     StageOptions,
     Stopwatch,
     Trace,
     engine_of,
+    lent_weights,
     names_of,
 )
 from lightning_hybrid.state import FilesOfWorker, Takeover, share_optimizers
@@ -98,6 +100,7 @@ class Worker:
             protocol.SynchronizeBuffers: self._synchronize_buffers,
             protocol.Share: self._share_weights,
             protocol.LendWeights: self._lend_weights,
+            protocol.TakeLentGradients: self._take_lent_gradients,
             **self._optimizers.handlers(),
             **self._weights.handlers(),
             **self._shards.handlers(),
@@ -217,8 +220,10 @@ class Worker:
             seed=order.seed,
             trace=self._trace,
         )
-        staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
-        self._networks.append(staged)
+        lent = lent_weights(network, order.lent, self._mesh.coordinates.pp_rank, self._mesh)
+        self._networks.append(
+            StagedNetwork(order.network, order.name, network, engine, order.borrowed, lent)
+        )
 
     def _forward(self, command: protocol.Forward) -> None:
         network = self._networks[command.network]
@@ -302,7 +307,15 @@ class Worker:
             share_optimizers(optimizers, names, self._mesh.data_parallel, self._device)
 
     def _lend_weights(self, command: protocol.LendWeights) -> None:
-        self._networks[command.network].engine.replica_group.lend()
+        self._lent(command).lend()
+
+    def _take_lent_gradients(self, command: protocol.TakeLentGradients) -> None:
+        self._lent(command).take_back()
+
+    def _lent(self, command: protocol.NetworkCommand) -> LentWeights:
+        lent = self._networks[command.network].lent
+        assert lent is not None
+        return lent
 
     # -- the run
 
