@@ -11,9 +11,9 @@ is kept apart; the end is t_max or the optimal total profit.
 Added, because the text is silent or contradicts itself:
 
 1. Eq. 9 leaves j unbound: gene i is the device of partition i, and f = sum_i c_{i, beta_i}.
-2. The prose after Eq. 8 exchanges (6) and (7). Meant is what is printed: (6) is the capacity of a
+2. The prose after Eq. 8 exchanges (6) and (7). Here they are as printed: (6) is the capacity of a
    device, (7) that each partition is on exactly one.
-3. "Each GPU runs at least one partition" stands in the prose only. It is a constraint here.
+3. "Each GPU runs at least one partition" is in the prose only. It is a constraint here.
 4. Initial placement: where no device has room for the next partition the member is begun again, and
    after `_RESTARTS` dead ends heavy partitions are placed first, going back from dead ends.
 5. Members of the initial population differ from each other as far as that is possible.

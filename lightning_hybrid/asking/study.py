@@ -49,7 +49,10 @@ class Study:
     origin: str
 
     def shapes(self, devices: int) -> list[Shape]:
-        """All ways to use `devices` devices (replicas x stages x micro-batches), fastest first."""
+        """All ways to use `devices` devices, the fastest first.
+
+        A way is numbers of replicas, devices, stages and micro-batches; see `Shape`.
+        """
         cluster = self.cluster.take(devices)
         return rank_shapes(self.costs_of, cluster, self.batch, splits=self.splits)
 

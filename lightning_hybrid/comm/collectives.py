@@ -86,7 +86,7 @@ def fail_next_meeting(group: Group, timeout: timedelta) -> None:
     Waits for them for ``timeout`` at most; ranks that come later still learn of the failure, as
     long as this process lives.
     """
-    # that another rank is gone is no concern of one that has failed itself
+    # the loss of another rank does not matter to one that has failed itself
     with suppress(ConnectionLost, RuntimeError):
         _begin_meeting(group, failed=True, place="")[1].wait(timeout)
 

@@ -77,9 +77,9 @@ class Coordinates:
 
     @property
     def lightning_rank(self) -> int:
-        """The rank that Lightning is told: with R replicas of S ranks, drivers are 0 .. R-1.
+        """The rank that Lightning is told; with R replicas of S ranks, unique over all R*S.
 
-        Workers are R .. R*S-1, so that it is unique over all ranks.
+        Drivers are 0 .. R-1, workers R .. R*S-1.
         """
         if self.is_driver:
             return self.dp_rank

@@ -302,7 +302,7 @@ def _tensors_of(message: Message) -> Iterator[Tensor]:
 def _made_ready(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Make the tensors of a message ready one by one; zeros for those that fail, then the error.
 
-    The frame has told the peer how many come: it would take the next message for missing ones.
+    The peer knows from the frame how many come, and would take the next message for missing ones.
     """
     failure: Exception | None = None
     for tensor in tensors:

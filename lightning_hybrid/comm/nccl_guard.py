@@ -42,7 +42,7 @@ class Guard:
     def close(self, *, failed: bool = False) -> None:
         """Tell the previous rank that the run is over here, and whether this rank has failed."""
         if self._said is None:
-            with suppress(RuntimeError):  # ConnectionLost, or that of a group that is given up
+            with suppress(RuntimeError):  # ConnectionLost, or the error of a closed group
                 self._said = self._before.send(torch.tensor([failed]))
 
     def _listen(self) -> None:
@@ -52,7 +52,7 @@ class Guard:
             lost = ConnectionLost(f"Lost {self._after.peer}. It has failed")
         except ConnectionLost as error:
             failed[0], lost = True, error
-        except RuntimeError:  # this rank has given up the group by itself
+        except RuntimeError:  # this rank has closed the group itself
             return
         # after a run that has ended well all ranks shut their groups down together
         if failed:

@@ -506,7 +506,7 @@ class GiveWeights(Command):
     """Answer with these parameters and buffers, as tensors.
 
     Attributes:
-        names: of the parameters and buffers, dotted.
+        names: dotted names of the parameters and buffers.
     """
 
     answered = True
@@ -626,7 +626,7 @@ class GiveGradients(Command):
     """Answer with the gradients of these parameters, as tensors.
 
     Attributes:
-        names: of the parameters, dotted.
+        names: dotted names of the parameters.
     """
 
     answered = True
@@ -658,7 +658,7 @@ class ClearGradients(Command):
     """Set the gradients of these parameters to ``None``.
 
     Attributes:
-        names: of the parameters, dotted.
+        names: dotted names of the parameters.
     """
 
     names: list[str]

@@ -79,5 +79,5 @@ class Lines(ABC):
         if self.coordinates.ranks_per_replica > 1 and not self.coordinates.is_driver:
             self.channel(0)  # makes that to the driver, which may wait for a first answer
         for channel in self._channels.values():
-            with suppress(RuntimeError):  # ConnectionLost, or that of a group that is given up
+            with suppress(RuntimeError):  # ConnectionLost, or the error of a closed group
                 channel.send_last(Leaving(failure))

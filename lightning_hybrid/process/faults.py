@@ -66,7 +66,7 @@ def first_fault(ranks: Ranks | None, error: BaseException, where: str) -> Failur
 
     Returns:
         The failure of another rank that came first, or that ``error`` stands for; ``None``: this
-        one is the first, or all ranks raise the same.
+        one is the first, or is equal to the first one.
     """
     told, mine = told_text(error) is not None, Failure.of(error, where)
     if is_loss(error):  # a lost connection is of no use as an exception on other ranks
@@ -133,8 +133,8 @@ def _within_time(ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) 
 class Watch:
     """A thread that kills this process if it does not end soon after the run has failed elsewhere.
 
-    A rank that exchanges messages hears of a failure by them. One that runs the user's code, such
-    as loading data, for an hour would go on for as long.
+    A rank that exchanges messages learns of a failure by them. One that runs the user's code for an
+    hour, such as loading data, would go on for as long.
 
     Args:
         rank: name of this rank.
@@ -149,7 +149,7 @@ class Watch:
         self._thread.start()
 
     def serve(self) -> None:
-        """Ignore recorded failures from here on: this rank is a worker, whom its driver tells them.
+        """Ignore recorded failures from here on: this rank is a worker, whose driver reports them.
 
         It is still killed if the host of the store, rank 0, is gone: that ends last, so the driver
         may be gone too, and not every wait of a worker notices that.
@@ -213,8 +213,8 @@ def _answers(store: Store) -> bool:
 def say_at_next_meeting(ranks: Ranks) -> None:
     """Take part in the next :func:`meet` of all ranks as a failed rank, and wait a moment for them.
 
-    Ranks that wait there hear of the failure so. One that comes when this process has ended finds
-    the connection closed.
+    Ranks that wait there learn of the failure. One that comes when this process has ended finds the
+    connection closed.
     """
     fail_next_meeting(ranks.world, _MEETING)
     time.sleep(_READING_S)  # this rank may host the store that they read now

@@ -356,7 +356,7 @@ class _Observer(BackgroundThread):
 
 
 class _Mark:
-    """An attribute of an error that tells by a weak reference whether the error still exists.
+    """An object kept in an attribute of an error, to notice by a weak reference that it is gone.
 
     Most errors take no weak references themselves.
     """
@@ -396,7 +396,7 @@ class _ErrorFromElsewhere:
     def prepare(
         cls, error: BaseException, here: Coordinates, first: str, *, whole: bool, at_once: bool
     ) -> None:
-        """Set the hook that prints what is told of ``error`` if nobody catches it.
+        """Set the hook that prints the text for ``error`` if it is not caught.
 
         Args:
             error: the error that this rank raises.

@@ -12,9 +12,9 @@ _BUSY = "busy_s"
 
 
 class StepWatcher:
-    """Base of objects that are told of the training steps, on the driver of replica 0.
+    """Base of objects that follow the training steps, on the driver of replica 0.
 
-    The methods do nothing.
+    Its methods do nothing.
     """
 
     def batch_starts(self, batch: Any) -> None:

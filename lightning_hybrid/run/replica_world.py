@@ -1,4 +1,4 @@
-"""The ranks that scripts are told: a world of the R replicas, and not of all processes.
+"""The ranks that scripts see: a world of the R replicas, and not of all processes.
 
 A launcher numbers all processes. Scripts divide data and scale by ranks, which must give the same
 as under DDP over R devices, and with one replica as on one device. So the world has size R, and

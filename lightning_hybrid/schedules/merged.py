@@ -6,10 +6,10 @@ run if every stage had a device for itself, a forward or a backward took one tic
 none. A send has the tick of the computation before it, a receive that of the computation after it,
 so the tick of a receive is always later than that of its send.
 
-Devices that go through their instructions tick by tick therefore never wait for each other in a
-circle: of all receives that wait, look at one with the smallest tick. Its send has a smaller one,
-and so has everything in front of that send, where nobody waits. And two devices see the messages
-between them in the same order, whichever stages they belong to: that of the ticks.
+Devices that execute their instructions tick by tick therefore never wait for each other in a
+circle: of all waiting receives take one with the smallest tick. Its send has a smaller tick, and so
+have all instructions in front of this send, none of which is a waiting receive. And both ends of a
+link have its messages, of whatever stages, in the same order: that of the ticks.
 """
 
 from collections import deque
