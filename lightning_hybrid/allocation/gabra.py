@@ -64,7 +64,7 @@ def _affordable(problem: Problem) -> Settings:
 
 
 class _Evolution:
-    """One run of Algorithm 1."""
+    """One run of the genetic algorithm (Algorithm 1): its population, and all chromosomes seen."""
 
     def __init__(self, problem: Problem, rng: np.random.Generator, settings: Settings) -> None:
         self.problem, self.rng, self.settings = problem, rng, settings

@@ -153,7 +153,7 @@ class Problem:
 
     @cached_property
     def size(self) -> int:
-        """Number of assignments, the limits not looked at."""
+        """Number of assignments, whether or not they are within the limits."""
         if self.contiguous:
             orders = factorial(self.m) if self.order is None else 1
             return comb(self.n - 1, self.m - 1) * orders

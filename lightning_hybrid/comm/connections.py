@@ -44,7 +44,7 @@ class Transfer(Protocol):
     """A send or a receive that has begun; one that is dropped before its end never takes place."""
 
     def wait(self) -> None:
-        """Wait for its end.
+        """Wait until the transfer has ended.
 
         Raises:
             ConnectionLost: the peer is gone, or has not answered within the time-out.

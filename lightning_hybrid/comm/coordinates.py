@@ -1,4 +1,4 @@
-"""Where a rank stands in the mesh of replicas and stages.
+"""Coordinates of ranks in the mesh of replicas and stages.
 
 ::
 
@@ -18,7 +18,7 @@ from lightning_hybrid.errors import PlanError
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in the mesh of ``replicas`` x ``ranks_per_replica`` ranks.
+    """Coordinates of a rank in the mesh of ``replicas`` x ``ranks_per_replica`` ranks.
 
     Attributes:
         rank: number of the process.

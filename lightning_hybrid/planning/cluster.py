@@ -133,8 +133,8 @@ class Cluster:
     def replica_speeds(self) -> tuple[float, ...]:
         """Speed of each replica, relative to one made of the slowest device of every stage.
 
-        All replicas have the same stages, so that of a replica is the least, over its stages, of
-        its device's speed by that of the slowest device of the stage.
+        All replicas have the same stages, so that the speed of one is the least ratio, over its
+        stages, of its device's speed to that of the slowest device of the stage.
         """
         chains = zip(*[iter(self.order)] * self.stages)
         slowest = self.capacities
@@ -276,8 +276,11 @@ def want_second_look(devices: Sequence[Device]) -> bool:
 
 
 def with_second_look(devices: Sequence[Device]) -> list[Device]:
-    """The devices with the speeds of a long measurement; nearly equal twins get their mean."""
-    # twins that differ in a long measurement too differ indeed, and keep their speeds
+    """The devices with the speeds of a long measurement; nearly equal ones of a kind get the mean.
+
+    A kind are devices of one host with the same model, cores and threads.
+    """
+    # devices of a kind that differ in a long measurement too differ indeed, and keep their speeds
     means = {
         kind: statistics.mean(device.units_per_s for device in twins)
         for kind, twins in _twins(devices).items()

@@ -61,7 +61,7 @@ def without_the_slowest(batch: int, speeds: Sequence[float]) -> tuple[int, float
         speeds: (R,) relative speeds of the replicas.
 
     Returns:
-        Number of these replicas, and their samples per second by those of all replicas.
+        Number of these replicas, and the ratio of their samples per second to those of all.
     """
     ranked = sorted(speeds, reverse=True)
     rates = [

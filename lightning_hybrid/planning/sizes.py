@@ -270,7 +270,7 @@ class Prediction:
         return max(1, self.batch // self.divided(replicas))
 
     def sizes(self) -> list[Sizes]:
-        """All sizes that use all devices."""
+        """All sizes to compare: numbers of replicas, stages and micro-batches on all devices."""
         found, devices = [], len(self.machine.devices)
         for stages in (s for s in range(1, devices + 1) if devices % s == 0):
             replicas, numbers = devices // stages, [self.whole]

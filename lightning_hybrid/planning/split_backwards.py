@@ -75,7 +75,11 @@ def _parts(problem: StepProblem, a: int, b: int, device: int) -> tuple[float, fl
 def _toggled(
     chosen: frozenset[int], may: Sequence[int], step_s: Callable[[frozenset[int]], float]
 ) -> frozenset[int]:
-    """Split one stage more, or one less, as long as the step gets shorter; the stages split."""
+    """Split one stage more, or one less, as long as the step gets shorter.
+
+    Returns:
+        The stages that are split.
+    """
     best_s, better = step_s(chosen), True
     while better:
         better = False

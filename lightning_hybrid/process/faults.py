@@ -113,7 +113,7 @@ def _read(store: Store, otherwise: str) -> Failure:
 
 
 def _within_time(ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) -> T:
-    """The answer of ``ask``, a request to the store, or ``otherwise`` after the time limit.
+    """Call ``ask``, a request to the store, in a thread; ``otherwise`` if it takes too long.
 
     If the process of the store has stopped, a request would wait for ever.
     """

@@ -277,7 +277,7 @@ def _refuse_unless_known(batches: float) -> None:
     """On a worker, called in place of loading training data to count its batches.
 
     Args:
-        batches: number of training batches that the driver has told; infinite: none so far.
+        batches: number of training batches of the driver's last fit; infinite: there was none.
 
     Raises:
         HybridError: the number is not known, since there was no fit.

@@ -168,7 +168,10 @@ class ComingLoader:
 
 
 class ResumableLoader(ComingLoader):
-    """As :class:`ComingLoader`, for a loader with a state: that of the batches handed out."""
+    """As :class:`ComingLoader`, for a loader with ``state_dict`` and ``load_state_dict``.
+
+    Its state is that after the batches that the Trainer has got, not after those fetched ahead.
+    """
 
     def state_dict(self) -> Any:
         """The state after the last batch that the Trainer has got."""
@@ -252,7 +255,12 @@ class ComingBatches(Batches):
             self._in_step = False
 
     def ahead(self, count: int) -> ComingBatch | None:
-        """See :class:`lightning_hybrid.driver.streamed_calls.Batches`."""
+        """The batch ``count`` after the one that is trained on, which it fetches and prepares.
+
+        Returns:
+            ``None``: no batch is trained on now, or the barrier or the end of the loader comes
+            before that batch, or the loader raises an error for it.
+        """
         if not self._in_step or count == 0 or self._begun is None:
             return self._begun if self._in_step else None
         if count > self._room() or self._iteration is None:
