@@ -65,7 +65,7 @@ class _Packing:
         self.ceilings = [ceiling / turns for ceiling in problem.ceilings]
         rates = problem.links.seconds_per_byte
         pairs = zip(self.order, self.order[1:])
-        self.rates = [2 * rates[i][j] for i, j in pairs]  # there and back
+        self.rates = [2 * rates[i][j] for i, j in pairs]  # activations and gradients
         self.dearest = max(problem.table.cut_bytes, default=0.0) * max(self.rates, default=0.0)
 
     def ends(self, limit_s: float) -> list[int] | None:

@@ -110,6 +110,6 @@ def _address_of(name: str, probe: socket.socket) -> str | None:
         # a name has at most 15 characters, and a zero behind them
         request = struct.pack("256s", name.encode()[:15])
         answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
-    except OSError:  # it has no address
+    except OSError:  # the interface has no address
         return None
     return socket.inet_ntoa(answer[_ADDRESS_AT : _ADDRESS_AT + 4])

@@ -18,13 +18,13 @@ of stages, process groups, messages. Measured with a tiny network on CPUs."""
 
 _TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "SGD": lambda o: int(o["momentum"] != 0),
-    "Adam": lambda o: 2 + o["amsgrad"],  # also AdamW, which is one
+    "Adam": lambda o: 2 + o["amsgrad"],  # also of AdamW, a subclass
     "Adamax": lambda o: 2,
     "NAdam": lambda o: 2,
     "RAdam": lambda o: 2,
     "Adadelta": lambda o: 2,
     "Adagrad": lambda o: 1,
-    "Adafactor": lambda o: 0,  # a row and a column
+    "Adafactor": lambda o: 0,  # it keeps a row and a column
     "ASGD": lambda o: 1,
     "RMSprop": lambda o: 1 + (o["momentum"] > 0) + o["centered"],
     "Rprop": lambda o: 2,

@@ -37,7 +37,7 @@ of an all-reduce, and seconds of an empty all-reduce."""
 def devices_of_all(
     world: Group, device: torch.device, given: Sequence[float] | None
 ) -> list[Device]:
-    """Describe the devices of all ranks, with measured speeds; all ranks call this together.
+    """Describe the devices of all ranks, with speeds unless given; all ranks call this together.
 
     Args:
         world: group of all ranks.

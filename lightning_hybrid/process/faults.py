@@ -217,7 +217,7 @@ def say_at_next_meeting(ranks: Ranks) -> None:
     connection closed.
     """
     fail_next_meeting(ranks.world, _MEETING)
-    time.sleep(_READING_S)  # this rank may host the store that they read now
+    time.sleep(_READING_S)  # stay a moment: this rank may host the store that they read now
 
 
 def is_loss(error: BaseException) -> bool:

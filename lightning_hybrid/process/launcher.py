@@ -98,7 +98,7 @@ class Part:
     """The function launched in every process: the user's function, then serving on a worker.
 
     Args:
-        strategy: the strategy or Fabric object of this process.
+        strategy: the strategy of this process.
         function: function that drivers run, and workers until they raise :class:`Parted`.
     """
 

@@ -208,7 +208,7 @@ class AsynchronousReplica:
     def batch_starts(self) -> None:
         """Begin a batch: handlers of signals wait until the next one, or until a fence.
 
-        After a fence the current weights are given to the home.
+        After a fence the home begins again, with the current weights of replica 0.
         """
         run_pending(hold=True)
         if self._together:

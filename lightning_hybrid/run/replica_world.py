@@ -99,7 +99,7 @@ class ReplicaWorld:
         in_blocks = here[-1] - here[0] == per_host - 1
         host_of = [rank // per_host if in_blocks else rank % hosts for rank in range(len(ranks))]
         on_hosts = Counter(host_of[each.rank] for each in ranks if each.is_driver)
-        in_order = sorted(ranks, key=lambda each: each.lightning_rank)  # drivers first
+        in_order = sorted(ranks, key=lambda each: each.lightning_rank)  # so drivers come first
         numbered = list(dict.fromkeys(host_of[each.rank] for each in in_order))
         # on a host without drivers the first worker stands for one
         drivers = [rank for rank in here if ranks[rank].is_driver] or by_number[:1]
