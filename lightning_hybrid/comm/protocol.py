@@ -157,7 +157,7 @@ class Placement:
     """
 
     devices: tuple[int | tuple[int, ...], ...]
-    owned: tuple[frozenset[str], ...] = field(hash=False)  # instruction lists are cached by placement
+    owned: tuple[frozenset[str], ...] = field(hash=False)  # lists are cached by placement
     schedule: str
     split: tuple[int, ...] = ()
     recompute: bool = False
