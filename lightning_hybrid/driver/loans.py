@@ -1,4 +1,7 @@
-"""Weights that workers lend the driver, and gradients that it gives back for them."""
+"""Fetches weights that workers own and the driver uses too, and returns their gradients.
+
+They are sent from device to device (:mod:`lightning_hybrid.stage.lent_weights`).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +20,10 @@ class Loan:
     """Weights of one network that one worker owns and the driver's stages use too.
 
     Attributes:
-        network: its number.
+        network: number of the network.
         owner: ``pp_rank`` of the worker.
-        names: of the weights in the LightningModule.
-        weights: they travel by this.
+        names: names of the weights in the LightningModule.
+        weights: sends their values and gradients between the two ranks.
     """
 
     network: int
@@ -30,10 +33,10 @@ class Loan:
 
 
 class Loans:
-    """All loans of one driver.
+    """All weights that the workers of a replica lend its driver.
 
     Args:
-        workers: of its replica.
+        workers: the channels to the workers.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -45,30 +48,30 @@ class Loans:
 
     @property
     def names(self) -> set[str]:
-        """Names in the LightningModule of what is lent."""
+        """Names in the LightningModule of the lent weights."""
         return {name for loan in self._all for name in loan.names}
 
     def add(self, loan: Loan) -> None:
-        """A network was cut, and a worker lends this driver some of its weights."""
+        """Register weights of a network that was cut, which a worker lends this driver."""
         self._all.append(loan)
 
     @signals_deferred
     def bring(self) -> None:
-        """Have the values here that the owners have now."""
+        """Fetch the present values of all lent weights from their owners."""
         for loan in self._all:
             self._workers.send(loan.owner, LendWeights(loan.network))
             loan.weights.lend()
 
     @signals_deferred
     def give_back(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add to the owners' gradients what has arisen here, from device to device.
+        """Add gradients of lent weights, found by a backward here, to the owners' gradients.
 
         Args:
-            gradients: by name in the LightningModule.
+            gradients: gradients by name of the parameter in the LightningModule.
 
         Returns:
-            Those that are not of lent weights, or that messages must bring: of some weights of a
-            loan only, or sparse.
+            The gradients that were not sent: those of other parameters, and those of a loan of
+            which a weight has none here, or a sparse one.
         """
         rest = dict(gradients)
         for loan in self._all:

@@ -1,13 +1,14 @@
-"""Parameters that stages of several ranks use (tied weights), on the driver.
+"""Keeps tied weights, parameters that stages of several ranks use, equal on these ranks.
 
 The rank of the earliest stage owns them (never the driver, if a worker uses them too); the others
-borrow. Before a forward the borrowers have the owner's values, and after a backward the owner has
+borrow. Before a forward the borrowers get the owner's values, and after a backward the owner gets
 the borrowers' gradients. What the driver's own stages borrow are proxies
-(:mod:`lightning_hybrid.remote.remote`), whose values and gradients travel from device to device
-(:mod:`lightning_hybrid.driver.loans`); what workers borrow of each other the driver hands on.
+(:mod:`lightning_hybrid.remote.remote`), whose values and gradients are sent from device to device
+(:mod:`lightning_hybrid.driver.loans`); what workers borrow of each other is sent through the
+driver.
 
-The driver may also have a copy of a whole stage of workers. Its weights are lent likewise by the
-first of them; its gradients are summed with those of all copies
+The driver may also have a copy of a whole stage of workers. The first of these lends it the weights
+in the same way; its gradients are summed with those of all copies
 (:mod:`lightning_hybrid.stage.gradient_averaging`).
 """
 
@@ -23,12 +24,12 @@ from lightning_hybrid.remote import Kind
 
 
 class Borrowing:
-    """What the ranks of one replica borrow of each other.
+    """Brings borrowers of tied weights the owners' values, and owners the borrowers' gradients.
 
     Args:
-        commands: to the workers.
-        ownership: of their tensors.
-        unsettled: whether there may be gradients to bring.
+        commands: sends commands to the workers.
+        ownership: which worker owns which tensor.
+        unsettled: notes whether borrowers may have gradients.
     """
 
     def __init__(self, commands: Commands, ownership: Ownership, unsettled: Unsettled) -> None:
@@ -38,11 +39,15 @@ class Borrowing:
         self._current: object = None
 
     def __bool__(self) -> bool:
-        """Whether gradients are brought after a backward."""
+        """Whether any rank borrows a tied weight."""
         return bool(self._here or self._workers)
 
     def add(self, names: Sequence[Sequence[str]]) -> None:
-        """Names in the LightningModule, per rank of the replica; the first is the driver."""
+        """Register the tied weights that the ranks borrow.
+
+        Args:
+            names: per rank of the replica, the driver first, their names in the LightningModule.
+        """
         here, *workers = names
         self._here += here
         for worker, borrowed in enumerate(workers, start=1):
@@ -50,10 +55,10 @@ class Borrowing:
                 self._workers.setdefault(worker, []).extend(borrowed)
 
     def refresh(self, *, grad: bool) -> None:
-        """Before a forward: send the values of shared parameters from their owners to borrowers.
+        """Send borrowers the owners' values before a forward, unless they have them already.
 
         Args:
-            grad: it is differentiable, so that gradients will arise here.
+            grad: whether the forward is differentiable, so that the driver may get gradients.
         """
         remote, loans = self._commands.remote, self._ownership.loans
         if not (loans or self._workers):
@@ -71,7 +76,7 @@ class Borrowing:
         self._current = remote.state(Kind.PARAMETER)
 
     def settle(self) -> None:
-        """Before gradients are used: add those of the borrowers to the owners'."""
+        """Add the borrowers' gradients to the owners', before gradients are used."""
         if self._workers and self._unsettled.borrowed:
             self._ownership.take(Kind.GRADIENT, self._collect(), add=True)
             self._commands.remote.outdate(Kind.GRADIENT)
@@ -79,7 +84,7 @@ class Borrowing:
 
     @signals_deferred
     def _collect(self) -> Mapping[str, Tensor]:
-        """The gradients that borrowing workers have; they are cleared there."""
+        """Take the gradients of tied weights off the borrowing workers; gives sums by name."""
         found: dict[str, Tensor] = {}
         for answer in self._commands.ask(GiveBorrowedGradients()):
             for name, value in answer.tensors:

@@ -22,7 +22,7 @@ def test_values_go_to_the_driver_and_gradients_are_added_to_the_owner_s() -> Non
 
     def line(rank: int) -> LendingLine:
         mesh: Any = SimpleNamespace(
-            coordinates=Coordinates(0, 1, 2, rank),
+            coordinates=Coordinates(rank, 1, 2),
             siblings=lambda ends: groups[ends].of(ends.index(rank)),
         )
         return LendingLine(mesh, 1)
