@@ -668,6 +668,13 @@ class End(Command):
     results: Any
 
 
+@dataclass(frozen=True)
+class EndStages(Command):
+    """The stages are over: in the same run others follow."""
+
+    answered = True
+
+
 MESSAGES: tuple[type[Message], ...] = (
     Cut,
     Forward,
@@ -707,6 +714,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Check,
     Report,
     ForgetFailure,
+    EndStages,
     End,
     Answer,
     Header,

@@ -9,6 +9,7 @@ things: networks, steps, runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -27,7 +28,7 @@ from lightning_hybrid.comm import (
     protocol,
     signals_deferred,
 )
-from lightning_hybrid.comm.protocol import Placement
+from lightning_hybrid.comm.protocol import Command, Placement
 from lightning_hybrid.driver.after_run import AfterRun
 from lightning_hybrid.driver.chosen_gradients import ChosenGradients
 from lightning_hybrid.driver.commands import Commands, Workers
@@ -75,6 +76,7 @@ class Driver:
         options: what the run has decided.
         watch: adds up the time in which this rank computes.
         batches: that it is trained on, as far as later ones are known.
+        before: who has driven this replica in this run until now, with other stages.
 
     Attributes:
         device: the driver's own.
@@ -96,12 +98,14 @@ class Driver:
         options: DriverOptions,
         watch: Stopwatch | None = None,
         batches: Batches | None = None,
+        before: "Driver | None" = None,
     ) -> None:
         here = mesh.coordinates
         self._module, self._mesh, self.device, self._options = module, mesh, device, options
         self._share_optimizers = False
         self._apart: frozenset[str] = frozenset()  # what stays with its owners after the run
-        self._trace = Trace(here.rank, str(here), watch)
+        new_trace = partial(Trace, here.rank, str(here), watch)
+        self._trace: Trace = before._trace if before else new_trace()
         self._networks: list[DrivenNetwork] = []
         known = frozenset(tensors_of(module) if options.shared is None else options.shared)
         self._names = {id(p): name for name, p in module.named_parameters() if name in known}
@@ -111,10 +115,11 @@ class Driver:
         self._ownership = Ownership(self._workers, unsettled)
         self.remote = RemoteTensors(self._ownership, device)
         self.commands = Commands(self._workers, self.remote)
-        files = FilesOfWorkers(self.commands, options.folder)
+        self._files = files = FilesOfWorkers(self.commands, options.folder)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
         self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
-        self.calls = StepCalls(options.seed, here.dp_rank, device, follows=options.follows)
+        new_calls = partial(StepCalls, options.seed, here.dp_rank, follows=options.follows)
+        self.calls: StepCalls = before.calls if before else new_calls(device)
         self.distribution = Distribution(module, mesh, options, self.commands, self._trace)
         self.weights = Weights(
             *(module, known, here, self.commands, self._ownership, self._borrowing),
@@ -133,7 +138,8 @@ class Driver:
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         # (buffers that no training step reads need not be the same on all replicas in training)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
-        self._synchronized = True  # in the last step
+        # in the last step
+        self._synchronized: bool = before is None or before._synchronized
         self._after = AfterRun(module, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
             *(self.commands, self.weights, self.gradients, self.calls),
@@ -419,6 +425,13 @@ class Driver:
     # ------------------------------------------------------------------ the end
 
     @signals_deferred
+    def lacking(self) -> str:
+        """Why this rank cannot have the weights of all stages; empty: it can."""
+        if self._files.tensors() is not None:
+            return ""
+        return self._after.lacking(self.device, self.optimizers.optimizers)
+
+    @signals_deferred
     def bring_all(self) -> None:
         """Have the weights, buffers and gradients of all stages in the module.
 
@@ -455,10 +468,22 @@ class Driver:
                 self.weights.hand_out(but=self._apart)
             # also where no network was cut: scripts read groups of optimizers on each rank
             self.optimizers.ship_in_any_case(fresh=0)
+        self._end(protocol.End(results))
+
+    @signals_deferred
+    def end_stages(self) -> None:
+        """End all stages, of which this rank has the weights: in this run others follow.
+
+        Raises:
+            Exception: see :meth:`end`.
+        """
+        self._end(protocol.EndStages())
+
+    def _end(self, command: Command) -> None:
         # an evaluation after a fit has given them away, too
         self.optimizers.bring_states()
         # asked, and not told: a worker that has failed since its last answer says so here
-        self.commands.ask(protocol.End(results))
+        self.commands.ask(command)
         self._workers.flush()
         self._workers.close()
 

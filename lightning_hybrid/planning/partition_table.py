@@ -217,12 +217,14 @@ class CalledNetwork:
         graph: of its first call.
         partitions: of the graph.
         leaves: the tensors of that call, or of one of its micro-batches.
+        known: what its partitions take, if that is known.
     """
 
     name: str
     graph: NetworkGraph
     partitions: Sequence[NetworkPartition]
     leaves: Sequence[Tensor]
+    known: Profile | None = None
 
     def profile(self, device: torch.device, advance: Advance | None = None) -> Profile:
         """What its partitions take on a device; from the cache of profiles where that is known.
@@ -231,9 +233,21 @@ class CalledNetwork:
             device: where to measure.
             advance: hears which partition is measured, from 1, and how many there are.
         """
+        if self.known is not None:
+            return self.known
         known = self.graph, self.partitions, self.leaves
         measured = partial(measure, *known, device=device, advance=advance)
         return cached(measured, *known, device)
+
+    def remembered(self, device: torch.device, advance: Advance | None = None) -> "CalledNetwork":
+        """The same with its profile, and without the memory of the tensors of its call.
+
+        Args:
+            device: see `profile`.
+            advance: likewise.
+        """
+        leaves = [leaf.detach().to("meta") for leaf in self.leaves]
+        return replace(self, leaves=leaves, known=self.profile(device, advance))
 
     def table(
         self,

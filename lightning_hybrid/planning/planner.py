@@ -89,7 +89,8 @@ def make_plan(
 ) -> Plan:
     """Measure the partitions on a real micro-batch and let the allocation choose the cuts.
 
-    With given cut points nothing is measured: the loads are counted, the time is not predicted.
+    With given cut points nothing is measured: unless the profile is known, loads are counted, and
+    the time is not predicted.
 
     Args:
         network: with the tensors of a micro-batch.
@@ -108,7 +109,7 @@ def make_plan(
     if isinstance(settings.allocation, tuple):
         # where cuts are given nothing is compared: to measure would cost seconds for no decision
         first = _first_of_stages(network, settings.allocation)
-        profile = count(graph, network.partitions)
+        profile = network.known or count(graph, network.partitions)
     else:
         profile = network.profile(site.device, advance)
     if optimizers is not None and profile.is_measured:

@@ -426,6 +426,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             trainer, self._config, ranks.joined, self._building, self._plans, synchronise=syncs
         )
         refuse_streaming(run)
+        if run.changes_cuts:
+            self._plans.clear()  # of an earlier run it is not known here what they were made from
         run.take_again()
         if not run.world.coordinates.is_driver:
             raise Parted(partial(self._serve, WorkerSession.begin(run)))
@@ -592,8 +594,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if isinstance(self._session, DriverSession):
             self._session.connect_optimizers(optimizers)
             for wrapper, optimizer in zip(self._lightning_optimizers, optimizers):
-                # the wrapper inherits zero_grad from its class and would not see the instance's
-                vars(wrapper)["zero_grad"] = optimizer.zero_grad
+                # the wrapper inherits zero_grad from its class and would not see the instance's,
+                # which is another one when stages are cut anew
+                vars(wrapper)["zero_grad"] = partial(_zero_grad, optimizer)
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -721,3 +724,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(self._driving.optimizer_states(checkpoint))
+
+
+def _zero_grad(optimizer: Optimizer, *arguments: Any, **keywords: Any) -> None:
+    optimizer.zero_grad(*arguments, **keywords)

@@ -55,6 +55,7 @@ class Worker:
         watch: adds up the time in which this rank computes.
         reports: what the driver may ask this rank for, by name.
         shards: whether states of optimizers are divided over the replicas.
+        before: who has served this run on this rank until now, with other stages.
     """
 
     def __init__(
@@ -67,11 +68,13 @@ class Worker:
         reports: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
         *,
         shards: bool = False,
+        before: "Worker | None" = None,
     ) -> None:
         self._options = options
         self._module, self._mesh, self._device = module, mesh, device
         self._channel = mesh.channel(DRIVER)
-        self._trace = Trace(mesh.coordinates.rank, str(mesh.coordinates), watch)
+        new_trace = partial(Trace, mesh.coordinates.rank, str(mesh.coordinates), watch)
+        self._trace: Trace = before._trace if before else new_trace()
         self._reports: dict[str, Callable[[], Any]] = {"free": partial(free_on, device), **reports}
         self._networks: list[StagedNetwork] = []
         # a weight that is tied may be asked for under any of its names
@@ -84,6 +87,7 @@ class Worker:
         self._shards = WorkerShards(module, self._optimizers, here.index)
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
+        self._others_follow = False
         self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
             protocol.Cut: self._cut,
             protocol.Forward: self._forward,
@@ -104,6 +108,7 @@ class Worker:
             protocol.Check: self._answer_only,
             protocol.Report: self._report,
             protocol.ForgetFailure: self._forget_failure,
+            protocol.EndStages: self._answer_only,
             protocol.End: self._answer_only,
         }
 
@@ -113,10 +118,10 @@ class Worker:
         return self._optimizers.all
 
     def serve(self) -> Any:
-        """Obey until the run ends.
+        """Obey until the run ends, or other stages follow.
 
         Returns:
-            What the driver sends at the end: its results.
+            What the driver sends at the end: its results; ``None``: other stages follow.
 
         Raises:
             Exception: the driver's, which has failed; caused by a RemoteError. Or this rank's, in
@@ -131,7 +136,8 @@ class Worker:
                 failed = False
                 return results
             finally:
-                for name, parameter in self._module.named_parameters():
+                named = self._module.named_parameters()
+                for name, parameter in () if self._others_follow else named:
                     # nobody brings what it lacks any more: to read
                     # it must be an error, and not zeros
                     give_up(parameter, name)
@@ -154,9 +160,10 @@ class Worker:
             if command.answered:
                 self._channel.send(answer)
             # a worker that has failed waits for the driver, which has heard of it by the answer
-            if isinstance(command, protocol.End) and self._failure is None:
+            if self._failure is None and isinstance(command, protocol.End | protocol.EndStages):
                 self._channel.flush()
-                return command.results
+                self._others_follow = isinstance(command, protocol.EndStages)
+                return None if isinstance(command, protocol.EndStages) else command.results
 
     def _carry_out(self, command: Command) -> Answer:
         answer = None
