@@ -122,6 +122,14 @@ class OptimizerLink:
         """Which states are on other replicas; of what steps whole, or is not tried yet, none."""
         return self._others if self.reason == "" else None
 
+    def follow(self, before: "OptimizerLink") -> None:
+        """What was found out of the optimizer for other stages holds for these.
+
+        Args:
+            before: its link to the workers that had those.
+        """
+        self.reason, self._kinds = before.reason, before._kinds
+
     def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
         """Find out whether it steps whole, unless that is known of groups of these kinds."""
         self._kinds |= {kind_of_group(group) for group in self.optimizer.param_groups}

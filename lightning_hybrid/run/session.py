@@ -368,10 +368,10 @@ class DriverSession:
         bring_here(self._run.module)
         self._run.plans.update(plans)
         replanning.begin_anew()
-        optimizers = self._driver.optimizers.optimizers
-        self._driver, self._networks = self._follow(self._driver)
+        before = self._driver
+        self._driver, self._networks = self._follow(before)
         self._intercept()
-        self.connect_optimizers(optimizers)
+        self._driver.optimizers.follow(before.optimizers)
 
     def training_ends(self) -> None:
         """All batches are trained on."""
