@@ -103,7 +103,7 @@ class Replanning(BusyWindows):
                 f"replan='epoch' leaves the cuts of {names} as they are: devices compute several "
                 "networks, and what each of them takes is not known."
             )
-        if self.over or len(measured[0]) < WINDOWS:
+        if self.over or len(self._run.plans) != 1 or len(measured[0]) < WINDOWS:
             return {}
         [(name, plan)] = self._run.plans.items()
         slowest = [_slowest(windows) for windows in zip(*measured)]

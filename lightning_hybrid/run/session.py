@@ -7,6 +7,7 @@ after each there is :class:`BetweenRuns`.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -129,7 +130,8 @@ class DriverSession:
             training=run.fitting,
             compiled=config.compile_stages,
             automatic=config.may_keep_whole,
-            say=rank_zero_info,
+            # what is said of a network at its first cut need not be said again
+            say=cache(rank_zero_info) if run.changes_cuts else rank_zero_info,
             progress=run.progress,
             shared=run.shared,
             verify=config.verify,

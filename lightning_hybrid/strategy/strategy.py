@@ -190,9 +190,12 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             an epoch, and gradients are weighted by the samples that they come from, so that they
             are those of one device with the whole batch. A loss that is no mean over samples says
             by ``hybrid_weight(batch) -> float`` in the LightningModule what a batch weighs.
-        replan: ``"epoch"``: each epoch is dealt by the speeds that were measured in the one before
-            it, so that parts follow a device that becomes slower or was taken for faster than it
-            is. Which samples a step has does not change. For ``balance="speed"``.
+        replan: ``"epoch"``: what was measured in an epoch decides about the next one, so that it
+            suits a device that becomes slower or was taken for faster than it is. With
+            ``balance="speed"`` and several replicas that is what each takes of a batch; which
+            samples a step has does not change. Else it is where stages are cut, if a device has
+            stayed slower than planned and other cuts make the predicted step clearly shorter; on
+            CPUs. Numbers stay those of one device; ``docs/unlike_devices.md`` says where cuts stay.
         gradient_sync: ``"allreduce"``: replicas average their gradients in each step. ``"asgd"``:
             asynchronous SGD, for replicas of one stage: none waits for the others as long as no
             weights in use are more than ``staleness`` updates old; see ``docs/unlike_devices.md``.

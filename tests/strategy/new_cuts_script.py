@@ -29,7 +29,9 @@ class Net(nn.Module):
         drop = [nn.Dropout(0.2)] if config.get("drops") else []
         layers = [m for _ in range(6) for m in (nn.Linear(16, 16), nn.Tanh(), *drop)]
         self.layers = nn.Sequential(*layers)
-        self.norm = nn.BatchNorm1d(16)
+        # batch statistics are those of a micro-batch of one replica
+        several = config["replicas"] > 1 or config.get("loaded")
+        self.norm = nn.LayerNorm(16) if several else nn.BatchNorm1d(16)
         self.head = nn.Linear(16, 4)
         if config.get("tied"):
             self.layers[-2].weight = self.layers[0].weight
@@ -52,6 +54,10 @@ class Module(LightningModule):
         if config.get("hooks"):
             for parameter in self.net.parameters():
                 parameter.register_hook(lambda gradient: gradient * 0.5)
+
+    def on_fit_start(self) -> None:
+        if self.config.get("registers"):
+            self.again = self.net.head.weight  # on the driver alone
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch
@@ -94,18 +100,20 @@ class Cuts(Callback):
         self.seen += [plan.cuts for plan in getattr(trainer.strategy, "_plans", {}).values()]
 
 
-def loader(replicas: int = 1) -> DataLoader[Any]:
+def loader(replicas: int = 1, batch: int = 8) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     count = 8 * BATCHES * replicas
     x = torch.randn(count, 16, generator=generator, dtype=torch.float64)
-    return DataLoader(TensorDataset(x, torch.randint(0, 4, (count,), generator=generator)), 8)
+    return DataLoader(TensorDataset(x, torch.randint(0, 4, (count,), generator=generator)), batch)
 
 
-def measure(trainer: Trainer, true: list[float]) -> None:
-    """Let devices be as fast as that, by ``pp_rank``, whatever they do."""
+def measure(trainer: Trainer, speeds: list[Any]) -> None:
+    """Let devices be as fast as that, by ``pp_rank``, whatever they do; or by replica."""
 
     def reader(_: BusyMeter) -> Any:
         def read() -> list[float]:
+            here = trainer.strategy.coordinates
+            true = speeds[here.dp_rank] if here.replicas > 1 else speeds
             plans = [*trainer.strategy._plans.values()]
             if not plans:
                 return [0.0] * len(true)
@@ -161,7 +169,8 @@ def main(folder: Path) -> None:
     error = ""
     try:
         validation = loader() if config.get("validates") else None
-        trainer.fit(module, loader(replicas), validation, ckpt_path=config.get("ckpt_path"))
+        train = loader(config.get("loaded", replicas), config.get("batch_size", 8))
+        trainer.fit(module, train, validation, ckpt_path=config.get("ckpt_path"))
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     seen = {

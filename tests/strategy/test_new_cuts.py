@@ -1,4 +1,4 @@
-"""With ``replan="epoch"`` a device that is slower than planned gets less to do, and numbers stay."""
+"""With ``replan="epoch"`` a slow device gets less to do, and numbers stay those of one device."""
 
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,48 @@ def one_device(folder: Path, **config: Any) -> dict[str, Any]:
 
 def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@slow
+def test_the_slowest_device_of_the_replicas_of_a_stage_counts(tmp_path: Path) -> None:
+    config = {"replicas": 2, "true": [[1.0, 1.0], [1.0, 0.2]]}
+    run = training(tmp_path, **config)
+    ranks = run.run()
+    assert [rank["error"] for rank in ranks] == [""] * 4
+    drivers = [rank for rank in ranks if rank["is_driver"]]
+    first, second, third = drivers[0]["cuts"]
+    assert first != second == third
+    assert drivers[1]["cuts"] == drivers[0]["cuts"]
+    assert "rank 3 is 5.0 times slower" in run.output
+    expected = one_device(tmp_path, batch_size=16, loaded=2)
+    losses = [(a + b) / 2 for a, b in zip(*(driver["losses"] for driver in drivers))]
+    assert_same(losses, expected["losses"])
+    assert_same(drivers[0]["optimizer"], expected["optimizer"])
+    for rank in ranks:
+        assert_same(rank["weights"], expected["weights"])
+
+
+@slow
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            {"deferred": True},
+            "changes nothing in this run: a network that is made in configure_model is whole on "
+            "no rank",
+        ),
+        ({"registers": True}, "'again' is another parameter than at the beginning of the run"),
+        ({"true": [1.0, 0.65]}, "no other cuts make a step 1.1 times shorter"),
+    ],
+)
+def test_where_cuts_stay_a_line_says_why(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    run = training(tmp_path, **config)
+    ranks = run.run()
+    assert [rank["error"] for rank in ranks] == ["", ""]
+    assert len(set(ranks[0]["cuts"])) == 1
+    assert run.output.count(reason) == 1
 
 
 @pytest.mark.parametrize(
