@@ -427,9 +427,10 @@ class Driver:
     @signals_deferred
     def lacking(self) -> str:
         """Why this rank cannot have the weights of all stages; empty: it can."""
-        if self._files.tensors() is not None:
+        readable = self._files.tensors() is not None
+        if readable or not self._after.lacking(self.device, self.optimizers.optimizers):
             return ""
-        return self._after.lacking(self.device, self.optimizers.optimizers)
+        return "the ranks have no room for all weights, and cannot read the files of each other"
 
     @signals_deferred
     def bring_all(self) -> None:

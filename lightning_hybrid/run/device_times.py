@@ -23,6 +23,9 @@ class StepWatcher:
     def resume(self) -> None:
         """Validation is over."""
 
+    def begin_anew(self) -> None:
+        """From now on stages are cut at other places."""
+
     def end(self) -> None:
         """Training is over."""
 

@@ -97,7 +97,7 @@ class BusyWindows(StepWatcher):
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """What comes now is not to be measured together with what was before."""
+        """From now on stages are cut at other places, or it is the beginning."""
         self._batches = 0  # of the window, or before the first
         self._busy_s: list[float] = []
         self._wall_s = 0.0

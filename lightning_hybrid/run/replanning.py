@@ -40,7 +40,7 @@ class Replanning(BusyWindows):
         self._why = ""  # of replica 0, for what is said of the decision
 
     def begin_anew(self) -> None:
-        """Other cuts are in force."""
+        """What was measured before does not count."""
         super().begin_anew()
         self._windows = deque(maxlen=WINDOWS)
 

@@ -353,6 +353,7 @@ class DriverSession:
             plans: by name of the network.
         """
         assert self._follow is not None
+        self._driver.check()
         reasons = gather_objects(
             self._run.world.mesh.drivers, self._networks.changed() or self._driver.lacking()
         )
@@ -361,7 +362,6 @@ class DriverSession:
         if reason:
             return
         self.await_shards()  # a worker may be writing
-        self._driver.check()
         self._networks.close()
         self._driver.bring_all()
         self._driver.close()
@@ -369,7 +369,8 @@ class DriverSession:
         self._driver.end_stages()
         bring_here(self._run.module)
         self._run.plans.update(plans)
-        replanning.begin_anew()
+        for watcher in self._watchers:
+            watcher.begin_anew()
         before = self._driver
         self._driver, self._networks = self._follow(before)
         self._intercept()

@@ -14,11 +14,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hybrid.run import plan_check
 from lightning_hybrid.run.device_times import BusyMeter
 
+SEED = 5
 BATCHES = 26
 """Of an epoch and replica: two windows, and what is left out before them."""
 
@@ -100,11 +101,14 @@ class Cuts(Callback):
         self.seen += [plan.cuts for plan in getattr(trainer.strategy, "_plans", {}).values()]
 
 
-def loader(replicas: int = 1, batch: int = 8) -> DataLoader[Any]:
+def loader(replicas: int = 1, *, whole: bool = False) -> DataLoader[Any]:
+    """Batches of a replica; or the whole batches of all of them, as Lightning would deal them."""
     generator = torch.Generator().manual_seed(1)
     count = 8 * BATCHES * replicas
     x = torch.randn(count, 16, generator=generator, dtype=torch.float64)
-    return DataLoader(TensorDataset(x, torch.randint(0, 4, (count,), generator=generator)), batch)
+    data = TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
+    sampler = DistributedSampler(data, 1, 0, seed=SEED) if whole else None
+    return DataLoader(data, 8 * replicas if whole else 8, sampler=sampler)
 
 
 def measure(trainer: Trainer, speeds: list[Any]) -> None:
@@ -133,7 +137,7 @@ def main(folder: Path) -> None:
     from lightning_hybrid import HybridGabraStrategy
 
     config = json.loads((folder / "config.json").read_text())
-    seed_everything(5, verbose=False)
+    seed_everything(SEED, verbose=False)
     replicas, stages = config["replicas"], config["stages"]
     alone, cuts = config.get("alone", False), Cuts()
     module = (Deferred if config.get("deferred") else Module)(config)
@@ -169,14 +173,16 @@ def main(folder: Path) -> None:
     error = ""
     try:
         validation = loader() if config.get("validates") else None
-        train = loader(config.get("loaded", replicas), config.get("batch_size", 8))
+        loaded = config.get("loaded", 0)
+        train = loader(loaded, whole=True) if loaded else loader(replicas)
         trainer.fit(module, train, validation, ckpt_path=config.get("ckpt_path"))
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     seen = {
         "losses": module.losses,
         "norms": module.norms,
-        "weights": dict(module.state_dict()),
+        # of a network that is whole on no rank nobody has all
+        "weights": {} if config.get("deferred") else dict(module.state_dict()),
         "cuts": cuts.seen,
         "error": error,
         "validated": float(trainer.callback_metrics.get("val", 0.0)),

@@ -44,7 +44,7 @@ def test_the_slowest_device_of_the_replicas_of_a_stage_counts(tmp_path: Path) ->
     assert first != second == third
     assert drivers[1]["cuts"] == drivers[0]["cuts"]
     assert "rank 3 is 5.0 times slower" in run.output
-    expected = one_device(tmp_path, batch_size=16, loaded=2)
+    expected = one_device(tmp_path, loaded=2)
     losses = [(a + b) / 2 for a, b in zip(*(driver["losses"] for driver in drivers))]
     assert_same(losses, expected["losses"])
     assert_same(drivers[0]["optimizer"], expected["optimizer"])
@@ -62,7 +62,6 @@ def test_the_slowest_device_of_the_replicas_of_a_stage_counts(tmp_path: Path) ->
             "no rank",
         ),
         ({"registers": True}, "'again' is another parameter than at the beginning of the run"),
-        ({"true": [1.0, 0.65]}, "no other cuts make a step 1.1 times shorter"),
     ],
 )
 def test_where_cuts_stay_a_line_says_why(
