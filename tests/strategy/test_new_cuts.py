@@ -102,9 +102,7 @@ def test_numbers_are_those_of_one_device_before_and_after_new_cuts(
     assert first != second == third
     assert run.output.count("replan='epoch': network 'net' is cut before") == 1
     assert "rank 1 is 5.0 times slower, compared with the others, than planned" in run.output
-    expected = one_device(
-        tmp_path, **config, **({"arguments": {}} if "arguments" in config else {})
-    )
+    expected = one_device(tmp_path, **config)
     for name in ("losses", "norms", "weights", "validated", "optimizer"):
         assert_same(driver[name], expected[name])
     for rank in ranks:
