@@ -1,4 +1,4 @@
-"""The weights and gradients of a worker, as its driver's proxies show and change them."""
+"""Carries out a driver's commands to read and set the weights and gradients of a worker."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,19 +9,20 @@ from torch import nn
 from lightning_hybrid.comm import Answer, protocol
 from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.remote import is_of_one_rank
-from lightning_hybrid.stage import StagedNetwork, tensors_of, write_tensors
+from lightning_hybrid.stage import LendingLine, StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.state import FilesOfWorker, Takeover
 
 
 class WorkerWeights:
-    """What the driver reads and writes on a worker.
+    """Reads and sets weights, buffers and gradients of a worker for its driver.
 
     Args:
         module: the LightningModule of this rank.
-        parameters: all of its parameters, by name.
-        networks: those that are cut; the list grows.
-        files: for what other ranks map.
-        rank: ``pp_rank`` of this one.
+        parameters: all of its parameters by name, a tied one under each of its names.
+        networks: the networks that are cut; the list may grow.
+        files: writes files that other ranks map, and maps theirs.
+        rank: ``pp_rank`` of this rank.
+        line: takes tensors to the driver, from device to device.
     """
 
     def __init__(
@@ -31,17 +32,19 @@ class WorkerWeights:
         networks: Sequence[StagedNetwork],
         files: FilesOfWorker,
         rank: int,
+        line: LendingLine,
     ) -> None:
-        self._files, self._rank = files, rank
+        self._files, self._rank, self._line = files, rank, line
         self._module, self._parameters, self._networks = module, parameters, networks
         self._takeover: Takeover | None = None
 
     def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
-        """What carries out each command."""
+        """By type of command, the method that carries it out."""
         return {
             protocol.GiveWeights: self._give_weights,
             protocol.KeepTensors: self._keep_tensors,
             protocol.MapTensors: self._map_tensors,
+            protocol.LendTensors: self._lend_tensors,
             protocol.TakeWeights: self._take_weights,
             protocol.NameGradients: self._name_gradients,
             protocol.GiveGradients: self._give_gradients,
@@ -51,12 +54,21 @@ class WorkerWeights:
         }
 
     def expect(self, takeover: Takeover) -> None:
-        """The next weights that arrive are those of a stage that this rank takes over."""
+        """Register stages that this rank takes over: the next weights to arrive are theirs."""
         self._takeover = takeover
 
     def _give_weights(self, command: protocol.GiveWeights) -> Answer:
         tensors = tensors_of(self._module)
         return Answer(tensors=[(name, tensors[name]) for name in command.names])
+
+    def _lend_tensors(self, command: protocol.LendTensors) -> None:
+        parameters = [self._parameters[name] for name in command.names]
+        found: list[torch.Tensor] = [*parameters]
+        if command.gradients:
+            found = [g for parameter in parameters if (g := parameter.grad) is not None]
+        # the driver waits for all of them
+        assert len(found) == len(parameters), command
+        self._line.to_driver(found)
 
     def _take_weights(self, command: protocol.TakeWeights) -> None:
         arrived: list[str] = []
@@ -66,13 +78,17 @@ class WorkerWeights:
                 yield name, value
                 arrived.append(name)
 
-        # each is written as it comes in: there may be no room for all of them at once
+        # (each is written as it arrives, since there may be no room for all of them at once)
         write_tensors(self._module, each())
         if self._takeover is not None:
             takeover, self._takeover = self._takeover, None
             takeover.settle(arrived)
 
     def _keep_tensors(self, command: protocol.KeepTensors) -> Answer:
+        """Write what this rank owns to a file; at the end of a run with gradients.
+
+        At the end tensors that are made in ``configure_model`` are left out.
+        """
         tensors, owned = tensors_of(self._module), self._owned()
         kept = {name: tensors[name] for name in owned}
         gradients: dict[str, torch.Tensor] = {}
@@ -87,23 +103,27 @@ class WorkerWeights:
         return Answer(value=self._files.read(others, self._owned()))
 
     def _owned(self) -> list[str]:
+        """Names in the LightningModule of the tensors that this rank owns."""
         return [name for network in self._networks for name in network.owned()]
 
     def _name_gradients(self, _: protocol.NameGradients) -> Answer:
         named = self._parameters
-        return Answer(value=[n for n in self._owned() if n in named and named[n].grad is not None])
+        gradients = ((name, named[name].grad) for name in self._owned() if name in named)
+        dense = {name: g.layout is torch.strided for name, g in gradients if g is not None}
+        return Answer(value=dense)
 
     def _give_gradients(self, command: protocol.GiveGradients) -> Answer:
         gradients = [(name, self._parameters[name].grad) for name in command.names]
         return Answer(tensors=[(name, grad) for name, grad in gradients if grad is not None])
 
     def _give_borrowed_gradients(self, _: protocol.GiveBorrowedGradients) -> Answer:
+        """Answer with the gradients of tied weights that this rank borrows, and clear them."""
         gradients: dict[str, torch.Tensor] = {}
         for network in self._networks:
             for name in network.full_names(sorted(network.borrowed)):
                 parameter = self._parameters[name]
                 if parameter.grad is not None:
-                    # taken off: the owner has it from here on, and the next backward begins at none
+                    # (taken off, since it is added to the owner's)
                     gradients[name], parameter.grad = parameter.grad, None
         return Answer(tensors=gradients.items())
 
@@ -115,7 +135,7 @@ class WorkerWeights:
             elif command.add:
                 parameter.grad.add_(value.to(parameter.device))
             else:
-                # in place: who holds this gradient has the change, as on one device
+                # (in place, so that code which refers to this gradient sees the change)
                 parameter.grad.copy_(value)
 
     def _clear_gradients(self, command: protocol.ClearGradients) -> None:

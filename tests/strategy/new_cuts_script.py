@@ -31,8 +31,8 @@ class Net(nn.Module):
         layers = [m for _ in range(6) for m in (nn.Linear(16, 16), nn.Tanh(), *drop)]
         self.layers = nn.Sequential(*layers)
         # batch statistics are those of a micro-batch of one replica
-        several = config["replicas"] > 1 or config.get("loaded")
-        self.norm = nn.LayerNorm(16) if several else nn.BatchNorm1d(16)
+        whole = config["replicas"] > 1 or config.get("loaded") or config.get("drops")
+        self.norm = nn.LayerNorm(16) if whole else nn.BatchNorm1d(16)
         self.head = nn.Linear(16, 4)
         if config.get("tied"):
             self.layers[-2].weight = self.layers[0].weight
@@ -62,9 +62,9 @@ class Module(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch
-        alone = self.config.get("alone")
         # one device takes the micro-batches of batch normalisation one by one
-        output = torch.cat([self.net(part) for part in x.chunk(2)]) if alone else self.net(x)
+        parts = x.chunk(2) if self.config.get("alone") and not self.config.get("drops") else [x]
+        output = torch.cat([self.net(part) for part in parts])
         loss = nn.functional.cross_entropy(self.scale * output, y)
         self.losses.append(loss.item())
         self.norms.append(float(self.kept["weight"].detach().norm()))
