@@ -59,7 +59,7 @@ class Config:
         checkpoint: whether a checkpoint is a file, or a folder to which each rank writes its part.
         shard_optimizer_states: whether the replicas of a stage divide its optimizer states.
         balance: whether replicas take equal parts of each global batch, or parts by their speed.
-        replan: when parts by speed follow what was measured in the training.
+        replan: when parts by speed, or the cuts, follow what was measured in the training.
         gradient_sync: whether replicas wait for each other at each step.
         staleness: how many updates old weights may be under `asgd`.
         seed: of the search.
@@ -111,6 +111,7 @@ class Config:
         if self.plan is not None and self.recompute != "auto":
             object.__setattr__(self, "plan", replace(self.plan, recompute=self.recompute))
         self._check_sharding()
+        self._check_replan()
         self._check_copies()
         self._check_asynchronous()
 
@@ -268,6 +269,23 @@ class Config:
             return self.plan.devices != (*range(1, self.plan.stages), 0)
         return not self.settings.contiguous
 
+    @property
+    def cuts_stay(self) -> str:
+        """The argument for which stages keep their cuts for a whole run; empty: there is none."""
+        schedule = self._scheduled
+        arguments = {
+            "pipeline_parallel_size=1": self._asked_stages == 1,
+            "gradient_sync='asgd'": self.gradient_sync == "asgd",
+            "plan=...": self.plan is not None,
+            f"pipeline_parallel_size={self.copies}": bool(self.copies),
+            f"allocation={self.allocation}": not isinstance(self.allocation, str),
+            "contiguous=False": not self.contiguous,
+            f"schedule={schedule!r}": schedule in STREAMED or schedule == "looped",
+            "compile_stages=True": self.compile_stages,
+            "shard_optimizer_states=True": self.shard_optimizer_states,
+        }
+        return next((argument for argument, given in arguments.items() if given), "")
+
     def needs_survey(self, replicas: int, stages: int) -> bool:
         """Whether there is anything to decide for which the devices must be known.
 
@@ -374,10 +392,14 @@ class Config:
                 "checkpoint='sharded_async' makes copies on replica 0, and shard_optimizer_states="
                 "True leaves it a part of the states. Use checkpoint='sharded' or 'full'."
             )
-        if self.replan == "epoch" and self.balance == "equal":
+
+    def _check_replan(self) -> None:
+        """Complain about new plans where there is nothing to plan anew."""
+        if self.replan == "epoch" and self.balance == "equal" and self.cuts_stay:
             raise PlanError(
-                "replan='epoch' gives replicas other parts of a batch when they turn out faster or "
-                "slower, and balance='equal' gives all the same. Use balance='speed'."
+                "replan='epoch' cuts stages anew where a device turns out slower, which does not "
+                f"go together with {self.cuts_stay}. Leave one of them out, or use balance='speed' "
+                "with several replicas, which then get other parts of each batch."
             )
 
     def _check_copies(self) -> None:

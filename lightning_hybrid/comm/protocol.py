@@ -713,6 +713,13 @@ class End(Command):
     results: Any
 
 
+@dataclass(frozen=True)
+class EndStages(Command):
+    """The stages are over: in the same run others follow."""
+
+    answered = True
+
+
 MESSAGES: tuple[type[Message], ...] = (
     Cut,
     Forward,
@@ -754,6 +761,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Check,
     Report,
     ForgetFailure,
+    EndStages,
     End,
     Answer,
     Header,

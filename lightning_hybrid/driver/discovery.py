@@ -86,6 +86,7 @@ class Discovery:
         names = tensors.keys() if options.shared is None else options.shared
         self._shared = {name: kind_of(tensors[name]) for name in names}
         self._hooks = _hooks_of(module)
+        self._parameters = dict(module.named_parameters())
         self._aside = DriverOnlyCalls(module)
         self._calls = CapturedCalls(module, self._adoption, self._adopt, self._aside, self._stays)
         self._watched: dict[str, Watched] = {}
@@ -161,6 +162,18 @@ class Discovery:
             f"stages was seen in {step}. Change that; {instead}"
             + "".join(f"\n{reason}" for reason in reasons[1:])
         )
+
+    def changed(self) -> str:
+        """What other stages could not take over as it is now; empty: all is as it was."""
+        now = dict(self._module.named_parameters())
+        for name in sorted(now.keys() | self._parameters.keys()):
+            if now.get(name) is not self._parameters.get(name):
+                return f"{name!r} is another parameter than at the beginning of the run"
+        hooks = _hooks_of(self._module)
+        for name in sorted(hooks.keys() & self._hooks.keys()):
+            if hooks[name] != self._hooks[name]:
+                return f"the hooks of {name!r} are others than at the beginning of the run"
+        return ""
 
     def close(self) -> None:
         """Let every module run its own ``forward`` again, and drop the captured graphs."""

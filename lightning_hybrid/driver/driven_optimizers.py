@@ -135,6 +135,16 @@ class DrivenOptimizers:
         ]
         self.ship(fresh=ALL)
 
+    def follow(self, before: "DrivenOptimizers") -> None:
+        """Take charge of what was connected for other stages.
+
+        Args:
+            before: to what it was connected; closed.
+        """
+        self.connect(before.optimizers)
+        for link, old in zip(self._links, before._links):
+            link.follow(old)
+
     def close(self) -> None:
         """Take hooks and replaced methods off the optimizers."""
         for link in self._links:

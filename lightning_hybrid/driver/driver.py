@@ -9,6 +9,7 @@ driver itself adds networks, begins steps, writes sharded checkpoints and ends t
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_hybrid.comm import (
     protocol,
     signals_deferred,
 )
-from lightning_hybrid.comm.protocol import Placement
+from lightning_hybrid.comm.protocol import Command, Placement
 from lightning_hybrid.driver.after_run import AfterRun
 from lightning_hybrid.driver.chosen_gradients import ChosenGradients
 from lightning_hybrid.driver.commands import Commands, Workers
@@ -76,6 +77,7 @@ class Driver:
         options: what the run has decided.
         watch: adds up the time in which this rank computes.
         batches: the training batches, the current one and those after it that are known.
+        before: the driver of this replica in the same run until now, which had other stages.
 
     Attributes:
         device: the device of this rank.
@@ -97,13 +99,15 @@ class Driver:
         options: DriverOptions,
         watch: Stopwatch | None = None,
         batches: Batches | None = None,
+        before: "Driver | None" = None,
     ) -> None:
         here = mesh.coordinates
         self._module, self._mesh, self.device, self._options = module, mesh, device, options
         self._share_optimizers = False
         # names of the parameters that stay with their owners after the run, for lack of room
         self._apart: frozenset[str] = frozenset()
-        self._trace = Trace(here.rank, str(here), watch)
+        new_trace = partial(Trace, here.rank, str(here), watch)
+        self._trace: Trace = before._trace if before else new_trace()
         self._networks: list[DrivenNetwork] = []
         known = frozenset(tensors_of(module) if options.shared is None else options.shared)
         self._names = {id(p): name for name, p in module.named_parameters() if name in known}
@@ -113,10 +117,11 @@ class Driver:
         self._ownership = Ownership(self._workers, unsettled)
         self.remote = RemoteTensors(self._ownership, device)
         self.commands = Commands(self._workers, self.remote)
-        files = FilesOfWorkers(self.commands, options.folder)
+        self._files = files = FilesOfWorkers(self.commands, options.folder)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
         self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
-        self.calls = StepCalls(options.seed, here.dp_rank, device, follows=options.follows)
+        new_calls = partial(StepCalls, options.seed, here.dp_rank, follows=options.follows)
+        self.calls: StepCalls = before.calls if before else new_calls(device)
         self.distribution = Distribution(module, mesh, options, self.commands, self._trace)
         self.weights = Weights(
             *(module, known, here, self.commands, self._ownership, self._borrowing),
@@ -135,7 +140,8 @@ class Driver:
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         # (only buffers that a training step reads must be the same on all replicas in training)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
-        self._synchronized = True  # whether the last step averaged gradients over the replicas
+        # whether the last step averaged gradients over the replicas
+        self._synchronized: bool = before is None or before._synchronized
         self._after = AfterRun(module, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
             *(self.commands, self.weights, self.gradients, self.calls),
@@ -457,6 +463,14 @@ class Driver:
     # ------------------------------------------------------------------ the end
 
     @signals_deferred
+    def lacking(self) -> str:
+        """Why this rank cannot have the weights of all stages; empty: it can."""
+        readable = self._files.tensors() is not None
+        if readable or not self._after.lacking(self.device, self.optimizers.optimizers):
+            return ""
+        return "the ranks have no room for all weights, and cannot read the files of each other"
+
+    @signals_deferred
     def bring_all(self) -> None:
         """Put the weights, buffers and gradients of all stages into the module on this rank.
 
@@ -497,10 +511,22 @@ class Driver:
                 self.weights.hand_out(but=self._apart)
             # also where no network was cut: scripts read groups of optimizers on each rank
             self.optimizers.ship_in_any_case(fresh=0)
+        self._end(protocol.End(results))
+
+    @signals_deferred
+    def end_stages(self) -> None:
+        """End all stages, after :meth:`bring_all`: other stages follow in the same run.
+
+        Raises:
+            Exception: see :meth:`end`.
+        """
+        self._end(protocol.EndStages())
+
+    def _end(self, command: Command) -> None:
         # (after an evaluation too: if it has cut a network, workers have taken states)
         self.optimizers.bring_states()
         # a question, whose answers tell which workers have failed since their last ones
-        self.commands.ask(protocol.End(results))
+        self.commands.ask(command)
         self._workers.flush()
         self._workers.close()
 

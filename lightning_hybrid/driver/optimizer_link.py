@@ -123,6 +123,14 @@ class OptimizerLink:
         """Which states other replicas have; ``None``: none, or it steps whole or is not tried."""
         return self._others if self.reason == "" else None
 
+    def follow(self, before: "OptimizerLink") -> None:
+        """What was found out of the optimizer for other stages holds for these.
+
+        Args:
+            before: its link to the workers that had those.
+        """
+        self.reason, self._kinds = before.reason, before._kinds
+
     def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
         """Try whether it can step in parts, unless that was tried for groups of these kinds.
 

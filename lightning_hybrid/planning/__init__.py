@@ -27,6 +27,7 @@ from lightning_hybrid.planning.partition_table import CalledNetwork, PartitionTa
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import Section, plan_page
 from lightning_hybrid.planning.planner import Site, make_plan
+from lightning_hybrid.planning.replanned import Planned
 from lightning_hybrid.planning.search import AUTO, Method, Objective, PlanSettings
 from lightning_hybrid.planning.shares import batch_sizes, deal, without_the_slowest
 from lightning_hybrid.planning.sizes import Machine, Prediction, Sizes
@@ -50,6 +51,7 @@ __all__ = [
     "PartitionTable",
     "Plan",
     "PlanSettings",
+    "Planned",
     "Prediction",
     "Rates",
     "Section",

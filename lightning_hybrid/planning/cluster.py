@@ -150,6 +150,15 @@ class Cluster:
         known = [amount or 0 for amount in self.memory_bytes]
         return tuple(min(known[rank] for rank in ranks) for ranks in self._by_pp_rank())
 
+    def with_capacities(self, capacities: Sequence[float]) -> "Cluster":
+        """The same devices at other speeds.
+
+        Args:
+            capacities: by ``pp_rank``, alike in all replicas.
+        """
+        by_rank = dict(zip(self.order, [*capacities] * self.replicas))
+        return replace(self, speeds=tuple(by_rank[rank] for rank in sorted(by_rank)))
+
     def _by_pp_rank(self) -> list[tuple[int, ...]]:
         return [self.order[pp_rank :: self.stages] for pp_rank in range(self.stages)]
 

@@ -221,12 +221,14 @@ class CalledNetwork:
         graph: graph of the first call.
         partitions: partitions of the graph.
         leaves: input tensors of that call, or of one of its micro-batches.
+        known: profile of the partitions; None: it must be measured.
     """
 
     name: str
     graph: NetworkGraph
     partitions: Sequence[NetworkPartition]
     leaves: Sequence[Tensor]
+    known: Profile | None = None
 
     def profile(self, device: torch.device, advance: Advance | None = None) -> Profile:
         """Profile the partitions on a device, or read the profile from the cache.
@@ -235,9 +237,21 @@ class CalledNetwork:
             device: device to measure on.
             advance: called before each partition with its number, from 1, and that of all.
         """
+        if self.known is not None:
+            return self.known
         known = self.graph, self.partitions, self.leaves
         measured = partial(measure, *known, device=device, advance=advance)
         return cached(measured, *known, device)
+
+    def remembered(self, device: torch.device, advance: Advance | None = None) -> "CalledNetwork":
+        """The same with its profile, and without the memory of the tensors of its call.
+
+        Args:
+            device: see `profile`.
+            advance: likewise.
+        """
+        leaves = [leaf.detach().to("meta") for leaf in self.leaves]
+        return replace(self, leaves=leaves, known=self.profile(device, advance))
 
     def table(
         self,

@@ -90,7 +90,8 @@ def make_plan(
 ) -> Plan:
     """Profile the partitions on a real micro-batch and let the allocation choose the cuts.
 
-    With given cut points nothing is measured: FLOPs are counted, and times are not predicted.
+    With given cut points nothing is measured: unless the profile is known, FLOPs are counted, and
+    times are not predicted.
 
     Args:
         network: the network, with the tensors of a micro-batch.
@@ -109,7 +110,7 @@ def make_plan(
     if isinstance(settings.allocation, tuple):
         # cuts are given, so there is nothing to decide by measured times
         first = _first_of_stages(network, settings.allocation)
-        profile = count(graph, network.partitions)
+        profile = network.known or count(graph, network.partitions)
     else:
         profile = network.profile(site.device, advance)
     if optimizers is not None and profile.is_measured:

@@ -26,6 +26,9 @@ class StepWatcher:
     def resume(self) -> None:
         """Called after a validation."""
 
+    def begin_anew(self) -> None:
+        """From now on stages are cut at other places."""
+
     def end(self) -> None:
         """Called at the end of the training."""
 

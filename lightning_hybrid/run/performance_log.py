@@ -72,6 +72,10 @@ class StepWindows(StepWatcher):
             self._read_busy_s()
             self._window.resume()
 
+    def begin_anew(self) -> None:
+        """Stages are cut at other places: the next step captures networks again."""
+        self._first_step = self._window = None
+
 
 class PerformanceLog(StepWindows):
     """Logs the performance of each window of ``Trainer(log_every_n_steps)`` steps.

@@ -8,6 +8,7 @@ twice as long everywhere.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_hybrid.planning import Plan
@@ -24,13 +25,148 @@ OF_A_BATCH = 0.2
 """A device that is behind by a smaller share of a batch's time costs little."""
 
 
-class PlanCheck(StepWatcher):
-    """Says once if a device of replica 0 is persistently slower than planned.
+@dataclass(frozen=True)
+class BusyWindow:
+    """What was measured in some batches, per batch.
+
+    Attributes:
+        busy_s: seconds that each device of a replica has computed, the driver's first.
+        wall_s: seconds that passed.
+    """
+
+    busy_s: Sequence[float]
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A window beside the plan.
+
+    Attributes:
+        times: how many times longer than planned each device has computed.
+        device: the one that costs most by being behind the device that is nearest to its plan.
+        is_slow: whether it is so far behind that it matters.
+    """
+
+    times: Sequence[float]
+    device: int
+    is_slow: bool
+
+    @classmethod
+    def of(cls, plan: Plan, window: BusyWindow) -> "Comparison | None":
+        """``None``: a device had nothing to do, so that nothing can be compared."""
+        found, planned = window.busy_s, planned_busy_s(plan)
+        if not min(*found, *planned) > 0:
+            return None
+        times = [a / b for a, b in zip(found, planned)]
+        # several calls in a step make all devices take longer alike: only differences tell
+        usual = min(times)
+        behind = [a - usual * b for a, b in zip(found, planned)]
+        worst = max(range(len(times)), key=behind.__getitem__)
+        slow = times[worst] > SLOWER * usual and behind[worst] > OF_A_BATCH * window.wall_s
+        return cls(times, worst, slow)
+
+    @property
+    def ratio(self) -> float:
+        """How many times slower that device is, compared with the others, than planned."""
+        return self.times[self.device] / min(self.times)
+
+    def speeds(self, plan: Plan) -> list[float]:
+        """Those of the devices, by their index in the replica."""
+        capacities, usual = plan.capacities or (1.0,) * len(self.times), min(self.times)
+        return [capacity * usual / time for capacity, time in zip(capacities, self.times)]
+
+
+class BusyWindows(StepWatcher):
+    """Measures one window of training batches after the other.
 
     Args:
         plans: the plans in force, by network; filled as networks are cut.
         read_busy_s: gives the seconds that devices 1, 2, ... and 0 have computed since the last
             call.
+
+    Attributes:
+        over: whether nothing is measured any more.
+    """
+
+    def __init__(
+        self, plans: Mapping[str, Plan], read_busy_s: Callable[[], Sequence[float]]
+    ) -> None:
+        self._plans, self._read_busy_s = plans, read_busy_s
+        self.over = False
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """From now on stages are cut at other places, or it is the beginning."""
+        self._batches = 0  # of the window, or before the first
+        self._busy_s: list[float] = []
+        self._wall_s = 0.0
+        self._since: float | None = None
+        self._measures = False
+
+    def batch_starts(self, batch: Any) -> None:
+        """A training batch is about to be trained on."""
+        if self.over or not self._plans:
+            return
+        plan = self._only_plan()
+        if plan is None:
+            self.over = True
+            return
+        self._batches += 1
+        if not self._measures:
+            if self._batches > FIRST:
+                self._read_busy_s()
+                self._begin()
+        elif self._batches == WINDOW:
+            self._add()
+            busy_s = [seconds / WINDOW for seconds in self._busy_s]
+            self.window_ends(plan, BusyWindow([busy_s[-1], *busy_s[:-1]], self._wall_s / WINDOW))
+            self._begin()
+
+    def window_ends(self, plan: Plan, window: BusyWindow) -> None:
+        """A window is over.
+
+        Args:
+            plan: in force.
+            window: what was measured.
+        """
+        raise NotImplementedError
+
+    def pause(self) -> None:
+        """Validation starts, whose time is not that of training."""
+        if self._since is not None:
+            self._add()
+
+    def resume(self) -> None:
+        """Validation is over."""
+        if self._measures and self._since is None:
+            self._read_busy_s()
+            self._since = time.perf_counter()
+
+    def _begin(self) -> None:
+        self._batches, self._busy_s, self._wall_s, self._measures = 0, [], 0.0, True
+        self._since = time.perf_counter()
+
+    def _add(self) -> None:
+        if self._since is not None:
+            busy_s = self._read_busy_s()
+            self._busy_s = [a + b for a, b in zip(self._busy_s or [0.0] * len(busy_s), busy_s)]
+            self._wall_s += time.perf_counter() - self._since
+            self._since = None
+
+    def _only_plan(self) -> Plan | None:
+        """The plan, if it says what its devices take and no other network keeps them busy."""
+        [plan, *others] = self._plans.values()
+        timed = plan.rows and all(row.backward_s is not None for row in plan.rows)
+        return plan if timed and not others and plan.stages > 1 else None
+
+
+class PlanCheck(BusyWindows):
+    """Says once if a device of replica 0 is persistently slower than planned.
+
+    Args:
+        plans: see :class:`BusyWindows`.
+        read_busy_s: see there.
         order: for each device of a replica, by `pp_rank`, its rank.
         say: shows a line to the user.
     """
@@ -42,74 +178,30 @@ class PlanCheck(StepWatcher):
         order: Sequence[int],
         say: Callable[[str], None],
     ) -> None:
-        self._plans, self._read_busy_s, self._order, self._say = plans, read_busy_s, order, say
-        self._batches = 0  # of the window, or before the first
-        self._since: float | None = None
+        super().__init__(plans, read_busy_s)
+        self._order, self._say = order, say
         self._windows = 0
-        self._done = False
 
-    def batch_starts(self, batch: Any) -> None:
-        """A training batch is about to be trained on."""
-        if self._done or not self._plans:
-            return
-        plan = self._only_plan()
-        if plan is None:
-            self._done = True
-            return
-        self._batches += 1
-        if self._since is None:
-            if self._batches > FIRST:
-                self._begin()
-        elif self._batches == WINDOW:
-            self._look(plan, time.perf_counter() - self._since)
-
-    def pause(self) -> None:
-        """Forget the running window: validation starts, whose time is not that of training."""
-        if self._since is not None:
-            self._since, self._batches = None, FIRST
-
-    def _begin(self) -> None:
-        self._read_busy_s()
-        self._batches, self._since = 0, time.perf_counter()
-
-    def _only_plan(self) -> Plan | None:
-        """The plan, if it says what its devices take and no other network keeps them busy."""
-        [plan, *others] = self._plans.values()
-        timed = plan.rows and all(row.backward_s is not None for row in plan.rows)
-        return plan if timed and not others and plan.stages > 1 else None
-
-    def _look(self, plan: Plan, wall_s: float) -> None:
-        busy_s = self._read_busy_s()
-        found = [share / WINDOW for share in (busy_s[-1], *busy_s[:-1])]  # device 0 first
-        planned = planned_busy_s(plan)
+    def window_ends(self, plan: Plan, window: BusyWindow) -> None:
+        """Two windows are looked at."""
         self._windows += 1
-        if not min(*found, *planned) > 0:  # a device had nothing to do: nothing can be compared
-            self._done = True
-            return
-        times = [a / b for a, b in zip(found, planned)]
-        # several calls in a step make all devices take longer alike: only differences tell
-        usual = min(times)
-        behind = [a - usual * b for a, b in zip(found, planned)]
-        worst = max(range(len(times)), key=behind.__getitem__)
-        slow = times[worst] > SLOWER * usual and behind[worst] > OF_A_BATCH * wall_s / WINDOW
-        self._done = not slow or self._windows == WINDOWS
-        if not self._done:
-            self._begin()
-        elif slow:
-            self._say(self._line(plan, worst, times, found))
+        found = Comparison.of(plan, window)
+        slow = found is not None and found.is_slow
+        self.over = not slow or self._windows == WINDOWS
+        if self.over and slow and found is not None:
+            self._say(self._line(plan, found, window))
 
-    def _line(self, plan: Plan, worst: int, times: Sequence[float], found: Sequence[float]) -> str:
-        usual = min(times)
-        capacities = plan.capacities or (1.0,) * len(times)
-        speeds = [round(c * usual / t, 2) for c, t in zip(capacities, times)]
+    def _line(self, plan: Plan, found: Comparison, window: BusyWindow) -> str:
         text = (
-            f"Rank {self._order[worst]} is {times[worst] / usual:.1f} times slower, compared with "
-            f"the others, than the plan takes it to be: it has computed for {found[worst]:.3g} s "
-            f"per batch in {WINDOWS * WINDOW} batches. Other work may keep it busy."
+            f"Rank {self._order[found.device]} is {found.ratio:.1f} times slower, compared with "
+            "the others, than the plan takes it to be: it has computed for "
+            f"{window.busy_s[found.device]:.3g} s per batch in {WINDOWS * WINDOW} batches. Other "
+            "work may keep it busy."
         )
         # times are those of replica 0 alone, and speeds are wanted of all ranks
         if plan.replicas > 1:
             return text
+        speeds = [round(speed, 2) for speed in found.speeds(plan)]
         by_rank = [speed for _, speed in sorted(zip(self._order, speeds))]
         scaled = [round(speed / by_rank[0], 2) for speed in by_rank]
         return f"{text} If that lasts, a plan for these speeds is faster: device_capacity={scaled}."

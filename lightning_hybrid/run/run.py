@@ -1,7 +1,7 @@
 """The data of one run on a rank, from which sessions of drivers and workers are made."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
-from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan
+from lightning_hybrid.planning import CalledNetwork, Plan, Planned, Site, make_plan
 from lightning_hybrid.remote import take_again
 from lightning_hybrid.run.building import DeferredModule, WholeModule
 from lightning_hybrid.run.device_times import Measurement
@@ -49,6 +49,7 @@ class Run:
         shared: names of the parameters and buffers that all ranks have.
         plans: the current plans by name of the network; networks that are cut add theirs.
         progress: shows the work before the first step.
+        planned: by name of the network what its plan was made from, if the cuts may change.
     """
 
     config: Config
@@ -65,6 +66,7 @@ class Run:
     shared: frozenset[str]
     plans: dict[str, Plan]
     progress: StartProgress
+    planned: dict[str, Planned] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -120,6 +122,27 @@ class Run:
         """Whether this rank is the driver of replica 0, which logs and saves."""
         return self.world.coordinates.lightning_rank == 0
 
+    @property
+    def cuts_stay(self) -> str:
+        """Why ``replan="epoch"`` leaves the cuts as they are; empty: it may change them."""
+        here = self.world.coordinates
+        if self.config.balance == "speed" and here.replicas > 1:
+            return "replicas get other parts of each batch"
+        if self.config.cuts_stay:
+            return f"{self.config.cuts_stay} says where stages are cut, or keeps them as they are"
+        if here.ranks_per_replica == 1:
+            return "there is one stage"
+        if self.building.deferred:
+            return "a network that is made in configure_model is whole on no rank"
+        if self.device.type != "cpu":
+            return f"on {self.device.type!r} no device is compared with its plan"
+        return ""
+
+    @property
+    def changes_cuts(self) -> bool:
+        """Whether stages may get other cuts between epochs."""
+        return self.fitting and self.config.replan == "epoch" and not self.cuts_stay
+
     def stage_options(self) -> StageOptions:
         """Make the options of stages; all ranks call this together, since it may make a group."""
         statistics = self.world.mesh.statistics() if self.synchronised else None
@@ -165,22 +188,29 @@ class Run:
             given.check_network([partition.name for partition in network.partitions], shown)
             return given
         coordinates = self.world.coordinates
+        site = Site(
+            replicas=coordinates.replicas,
+            stages=len(settings.copies) or coordinates.ranks_per_replica,
+            backend=self.world.mesh.backend,
+            device=self.device,
+            cluster=self.world.cluster,
+            beside=beside,
+            present_bytes=present_bytes(network.graph.network, self.device),
+        )
+        advance = self.progress.of_profiling(network.name)
+        if self.changes_cuts:
+            network = network.remembered(self.device, advance)
+            self.planned[network.name] = Planned(
+                network=network, settings=settings, site=site, optimizers=optimizers
+            )
         return make_plan(
             network,
             microbatches,
             # not with the user's cut points: they are for the whole network, and this is a part
             settings=replace(settings, allocation="exact") if chosen else settings,
-            site=Site(
-                replicas=coordinates.replicas,
-                stages=len(settings.copies) or coordinates.ranks_per_replica,
-                backend=self.world.mesh.backend,
-                device=self.device,
-                cluster=self.world.cluster,
-                beside=beside,
-                present_bytes=present_bytes(network.graph.network, self.device),
-            ),
+            site=site,
             optimizers=optimizers if self.fitting else None,
-            advance=self.progress.of_profiling(network.name),
+            advance=advance,
         )
 
     def take_again(self) -> None:

@@ -7,6 +7,7 @@ after each there is :class:`BetweenRuns`.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -18,14 +19,30 @@ from torch.optim import SGD, Optimizer
 from lightning_hybrid._lightning import move_data_to_device, rank_zero_info
 from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
-from lightning_hybrid.comm import Failure, broadcast_object, run_pending
-from lightning_hybrid.driver import Discovery, Driver, DriverOptions, NetworkOptions, Planner
+from lightning_hybrid.comm import (
+    Failure,
+    broadcast_object,
+    gather_objects,
+    run_pending,
+    signals_deferred,
+    signals_ignored,
+)
+from lightning_hybrid.driver import (
+    Discovery,
+    Driver,
+    DriverOptions,
+    NetworkOptions,
+    Planner,
+    bring_here,
+)
+from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
-from lightning_hybrid.run.device_times import StepWatcher
+from lightning_hybrid.run.device_times import BusyMeter, StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
 from lightning_hybrid.run.plan_check import PlanCheck
+from lightning_hybrid.run.replanning import Replanning
 from lightning_hybrid.run.run import Run, scalers_of
 from lightning_hybrid.run.run_table import RunTable
 from lightning_hybrid.run.unequal_shares import UnequalShares
@@ -50,6 +67,8 @@ class DriverSession:
         watchers: hear of each training step.
         batches: the training batches.
         shares: of the replicas in a global batch; ``None``: all have the same.
+        follow: makes a driver of other stages, and what finds the networks anew, given the driver
+            until now.
     """
 
     def __init__(
@@ -61,8 +80,11 @@ class DriverSession:
         watchers: Sequence[StepWatcher],
         batches: ComingBatches | InOrder,
         shares: UnequalShares | None = None,
+        follow: Callable[[Driver], tuple[Driver, Discovery]] | None = None,
     ) -> None:
         self._run, self._driver, self._networks = run, driver, networks
+        self._follow = follow
+        self._replanning: Replanning | None = None
         self._batches, self._shares = batches, shares
         self._statistics, self._watchers = statistics, watchers
         self._failure = Failure("this rank has failed")
@@ -101,8 +123,6 @@ class DriverSession:
             shards=config.shard_optimizer_states,
             first_failure=lambda: read_fault(mesh).exception(),
         )
-        watch = run.measurement.stopwatch
-        driver = Driver(run.module, mesh, run.device, driver_options, watch, batches)
         network_options = NetworkOptions(
             config.names,
             config.microbatches,
@@ -110,21 +130,47 @@ class DriverSession:
             training=run.fitting,
             compiled=config.compile_stages,
             automatic=config.may_keep_whole,
-            say=rank_zero_info,
+            # what is said of a network at its first cut need not be said again
+            say=cache(rank_zero_info) if run.changes_cuts else rank_zero_info,
             progress=run.progress,
             shared=run.shared,
             verify=config.verify,
             stages=len(config.copies) or None,
         )
+
+        def follow(before: "Driver | None") -> "tuple[Driver, Discovery]":
+            watch = run.measurement.stopwatch
+            driver = Driver(
+                run.module, mesh, run.device, driver_options, watch, batches, before=before
+            )
+            try:
+                return driver, Discovery(run.module, driver, mesh, network_options, run.plans)
+            # a name that the user has given; the workers serve already
+            except BaseException as error:
+                driver.abort(Failure.of(error, str(mesh.coordinates)))
+                driver.close()
+                raise
+
         statistics = Synchronised(options.statistics) if options.statistics else nullcontext()
-        try:
-            networks = Discovery(run.module, driver, mesh, network_options, run.plans)
-        except BaseException as error:  # a name that the user has given; the workers serve already
-            driver.abort(Failure.of(error, str(mesh.coordinates)))
-            driver.close()
-            raise
+        driver, networks = follow(None)
         shares = UnequalShares.of(run) if run.fitting and config.balance == "speed" else None
-        return cls(run, driver, networks, statistics, _watchers(run, driver), batches, shares)
+        session = cls(run, driver, networks, statistics, [], batches, shares, follow)
+        session._watch_steps()
+        return session
+
+    def _watch_steps(self) -> None:
+        """Let those who look at steps do so."""
+        run, meter = self._run, None
+        if run.measurement.stopwatch is not None:
+            # (of whichever driver there is then)
+            meter = run.measurement.meter(lambda name: self._driver.reports(name))
+        watchers = _watchers(run, meter)
+        if run.fitting and run.config.replan == "epoch" and run.cuts_stay and not self._shares:
+            rank_zero_info(f"replan='epoch' changes nothing in this run: {run.cuts_stay}.")
+        if run.changes_cuts and meter is not None:
+            self._replanning = Replanning(run, meter.reader(), rank_zero_info)
+            watchers.append(self._replanning)
+        self._watchers = watchers
 
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
@@ -288,10 +334,47 @@ class DriverSession:
             self._asynchronous.batch_starts()
         if not self._run.is_global_zero:
             run_pending(hold=True)
+        if self._replanning is not None and (plans := self._replanning.new_plans()):
+            self._change_cuts(self._replanning, plans)
         if self._shares is not None:
             self._shares.weigh(batch)
         for watcher in self._watchers:
             watcher.batch_starts(batch)
+
+    @signals_deferred
+    def _change_cuts(self, replanning: Replanning, plans: Mapping[str, Plan]) -> None:
+        """Between two steps: cut networks at other places (collective over the drivers).
+
+        As at the end of a run, this rank gets the weights, gradients and states of all; as in a
+        second run, the next call of a network hands them out.
+
+        Args:
+            replanning: has found the plans.
+            plans: by name of the network.
+        """
+        assert self._follow is not None
+        self._driver.check()
+        reasons = gather_objects(
+            self._run.world.mesh.drivers, self._networks.changed() or self._driver.lacking()
+        )
+        reason = next(filter(None, reasons), "")
+        replanning.tell(plans, reason)
+        if reason:
+            return
+        self.await_shards()  # a worker may be writing
+        self._networks.close()
+        self._driver.bring_all()
+        self._driver.close()
+        self._release()
+        self._driver.end_stages()
+        bring_here(self._run.module)
+        self._run.plans.update(plans)
+        for watcher in self._watchers:
+            watcher.begin_anew()
+        before = self._driver
+        self._driver, self._networks = self._follow(before)
+        self._intercept()
+        self._driver.optimizers.follow(before.optimizers)
 
     def training_ends(self) -> None:
         """All batches are trained on."""
@@ -479,10 +562,13 @@ class WorkerSession:
     Args:
         run: what it is made from.
         worker: obeys the driver.
+        follow: makes one for other stages, given the worker until now.
     """
 
-    def __init__(self, run: Run, worker: Worker) -> None:
-        self._run, self._worker = run, worker
+    def __init__(
+        self, run: Run, worker: Worker, follow: Callable[[Worker], Worker] | None = None
+    ) -> None:
+        self._run, self._worker, self._follow = run, worker, follow
 
     @classmethod
     def begin(cls, run: Run) -> "WorkerSession":
@@ -490,10 +576,15 @@ class WorkerSession:
         reports = {_DEVICE: run.device_stats, **run.measurement.reports}
         options, watch = run.stage_options(), run.measurement.stopwatch
         shards = run.config.shard_optimizer_states
-        worker = Worker(
-            *(run.module, run.world.mesh, run.device, options, watch, reports), shards=shards
-        )
-        return cls(run, worker)
+
+        def follow(before: "Worker | None") -> "Worker":
+            return Worker(
+                *(run.module, run.world.mesh, run.device, options, watch, reports),
+                shards=shards,
+                before=before,
+            )
+
+        return cls(run, follow(None), follow)
 
     @property
     def fitting(self) -> bool:
@@ -513,7 +604,12 @@ class WorkerSession:
             ConnectionLost: the driver was lost.
         """
         self._run.world.serve()
-        results: Results = self._worker.serve()
+        with signals_ignored():
+            served = self._worker.serve()
+            while served is None and self._follow is not None:
+                self._worker = self._follow(self._worker)
+                served = self._worker.serve()
+        results: Results = served
         self._run.world.stop_watching()
         self._run.world.phase = Phase.TOGETHER
         self._run.plans.update(results.plans)
@@ -525,7 +621,7 @@ class WorkerSession:
         return results
 
 
-def _watchers(run: Run, driver: Driver) -> list[StepWatcher]:
+def _watchers(run: Run, meter: BusyMeter | None) -> list[StepWatcher]:
     """Who looks at the steps of a run: of the first driver only."""
     if not run.fitting or not run.is_global_zero:
         return []
@@ -538,16 +634,17 @@ def _watchers(run: Run, driver: Driver) -> list[StepWatcher]:
     if config.log_performance or delayed:
         names = None if config.log_performance else ("schedule", "delays")
         watchers.append(PlanLog(run.trainer, run.plans, names, options if delayed else None))
-    if run.measurement.stopwatch is None:
+    if meter is None:
         return watchers
-    coordinates, meter = run.world.mesh.coordinates, run.measurement.meter(driver.reports)
+    coordinates = run.world.mesh.coordinates
     replicas = coordinates.replicas
     if config.log_performance:
         watchers.append(PerformanceLog(run.trainer, replicas, meter.reader()))
         devices = replicas * coordinates.ranks_per_replica
         watchers.append(RunTable(run.trainer, run.plans, replicas, devices))
     cluster = run.world.cluster
-    if cluster is not None and run.device.type == "cpu" and config.streamed is None:
+    compared = run.device.type == "cpu" and config.streamed is None and not run.changes_cuts
+    if cluster is not None and compared:
         chain = cluster.order[: coordinates.ranks_per_replica]
         watchers.append(PlanCheck(run.plans, meter.reader(), chain, rank_zero_info))
     return watchers

@@ -190,9 +190,12 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             an epoch, and gradients are weighted by the samples that they come from, so that they
             are those of one device with the whole batch. A loss that is no mean over samples says
             by ``hybrid_weight(batch) -> float`` in the LightningModule what a batch weighs.
-        replan: ``"epoch"``: each epoch is dealt by the speeds that were measured in the one before
-            it, so that parts follow a device that becomes slower or was taken for faster than it
-            is. Which samples a step has does not change. For ``balance="speed"``.
+        replan: ``"epoch"``: what was measured in an epoch decides about the next one, so that it
+            suits a device that becomes slower or was taken for faster than it is. With
+            ``balance="speed"`` and several replicas that is what each takes of a batch; which
+            samples a step has does not change. Else it is where stages are cut, if a device has
+            stayed slower than planned and other cuts make the predicted step clearly shorter; on
+            CPUs. Numbers stay those of one device; ``docs/unlike_devices.md`` says where cuts stay.
         gradient_sync: ``"allreduce"``: replicas average their gradients in each step. ``"asgd"``:
             asynchronous SGD, for replicas of one stage: none waits for the others as long as no
             weights in use are more than ``staleness`` updates old; see ``docs/unlike_devices.md``.
@@ -426,6 +429,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             trainer, self._config, ranks.joined, self._building, self._plans, synchronise=syncs
         )
         refuse_streaming(run)
+        if run.changes_cuts:
+            self._plans.clear()  # of an earlier run it is not known here what they were made from
         run.take_again()
         if not run.world.coordinates.is_driver:
             raise Parted(partial(self._serve, WorkerSession.begin(run)))
@@ -592,8 +597,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if isinstance(self._session, DriverSession):
             self._session.connect_optimizers(optimizers)
             for wrapper, optimizer in zip(self._lightning_optimizers, optimizers):
-                # the wrapper inherits zero_grad from its class and would not see the instance's
-                vars(wrapper)["zero_grad"] = optimizer.zero_grad
+                # the wrapper inherits zero_grad from its class and would not see the instance's,
+                # which is another one when stages are cut anew
+                vars(wrapper)["zero_grad"] = partial(_zero_grad, optimizer)
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -721,3 +727,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(self._driving.optimizer_states(checkpoint))
+
+
+def _zero_grad(optimizer: Optimizer, *arguments: Any, **keywords: Any) -> None:
+    optimizer.zero_grad(*arguments, **keywords)

@@ -58,6 +58,7 @@ class Worker:
         watch: adds up the time in which this rank computes.
         reports: by name, functions whose results the driver may ask for.
         shards: whether states of optimizers are divided over the replicas.
+        before: the worker of this rank in the same run until now, which had other stages.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class Worker:
         reports: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
         *,
         shards: bool = False,
+        before: "Worker | None" = None,
     ) -> None:
         self._options = options
         self._module, self._mesh, self._device = module, mesh, device
         self._channel = mesh.channel(DRIVER)
-        self._trace = Trace(mesh.coordinates.rank, str(mesh.coordinates), watch)
+        new_trace = partial(Trace, mesh.coordinates.rank, str(mesh.coordinates), watch)
+        self._trace: Trace = before._trace if before else new_trace()
         self._reports: dict[str, Callable[[], Any]] = {"free": partial(free_on, device), **reports}
         self._networks: list[StagedNetwork] = []
         # (a tied weight is there under each of its names, since commands may use any)
@@ -90,6 +93,7 @@ class Worker:
         self._shards = WorkerShards(module, self._optimizers, here.index)
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
+        self._others_follow = False
         self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
             protocol.Cut: self._cut,
             protocol.Forward: self._forward,
@@ -111,6 +115,7 @@ class Worker:
             protocol.Check: self._answer_only,
             protocol.Report: self._report,
             protocol.ForgetFailure: self._forget_failure,
+            protocol.EndStages: self._answer_only,
             protocol.End: self._answer_only,
         }
 
@@ -120,10 +125,10 @@ class Worker:
         return self._optimizers.all
 
     def serve(self) -> Any:
-        """Carry out the driver's commands until the run ends.
+        """Carry out the driver's commands until the run ends, or other stages follow.
 
         Returns:
-            The results of the run, which the driver sends at the end.
+            The results of the run, which the driver sends at the end; None: other stages follow.
 
         Raises:
             Exception: the error of the driver, if that has failed (caused by a RemoteError); or an
@@ -138,7 +143,8 @@ class Worker:
                 failed = False
                 return results
             finally:
-                for name, parameter in self._module.named_parameters():
+                named = self._module.named_parameters()
+                for name, parameter in () if self._others_follow else named:
                     # (nobody sends numbers of parameters without memory any more, so that reading
                     # them must be an error)
                     give_up(parameter, name)
@@ -162,9 +168,10 @@ class Worker:
             if command.answered:
                 self._channel.send(answer)
             # (after a failure this worker serves on: the driver hears of it by the answer)
-            if isinstance(command, protocol.End) and self._failure is None:
+            if self._failure is None and isinstance(command, protocol.End | protocol.EndStages):
                 self._channel.flush()
-                return command.results
+                self._others_follow = isinstance(command, protocol.EndStages)
+                return None if isinstance(command, protocol.EndStages) else command.results
 
     def _carry_out(self, command: Command) -> Answer:
         """Carry out a command, and make the answer to it, which has the first failure if any.

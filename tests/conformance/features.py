@@ -65,6 +65,8 @@ WORKS = {
     "Sizes, placements, schedules": {
         "tests/strategy/test_automatic_sizes.py": "*",
         "tests/strategy/test_balance.py": "*",
+        "tests/strategy/test_new_cuts.py": "*",
+        "tests/driver/test_other_stages.py": "*",
         "tests/strategy/test_free_placements.py": "*",
         "tests/strategy/test_streamed.py": "*",
     },

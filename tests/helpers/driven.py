@@ -97,7 +97,7 @@ class Calls:
     """
 
     def __init__(self, network: nn.Module, device: torch.device = CPU) -> None:
-        self.compute: Callable[[NetworkGraph, Sequence[Any]], list[Any]] = self._at_once
+        self.compute: Callable[[NetworkGraph, Sequence[Any]], list[Any]] = self.at_once
         self._network, self._device = network, device
         self._hollow = Hollow(network, device)
         self._capture = Capture(network, own_forward(network), self._lifted)
@@ -124,7 +124,8 @@ class Calls:
         with self._hollow.lifted():
             return self.compute(graph, values)
 
-    def _at_once(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
+    def at_once(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
+        """Without stages."""
         self._graph = graph
         codes = cut(graph, network_partitions(graph), [])
         return run(graph, make_stages(codes, self._network, self._device), graph.bind(values))
@@ -185,11 +186,37 @@ class Ranks:
             rank: Worker(module, self.mesh(rank), on(rank), options)
             for rank, module in self.modules.items()
         }
+        self._start()
+        self._options = DriverOptions(0, options, trains=trains)
+        self.driver = Driver(model, self.mesh(0), on(0), self._options, batches=batches)
+
+    def _start(self) -> None:
         self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
         for thread in self._threads:
             thread.start()
-        driver_options = DriverOptions(0, options, trains=trains)
-        self.driver = Driver(model, self.mesh(0), on(0), driver_options, batches=batches)
+
+    def begin_other_stages(self) -> None:
+        """End all stages; in the same run a network may be cut again."""
+        self.driver.bring_all()
+        self.driver.close()
+        self.driver.end_stages()
+        for thread in self._threads:
+            thread.join(60)
+        self.results.clear()
+        self.workers = {
+            rank: Worker(
+                self.modules[rank],
+                self.mesh(rank),
+                self._on(rank),
+                self._options.stages,
+                before=old,
+            )
+            for rank, old in self.workers.items()
+        }
+        self._start()
+        before, here = self.driver, self._on(0)
+        self.driver = Driver(self.model, self.mesh(0), here, self._options, before=before)
+        self.driver.optimizers.follow(before.optimizers)
 
     def end(self, results: Any = None) -> None:
         """End the run as after a fit."""
@@ -288,7 +315,20 @@ class Replica(Ranks):
             trains=trains,
         )
         self._calls = Calls(model.net, on(0))
-        graph = self._calls.graph(value)
+        self._value, self._devices, self._parts = value, devices, parts
+        self.cut(ends, schedule=schedule, split=split, continues=continues)
+
+    def cut(
+        self,
+        ends: Sequence[int] = (),
+        *,
+        schedule: str = "gpipe",
+        split: Sequence[int] = (),
+        continues: bool = False,
+    ) -> None:
+        """Give all ranks their stages; see the arguments of the class."""
+        self._calls.compute = self._calls.at_once
+        devices, graph = self._devices, self._calls.graph(self._value)
         partitions = network_partitions(graph)
         # a copy of the driver's has no layers behind it
         collects = any(0 in copies_of(device) for device in devices[:-1])
@@ -298,12 +338,12 @@ class Replica(Ranks):
         placement = Placement.of(codes, devices, schedule, split)
         try:
             self.network = self.driver.add_network(
-                "net", model.net, codes, placement, continues=continues
+                "net", self.model.net, codes, placement, continues=continues
             )
         except HybridError:  # refused: the workers wait
             let_go(self)
             raise
-        self.call = NetworkCall(self.network, self.network.specialize(graph, parts))
+        self.call = NetworkCall(self.network, self.network.specialize(graph, self._parts))
         self._calls.compute = lambda _, values: self.call(values)
 
     def __call__(self, value: Tensor) -> Any:

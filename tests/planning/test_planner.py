@@ -10,12 +10,14 @@ from torch import nn
 
 from lightning_hybrid.asking.partition_costs import capture_call
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.graph import network_partitions
+from lightning_hybrid.graph import Profile, network_partitions
+from lightning_hybrid.graph.profile import PartitionProfile
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.cluster import Device, Rates, make_cluster
 from lightning_hybrid.planning.partition_table import CalledNetwork
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import Site, make_plan
+from lightning_hybrid.planning.replanned import Planned
 from lightning_hybrid.planning.search import PlanSettings
 
 MICROBATCHES = 8
@@ -151,3 +153,62 @@ def test_without_training_nothing_follows_the_backward() -> None:
     plan = planned(rates=RATES, replicas=2, trains=False)
     assert not any(row.step_s or row.reduce_s for row in plan.rows)
     assert plan.rows[0].latency_s == 2.0
+
+
+def test_a_plan_for_other_speeds_has_the_best_of_all_cuts() -> None:
+    network = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())])
+    graph, leaves = capture_call(network, (torch.randn(8, 16),), {})
+    partitions = network_partitions(graph)
+    # of seconds that are given: no cut is better for a moment's noise
+    rows = [
+        PartitionProfile(
+            name=partition.name,
+            flops=1,
+            forward_s=0.1,
+            backward_input_s=0.1,
+            backward_weight_s=0.1,
+            output_bytes=512,
+            parameter_bytes=1088,
+            gradient_bytes=1088,
+            activation_bytes=512,
+            input_apart_s=None,
+            weight_apart_s=None,
+        )
+        for partition in partitions
+    ]
+    called = CalledNetwork(
+        name="net",
+        graph=graph,
+        partitions=partitions,
+        leaves=[leaf.to("meta") for leaf in leaves],  # the call is over
+        known=Profile(tuple(rows), 8, "cpu"),
+    )
+    device = Device(host="a", name="cpu", memory_bytes=None, units_per_s=1, units_per_own_s=1)
+    made = Planned(
+        network=called,
+        settings=PlanSettings(),
+        site=Site(
+            replicas=2,
+            stages=2,
+            backend="gloo",
+            device=torch.device("cpu"),
+            cluster=make_cluster([device] * 4, 2, 2, [1.0] * 4),
+        ),
+        optimizers=[torch.optim.SGD(network.parameters(), lr=0.1)],
+    )
+    plans = {
+        cut: replace(
+            make_plan(called, 4, settings=PlanSettings(), site=made.site, optimizers=[]),
+            cuts=(cut,),
+        )
+        for cut in (partition.name for partition in partitions[1:])
+    }
+    found = {cut: made.again(plan, [1.0, 0.25])[0] for cut, plan in plans.items()}
+    assert all(plan.cuts == (cut,) for cut, plan in found.items())
+    now, best = made.again(plans["6"], [1.0, 0.25])
+    # of six partitions the device with a quarter of the speed has one
+    assert (now.cuts, best.cuts, best.capacities) == (("6",), ("2",), (1.0, 0.25))
+    assert best.step_s == pytest.approx(min(plan.step_s for plan in found.values()))
+    # a step of four micro-batches: the first two stages' work, and three times the slower one's
+    assert now.step_s == pytest.approx(0.9 + 3.6 + 3 * 3.6, rel=1e-3)
+    assert best.step_s == pytest.approx(1.2 + 1.5 + 3 * 1.5, rel=1e-3)

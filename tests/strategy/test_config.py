@@ -65,6 +65,28 @@ def test_asynchronous_replicas_have_one_stage_and_share_nothing(
         Config(**{**usual, **arguments})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"pipeline_parallel_size": 1}, "pipeline_parallel_size=1"),
+        ({"pipeline_parallel_size": (2, 1)}, r"pipeline_parallel_size=\(2, 1\)"),
+        ({"plan": CHAIN, "pipeline_parallel_size": "auto"}, r"plan=\.\.\."),
+        ({"allocation": ["b"]}, r"allocation=\['b'\]"),
+        ({"contiguous": False}, "contiguous=False"),
+        ({"schedule": "1f1b"}, "schedule='1f1b'"),
+        ({"compile_stages": True}, "compile_stages=True"),
+        ({"shard_optimizer_states": True}, "shard_optimizer_states=True"),
+    ],
+)
+def test_what_keeps_the_cuts_is_refused_beside_new_ones(
+    arguments: dict[str, Any], named: str
+) -> None:
+    usual: dict[str, Any] = {"replan": "epoch", "pipeline_parallel_size": 2}
+    assert not Config(**usual).cuts_stay
+    with pytest.raises(PlanError, match=named):
+        Config(**{**usual, **arguments})
+
+
 @pytest.mark.parametrize("verify", [True, 0, -1, "never", 1.5])
 def test_what_is_no_choice_of_calls_to_verify_is_refused(verify: Any) -> None:
     with pytest.raises(PlanError, match=r"verify=.* 'auto' \(calls 1, 2, 4, 8, ...\), False"):
