@@ -144,7 +144,7 @@ class Discovery:
         names = self._options.names
         named = "" if names is None else f" named {' or '.join(map(repr, names))}"
         step = f"the first training step of {type(self._module).__name__}"
-        instead = "name another one (HybridGabraStrategy(network='...')); or use strategy='ddp'."
+        instead = "name another one (the strategy's network='...'); or use strategy='ddp'."
         if not reasons:
             what = named or " with parameters"
             raise NetworkNotFoundError(

@@ -218,8 +218,9 @@ class Driver:
             size = sum(tensor.nbytes for tensor in tensors) / 1e9
             raise HybridError(
                 f"{type(module).__name__}, {size:.2f} GB, has no room on {self.device}, and is "
-                "computed there as a whole until training cuts it. Is that for the validation "
-                "before the training? Then leave it out: Trainer(num_sanity_val_steps=0)."
+                "computed there as a whole until training cuts it. Is that for an evaluation "
+                "before the training? Then leave it out: Trainer(num_sanity_val_steps=0), or in a "
+                "loop of your own."
             ) from error
 
     def keep(self, module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
     Accelerator,
+    FabricMixedPrecision,
     MixedPrecision,
     Precision,
     Trainer,
@@ -197,6 +198,6 @@ class Run:
 
 def scalers_of(precision: Precision) -> list[GradScaler]:
     """The scaler of the loss, if there is one."""
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        return [precision.scaler]
-    return []
+    mixed = isinstance(precision, MixedPrecision | FabricMixedPrecision)
+    scaler = precision.scaler if mixed else None
+    return [] if scaler is None else [scaler]

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 slow = pytest.mark.conformance
 SCRIPT = Path(__file__).with_name("fabric_script.py")
 GLOBAL = ["trains_with_a_global_batch", "goes_backward_twice"]
-APART = {"goes_on_from_a_checkpoint", "is_refused", *FAILS, *GLOBAL}
+APART = {
+    *("goes_on_from_a_checkpoint", "is_refused", "goes_backward_by_itself", "scales_its_loss"),
+    *FAILS,
+    *GLOBAL,
+}
 """Loops that have a test of their own."""
 REST = sorted(LOOPS.keys() - APART)
 Seen = dict[str, list[dict[int, Any]]]
@@ -94,6 +99,34 @@ def test_global_batches_train_as_on_one_device(tmp_path: Path, replicas: int, st
     expected = run(tmp_path / "one", GLOBAL, 1, 0)
     found = run(tmp_path / "staged", GLOBAL, replicas, stages)
     assert_equal(found, {name: ones * replicas for name, ones in expected.items()}, stages)
+
+
+@slow
+@pytest.mark.parametrize(("replicas", "stages"), [(1, 2), (1, 3), (2, 2), (2, 1)])
+def test_an_infinite_gradient_in_one_stage_skips_the_step_in_all(
+    tmp_path: Path, replicas: int, stages: int
+) -> None:
+    expected = run(tmp_path / "plain", ["scales_its_loss"], replicas, 0)
+    [record] = expected["scales_its_loss"][0][0]["seen"]
+    scales = [2.0**10, *record["scales"]]
+    assert sum(after < before for before, after in pairwise(scales)) == 2
+    found = run(tmp_path / "staged", ["scales_its_loss"], replicas, stages)
+    assert_equal(found, expected, stages)
+
+
+@slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_backward_that_replicas_do_not_average_is_refused(tmp_path: Path, stages: int) -> None:
+    name = "goes_backward_by_itself"
+    expected = run(tmp_path / "plain", [name], 2, 0)
+    found = run(tmp_path / "staged", [name], 2, stages)
+    for ranks in found[name]:
+        for record in ranks.values():
+            words = record["seen"][0]["refused"]
+            assert "the 2 replicas average in fabric.backward(loss) alone" in words
+            assert "fabric_script.py:" in words
+            record["seen"][0]["refused"] = ""
+    assert_equal(found, expected, stages)
 
 
 @slow
