@@ -321,6 +321,14 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
                 "it out: under Fabric each loop steps by itself."
             )
         refuse_lazy(module)
+        replicas, stages = self._ranks.shape
+        for name, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm) and replicas > 1 and stages > 1:
+                raise PlanError(
+                    f"{name!r} is a torch.nn.SyncBatchNorm, which speaks to other replicas by "
+                    "itself, and workers have no group to do so. Leave it a torch.nn.BatchNorm, "
+                    "or use the Trainer's sync_batchnorm=True."
+                )
 
     def _begin(self, module: nn.Module) -> Run:
         """What is known of a run that begins, on all ranks together."""
@@ -403,13 +411,14 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     # ------------------------------------------------------------------ devices
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Where a device has no room for twice the size of a module, it waits on the CPU.
+        """Where a GPU has no room for twice the size of a module, it waits on the CPU.
 
         It is cut at its first call with gradients, and each rank gets its stages alone.
         """
         device = self.root_device
-        move_module(module, device, all_of_it=self._ranks.stages == 1)
-        if device.type != "cpu" and any(p.device.type == "cpu" for p in module.parameters()):
+        all_of_it = device.type == "cpu" or self._ranks.stages == 1
+        move_module(module, device, all_of_it=all_of_it)
+        if not all_of_it and any(p.device.type == "cpu" for p in module.parameters()):
             rank_zero_info(
                 f"{type(module).__name__} takes more than half of what is free on {device}, and "
                 "waits on the CPU until it is cut into stages. Move a module that is not for "

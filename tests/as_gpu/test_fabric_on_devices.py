@@ -19,9 +19,10 @@ Seen = dict[str, dict[int, Any]]
 
 
 def run(folder: Path, loops: Sequence[str], replicas: int, stages: int, **more: Any) -> Seen:
-    """On devices; without stages plain Fabric on CPUs."""
+    """On devices; without stages plain Fabric, on CPUs unless an accelerator is given."""
     folder.mkdir()
-    accelerator, paths = ("gpu", [HERE / "at_start"]) if stages else ("cpu", [])
+    accelerator = more.pop("accelerator", "gpu" if stages else "cpu")
+    paths = [HERE / "at_start"] if accelerator == "gpu" else []
     config = {"loops": [*loops], "replicas": replicas, "stages": stages, "options": {}, **more}
     (folder / "config.json").write_text(json.dumps({**config, "accelerator": accelerator}))
     paths += [ROOT, ROOT / "tests" / "helpers"]
@@ -70,10 +71,17 @@ def test_loops_on_devices_have_the_numbers_of_plain_fabric(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
+def test_half_precision_is_that_of_one_device(tmp_path: Path) -> None:
+    loops = ["trains_in_half_precision"]
+    expected = run(tmp_path / "plain", loops, 1, 0, accelerator="gpu")
+    found = run(tmp_path / "staged", loops, 1, 2)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
 def test_a_model_that_no_device_has_room_for_waits_on_the_cpu_until_it_is_cut(
     tmp_path: Path,
 ) -> None:
-    loops = ["clips_by_norm_and_evaluates", "saves_and_loads"]
+    loops = ["clips_by_norm_and_evaluates", "saves_and_loads", "scales_its_loss"]
     expected = run(tmp_path / "plain", loops, 1, 0)
     found = run(tmp_path / "staged", loops, 1, 2, waits=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -439,10 +439,27 @@ def scales_its_loss(fabric: Fabric) -> Record:
         torch.set_default_dtype(torch.float32)
 
 
+@loop
+def trains_in_half_precision(fabric: Fabric) -> Record:
+    """With "16-mixed" by its name, of which Fabric makes bf16 on a CPU; clipped by norm."""
+    net = make(Convolutions).float()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 0.01))
+    seen: Record = {"losses": [], "norms": []}
+    for x, y in fabric.setup_dataloaders(images()):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        fabric.backward(loss)
+        seen["norms"].append(fabric.clip_gradients(model, optimizer, max_norm=0.3))
+        optimizer.step()
+        seen["losses"].append(loss.item())
+    return seen | {"weights": weights(model)}
+
+
 KEPT: list[Any] = []
 """A model, and the optimizer that was set up for it last."""
-WHOLE = {"clips_by_norm_and_evaluates"}
-"""Loops of batch statistics, which are those of a micro-batch."""
+WHOLE = {"clips_by_norm_and_evaluates", "trains_in_half_precision"}
+"""Loops of batch statistics, which are those of a micro-batch, or of sums that are rounded."""
+PRECISIONS: dict[str, Any] = {"trains_in_half_precision": "16-mixed"}
 
 
 @loop
@@ -472,6 +489,8 @@ def is_refused(fabric: Fabric) -> Record:
     attempt(fabric.all_gather, torch.ones(1))
     attempt(fabric.setup_optimizers, optimizer)
     attempt(fabric.setup, nn.LazyLinear(1))
+    if fabric.world_size > 1:
+        attempt(fabric.setup, nn.Sequential(nn.SyncBatchNorm(1)))
     by_hand = make(Steps)
     by_hand.automatic_optimization = False
     attempt(fabric.setup, by_hand)
@@ -592,6 +611,7 @@ def main(folder: Path) -> None:
             accelerator=accelerator,
             devices=devices,
             strategy=strategy,
+            precision=PRECISIONS.get(name),
             plugins=plugins(name, accelerator),
         )
         found = run(name, fabric, times=2 if name == "trains_what_the_script_keeps" else 1)

@@ -165,8 +165,9 @@ def test_what_a_loop_may_not_do_in_stages_is_refused_by_name(tmp_path: Path) -> 
 @slow
 def test_what_a_loop_may_not_do_with_replicas_is_refused_by_name(tmp_path: Path) -> None:
     early = ["all_reduce is for the drivers", "all_gather is for the drivers"]
+    early += ["no model that is set up", "'weight' has no size", "'0' is a torch.nn.SyncBatchNorm"]
     for words in refusals(tmp_path, 2, 2):
-        assert_words(words, [*early, "no model that is set up", "'weight' has no size", *REFUSED])
+        assert_words(words, [*early, *REFUSED])
 
 
 def refusals(folder: Path, replicas: int, stages: int) -> list[list[str]]:
