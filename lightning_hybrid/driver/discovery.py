@@ -366,11 +366,7 @@ class Discovery:
         calls it, the network is whole here, if it can be.
         """
         too_early = self._options.training and not torch.is_grad_enabled()
-        if not too_early or not found.is_materialized:
-            return False
-        # what is captured computes where all of its tensors are, and modules may wait on the CPU
-        found.module.to(self._driver.device)
-        return True
+        return too_early and found.is_materialized
 
     def _adopt(
         self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]

@@ -210,23 +210,24 @@ class Driver:
         materialize(tensors)
         try:
             with outside_of_transforms(), torch.inference_mode(False):  # (of an evaluation)
-                for tensor in tensors:
-                    # (through `data`: the same leaf, which has its hooks and its optimizer)
+                gradients = (tensor.grad for tensor in tensors if tensor.grad is not None)
+                for tensor in (*tensors, *gradients):
+                    # (through `data`: the same leaf, which has its hooks and its optimizer, and the
+                    # same buffer, which a call that has begun may have taken already)
                     if tensor.device != self.device:
                         tensor.data = tensor.data.to(self.device)
         except torch.OutOfMemoryError as error:
             size = sum(tensor.nbytes for tensor in tensors) / 1e9
             raise HybridError(
-                f"{type(module).__name__}, {size:.2f} GB, has no room on {self.device}, and is "
-                "computed there as a whole until training cuts it. Is that for an evaluation "
+                f"{type(module).__name__}, {size:.2f} GB, has no room on {self.device}, where it "
+                "is computed as a whole as long as it is not cut. Is that for an evaluation "
                 "before the training? Then leave it out: Trainer(num_sanity_val_steps=0), or in a "
                 "loop of your own."
             ) from error
 
     def keep(self, module: nn.Module) -> None:
         """Take in a network that is not cut."""
-        materialize((*module.parameters(), *module.buffers()))
-        module.to(self.device)
+        self.have_here(module, whole=True)
         self._replicated.renew_rest()
         if self._options.share:
             self._replicated.rest.broadcast_weights()

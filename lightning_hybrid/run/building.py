@@ -273,7 +273,8 @@ def have_on_device(
         materialize(filter(is_unread, (*parameters, *module.buffers(), *gradients)))
     module.to(place)
     for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
+        states: dict[nn.Parameter, dict[str, Any]] = optimizer.state  # type: ignore[assignment]
+        for parameter, state in states.items():
             if place == device:
                 materialize(value for value in state.values() if is_unread(value))
-            optimizer.state[parameter] = placed(state, parameter)
+            states[parameter] = placed(state, parameter)

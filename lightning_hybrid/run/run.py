@@ -198,6 +198,7 @@ class Run:
 
 def scalers_of(precision: Precision) -> list[GradScaler]:
     """The scaler of the loss, if there is one."""
-    mixed = isinstance(precision, MixedPrecision | FabricMixedPrecision)
-    scaler = precision.scaler if mixed else None
-    return [] if scaler is None else [scaler]
+    plugin: object = precision  # Fabric's is no subclass of the Trainer's
+    if isinstance(plugin, MixedPrecision | FabricMixedPrecision) and plugin.scaler is not None:
+        return [plugin.scaler]
+    return []

@@ -244,7 +244,7 @@ class DriverSession:
 
     def _refuse_unless_averaged(
         self, *arguments: Any, accumulate_grad: bool, **options: bool
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Any:
         """Run autograd.
 
         Raises:
@@ -252,9 +252,9 @@ class DriverSession:
         """
         gradients, module = self._driver.gradients, self._run.module
 
-        def compute() -> tuple[Tensor | None, ...]:
-            passes = self._driver.chosen_gradients
-            return passes(*arguments, accumulate_grad=accumulate_grad, **options)
+        def compute() -> Any:
+            run: Callable[..., Any] = self._driver.chosen_gradients
+            return run(*arguments, accumulate_grad=accumulate_grad, **options)
 
         adds = accumulate_grad and gradients.synchronize
         if self._averages or not adds or is_in_backward():

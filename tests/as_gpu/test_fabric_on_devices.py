@@ -59,8 +59,8 @@ ALL = [
     [
         (1, 2, ALL),
         (2, 2, ALL),
-        (2, 1, ["accumulates_under_a_scheduler", "saves_and_loads", "scales_its_loss"]),
-        (1, 3, ["clips_by_norm_and_evaluates", "saves_and_loads", "scales_its_loss"]),
+        (2, 1, ["accumulates_under_a_scheduler", "scales_its_loss"]),
+        (1, 3, ["saves_and_loads", "scales_its_loss"]),
     ],
 )
 def test_loops_on_devices_have_the_numbers_of_plain_fabric(

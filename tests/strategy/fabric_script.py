@@ -66,7 +66,7 @@ class Saturating(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.linspace(-1, 1, 4))
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
         self.last = nn.Parameter(torch.linspace(-1, 1, 4))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
