@@ -1,4 +1,4 @@
-"""Autograd: what the running backward will do, and what code around a call has asked of it."""
+"""Autograd: the state of the running backward, and what the code around a call has set."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -29,22 +29,22 @@ _CheckpointFrame = find("torch.utils.checkpoint:_CheckpointFrame")
 
 
 def is_batched(gradient: Tensor | None) -> bool:
-    """Whether it stands for many gradients at once (``is_grads_batched``, `torch.func.vmap`)."""
+    """Whether a gradient stands for several at once (``is_grads_batched``, `torch.func.vmap`)."""
     return gradient is not None and (_is_batched_in_an_old_way(gradient) or _is_batched(gradient))
 
 
 def backward_reaches(ctx: Any, index: int) -> bool:
     """Whether the running backward will go on to the ``index``-th tensor input of a Function.
 
-    `torch.autograd.grad(loss, x)` passes through a node without wanting the gradients of
+    `torch.autograd.grad(loss, x)` passes through a node without asking for the gradients of
     parameters; the engine knows, and there is no public way to ask it
-    (`torch.autograd.graph` and AOTAutograd ask it in the same words).
+    (`torch.autograd.graph` and AOTAutograd use the same function).
     """
     node = ctx.next_functions[index][0]
     return node is not None and _will_run(node)
 
 
-# what `torch.autograd.grad` and `Tensor.backward` both call, by this name; there is no public place
+# the function that `torch.autograd.grad` and `Tensor.backward` both look up and call
 _BACKWARD = "_engine_run_backward"
 _run = find(f"torch.autograd:{_BACKWARD}")
 
@@ -53,14 +53,15 @@ def run_backwards_by(handler: Callable[..., Any] | None) -> None:
     """Have a handler run every backward pass, of `torch.autograd.grad` and ``backward`` alike.
 
     Args:
-        handler: called with the function that runs autograd, and its arguments; ``None``: as ever.
+        handler: called with the function that runs autograd, and its arguments; ``None``: autograd
+            runs them without a handler again.
     """
     setattr(torch.autograd, _BACKWARD, _run if handler is None else partial(handler, _run))
 
 
 @contextmanager
 def backwards_as_ever() -> Iterator[None]:
-    """Inside, there is no handler: for code of ours that differentiates a network."""
+    """Inside, the handler of `run_backwards_by` is off, for the package's own backward passes."""
     handled = getattr(torch.autograd, _BACKWARD)
     setattr(torch.autograd, _BACKWARD, _run)
     try:
@@ -75,16 +76,16 @@ def is_in_backward() -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Whether the running backward was called with ``retain_graph=True``; no public way either."""
+    """Whether the running backward has ``retain_graph=True``; there is no public way to ask."""
     return bool(_graph_is_kept())
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""What is called with a tensor that is saved for a backward, and with what that has returned."""
+"""A pair of hooks on saved tensors: the first packs a tensor, the second gives it back."""
 
 
 def saved_tensors_hooks() -> Hooks | None:
-    """The hooks that code around us has put on tensors saved for backward, if there are any.
+    """The hooks that the code around this call has put on tensors saved for backward, if any.
 
     There is no public way to ask.
     """
@@ -95,7 +96,8 @@ def saved_tensors_hooks() -> Hooks | None:
 def checkpointed_region(hooks: Hooks | None) -> tuple[object, bool] | None:
     """The region of `torch.utils.checkpoint` whose hooks these are, and whether it runs again.
 
-    Its hooks are functions that know it, and nothing else tells.
+    It is found among the variables that the hook functions enclose; there is no public way.
+    ``None``: the hooks are of no such region.
     """
     if hooks is None:
         return None
@@ -117,11 +119,11 @@ def pass_number() -> int:
 
 @contextmanager
 def own_saved_tensors() -> Iterator[None]:
-    """Inside, hooks that code around us has put on tensors saved for backward do not apply.
+    """Inside, hooks on saved tensors that the code around has set do not apply.
 
     Activation checkpointing around the call of a network works by such hooks: on the tensors of a
-    stage they would call the network again in the middle of its own backward. Where there are none,
-    nothing is done, since hooks cost autograd its check of in-place changes.
+    stage they would call the network again in the middle of its own backward. Without such hooks
+    nothing is done, since any hooks switch off autograd's check of in-place changes.
     """
     if saved_tensors_hooks() is None:
         yield
@@ -132,13 +134,13 @@ def own_saved_tensors() -> Iterator[None]:
 
 @contextmanager
 def forward_derivatives() -> Iterator[None]:
-    """Inside, derivatives in forward mode are there as ever: an autograd function has none."""
+    """Inside, forward-mode derivatives are computed, also in an autograd.Function's forward."""
     with _with_forward_derivatives(True):
         yield
 
 
 def dual_level() -> int:
-    """How many levels of forward-mode derivatives are open at this moment; there are none: -1."""
+    """The number of the innermost open level of forward-mode derivatives; -1: none is open."""
     return int(torch.autograd.forward_ad._current_level)
 
 
@@ -148,12 +150,12 @@ def functorch_level() -> int:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of a transform of functions, which has no memory of its own."""
+    """Whether a tensor is a wrapper of a transform (``vmap``, ``grad``), without memory itself."""
     return bool(_is_wrapped(tensor))
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that `torch.vmap` and the like show as another one; others as they are."""
+    """The tensor inside the wrappers of `torch.vmap` and the like; other tensors as they are."""
     while _is_wrapped(tensor):
         tensor = _get_unwrapped(tensor)
     return tensor
@@ -161,10 +163,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def outside_of_transforms() -> Iterator[None]:
-    """Inside, no transform of functions is being applied: tensors have memory, and can travel.
-
-    Nor do modes of the user's see what is done.
-    """
+    """Inside, transforms of functions and dispatch modes are off: tensors have memory."""
     with _without_transforms(), _without_modes():
         yield
 
@@ -172,8 +171,8 @@ def outside_of_transforms() -> Iterator[None]:
 def fails_apart(node: Node) -> bool:
     """Whether an operation must compute the gradients of its input together with its weights'.
 
-    For the weights alone the backward of group normalisation reads memory that it has not got where
-    the channels lie last (torch 2.13), and the process ends.
+    The backward of group normalisation in channels-last reads memory that it does not have if it is
+    asked for the gradients of the weights alone (torch 2.13), and the process ends.
     """
     if node.name() != "NativeGroupNormBackward0":
         return False

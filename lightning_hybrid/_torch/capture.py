@@ -1,4 +1,4 @@
-"""TorchDynamo: how it is set for the capture of a network, and what it keeps."""
+"""TorchDynamo: its settings and replaced functions during captures, and what it keeps."""
 
 import logging
 import threading
@@ -17,24 +17,24 @@ from lightning_hybrid._torch.private_names import find
 _reset_code = find("torch:_C._dynamo.eval_frame.reset_code")
 _cached_backends = find("torch._dynamo.eval_frame:cached_backends")
 
-# by which Python that is being captured says why it cannot be
+# the function by which code that is being captured stops the capture, with a reason
 stop_capture = find("torch._dynamo.decorators:graph_break")
 
-# what torch.compile raises where it cannot follow, and why it compiled again
+# errors of torch.compile where it cannot follow, and its records of compilations
 FailOnRecompileLimitHit = find("torch._dynamo.exc:FailOnRecompileLimitHit")
 TorchDynamoException = find("torch._dynamo.exc:TorchDynamoException")
 _compilations = find("torch._dynamo.utils:get_compilation_metrics", list)
 
-# modes that rewrite functions are part of what TorchDynamo captures, so ours must step aside
+# TorchDynamo captures what function modes do, so this package's must be off meanwhile
 _function_mode = find("torch.overrides:_get_current_function_mode")
 _without_innermost = find("torch.overrides:_pop_mode_temporarily")
 
 _mark_dynamic = find("torch._dynamo:maybe_mark_dynamic", lambda tensor, dimension: None)
 
 FAILED_AT_ONCE = "Guard failed on the same frame it was created"
-"""How an `AssertionError` of TorchDynamo's begins where it describes an object wrongly.
+"""The beginning of an `AssertionError` of TorchDynamo's: a guard fails as soon as it is made.
 
-(In inference mode: an array of NumPy that becomes a tensor. Nothing has run then.)
+(In inference mode for an array of NumPy that becomes a tensor. Nothing has run then.)
 """
 
 Mode = TypeVar("Mode")
@@ -42,7 +42,7 @@ Mode = TypeVar("Mode")
 
 @contextmanager
 def without_mode(kind: type[Mode]) -> Iterator[Mode | None]:
-    """Inside, a torch function mode of this kind, if it is the innermost one, is not active."""
+    """Inside, the innermost torch function mode is off if it is of this class; gives the mode."""
     mode = _function_mode()
     if isinstance(mode, kind):
         with _without_innermost():
@@ -52,16 +52,16 @@ def without_mode(kind: type[Mode]) -> Iterator[Mode | None]:
 
 
 _IGNORED: set[Any] = set()
-"""Functions that log, and that captured code leaves out; see `_ignore_repeated_warnings`."""
+"""Logging functions whose calls captures leave out; see `_ignore_repeated_warnings`."""
 
 _CAPTURE: dict[str, Any] = {
     "ignore_logging_functions": _IGNORED,
-    # a network must never run uncaptured without a word
+    # beyond the limit an error is raised: a network must never run uncaptured in silence
     "fail_on_recompile_limit_hit": True,
     "recompile_limit": 64,
     # hooks that are put on inner modules in the middle of a run are seen
     "skip_nnmodule_hook_guards": False,
-    # values in control flow that does not branch on them
+    # numbers that are read from tensors, and sizes that depend on values
     "capture_dynamic_output_shape_ops": True,
     "capture_scalar_outputs": True,
     "allow_rnn": True,
@@ -70,7 +70,7 @@ _CAPTURE: dict[str, Any] = {
 }
 
 
-# sizes are equal if the code says so, not because they happen to be
+# each size gets a symbol of its own: sizes are equal only if the code compares them
 _SHAPES = {"use_duck_shape": False}
 
 
@@ -80,7 +80,7 @@ def _patch(place: str, settings: dict[str, Any]) -> Callable[[], Callable[[], ob
     A setting that this torch does not have is left out.
     """
     there = {k: v for k, v in settings.items() if find(f"{place}:{k}", _ABSENT) is not _ABSENT}
-    # `patch` makes a class and looks at each setting, in every step; torch has this for such places
+    # `patch` makes a class and looks up each setting in every step; torch's fast way does not
     fast = find(f"{place}:_make_closure_patcher")
     if fast is not None:
         patcher: Callable[[], Callable[[], object]] = fast(**there)
@@ -102,14 +102,14 @@ _PATCHES = (
 
 
 class Exchanged:
-    """A context in which something of torch's is exchanged, for all threads of the process.
+    """A context in which something of torch's is replaced, for all threads of the process.
 
-    The last thread that leaves it puts back what was there. What takes the place of torch's own
-    must do the same as that for threads that capture nothing.
+    The last thread that leaves it puts the original back. For threads that capture nothing the
+    replacement must do the same as the original.
 
     Args:
-        put: exchanges.
-        back: puts back.
+        put: replaces it.
+        back: puts the original back.
     """
 
     def __init__(self, put: Callable[[], object], back: Callable[[], object]) -> None:
@@ -130,7 +130,7 @@ class Exchanged:
 
 
 def replaced(owner: Any, name: str, instead: Any) -> Exchanged:
-    """A context in which an attribute of torch's is another one."""
+    """A context in which the attribute ``name`` of ``owner``, part of torch, is ``instead``."""
     original = getattr(owner, name, None)
     return Exchanged(
         lambda: setattr(owner, name, instead),
@@ -150,10 +150,11 @@ _select_backend = find(f"torch:_C.{_CONVOLUTION}")
 
 
 def _select_without_guard(input: Any, *arguments: Any, **keywords: Any) -> Any:
-    """How a convolution will be computed, which depends on the size of the batch (16 on CPUs).
+    """Choose how a convolution is computed, without a guard of the graph on the batch size.
 
-    TorchDynamo would take that for a condition of the graph, so that no batch of 16 could be split
-    into smaller ones. The graph is the same, and each part is computed as its own size wants it.
+    On CPUs the choice depends on whether there are 16 samples, and TorchDynamo would make that a
+    condition of the graph, so that no batch of 16 could be split into smaller ones. The graph is
+    the same for both, and each micro-batch is computed in the way for its own size.
     """
     mode = getattr(input, "fake_mode", None)
     if not _is_capturing() or mode is None or mode.shape_env is None:
@@ -166,9 +167,10 @@ _free_convolutions = replaced(torch._C, _CONVOLUTION, _select_without_guard)
 
 
 def _ignore_repeated_warnings() -> None:
-    """Leave out a method that `transformers` adds to loggers, and calls in the middle of a network.
+    """Have captures leave out ``Logger.warning_once``, where TorchDynamo would end the graph.
 
-    TorchDynamo would end the graph there. What the user's own code logs is as ever.
+    `transformers` adds this method to loggers, and calls it in its models. Other methods of loggers
+    are not left out.
     """
     method = getattr(logging.Logger, "warning_once", None)
     if method is not None:
@@ -179,8 +181,8 @@ def _ignore_repeated_warnings() -> None:
 def capture_settings() -> Iterator[None]:
     """Inside, TorchDynamo captures as this package needs it, in this thread alone."""
     _ignore_repeated_warnings()
-    # (settings are of the thread that captures, and the depth tells it from others, for which the
-    # exchanged functions do as ever)
+    # (settings are of this thread alone; the depth tells replaced functions, which all threads
+    # call, that this one captures)
     reverts = [patch() for patch in _PATCHES]
     _capturing.depth = getattr(_capturing, "depth", 0) + 1
     try:
@@ -193,7 +195,7 @@ def capture_settings() -> Iterator[None]:
 
 
 def free_sizes(tensors: Iterable[Tensor], dimensions: int) -> None:
-    """Ask TorchDynamo to keep the first dimensions of these free, if their code allows it."""
+    """Ask TorchDynamo to leave sizes of the first ``dimensions`` open, if the code allows it."""
     for tensor in tensors:
         for dimension in range(min(tensor.dim(), dimensions)):
             _mark_dynamic(tensor, dimension)
@@ -206,11 +208,11 @@ def recapture_reason() -> str | None:
 
 
 def forget_compiled(owner: object, code: CodeType) -> None:
-    """Have TorchDynamo let go of what it has compiled.
+    """Have TorchDynamo forget what it has compiled of a function.
 
     Args:
-        owner: whose method is the backend.
-        code: what was compiled for it.
+        owner: the object that has the backend as a method.
+        code: the code of the function.
     """
     if _cached_backends is None or _reset_code is None:
         return
@@ -221,7 +223,7 @@ def forget_compiled(owner: object, code: CodeType) -> None:
 
 
 def _innermost(backend: Any) -> Any:
-    """What was given to ``torch.compile``, out of its wrappers."""
+    """The backend that was given to ``torch.compile``, without torch's wrappers around it."""
     for name in ("_torchdynamo_orig_backend", "compiler_fn"):
         if hasattr(backend, name):
             return _innermost(getattr(backend, name))

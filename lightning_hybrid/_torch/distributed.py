@@ -1,4 +1,4 @@
-"""Groups of ranks, and what is on its way in them."""
+"""Process groups: their time-out, and their transfers, which the profiler must not record."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +15,18 @@ _record = find("torch:_C._autograd._enable_record_function")
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
-    """Set the time-out in the options of a group; NCCL's take it in no other way."""
+    """Set the time-out in the options of a group; for NCCL there is no other way."""
     options._timeout = timeout
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Inside, torch's profiler does not note what begins.
+    """Inside, torch's profiler does not record the transfers that begin.
 
-    A transfer on a group of its own that is still on its way when a profiler ends makes the process
-    crash later, in the collection of garbage (torch 2.13). There is no public switch, and no
-    question whether it is on: it is left alone while no profiler is, in any thread
-    (``torch._C._autograd._profiler_enabled`` is false for one that profiles all threads).
+    If a transfer on a group beside torch's default one is unfinished when the profiler ends, the
+    process crashes later, in the garbage collection (torch 2.13). There is no public switch for
+    recording. It is left alone unless a profiler is on in some thread, which
+    ``torch._C._autograd._profiler_enabled`` does not tell of one that profiles all threads.
     """
     if not _knows or _record is None or not getattr(torch.autograd.profiler, _IS_ON):
         yield

@@ -1,4 +1,4 @@
-"""What stands in a captured graph: regions, operators, calls of NumPy, and their names."""
+"""The nodes of captured graphs: regions, operators, calls of NumPy, and their names."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,17 +11,17 @@ _HigherOrder = find("torch._ops:HigherOrderOperator")
 _OPERATORS = (find("torch._ops:OpOverload"), find("torch._ops:OpOverloadPacket"))
 _name_by_fx = find("torch.fx.node:_get_qualified_name")
 
-# what TorchDynamo writes down for `with torch.autocast(...)`
+# the function that a captured graph calls for `with torch.autocast(...)`
 _enter_autocast = find("torch.amp.autocast_mode:_enter_autocast")
 
 set_gradients = find("torch:_C._set_grad_enabled")
-"""What TorchDynamo writes down for `with torch.no_grad()` and the like."""
+"""The function that a captured graph calls for `with torch.no_grad()` and the like."""
 
 attention_of_cpu = find("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu")
 """The one kernel of attention that torch's `FlopCounterMode` counts as nothing."""
 
 exit_autocast = find("torch.amp.autocast_mode:_exit_autocast")
-"""Leaves a region; takes what has entered it."""
+"""The function that leaves a region of autocast; its argument is the node that has entered it."""
 
 
 def is_enter_autocast(node: fx.Node) -> bool:
@@ -30,11 +30,12 @@ def is_enter_autocast(node: fx.Node) -> bool:
 
 
 def entered_autocast(node: fx.Node) -> Any:
-    """What has entered the region that a node ends; ``None``: it ends none."""
+    """The node that has entered the region of autocast that a node ends; ``None``: it ends none."""
     return node.args[0] if node.target is exit_autocast else None
 
 
-# what a call of NumPy becomes in a captured graph: an object that computes it with torch
+# per kind of a call of NumPy in a captured graph: the class of the node's target, which computes it
+# with torch, and its attribute for the function, method or operator
 _NUMPY = {
     "function": (find("torch._dynamo.utils:numpy_to_tensor_wrapper"), "f"),
     "method": (find("torch._dynamo.utils:numpy_method_wrapper"), "method"),
@@ -43,7 +44,7 @@ _NUMPY = {
 
 
 def parts_of_numpy(function: Any) -> tuple[str, Any] | None:
-    """The kind of NumPy's part in a captured graph, and what it calls; ``None``: it is none."""
+    """The kind and target of a call of NumPy in a captured graph; ``None``: it is no such call."""
     for kind, (wrapper, attribute) in _NUMPY.items():
         if type(function) is wrapper:
             return kind, getattr(function, attribute)
@@ -51,7 +52,7 @@ def parts_of_numpy(function: Any) -> tuple[str, Any] | None:
 
 
 def numpy_from_parts(kind: str, called: Any) -> Any:
-    """The reverse of `parts_of_numpy`."""
+    """The function for a node that calls NumPy, from what `parts_of_numpy` returns."""
     return _NUMPY[kind][0](called)
 
 
@@ -59,22 +60,22 @@ _SOURCE = "_dynamo_source"
 
 
 def source_of(placeholder: fx.Node) -> str:
-    """What a placeholder stands for, as an expression over the frame that was captured.
+    """The value that a placeholder stands for, as an expression over the frame that was captured.
 
-    There is no public way to it: its name is that expression with all but letters replaced.
+    There is no public way: the placeholder's name is that expression with all but letters replaced.
     """
     source = getattr(placeholder, _SOURCE, None)
     return placeholder.name if source is None else str(source.name)
 
 
 def copy_source(placeholder: fx.Node, copy: fx.Node) -> None:
-    """Let a copy of a placeholder stand for the same."""
+    """Give a copy of a placeholder its source, for `source_of`."""
     if hasattr(placeholder, _SOURCE):
         setattr(copy, _SOURCE, getattr(placeholder, _SOURCE))
 
 
 def higher_order_name(function: Any) -> str | None:
-    """The name of an operation on graphs (a checkpointed region, a hook); ``None``: it is none."""
+    """The name of an operator that takes graphs (a checkpointed region); ``None``: it is none."""
     return function.name() if isinstance(function, _HigherOrder) else None
 
 
@@ -90,7 +91,7 @@ def is_custom_operator(function: Any) -> bool:
 
 
 def names_of_operator(function: Any) -> Iterator[str]:
-    """Where an operator can be found, as ``module:name``."""
+    """Names, as ``module:name``, by which an operator may be found; of other functions none."""
     if isinstance(function, _OPERATORS):
         yield f"torch:ops.{function!s}"
     name = higher_order_name(function)

@@ -1,4 +1,4 @@
-"""Modules: their tables of tensors and of hooks."""
+"""Modules: their tables of tensors and of hooks, and functions inside torch's own layers."""
 
 import sys
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.private_names import find
 
-# what every batch normalisation is, SyncBatchNorm included; there is no public base class
+# the base class of every batch normalisation, SyncBatchNorm too; there is no public one
 if TYPE_CHECKING:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 else:
@@ -18,14 +18,14 @@ _OptimizedModule = find("torch._dynamo:OptimizedModule", ())
 _functional_call = find("torch.nn.utils.stateless:_functional_call")
 _VF = find("torch:_VF", SimpleNamespace())
 
-# by which torch's transformers ask whether a mask is the causal one
+# the function by which torch's transformers find out whether a mask is the causal one
 detects_causal_mask: Any = find("torch.nn.modules.transformer:_detect_is_causal_mask")
 
 __all__ = ["BatchNorm", "detects_causal_mask"]
 
 
 def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where a module keeps its parameters and its buffers; ``setattr`` refuses other types."""
+    """The tables of a module's parameters and of its buffers (``setattr`` refuses other types)."""
     return module._parameters, module._buffers
 
 
@@ -41,9 +41,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def in_functional_call() -> bool:
-    """Whether `torch.func.functional_call` is under way: it lends a module other tensors.
+    """Whether this code runs inside of `torch.func.functional_call`, by the call stack.
 
-    It puts them into the module's tables and leaves no other mark; the call stack tells.
+    It puts other tensors into a module's tables and leaves no other trace.
     """
     code, frame = _functional_call.__code__, sys._getframe()
     while frame.f_code is not code:
@@ -54,10 +54,10 @@ def in_functional_call() -> bool:
 
 
 def check_dimensions(norm: BatchNorm, value: Tensor) -> None:
-    """As ``forward`` of a batch normalisation does: each of its classes has dimensions of its own.
+    """Check that a value has the dimensions that this class of batch normalisation wants.
 
     Raises:
-        ValueError: they are others.
+        ValueError: it has not.
     """
     norm._check_input_dim(value)
 
@@ -68,11 +68,11 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def drop_hooks(module: nn.Module, of: tuple[str, ...]) -> None:
-    """Remove the forward hooks of all inner modules whose functions come from some package.
+    """Remove forward hooks whose functions are defined in certain packages.
 
     Args:
-        module: with all its parts.
-        of: beginnings of the names of the modules that define these functions.
+        module: the module, whose submodules are looked at too.
+        of: beginnings of the names of the Python modules that define these functions.
     """
     for part in module.modules():
         for table in (part._forward_hooks, part._forward_pre_hooks):
@@ -85,5 +85,5 @@ def drop_hooks(module: nn.Module, of: tuple[str, ...]) -> None:
 
 
 def recurrent_functions() -> Any:
-    """What `torch.nn.LSTM` and the like look their operations up in."""
+    """The namespace in which `torch.nn.LSTM` and the like look up their operations."""
     return _VF

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 def replace_unscaling(
     scaler: GradScaler, unscale: Callable[[Optimizer, Tensor], bool] | None
 ) -> None:
-    """Let a scaler unscale gradients by ``unscale``, which tells whether one was not finite.
+    """Have a scaler call ``unscale``, which returns whether a gradient was not finite.
 
-    There is no public way to give a scaler the gradients that other ranks hold. ``None``: its own
-    way again.
+    ``None`` gives the scaler its own method back. There is no public way to give a scaler the
+    gradients that other ranks have.
     """
     vars(scaler).pop("_unscale_grads_", None)
     if unscale is not None:
@@ -29,14 +29,14 @@ def replace_unscaling(
 
 
 def unscales_by_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer takes scaled gradients (fused ones do), as `GradScaler` asks it."""
+    """Whether an optimizer takes scaled gradients and unscales them in its step (fused ones do)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def runs_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer.step`` runs step hooks: ``Optimizer.__init__`` has prepared it for them.
+    """Whether ``optimizer.step`` runs step hooks, which it does if ``Optimizer.__init__`` has run.
 
-    Wrappers around another optimizer often do not call it. There is no public way to ask.
+    Wrappers around another optimizer often do not call that. There is no public way to ask.
     """
     return bool(getattr(type(optimizer).step, "hooked", False)) and hasattr(
         optimizer, "_optimizer_state_dict_post_hooks"
@@ -44,7 +44,7 @@ def runs_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def has_step_hook(optimizer: Optimizer, handle: Any) -> bool:
-    """Whether an optimizer still has a pre-hook of its step; one that is made anew has none."""
+    """Whether an optimizer still has this pre-hook of its step (lost if `__init__` ran again)."""
     return handle.id in optimizer._optimizer_step_pre_hooks
 
 
@@ -52,9 +52,9 @@ def order_step_hooks(optimizer: Optimizer, *, last: Any, first: Any) -> None:
     """Let the pre-hook ``last`` run after the others, the post-hook ``first`` before the others.
 
     Args:
-        optimizer: that has the hooks.
-        last: what ``register_step_pre_hook`` has returned.
-        first: what ``register_step_post_hook`` has returned. They can only be put at the end.
+        optimizer: the optimizer with the hooks.
+        last: the handle from ``register_step_pre_hook``.
+        first: the handle from ``register_step_post_hook``, which can only add at the end.
     """
     before: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict, annotated as less
     after: Any = optimizer._optimizer_step_post_hooks

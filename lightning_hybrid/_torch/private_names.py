@@ -1,9 +1,9 @@
 """The private names of torch that this package uses, and what a torch that lacks one goes without.
 
-A version of torch may rename any of them. This package is imported all the same: what needs a name
-of `OPTIONAL` is switched off, and a line says so when a Trainer is made; without a name of
-`REQUIRED`, or of `ATTRIBUTES`, the version is refused there. `tests/torch_names` has a test of what
-is relied on for each. The names are written as ``module:name``.
+A version of torch may rename any of them. This package can be imported all the same: without a name
+of `OPTIONAL` the feature that needs it is off, and a line says so when a Trainer is made; without
+one of `REQUIRED` or `ATTRIBUTES` the version is refused then. For each name `tests/torch_names` has
+a test of what is relied on. The names are written as ``module:name``.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from torch import nn
 
 REQUIRED = frozenset(
     {
-        # what is captured, and where it ends
+        # settings, marks and errors of TorchDynamo
         "torch._dynamo.config:fail_on_recompile_limit_hit",
         "torch._dynamo.decorators:graph_break",
         "torch._dynamo.exc:FailOnRecompileLimitHit",
         "torch._dynamo.exc:TorchDynamoException",
         "torch.fx.experimental._config:use_duck_shape",
-        # what stands in a captured graph
+        # targets of nodes in captured graphs
         "torch:_C._set_grad_enabled",
         "torch._ops:HigherOrderOperator",
         "torch._ops:OpOverload",
@@ -29,7 +29,7 @@ REQUIRED = frozenset(
         "torch.amp.autocast_mode:_enter_autocast",
         "torch.amp.autocast_mode:_exit_autocast",
         "torch.fx.node:_get_qualified_name",
-        # what autograd is doing
+        # the state of autograd and of transforms
         "torch:_C._autograd._get_current_graph_task_keep_graph",
         "torch:_C._autograd._top_saved_tensors_default_hooks",
         "torch:_C._current_graph_task_id",
@@ -43,7 +43,7 @@ REQUIRED = frozenset(
         "torch.autograd:_engine_run_backward",
         "torch.autograd.forward_ad:_set_fwd_grad_enabled",
         "torch.utils.checkpoint:_CheckpointFrame",
-        # modes, and classes that hear of operations
+        # modes, and classes that intercept operations
         "torch:_C.DisableTorchFunctionSubclass",
         "torch:_C._EnableTorchFunction",
         "torch._subclasses.fake_tensor:FakeTensor",
@@ -62,7 +62,7 @@ REQUIRED = frozenset(
         "torch.nn.utils.stateless:_functional_call",
     }
 )
-"""Without one of these nothing works, or numbers could be wrong."""
+"""Names without which nothing works, or numbers could be wrong."""
 
 _AS_MANY_CAPTURES = "networks that need more than torch's own limit of captures run on the driver"
 _KEPT = "what was captured stays in memory for as long as the process lives"
@@ -114,7 +114,7 @@ OPTIONAL = {
     ),
     "torch:_foreach_copy_": "tensors are copied one by one",
 }
-"""What is switched off without each of these."""
+"""Per name, what a torch without it goes without."""
 
 ATTRIBUTES: tuple[tuple[Callable[[], object], tuple[str, ...]], ...] = (
     (
@@ -142,25 +142,26 @@ ATTRIBUTES: tuple[tuple[Callable[[], object], tuple[str, ...]], ...] = (
     (lambda: torch.amp.GradScaler, ("_unscale_grads_",)),
     (lambda: resolve_name("torch.distributed:ProcessGroupGloo._Options"), ("_timeout",)),
 )
-"""What objects of torch must have, by an example of each.
+"""Attributes that objects of torch must have: a function that makes an example, and their names.
 
-Others are there at times: ``_dynamo_source`` on placeholders of a captured graph, the tensors that
-a node of autograd has saved (``_saved_input``), ``_step_supports_amp_scaling`` on fused optimizers,
-``_torchdynamo_orig_backend`` on what `torch.compile` has wrapped.
+Further ones are used if they exist: ``_dynamo_source`` on placeholders of a captured graph, the
+tensors that a node of autograd has saved (``_saved_input``), ``_step_supports_amp_scaling`` on
+fused optimizers, ``_torchdynamo_orig_backend`` on what `torch.compile` has wrapped.
 """
 
 _missing: list[str] = []
 
 
 def find(name: str, instead: Any = None) -> Any:
-    """A private name of torch.
+    """Look up a private name of torch.
 
     Args:
-        name: of `REQUIRED` or `OPTIONAL`.
-        instead: what an optional one is where torch has none.
+        name: one of `REQUIRED` or `OPTIONAL`.
+        instead: what to return for an optional name that torch lacks.
 
     Returns:
-        What torch has there. In place of a required name, a class that cannot be used.
+        What torch has under that name. For a required name that it lacks, a class that cannot be
+        used.
 
     Raises:
         LookupError: the name is in neither table.
@@ -183,7 +184,10 @@ class _HasAnyName(type):
 
 
 def _unusable(name: str) -> type[Exception]:
-    """It may be a base class, stand behind ``except``, be looked at: no import must fail by it."""
+    """A stand-in for a missing name, which raises if it is called.
+
+    It can be a base class, be named in ``except`` and have any attribute, so that imports succeed.
+    """
 
     class Unusable(Exception, metaclass=_HasAnyName):
         def __new__(cls, *_: object, **__: object) -> Any:
@@ -193,7 +197,7 @@ def _unusable(name: str) -> type[Exception]:
 
 
 def lost() -> list[str]:
-    """What is switched off since this torch lacks a name, with the names that it lacks."""
+    """Lines that say what is off since this torch lacks optional names, and which names."""
     losses: dict[str, list[str]] = {}
     for name in filter(OPTIONAL.__contains__, _missing):
         losses.setdefault(OPTIONAL[name], []).append(name)
@@ -201,7 +205,7 @@ def lost() -> list[str]:
 
 
 def lacking() -> list[str]:
-    """The names that this torch lacks and without which nothing works."""
+    """The required names and attributes that this torch lacks."""
     names = [name for name in _missing if name in REQUIRED]
     for example, attributes in ATTRIBUTES:
         try:

@@ -1,7 +1,7 @@
 """Which operators draw random numbers.
 
-torch's own mark for it (``nondeterministic_seeded``) is on attention and recurrent layers too, that
-draw only if they drop out. What they return then is no draw, but made of their inputs.
+torch's own tag for it (``nondeterministic_seeded``) is also on attention and recurrent layers,
+which draw only with a dropout rate above zero.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,21 +26,21 @@ _IN_TRAINING = {
 }
 """Per operator, the arguments that must all be true or above zero for it to draw."""
 _DROPOUT = ("dropout_p", "dropout")
-"""Of attention: how it is dropped out, if at all."""
+"""The arguments of operators of attention that are a rate of dropout."""
 
 
 def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of an operator draws from a random generator.
 
     Args:
-        operator: as dispatch modes are given it.
+        operator: the operator, as dispatch modes get it.
         args: of the call.
         kwargs: of the call.
     """
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     if operator.namespace != "aten":
-        return True  # whoever wrote it says so
+        return True  # its author has tagged it so
     given = arguments(operator, args, kwargs)
     name = schema(operator).name.removeprefix("aten::")
     name = name.removesuffix("_") or name
@@ -50,5 +50,5 @@ def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
         return all(
             given.get(each) is not False and given.get(each) != 0 for each in _IN_TRAINING[name]
         )
-    # what is left is attention, which draws only where it has a dropout of more than zero
+    # the other operators are of attention, and draw only with a rate of dropout above zero
     return any(given.get(each) for each in _DROPOUT)

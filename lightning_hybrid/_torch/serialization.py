@@ -10,7 +10,10 @@ from lightning_hybrid._torch.tensors import as_they_are
 
 
 class _ReadWhenWritten(torch.UntypedStorage):
-    """`torch.save` brings storages of other devices to the CPU one by one, as it writes them."""
+    """A storage that is read when `torch.save` writes it.
+
+    (`torch.save` calls ``cpu`` of storages on other devices one by one, as it writes them.)
+    """
 
     read: Callable[[], torch.UntypedStorage]
 
@@ -19,11 +22,13 @@ class _ReadWhenWritten(torch.UntypedStorage):
 
 
 def reduced(tensor: Tensor, read: Callable[[], torch.UntypedStorage]) -> Any:
-    """What ``__reduce_ex__`` of a tensor on the CPU gives, for `torch.save` alone.
+    """A result for ``__reduce_ex__`` of a tensor without memory, so that `torch.save` reads it.
+
+    It is that of a tensor on the CPU, and good for `torch.save` alone.
 
     Args:
-        tensor: its size, stride, offset and type; it has no memory.
-        read: gives the memory, all of the storage.
+        tensor: has the size, stride, offset and type, and no memory.
+        read: returns the whole storage.
     """
     with as_they_are():
         nbytes = tensor.untyped_storage().nbytes()
@@ -33,6 +38,6 @@ def reduced(tensor: Tensor, read: Callable[[], torch.UntypedStorage]) -> Any:
     storage.read = read
     rebuild, (typed, _, _, _, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-    # what `torch.save` writes as the place that a storage was at; it asks fake tensors likewise
+    # the device that `torch.save` notes for a storage; it reads this attribute for fake tensors
     typed._fake_device = torch.device("cpu")
     return rebuild, (typed, offset, size, stride, *rest)

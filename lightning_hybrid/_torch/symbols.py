@@ -1,4 +1,4 @@
-"""Sizes and numbers that TorchDynamo leaves open, and the conditions on them."""
+"""Symbolic sizes and numbers, which TorchDynamo leaves open, and the conditions on them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 _READ = re.compile(r"(u|zuf)\d+")
-"""How torch names such symbols."""
+"""Names that torch gives to symbols of numbers that are read from tensors."""
 
 OF_VALUES = {
     *("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
 }
-"""The names of the errors by which fake tensors say that a result depends on values."""
+"""The names of the errors that fake tensors raise if a result depends on values."""
 
 __all__ = ["GuardOnDataDependentSymNode", "ShapeEnv"]
 
@@ -31,9 +31,9 @@ def symbols_in(value: Any) -> list[Any]:
 
 
 def captured_value(value: Any) -> Any:
-    """What a symbolic number was when it was captured; ``None``: it depends on values.
+    """The value of a symbolic number at the capture; ``None``: it depends on values of tensors.
 
-    A plain number is what it is.
+    Plain numbers are returned as they are.
     """
     if not is_symbolic(value):
         return value
@@ -41,9 +41,9 @@ def captured_value(value: Any) -> Any:
 
 
 def value_with(value: Any, sizes: Mapping[Any, int]) -> Any:
-    """What a symbolic number is for these values of its symbols; ``None``: it has others too.
+    """A symbolic number for these values of its symbols; ``None``: it has further symbols.
 
-    A plain number is what it is.
+    Plain numbers are returned as they are.
     """
     if not is_symbolic(value):
         return value
@@ -55,7 +55,11 @@ def value_with(value: Any, sizes: Mapping[Any, int]) -> Any:
 
 
 def guards_of(values: Iterable[Any]) -> Any:
-    """The conditions on sizes under which a captured graph is right, from its example values."""
+    """The conditions on sizes under which a captured graph holds, from its example values.
+
+    Returns:
+        A ``ShapeEnv`` for :func:`guards_hold`; ``None``: no size is open.
+    """
     for value in values:
         numbers = [value] if is_symbolic(value) else []
         if isinstance(value, Tensor):
@@ -66,10 +70,10 @@ def guards_of(values: Iterable[Any]) -> Any:
 
 
 def guards_hold(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
-    """Whether the conditions hold for these values of the symbols.
+    """Whether the conditions of :func:`guards_of` hold for these values of the symbols.
 
-    TorchDynamo takes every free size to be at least 2, whatever the code asks; a size of 1 is let
-    pass here, since operations on free sizes treat it like any other (`squeeze` does not).
+    TorchDynamo takes every free size to be at least 2, whatever the code asks. A size of 1 passes
+    here, since operations on free sizes treat it like any other (but for ``squeeze``).
     """
     if shape_env is None:
         return True
@@ -84,10 +88,10 @@ def guards_hold(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
 
 
 def expression(number: Any, same: Mapping[Any, Any]) -> Any:
-    """A size or number as an expression, with some symbols in the place of others."""
+    """A size or number as a sympy expression, with its symbols replaced as ``same`` says."""
     return number.node.expr.xreplace(same) if is_symbolic(number) else sympy.sympify(number)
 
 
 def follows_from_values(symbol: Any) -> bool:
-    """Whether a symbol stands for what was read from a tensor, or a size that follows from it."""
+    """Whether a symbol stands for a number read from a tensor, or a size that depends on values."""
     return _READ.fullmatch(str(symbol)) is not None

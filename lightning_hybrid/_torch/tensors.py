@@ -1,4 +1,4 @@
-"""Tensors: their memory, their versions, and what stands in for them or hears of them."""
+"""Tensors: their memory, versions and hooks, fake ones, and modes that intercept operations."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,13 @@ else:
     # for writers of subclasses ("Extending PyTorch") under this name
     as_they_are = find("torch:_C.DisableTorchFunctionSubclass")
 
-    # makes tensors with shapes and no memory; torch.export uses it, there is no public way to do so
+    # makes tensors with shapes and no memory; torch.export uses it; there is no public way
     FakeTensorMode = find("torch._subclasses.fake_tensor:FakeTensorMode")
 
-    # hears of every operation below autograd; torch documents it and has no public place for it
+    # intercepts every operation below autograd; torch documents it, but it has no public name
     TorchDispatchMode = find("torch.utils._python_dispatch:TorchDispatchMode")
 
-# switches __torch_function__ on again, inside of the other
+# switches __torch_function__ on again, inside of `as_they_are`
 as_the_user_sees_them = find("torch:_C._EnableTorchFunction")
 
 _FakeTensor = find("torch._subclasses.fake_tensor:FakeTensor")
@@ -49,31 +49,31 @@ _copy_each = find("torch:_foreach_copy_", _copy_one_by_one)
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor, or what shares its memory, was written to; autograd compares it too.
+    """How often the memory of a tensor was written to, which autograd compares too.
 
-    In inference mode nobody counts.
+    0 for an inference tensor, which does not count.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors in one place are equal; others are taken to differ."""
+    """Whether two dense tensors on one device are equal; ``False`` for all other tensors."""
     dense = one.layout is other.layout is torch.strided and one.device == other.device
     return dense and torch.equal(one, other)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Tells living storages apart; those on the meta device all have the data pointer 0."""
+    """A key that no other living storage has (on the meta device all data pointers are 0)."""
     key: int = storage._cdata
     return key
 
 
 def is_shared(tensor: Tensor, *, besides: int = 0) -> bool:
-    """Whether something else may show a tensor's memory: a view, a saved one, a storage object.
+    """Whether a tensor's memory may have other holders: a view, a saved tensor, a storage object.
 
     Args:
-        tensor: strided.
-        besides: how many others that show it are known.
+        tensor: a strided tensor.
+        besides: how many further holders the caller knows of.
     """
     storage = tensor.untyped_storage()
     owners: int = _owners(storage._cdata)
@@ -81,22 +81,22 @@ def is_shared(tensor: Tensor, *, besides: int = 0) -> bool:
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Whether something beside Python holds a tensor itself: a graph that it is a leaf of.
+    """Whether something beside Python holds a tensor itself: an autograd graph that has it as leaf.
 
-    Such a graph has not saved its memory, and reads that of the tensor when it goes backward.
+    Such a graph has not saved its memory, and reads that of the tensor in its backward.
     """
     holders: int = tensor._use_count()  # type: ignore[attr-defined]
-    return holders > 1  # Python's object
+    return holders > 1  # the first is Python's object
 
 
 def refuse_pointer(tensor: Tensor) -> None:
-    """From here on torch raises where somebody asks for the address of this tensor's memory."""
+    """Have torch raise from here on when code asks for the address of a tensor's memory."""
     if _refuse_pointer is not None:
         _refuse_pointer(tensor)
 
 
 def schema(operator: Any) -> Any:
-    """What an operator takes, returns and writes to; dispatch modes are given nothing else."""
+    """The schema of an operator that a dispatch mode gets: what it takes, returns and writes to."""
     return operator._schema
 
 
@@ -110,7 +110,7 @@ def arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange all that two tensor objects hold; hooks stay with the objects.
 
-    `torch.utils.swap_tensors` does this, but refuses tensors that somebody has weak references to
+    `torch.utils.swap_tensors` does this, but refuses tensors to which there are weak references
     (recurrent layers have some to their own weights), and loses hooks.
     """
     hooks, late = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
@@ -122,34 +122,34 @@ def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 HookTables = tuple[dict[int, Any] | None, dict[int, Any] | None]
-"""Of a tensor: those that hear of a gradient before and after it is added to others."""
+"""A tensor's hooks on its gradient: those called before, and after, it is accumulated."""
 
 
 def take_hooks(tensor: torch.Tensor) -> HookTables:
-    """Take the functions that hear of a gradient off a tensor; there is no public way to do so.
+    """Take the hooks on its gradient off a tensor; there is no public way to do so.
 
-    Handles by which the user removes them still do.
+    The handles that the user has still remove these hooks.
     """
     tables = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    # for torch ``None`` is no hooks at all, but for the second kind it keeps those that were there
+    # ``None`` removes hooks of the first kind; of the second it would keep those that were there
     put_hooks(tensor, (None, tables[1] and {}))
     return tables
 
 
 def put_hooks(tensor: torch.Tensor, tables: HookTables) -> None:
     """Put back what :func:`take_hooks` has taken off."""
-    anything: Any = tensor  # which may be without them, though the types do not tell
+    anything: Any = tensor  # (torch's annotations do not allow ``None``)
     anything._backward_hooks, late = tables
     if late is not None:
         anything._post_accumulate_grad_hooks = late
 
 
 def gradient_hooks(tensor: torch.Tensor, *, late: bool = False) -> list[Any]:
-    """The functions that hear of the gradient of a parameter; there is no public way to ask.
+    """The hooks on the gradient of a parameter; there is no public way to ask.
 
     Args:
         tensor: the parameter.
-        late: only those that are called when the gradient is in ``tensor.grad``.
+        late: whether to return only those that are called once it is in ``tensor.grad``.
     """
     before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     if not (before or after):  # asked of each parameter in every step
@@ -158,7 +158,7 @@ def gradient_hooks(tensor: torch.Tensor, *, late: bool = False) -> list[Any]:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether a tensor has a shape and no memory, and no other mode looks at it."""
+    """Whether a value is a fake tensor (a shape without memory), and of no class derived of it."""
     return type(value) is _FakeTensor
 
 
@@ -169,11 +169,11 @@ def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def users_mode() -> object | None:
-    """The innermost mode that is neither torch's own nor ours; ``None``: there is none.
+    """The innermost active mode that the user has entered; ``None``: there is none.
 
-    `torch.utils.flop_counter.FlopCounterMode` is such a one, and every subclass of
-    ``TorchDispatchMode`` and ``TorchFunctionMode`` of the user's. A device as a context only says
-    where tensors are made, which a network that is captured does as well.
+    That is `torch.utils.flop_counter.FlopCounterMode`, or any other subclass of
+    ``TorchDispatchMode`` or ``TorchFunctionMode`` but for this package's and torch's internal ones.
+    A device as a context does not count: captured networks follow it too.
     """
     seeing = [m for m in _dispatch_modes() if not _is_infrastructure(m)]
     seeing += [m for m in _function_modes() if not isinstance(m, _DeviceContext)]

@@ -1,4 +1,4 @@
-"""Which partition goes to which device: the knapsack problem, GABRA, and exact solvers."""
+"""Allocate partitions to devices: the knapsack problem, GABRA, and exact solvers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ class Allocation:
     Attributes:
         assignment: for each partition the index of its device.
         value: the objective: the makespan (smaller is better) or the profit z of Eq. 5 (larger is).
-        history: best value after each generation, the initial population first; one entry if exact.
+        history: best value after each generation, the initial population first; one entry for an
+            exact solver.
     """
 
     assignment: tuple[int, ...]
@@ -58,21 +59,21 @@ def allocate(
         capacities: m relative speeds (`makespan`), or the loads that the devices may carry
             (`profit`).
         cut_costs: n - 1 costs of cutting after partition i, charged to the devices on both sides,
-            in the unit of load / capacity. They are no part of `profit` (Eq. 5).
-        memory: n sizes; together with `memory_limits`, m sizes, a hard limit of every device.
-        memory_limits: See `memory`.
+            in the unit of load / capacity. They do not count in `profit` (Eq. 5).
+        memory: n sizes of the partitions; to be given with `memory_limits`.
+        memory_limits: m sizes that the devices may hold, hard limits.
         method: `gabra`, the genetic algorithm; `exact`; or `gabra-literal`, the paper's algorithm
-            as it is printed (see `literal` for what had to be added), for free placements only.
+            as it is printed (see `literal` for additions), for free placements only.
         objective: `makespan`, the time of the slowest device, or `profit`, the paper's Eq. 5; see
             `knapsack` for the difference.
-        contiguous: Whether each device gets one run of partitions, the devices in any order.
+        contiguous: Whether each device gets consecutive partitions, the devices in any order.
         last_device: Device that must hold the last partition, as the driver does; None: any.
-        device_order: The devices in the order of the chain, where that is not free; None: any.
+        device_order: The devices in the order of the chain, if it is given; None: any.
         seed: Seed of the genetic algorithm; the same seed gives the same result.
 
     Raises:
         AllocationError: the numbers are wrong (negative, not finite, of unequal count), there are
-            more devices than partitions, or no placement keeps the limits.
+            more devices than partitions, or no placement within the limits was found.
 
     Reference: Akintoye et al., IEEE Access 10:77950, 2022 (Eqs. 3-9, Algorithms 1-3).
     """

@@ -7,9 +7,9 @@ from lightning_hybrid.allocation.knapsack import SLACK, Ints, Problem
 from lightning_hybrid.errors import AllocationError
 
 _EXCHANGES = 8
-"""Runs that the local search tries in the place of the slowest one, one after the other."""
+"""Number of runs with which the local search tries to exchange the slowest one."""
 _WORK = 1_000_000
-"""What it may spend on that for one chromosome: tries, each taken as n x m steps."""
+"""Most work of these exchanges for one chromosome; each counts n x m."""
 
 
 class Runs:
@@ -23,7 +23,7 @@ class Runs:
         self._sums = np.concatenate([[0.0], np.cumsum(problem.loads)])
         self._edge: list[float] = [0.0, *problem.cut_costs.tolist(), 0.0]
         self._weights = [np.concatenate([[0.0], np.cumsum(w)]) for w in problem.weights]
-        # Plain lists: the local search reads single numbers, where arrays are slow.
+        # Plain lists, since the local search reads single numbers, for which arrays are slow.
         self._load: list[float] = self._sums.tolist()
         self._speed: list[float] = problem.capacities.tolist()
         self._limited = [
@@ -32,16 +32,16 @@ class Runs:
         ]
 
     def random(self, rng: np.random.Generator) -> Ints:
-        """Draw the order of the devices, then the ends, within the limits.
+        """Draw the order of the devices, then the ends of their runs, within the limits.
 
-        Most chromosomes have their ends near the fair places, some have them anywhere.
+        Most chromosomes have their ends near fair shares, some anywhere.
         """
         for _ in range(200):
             order = self._pinned(rng.permutation(self.problem.m))
             ends = self._random_ends(order, rng)
             if ends is not None:
                 return np.array([order, ends])
-        # One partition on each device is contiguous anyway.
+        # with as many devices as partitions every assignment is contiguous
         free = ", or contiguous=False" if self.problem.n > self.problem.m else ""
         raise AllocationError(
             f"found no contiguous assignment of {self.problem.n} partitions to {self.problem.m} "
@@ -50,15 +50,16 @@ class Runs:
         )
 
     def _random_ends(self, order: Ints, rng: np.random.Generator) -> list[int] | None:
+        """Draw ends for an order of devices within the limits; None: there was a dead end."""
         n, m = self.problem.n, self.problem.m
-        # The last devices must be able to take what is left: least[r] is the earliest end of run r.
+        # least[r] is the earliest end of run r for which the later devices can take the rest
         least = [n] * m
         for r in range(m - 1, 0, -1):
             least[r - 1] = max(self._reach_back(least[r], int(order[r])), r)
         share = np.cumsum(self.problem.capacities[order])
         fair = np.searchsorted(self._sums, share / share[-1] * self._sums[-1])
-        # Members with fair ends alone would have nothing to recombine, and others with any ends are
-        # far from good ones where there are many partitions.
+        # a mixture: members with fair shares alone would be too alike to recombine, and with many
+        # partitions those with random ends are far from good ones
         spread = rng.uniform(0.0, 0.5) * n / m
         wanted = np.rint(fair + rng.normal(0.0, 1.0, m) * spread).astype(int)
         anywhere = rng.random() < 0.25
@@ -93,10 +94,10 @@ class Runs:
         n, m = self.problem.n, self.problem.m
         middle = m // 2
         genes = np.concatenate([left[:, :middle], right[:, middle:]], axis=1)
-        # Each device once: the second half takes those that are left, in the other parent's order.
+        # each device once: the second half gets the rest, in the other parent's order
         taken = set(left[0, :middle].tolist())
         genes[0, middle:] = [j for j in right[0].tolist() if j not in taken]
-        # Ends in order, with room for one partition in every run.
+        # rising ends, with at least one partition in every run
         steps = np.arange(m)
         genes[1] = np.maximum.accumulate(genes[1] - steps) + steps
         genes[1] = np.minimum(genes[1], n - steps[::-1])
@@ -109,8 +110,8 @@ class Runs:
         return np.array([order, np.cumsum(lengths)])
 
     def perturb(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Exchange two runs with their devices, or put one boundary elsewhere."""
-        # (lengths are exchanged: ends of two runs in each other's place would not rise)
+        """Exchange two runs with their devices, or divide the partitions of two runs anew."""
+        # (on lengths, since ends must keep rising)
         order, lengths = genes[0].copy(), _lengths(genes)
         if self.problem.m == 1:
             return genes
@@ -125,16 +126,16 @@ class Runs:
         return np.array([order, np.cumsum(lengths)])
 
     def refine(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Even out the runs, exchange the slowest one with another, even out again.
+        """Balance the runs; then exchange the slowest one with others, balancing again.
 
-        Evening out alone finds nearly the best ends for the order of the devices, so what is left
-        to search is the order. Under `profit` no run is the slowest, and nothing is done.
+        Balancing finds nearly the best ends for an order of the devices, so exchanges search the
+        order. Under `profit` there is no slowest run, and nothing is changed.
         """
         if self.problem.objective == "profit":
             return genes
         order, ends = genes[0].tolist(), genes[1].tolist()
         ends, worst = self._evened(order, ends, rng)
-        # (each try evens all runs out, which takes about n x m steps)
+        # (each try balances all runs, which takes about n x m steps)
         better, tries = bool(np.isfinite(worst)), _WORK // (self.problem.n * self.problem.m)
         while better and tries > 0:
             better = False
@@ -153,9 +154,9 @@ class Runs:
     def _exchanged(
         self, order: list[int], ends: list[int], first: int, second: int
     ) -> tuple[list[int], list[int]] | None:
-        """Two runs with their devices in each other's place; None if that changes nothing."""
+        """Exchange two runs with their devices; None if that is not allowed or changes nothing."""
         classes, last = self.problem.classes, self.problem.last_device
-        # two devices of one class in each other's place are the same assignment
+        # exchanging runs of equal devices gives the same assignment
         if self.problem.order is not None or classes[order[first]] == classes[order[second]]:
             return None
         if last is not None and last in (order[first], order[second]):
@@ -168,14 +169,15 @@ class Runs:
     def _evened(
         self, order: list[int], ends: list[int], rng: np.random.Generator
     ) -> tuple[list[int], float]:
-        """Push partitions away from the slowest run, over full ones, to one with time left.
+        """Balance the runs of an order of devices: their ends, and the time of the slowest run.
 
-        The goal is lowered while pushing succeeds; when it fails, the next goal is closer.
+        Partitions are pushed from the slowest run, through its neighbours, to one with time left,
+        so that no run takes longer than a goal. If that fails, a goal nearer to the current time is
+        tried.
         """
         times = self._times(order, ends)
         worst = max(times)
-        # From the proven bound halfway back, and again: a goal that cannot be reached costs one
-        # attempt, and the last gap is what may still be to gain.
+        # the first goal is the proven bound; each failure halves the gap to the current time
         gap = worst - self.problem.bound
         while gap > worst * 1e-4:
             r = times.index(worst)
@@ -193,7 +195,7 @@ class Runs:
         return [self._time(j, a, b) for j, a, b in zip(order, [0, *ends], ends)]
 
     def _time(self, device: int, start: int, end: int) -> float:
-        """Time of a run; infinite where it passes a limit."""
+        """Time of a run with its cut costs; infinite if it exceeds a limit."""
         for sums, ceilings in self._limited:
             if sums[end] - sums[start] > ceilings[device]:
                 return np.inf
@@ -203,7 +205,11 @@ class Runs:
     def _push(
         self, order: list[int], ends: list[int], r: int, goal: float, side: int
     ) -> list[int] | None:
-        """Trim run r on one side until it meets the goal, then its neighbour, and so on."""
+        """Trim run r on one side until it meets the goal, then its neighbour, and so on.
+
+        Returns:
+            The new ends; None: the goal cannot be met on this side.
+        """
         bounds = [0, *ends]
         moved = 1 if side > 0 else 0  # its end or its start
         last = len(order) - 1 if side > 0 else 0
@@ -224,7 +230,7 @@ class Runs:
         return np.array([renumbered(self._pinned(genes[0]), self.problem), genes[1]])
 
     def _pinned(self, order: Ints) -> Ints:
-        """The order with the device of the last partition, if one is asked for, at the end."""
+        """The order that is given, or `order` with `last_device`, if there is one, at its end."""
         if self.problem.order is not None:
             return np.array(self.problem.order)
         if self.problem.last_device is None:

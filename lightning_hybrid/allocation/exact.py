@@ -1,6 +1,7 @@
-"""Exact solvers: the oracle that GABRA is measured against, and `method="exact"`.
+"""Exact solvers, for `method="exact"` and as a reference for GABRA.
 
-Contiguous problems are solved by dynamic programming over the chain, free ones by HiGHS.
+Contiguous problems are solved by dynamic programming over the chain, free ones as integer programs
+by HiGHS.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ from lightning_hybrid.allocation.knapsack import Floats, Ints, Problem
 from lightning_hybrid.errors import AllocationError
 
 _MAX_OPERATIONS = 2e10
-"""Elementary steps that the dynamic programme may take: about a minute."""
+"""Most elementary steps of the dynamic programme, which take about a minute."""
 _TIME_LIMIT_S = 60.0
 _INFEASIBLE = 2  # status of scipy's milp
 
@@ -25,7 +26,7 @@ def solve_exactly(problem: Problem) -> Ints:
     """Find an assignment of least cost, shape (n,).
 
     Raises:
-        AllocationError: no assignment satisfies the limits, or finding the best takes too long.
+        AllocationError: no assignment satisfies the limits, or the search would take too long.
     """
     if not problem.contiguous:
         return _highs(problem)
@@ -33,11 +34,10 @@ def solve_exactly(problem: Problem) -> Ints:
 
 
 def _ordered(problem: Problem, order: tuple[int, ...]) -> Ints:
-    """The same as `_chain` where the devices have a given order: one state per device.
+    """Solve a contiguous problem for a given order of the devices, by dynamic programming.
 
     `best[r][k]` is the least cost of the first k partitions on the first r devices.
     """
-    # a run on one device is independent of all others but by where it begins and ends
     combine = np.add if problem.objective == "profit" else np.maximum
     best = [np.where(np.arange(problem.n + 1) == 0, 0.0, np.inf)]
     starts = []
@@ -58,7 +58,7 @@ def _ordered(problem: Problem, order: tuple[int, ...]) -> Ints:
 
 
 def _chain(problem: Problem) -> Ints:
-    """Dynamic programming over (devices used, partitions done).
+    """Solve a contiguous problem by dynamic programming over (devices used, partitions done).
 
     Equal devices are interchangeable, so a state counts the used devices of each class: m + 1
     states when all are equal, 2^m when all differ. `best[state][i]` is the least cost of running
@@ -67,8 +67,8 @@ def _chain(problem: Problem) -> Ints:
         best[state][k] = min over class c, i < k of  best[state - c][i] (+) run_c[i, k]
 
     where (+) is the maximum (makespan) or the sum (profit) and run_c[i, k] the cost of the run
-    i .. k-1 on a device of class c. A device asked for at the end is a class of its own, which
-    is taken in the last step and in no other.
+    i .. k-1 on a device of class c. `last_device`, if it is given, is a class by itself, which is
+    taken in the last step only.
     """
     counts = Counter(problem.classes)
     classes, totals = list(counts), list(counts.values())
@@ -79,7 +79,7 @@ def _chain(problem: Problem) -> Ints:
     full = tuple(totals)
 
     def usable(state: tuple[int, ...]) -> list[tuple[int, Floats, Floats]]:
-        """Classes that may have come last: class, best costs before it, costs of its runs."""
+        """The classes that may be last in a state: class, costs before it, costs of its runs."""
         ending = problem.last_device is not None and state == full
         return [
             (c, best[_without(state, c)], run)
@@ -87,7 +87,7 @@ def _chain(problem: Problem) -> Ints:
             if state[c] and (classes[c] == problem.last_device) == ending
         ]
 
-    # (`product` counts up, so that each state comes after those with a device less)
+    # (`product` counts up, so that each state comes after those with fewer devices)
     best: dict[tuple[int, ...], Floats] = {}
     for state in product(*(range(total + 1) for total in totals)):
         reached = [combine(before[:, None], run).min(axis=0) for _, before, run in usable(state)]
@@ -95,12 +95,12 @@ def _chain(problem: Problem) -> Ints:
         best[state] = np.min([nothing, *reached], axis=0)
     state, k = full, problem.n
     if not np.isfinite(best[state][k]):
-        spare = problem.n > problem.m  # else one partition each, which is contiguous anyway
+        spare = problem.n > problem.m  # otherwise every assignment is contiguous
         raise AllocationError(
             "no contiguous assignment keeps every device within its limits: use larger devices or "
             "smaller partitions" + ", more devices, or contiguous=False" * spare
         )
-    # Walk back from the end: which last run explains the best cost?
+    # go back from the end: find the last run of the best cost
     free = [[j for j, c in enumerate(problem.classes) if c == device] for device in classes]
     assignment = np.empty(problem.n, dtype=np.int64)
     while k:
@@ -127,7 +127,7 @@ def _check_size(problem: Problem, totals: list[int]) -> None:
 
 
 def _run_costs(problem: Problem, device: int) -> Floats:
-    """Cost of the run of partitions i .. k-1 on a device, shape (n + 1, n + 1), or inf."""
+    """Cost of each run of partitions i .. k-1 on a device, or infinity; shape (n + 1, n + 1)."""
 
     def between(values: Floats) -> Floats:
         sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -137,19 +137,20 @@ def _run_costs(problem: Problem, device: int) -> Floats:
     if problem.objective == "profit":
         cost = -cost
     else:
-        edge = np.concatenate([[0.0], problem.cut_costs, [0.0]])  # the two ends cost nothing
+        edge = np.concatenate([[0.0], problem.cut_costs, [0.0]])  # no cuts at the network's ends
         cost += edge[:, None] + edge[None, :]
-    possible = np.triu(np.ones_like(cost, dtype=bool), 1)  # no run is empty
+    possible = np.triu(np.ones_like(cost, dtype=bool), 1)  # runs must not be empty
     for weights, ceilings in zip(problem.weights, problem.ceilings):
         possible &= between(weights) <= ceilings[device]
     return np.where(possible, cost, np.inf)
 
 
 def _highs(problem: Problem) -> Ints:
-    """The best assignment that keeps the limits.
+    """Solve a problem with free assignments by HiGHS.
 
-    HiGHS lets constraints be violated by some 1e-6. What is then on a device and too much for it
-    must not be there together, which is a constraint that it cannot miss (a cover inequality).
+    HiGHS tolerates violations of constraints of about 1e-6. If a device holds too much then, a
+    constraint is added that these partitions are not on it together (a cover inequality), which
+    cannot be violated by so little, and the problem is solved again.
     """
     covers: list[csr_array] = []
     while True:
@@ -161,7 +162,7 @@ def _highs(problem: Problem) -> Ints:
 
 
 def _overfull(problem: Problem, assignment: Ints) -> list[csr_array]:
-    """For each device with more than its limit: a row over x that counts what is on it."""
+    """For each device beyond its limit, a row over x that counts the partitions on it."""
     rows = []
     for weights, ceilings in zip(problem.weights, problem.ceilings):
         held = np.bincount(assignment, weights, problem.m)
@@ -175,8 +176,9 @@ def _overfull(problem: Problem, assignment: Ints) -> list[csr_array]:
 def _optimum(problem: Problem, covers: Sequence[csr_array]) -> Ints:
     """Solve the mixed-integer model in x_ij of Eq. 4.
 
-    For the makespan it also has y_ij, whether a cut beside device j lies after partition i, and
-    the makespan T itself. ``covers``: rows over x of what must not be together.
+    For the makespan there are also variables y_ij, whether a cut beside device j is after partition
+    i, and the makespan T. ``covers`` are rows over x of partitions that must not be on a device
+    together.
     """
     n, m = problem.n, problem.m
     x = eye_array(n * m, format="csr")  # x_ij is variable i * m + j
@@ -202,8 +204,8 @@ def _optimum(problem: Problem, covers: Sequence[csr_array]) -> Ints:
         integrality=integral,
         bounds=_bounds(problem),
         constraints=constraints,
-        # (with its presolve it calls an answer optimal that is 0.2 or 0.5 % from it, in 2 of 1,206
-        # small problems; scipy 1.17.1)
+        # without presolve, with which it reports an answer as optimal that is 0.2 or 0.5 % worse,
+        # in 2 of 1,206 small problems (scipy 1.17.1)
         options={"time_limit": _TIME_LIMIT_S, "mip_rel_gap": 1e-9, "presolve": False},
     )
     if answer.status == _INFEASIBLE:
@@ -220,7 +222,7 @@ def _optimum(problem: Problem, covers: Sequence[csr_array]) -> Ints:
 
 
 def _bounds(problem: Problem) -> Bounds:
-    """x_ij and y_ij are 0 or 1, T is open; the last partition may have its device already."""
+    """Bounds of the variables: x_ij and y_ij between 0 and 1, T from 0; `last_device` is fixed."""
     n, m, variables = problem.n, problem.m, _variables(problem)
     lower, upper = np.zeros(variables), np.ones(variables)
     if problem.last_device is not None:
@@ -236,14 +238,15 @@ def _variables(problem: Problem) -> int:
 
 
 def _padded(problem: Problem, rows: csr_array) -> csr_array:
-    """Rows over x, widened by zeros for the other variables."""
+    """Rows over x, padded with zeros for the other variables."""
     rest = _variables(problem) - rows.shape[1]
     return rows if not rest else hstack([rows, csr_array((rows.shape[0], rest))], format="csr")
 
 
 def _makespan_rows(problem: Problem, x: csr_array, loads: csr_array) -> list[LinearConstraint]:
+    """Constraints that T is at least the time of each device, with its cuts."""
     m, cuts = problem.m, (problem.n - 1) * problem.m
-    # y >= |x_i - x_(i+1)| is all that is asked of it: a y that is too large would only cost
+    # y >= |x_i - x_(i+1)| is enough: larger values of y would only increase T
     y = eye_array(cuts, format="csr")
     here, after = x[:cuts], x[m:]
     none = csr_array((cuts, 1))

@@ -8,8 +8,8 @@ from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
 from lightning_hybrid.errors import AllocationError
 
 _LOOKED_AT, _CELLS = 512, 30_000
-"""Changes that the local search looks at before it takes the best of them; fewer where all of them
-together have more genes than this."""
+"""Number of changes of which the local search takes the best; and most genes of all these changed
+chromosomes together, which limits the number for large problems."""
 
 
 class Labels:
@@ -21,27 +21,32 @@ class Labels:
         self._runs = Runs(problem)
 
     def random(self, rng: np.random.Generator) -> Ints:
-        """A random member; where cuts cost something, every second one is made of runs.
+        """A random member; if cuts have costs, every second one is contiguous and balanced.
 
-        Partitions that are strewn at random have a cut after each, and no single move mends that.
+        Independent random devices give nearly a cut after each partition, which single moves do not
+        repair.
         """
         if self._cuts_cost and rng.random() < 0.5:
             try:
                 return self._runs.decode(self._runs.refine(self._runs.random(rng), rng))
             except AllocationError:
-                pass  # no contiguous one was found; there may be others
+                pass  # no contiguous member was found; there may be others
         return self.strewn(rng)
 
     def strewn(self, rng: np.random.Generator) -> Ints:
-        """Place one partition after the other on a random device with room.
+        """Place each partition on a random device with room, by depth-first search.
 
-        Dead ends are left by going back. On small problems that decides whether there is a feasible
-        assignment; on larger ones the number of steps is bounded.
+        For small problems the search decides whether there is a feasible assignment; for larger
+        ones the number of steps is limited.
+
+        Raises:
+            AllocationError: no assignment was found.
         """
         problem = self.problem
-        # the order is a little random, or all members would begin with the same partitions
+        # heavy partitions first, while there is room; in a somewhat random order, since all members
+        # would begin with the same partitions otherwise
         heavy = problem.weights.sum(axis=0) * rng.uniform(0.5, 1.0, problem.n)
-        order = np.argsort(-heavy, kind="stable")  # the heavy ones while there is room
+        order = np.argsort(-heavy, kind="stable")
         genes = np.full(problem.n, -1, dtype=np.int64)
         choices: list[list[int]] = []
         for _ in range(20_000 + 10 * problem.n):
@@ -63,7 +68,7 @@ class Labels:
         )
 
     def _places(self, genes: Ints, partition: int, rng: np.random.Generator) -> list[int]:
-        """The devices that can take the partition next, in random order; the last comes first."""
+        """Devices that can take this partition, shuffled; the caller tries them from the end."""
         problem, placed = self.problem, genes >= 0
         counts = np.bincount(genes[placed], minlength=problem.m)
         room = np.ones(problem.m, dtype=bool)
@@ -71,7 +76,7 @@ class Labels:
             used = np.bincount(genes[placed], weights[placed], minlength=problem.m)
             room &= used + weights[partition] <= ceilings
         if problem.n - placed.sum() == (counts == 0).sum():
-            room &= counts == 0  # each remaining partition is needed on a device of its own
+            room &= counts == 0  # the remaining partitions are needed for empty devices
         if partition == problem.n - 1 and problem.last_device is not None:
             room &= np.arange(problem.m) == problem.last_device
         return [int(j) for j in rng.permutation(np.flatnonzero(room))]
@@ -86,7 +91,7 @@ class Labels:
         return genes
 
     def perturb(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Give one partition, or where cuts cost something a stretch of them, another device."""
+        """Give one partition another device; if cuts have costs, also several neighbouring ones."""
         genes, place = genes.copy(), int(rng.integers(len(genes)))
         piece = slice(place, place + 1)
         if self._cuts_cost and rng.random() < 0.5:
@@ -95,12 +100,12 @@ class Labels:
         return genes
 
     def refine(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Move a partition or exchange two while that helps.
+        """Move a partition or exchange two, as long as that is an improvement.
 
-        For the makespan only the partitions of the slowest device matter. Between changes that
-        leave the same makespan the one after which the times are closest to each other is taken.
+        For the makespan only partitions of the slowest device are moved or exchanged. Of changes
+        with equal makespan the one with the most equal times is taken.
         """
-        # (from beyond a limit the costs of all changes are infinite, and show no way back)
+        # (from an infeasible assignment nearly all changes have infinite costs)
         cost = float(self.problem.costs(genes[None])[0])
         if not np.isfinite(cost):
             return genes
@@ -117,26 +122,26 @@ class Labels:
             genes, now = changed[best], after
 
     def _judged(self, assignments: Ints) -> tuple[Floats, Floats]:
-        """Cost of each assignment, infinite beyond a limit, and the spread of its times."""
+        """Cost of each assignment, infinite if infeasible, and how unequal its times are."""
         if self.problem.objective == "profit":
             costs = self.problem.costs(assignments)
             return costs, np.zeros(len(costs))
-        # Where two devices are equally slow no single change makes the slowest one faster; the
-        # spread tells which change comes closer to it.
+        # if two devices are equally slow, no single change reduces the makespan: the sum of squares
+        # tells which change is progress
         times = self.problem.times(assignments)
         costs = np.where(self.problem.feasible(assignments), times.max(axis=1), np.inf)
         return costs, np.square(times).sum(axis=1)
 
     def _changed(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """The assignments after each exchange that is looked at, shape (changes, n).
+        """The assignments after each single change that is tried, shape (changes, n).
 
-        A partition changes places with one of another device, or goes to an empty place there.
+        A change exchanges a partition with one of another device, or moves it there.
         """
         n, m = self.problem.n, self.problem.m
         here = np.arange(n)
         if self.problem.objective == "makespan":
             here = np.flatnonzero(genes == self.problem.times(genes[None])[0].argmax())
-        # numbers from n on are empty places: n + j is one on device j
+        # `second` is a partition, or n + j for a move to device j
         first, second = np.repeat(here, n + m), np.tile(np.arange(n + m), len(here))
         most = min(_LOOKED_AT, max(1, _CELLS // n))
         if len(first) > most:
@@ -147,7 +152,7 @@ class Labels:
         if self.problem.last_device is not None:
             allowed &= (first != n - 1) & (second != n - 1)
         first, second = first[allowed], second[allowed]
-        # all of them at once: numbers of so many small arrays would be slow one by one
+        # all assignments in one array, since many small arrays would be slow
         changed = np.repeat(genes[None], len(first), axis=0)
         rows, back = np.arange(len(first)), second < n
         changed[rows, first] = places[second]
@@ -162,8 +167,10 @@ class Labels:
 
 
 def _less(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether the first rank is smaller by more than rounding."""
-    # (else rounding alone could send the search in a circle)
+    """Whether `one` is less than `other`, in lexicographic order, by more than rounding errors.
+
+    With rounding errors alone the search could go in a circle.
+    """
     slack = [SLACK * abs(number) for number in other]
     if one[0] < other[0] - slack[0]:
         return True

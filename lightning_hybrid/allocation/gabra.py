@@ -1,21 +1,20 @@
-"""GABRA, the genetic algorithm of Akintoye et al. 2022 (Algorithms 1-3), repaired.
+"""GABRA, the genetic algorithm of Akintoye et al. 2022 (Algorithms 1-3), with improvements.
 
-`literal` holds the algorithm as it is printed. Changed here is what keeps that one from good
-answers:
+`literal` has the algorithm as it is printed. The changes to it are:
 
-* both children of a crossover keep every gene where it was;
-* contiguous problems use chromosomes of runs, on which the operators make sense;
+* in both children of a crossover every gene stays at its place;
+* contiguous problems have chromosomes of runs, on which the operators are meaningful;
 * besides inversion, a mutation changes single genes: inversion and crossover alone never bring back
   a device that all members have lost;
-* a child that was *ever* evaluated counts as a duplicate, and when `tries` children in a row were
-  duplicates or infeasible, a new random member takes their place;
-* fitness is how much better than the worst member a member is;
-* each new member is refined by local moves.
+* a child that was *ever* evaluated counts as a duplicate, and after `tries` children in a row that
+  were duplicates or infeasible, a new random member takes their place;
+* the fitness of a member is how much better it is than the worst one;
+* each new member is improved by local search.
 
-It is steady-state, as the paper's: one child replaces the worst member per generation, so the best
-value never gets worse. It stops after `generations`, or when the best value reaches a proven bound
-(for `profit` on equal devices: at once, all assignments being equal); on large problems within
-`tolerance` of it. It calls no exact solver.
+It is steady-state, like the paper's: in each generation one child replaces the worst member, so the
+best value never gets worse. It stops after `generations`, or when the best value reaches a proven
+bound (for `profit` on equal devices at once, since all assignments are equal); for large problems
+when it is within `tolerance` of the bound. It calls no exact solver.
 """
 
 import numpy as np
@@ -26,16 +25,21 @@ from lightning_hybrid.allocation.free_chromosomes import Labels
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
 
 _SMALL = 100_000
-"""Assignments of a problem that is always searched to the end."""
+"""Number of assignments up to which a problem must reach the bound exactly to stop early."""
 
 _FULL_WORK = 16_000
-"""Partitions times devices up to which the search has all its members and generations."""
+"""Partitions times devices up to which the search has its full population and generations."""
 
 
 def gabra(
     problem: Problem, seed: int = 0, settings: Settings | None = None
 ) -> tuple[Ints, tuple[float, ...]]:
     """Search for an assignment of least cost.
+
+    Args:
+        problem: The problem.
+        seed: Seed of all random choices.
+        settings: Parameters of the algorithm; None: those that suit the size of the problem.
 
     Returns:
         The best assignment, shape (n,), and the best cost after each generation, the initial
@@ -50,7 +54,7 @@ def gabra(
 
 
 def _affordable(problem: Problem) -> Settings:
-    """The default numbers; fewer members and generations where each takes long."""
+    """The default parameters, with fewer members and generations for large problems."""
     share = _FULL_WORK / (problem.n * problem.m)
     usual = Settings()
     return Settings(
@@ -60,7 +64,7 @@ def _affordable(problem: Problem) -> Settings:
 
 
 class _Evolution:
-    """One run of Algorithm 1."""
+    """One run of the genetic algorithm (Algorithm 1): its population, and all chromosomes seen."""
 
     def __init__(self, problem: Problem, rng: np.random.Generator, settings: Settings) -> None:
         self.problem, self.rng, self.settings = problem, rng, settings
@@ -77,7 +81,7 @@ class _Evolution:
             if self._proven(history[-1]):
                 break
             child = self._child()
-            if child is None:  # nothing new within reach
+            if child is None:  # no new feasible child was found
                 break
             worst = int(np.argmax(self.costs))
             self.members[worst], self.costs[worst] = child
@@ -87,7 +91,7 @@ class _Evolution:
         return self.genes.decode(best), tuple(history)
 
     def _populate(self) -> None:
-        """Algorithm 2: random feasible members, no two alike as far as there are enough."""
+        """Make the initial population (Algorithm 2): random feasible members that all differ."""
         for _ in range(2 * self.settings.population):
             if len(self.members) == self.settings.population:
                 return
@@ -105,7 +109,10 @@ class _Evolution:
         return cost <= bound + tolerance * abs(bound)
 
     def _child(self) -> tuple[Ints, float] | None:
-        """A new member with its cost; None if `tries` attempts brought none."""
+        """Make a new member, with its cost; None if all attempts were duplicates or infeasible.
+
+        The first `tries` attempts are children of members, the next are random.
+        """
         for _ in range(self.settings.tries):
             child = self._admit(self._breed())
             if child is not None:
@@ -126,7 +133,7 @@ class _Evolution:
         return genes
 
     def _crossed(self, first: Ints, second: Ints) -> Ints:
-        """One of the two children, by lot."""
+        """One of the two children of a crossover, at random."""
         which = int(self.rng.integers(2))
         return self.genes.crossover(*((first, second), (second, first))[which])
 
@@ -134,17 +141,17 @@ class _Evolution:
         return self.members[roulette(self._fitness(), self.rng)]
 
     def _fitness(self) -> Floats:
-        """How much better than the worst member a member is.
+        """For each member how much better it is than the worst one.
 
-        The values of good members differ by a few per cent: as they are (Eq. 9) they would all have
-        the same chance.
+        The values themselves (Eq. 9) differ by a few per cent among good members, which would all
+        have nearly the same probability.
         """
         costs: Floats = np.asarray(self.costs)
         spread = float(np.ptp(costs)) or 1.0
         return np.asarray(costs.max() - costs + 0.1 * spread)
 
     def _admit(self, genes: Ints) -> tuple[Ints, float] | None:
-        """Refine and evaluate a chromosome; None if it is infeasible or not new."""
+        """Evaluate and refine a chromosome; None if it is infeasible or was evaluated before."""
         start = self.genes.canonical(genes)
         child = self._evaluated(start) if self._new(start) else None
         if child is None:

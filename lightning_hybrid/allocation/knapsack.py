@@ -11,8 +11,8 @@ With loads p_i and capacities d_j the paper (Akintoye et al. 2022, Eqs. 3-8) ask
 and, in its prose, for at least one partition on each device. This is the objective `profit`.
 
 It does not make training faster. On equal devices z = sum_i p_i / d whatever the assignment; on
-unequal ones it is largest when the *smallest* devices are full, and neither balance nor traffic
-enters. Four partitions of load 1 on devices of capacity 2 and 4, to show it:
+unequal ones it is largest when the *smallest* devices are full; balance and traffic do not count.
+An example with four partitions of load 1 on devices of capacity 2 and 4:
 
 >>> from lightning_hybrid.allocation import allocate
 >>> allocate([1, 1, 1, 1], [3, 3], objective="profit").value == 4 / 3  # like all the others
@@ -22,7 +22,7 @@ True
 >>> allocate([1, 1, 1, 1], [2, 4], objective="makespan").assignment.count(0)  # done after 3/4
 1
 
-`makespan`, the default, minimises what decides the time of a step: the slowest device, ::
+`makespan`, the default, minimises the time of the slowest device, which determines that of a step::
 
     min max_j ( sum_i x_ij p_i / d_j + sum over cuts i beside j of k_i )
 
@@ -47,24 +47,26 @@ Numbers = Sequence[float] | Floats
 Objective = Literal["makespan", "profit"]
 
 SLACK = 1e-9
-"""Relative rounding that a limit forgives, so that sums of exactly fitting loads do fit."""
+"""Relative tolerance of limits for rounding errors, so that sums that fit exactly do fit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A checked instance. Partitions are counted by i < n, devices by j < m, limits by k.
+    """An allocation problem of n partitions and m devices, made by `make_problem`.
 
     An assignment is an integer array of shape (n,), the device of each partition; most methods take
-    any number of them at once, shape (b, n).
+    b assignments at once, shape (b, n).
 
     Attributes:
         loads: (n,) computation of each partition.
         capacities: (m,) speed of each device (`makespan`) or the load it may carry (`profit`).
         cut_costs: (n - 1,) cost of cutting after a partition, for each of the two devices beside
             it.
-        weights: (k, n) what counts against the limits: loads (`profit`), memory.
-        limits: (k, m) how much of it a device takes.
-        objective: `makespan` (the slowest device, made small) or `profit` (z of Eq. 5, made large).
+        weights: (k, n) the k quantities of each partition that are limited: loads (`profit`),
+            memory.
+        limits: (k, m) limit of each device for each quantity.
+        objective: `makespan` (the time of the slowest device is minimised) or `profit` (z of Eq. 5
+            is maximised).
         contiguous: whether the partitions of a device must follow each other.
         last_device: device that must hold the last partition; None: any.
         order: the devices in the order of their runs, if that is given; None: any order.
@@ -90,7 +92,7 @@ class Problem:
 
     @cached_property
     def classes(self) -> tuple[int, ...]:
-        """For each device the first device that it could change places with."""
+        """Classes of equal devices: for each device the first one that is equal to it."""
         if self.order is not None:
             return tuple(range(self.m))
         last = np.arange(self.m) == self.last_device
@@ -99,7 +101,7 @@ class Problem:
 
     @cached_property
     def ceilings(self) -> Floats:
-        """The limits, with the rounding they forgive."""
+        """The limits, with their tolerance for rounding errors."""
         return self.limits * (1 + SLACK)
 
     def times(self, assignments: Ints) -> Floats:
@@ -117,9 +119,9 @@ class Problem:
         return np.asarray(self.times(assignments).max(axis=1))
 
     def feasible(self, assignments: Ints) -> NDArray[np.bool_]:
-        """Whether all devices have a partition, and the last its own, within the limits: (b,).
+        """Whether each assignment uses all devices, observes `last_device` and the limits: (b,).
 
-        Contiguity is not looked at: it is a matter of how solvers represent an assignment.
+        Contiguity is not checked: the solvers of contiguous problems guarantee it.
         """
         fits = self._sums(assignments, np.ones(self.n)) > 0
         for weights, ceilings in zip(self.weights, self.ceilings):
@@ -129,29 +131,29 @@ class Problem:
         return np.asarray(fits.all(axis=1))
 
     def costs(self, assignments: Ints) -> Floats:
-        """What solvers minimise, shape (b,): the makespan or -z; infinite where infeasible."""
+        """The costs that solvers minimise, shape (b,): makespan or -z; infinite if infeasible."""
         values = self.values(assignments)
         signed = -values if self.objective == "profit" else values
         return np.where(self.feasible(assignments), signed, np.inf)
 
     @cached_property
     def bound(self) -> float:
-        """A cost below which no assignment can lie; reaching it proves optimality."""
+        """A lower bound of the cost: an assignment that reaches it is optimal."""
         total = self.loads.sum()
         if self.objective == "profit":
-            # Pretend that loads are divisible: then the smallest devices are filled first.
+            # if loads were divisible, it would be best to fill the smallest devices first
             sizes = np.sort(self.capacities)
             filled = np.clip(total - (np.cumsum(sizes) - sizes), 0, sizes)
             return -float((filled / sizes).sum())
-        cheapest = np.sort(self.cut_costs)[: self.m - 1].sum()  # at least m - 1 cuts, paid twice
-        # Either all devices share the work evenly, cuts included, or the largest partition alone
-        # takes the fastest device: whichever is longer.
+        cheapest = np.sort(self.cut_costs)[: self.m - 1].sum()  # at least m - 1 cuts, counted twice
+        # the larger of two bounds: all work divided evenly, cuts included; and the largest
+        # partition alone on the fastest device
         shared = (total + 2 * cheapest * self.capacities.min()) / self.capacities.sum()
         return float(max(shared, self.loads.max() / self.capacities.max()))
 
     @cached_property
     def size(self) -> int:
-        """Number of assignments, the limits not looked at."""
+        """Number of assignments, whether or not they are within the limits."""
         if self.contiguous:
             orders = factorial(self.m) if self.order is None else 1
             return comb(self.n - 1, self.m - 1) * orders
@@ -160,7 +162,7 @@ class Problem:
     def _sums(self, assignments: Ints, weights: Floats) -> Floats:
         """Sum of the weights on each device, shape (b, m); weights of shape (n,) or (b, n)."""
         rows = len(assignments)
-        # one `bincount` for all assignments: row by row it would be a loop in Python
+        # one `bincount` for all assignments, to avoid a loop in Python
         cells = assignments + self.m * np.arange(rows)[:, None]
         spread = np.broadcast_to(weights, assignments.shape)
         sums = np.bincount(cells.ravel(), spread.ravel(), minlength=rows * self.m)
@@ -224,7 +226,7 @@ def make_problem(
 def _memory_limits(
     memory: Numbers | None, limits: Numbers | None, n: int, m: int
 ) -> list[tuple[str, Floats, Floats]]:
-    """The limit of memory, if there is one: its name, what partitions need, what devices take."""
+    """The limit of memory, if there is one: its name, sizes of partitions, limits of devices."""
     if memory is None and limits is None:
         return []
     if memory is None or limits is None:
@@ -251,6 +253,7 @@ def numbers(
 
 
 def _check_limit(name: str, weights: Floats, limits: Floats) -> None:
+    """Refuse partitions that obviously do not fit within the limits of devices."""
     largest = int(weights.argmax())
     if weights[largest] > limits.max() * (1 + SLACK):
         raise AllocationError(
@@ -262,7 +265,7 @@ def _check_limit(name: str, weights: Floats, limits: Floats) -> None:
             f"the partitions have {name} {weights.sum():g} in all, the devices take "
             f"{limits.sum():g}: use more or larger devices"
         )
-    # No device stays empty, so the m smallest partitions must fit the devices, size by size.
+    # no device stays empty, so the m smallest partitions must fit, sorted, on the sorted devices
     order, smallest = limits.argsort(), np.sort(weights)[: len(limits)]
     tight = np.flatnonzero(smallest > limits[order] * (1 + SLACK))
     if tight.size:

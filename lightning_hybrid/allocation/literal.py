@@ -1,7 +1,6 @@
 """GABRA as it is printed (Akintoye et al. 2022, Algorithms 1-3), for comparison: `gabra-literal`.
 
-The text alone cannot be run. What follows it and what was added to it are kept apart: the comments
-in the code name the number of the addition.
+The text alone is not complete. Comments in the code refer to the additions by number.
 
 From the paper: the chromosome is a list of n devices; random initial members within the capacities,
 partition after partition (Algorithm 2); selection by roulette wheel on the fitness of Eq. 9;
@@ -12,9 +11,9 @@ is kept apart; the end is t_max or the optimal total profit.
 Added, because the text is silent or contradicts itself:
 
 1. Eq. 9 leaves j unbound: gene i is the device of partition i, and f = sum_i c_{i, beta_i}.
-2. The prose after Eq. 8 exchanges (6) and (7). Meant is what is printed: (6) is the capacity of a
+2. The prose after Eq. 8 exchanges (6) and (7). Here they are as printed: (6) is the capacity of a
    device, (7) that each partition is on exactly one.
-3. "Each GPU runs at least one partition" stands in the prose only. It is a constraint here.
+3. "Each GPU runs at least one partition" is in the prose only. It is a constraint here.
 4. Initial placement: where no device has room for the next partition the member is begun again, and
    after `_RESTARTS` dead ends heavy partitions are placed first, going back from dead ends.
 5. Members of the initial population differ from each other as far as that is possible.
@@ -48,7 +47,12 @@ _GENERATIONS = 600
 def literal_gabra(
     problem: Problem, seed: int = 0, settings: Settings | None = None
 ) -> tuple[Ints, tuple[float, ...]]:
-    """Search for an assignment of least cost as the paper says.
+    """Search for an assignment of least cost by the algorithm of the paper.
+
+    Args:
+        problem: The problem, with free assignments.
+        seed: Seed of all random choices.
+        settings: Parameters of the algorithm.
 
     Returns:
         The best assignment, shape (n,), and the best cost after each generation, the initial
@@ -86,7 +90,7 @@ def literal_gabra(
 def _initial_population(
     problem: Problem, settings: Settings, rng: np.random.Generator
 ) -> list[Ints]:
-    """Algorithm 2."""
+    """Make the initial population (Algorithm 2)."""
     members: list[Ints] = []
     for _ in range(2 * settings.population):
         member = _random_member(problem, rng)
@@ -98,7 +102,7 @@ def _initial_population(
 
 
 def _random_member(problem: Problem, rng: np.random.Generator) -> Ints:
-    """Partition after partition on a random device with room for it."""
+    """A random assignment: each partition in turn on a random device with room for it."""
     for _ in range(_RESTARTS):
         left = problem.ceilings.copy()
         genes = np.full(problem.n, -1, dtype=np.int64)
@@ -120,7 +124,8 @@ def _new_child(
     settings: Settings,
     rng: np.random.Generator,
 ) -> tuple[Ints, float] | None:
-    """Lines 7 to 13 of Algorithm 1; None after `tries` children in vain (addition 10)."""
+    """Make a child and its cost (lines 7 to 13 of Algorithm 1); None: all tries failed."""
+    # addition 10: there are `tries` of them
     fitness = -costs if problem.objective == "profit" else costs.max() - costs  # additions 1, 12
     for _ in range(settings.tries):
         child, other = members[roulette(fitness, rng)], members[roulette(fitness, rng)]
@@ -141,7 +146,7 @@ def _new_child(
 def printed_children(left: Ints, right: Ints) -> tuple[Ints, Ints]:
     """The two children of Algorithm 3 as it is printed, its cut `cp = Y1/2` read as the middle.
 
-    In the second one the halves change places, and with them the partitions they speak of.
+    In the second one the halves change places, so that genes belong to other partitions.
     """
     middle = len(left) // 2
     first = np.concatenate([left[:middle], right[middle:]])

@@ -1,13 +1,14 @@
 """Layer-wise partitioning and merging: begin with one partition per layer, merge until K are left.
 
-**A reconstruction.** Of Akintoye et al. 2023 (FGCS 149:432) the abstract and the highlights say
+**A reconstruction.** The abstract and the highlights of Akintoye et al. 2023 (FGCS 149:432) say
 that partitions are merged to reduce the communication between devices; the cost, the criterion, the
-order and the limit of a merge stand in a text that we could not read. What is built here is the
-reading that fits: the most expensive cut is closed first, as long as no merged partition takes more
-than its fair share of the whole, and a slack.
+order and the limit of a merge are in a text that we could not read. This is a version that agrees
+with them: the most expensive cut is removed first, as long as no merged partition takes more than
+its fair share of the load and a slack.
 
-`merge` is that greedy rule (`allocation="merging"`). It knows equal devices only, and is no part of
-GABRA. Loads and cut costs are in the same unit, such as seconds; a cut is crossed there and back.
+`merge` is this greedy rule (`allocation="merging"`). It takes devices to be equal, and is not part
+of GABRA. Loads and cut costs are in the same unit, such as seconds; the cost of a cut is that of
+activations and gradients together.
 """
 
 import itertools
@@ -26,11 +27,11 @@ def merge(loads: Numbers, cut_costs: Numbers, count: int, *, slack: float = 0.25
     Args:
         loads: n computation loads, one per layer or residual block.
         cut_costs: n - 1 costs of a cut after each.
-        count: K, how many runs are wanted.
-        slack: How far above the fair share a run may go.
+        count: K, the wanted number of runs of consecutive partitions.
+        slack: Fraction by which the load of a run may exceed the fair share.
 
     Returns:
-        For each run the number after that of its last partition.
+        For each run its end, the number after its last partition.
 
     Raises:
         AllocationError: wrong numbers, or a count that is not between 1 and n.
@@ -39,13 +40,13 @@ def merge(loads: Numbers, cut_costs: Numbers, count: int, *, slack: float = 0.25
     k = numbers("cut_costs", cut_costs, count=len(p) - 1)
     if not 1 <= count <= len(p):
         raise AllocationError(f"{len(p)} partitions cannot be merged into {count}")
-    # with a slack of zero hardly any merge is allowed, since partitions do not divide evenly
+    # loads do not divide evenly, so that with no slack hardly any merge would be allowed
     limit = (1 + slack) * p.sum() / count * (1 + SLACK)
     runs, cuts, ends = p.tolist(), k.tolist(), list(range(1, len(p) + 1))
     while len(runs) > count:
         merged = [a + b for a, b in itertools.pairwise(runs)]
         allowed = [i for i, load in enumerate(merged) if load <= limit]
-        # ties go to the least load, so that runs grow evenly
+        # of equal costs the pair with the least load, so that runs grow evenly
         if allowed:
             place = max(allowed, key=lambda i: (cuts[i], -merged[i]))
         else:

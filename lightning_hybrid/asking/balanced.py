@@ -1,9 +1,9 @@
-"""Chains whose slowest stage is as fast as can be: good cuts within milliseconds, at any size.
+"""Cut a network so that its slowest stage is as fast as possible, in milliseconds for any size.
 
-A step of many micro-batches is as long as its slowest stage or message, so a cut that makes that
-one as short as possible is near the best. It is found by bisection: below a limit each stage takes
-as many partitions as it can, and either the last one reaches the end of the network or the limit is
-too low. `chains.best_chain` is optimal and too slow for a thousand stages.
+With many micro-batches the time of a step is about that of its slowest stage or message times their
+number, so such cuts are nearly the best. They are found by bisection: for a time limit each stage
+takes as many partitions as it can, and either the last one reaches the end of the network or the
+limit is too low. `chains.best_chain` is optimal, but too slow for a thousand stages.
 """
 
 from bisect import bisect_right
@@ -14,19 +14,19 @@ from lightning_hybrid.planning import StepProblem, fair_ends
 
 _HALVINGS = 24
 _ROOM = (1.0, 1.05, 1.2, 1.5)
-"""Multiples of the least limit that are tried: a longer stage may end where less crosses."""
+"""Multiples of the least limit that are tried: a longer stage may end at a cheaper cut."""
 
 
 def balanced_ends(problem: StepProblem, order: Sequence[int]) -> list[int] | None:
-    """Cut a network into a run for each entry of an order of devices.
+    """Cut a network into runs of consecutive partitions, for a given device of each run.
 
     Args:
-        problem: What to place.
-        order: Device of each run; a device may occur several times, not twice in a row.
+        problem: The partitions and devices.
+        order: Device of each run; a device may occur several times, but not twice in a row.
 
     Returns:
-        The number after the last partition of each run, or None if no such cut was found that keeps
-        every device within its memory.
+        For each run its end, the number after its last partition; None if no cuts were found that
+        keep every device within its memory.
     """
     if len(order) > problem.n:
         return None
@@ -43,7 +43,7 @@ def balanced_ends(problem: StepProblem, order: Sequence[int]) -> list[int] | Non
             high = middle
     found = [packing.ends(high * room) for room in _ROOM]
     if len(order) > problem.m:
-        # full runs in front leave little to the last ones of a loop, which others then wait for
+        # with several runs a device full runs at the front are not always good: try fair shares
         fair = fair_ends(problem, order)
         found.append(fair if problem.fits(fair, order) else None)
     return min(
@@ -54,26 +54,26 @@ def balanced_ends(problem: StepProblem, order: Sequence[int]) -> list[int] | Non
 
 
 class _Packing:
-    """Fills one run after the other up to a limit."""
+    """Fills one run after the other with partitions, up to a limit of time."""
 
     def __init__(self, problem: StepProblem, order: Sequence[int]) -> None:
         self.problem, self.order = problem, list(order)
         self.work = [0.0, *accumulate(problem.table.loads)]
         self.memory = problem.table.sums["memory_bytes"]
         turns = max(self.order.count(device) for device in set(self.order))
-        # a device that has several runs keeps a share of its memory for each
+        # a device that has several runs divides its memory equally over them
         self.ceilings = [ceiling / turns for ceiling in problem.ceilings]
         rates = problem.links.seconds_per_byte
         pairs = zip(self.order, self.order[1:])
-        self.rates = [2 * rates[i][j] for i, j in pairs]  # there and back
+        self.rates = [2 * rates[i][j] for i, j in pairs]  # activations and gradients
         self.dearest = max(problem.table.cut_bytes, default=0.0) * max(self.rates, default=0.0)
 
     def ends(self, limit_s: float) -> list[int] | None:
-        """The ends of runs that take, like their messages, at most `limit_s` for a micro-batch."""
+        """Ends of runs that, like their messages, take at most `limit_s` each; None: impossible."""
         problem, n, count = self.problem, self.problem.n, len(self.order)
         ends, start = [], 0
         for run, device in enumerate(self.order):
-            furthest = n - (count - 1 - run)  # a partition for each run that follows
+            furthest = n - (count - 1 - run)  # leaves a partition for each run that follows
             most = self.work[start] + limit_s * problem.speeds[device]
             end = min(furthest, bisect_right(self.work, most) - 1)
             if self.ceilings:

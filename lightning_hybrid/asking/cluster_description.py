@@ -1,4 +1,4 @@
-"""A cluster on paper: its devices and the links between them, to plan for it without having it.
+"""Descriptions of clusters, their devices and links, to plan for a cluster without having it.
 
 A description is a YAML file, see `lightning_hybrid/asking/clusters/`::
 
@@ -22,7 +22,7 @@ A description is a YAML file, see `lightning_hybrid/asking/clusters/`::
         bandwidth: 10 Gbit/s
         latency: 50 us
 
-`cluster` (the module beside this one) is about the devices of a run that is going on, as measured.
+The devices of an actual run, as measured, are in `planning.cluster`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,13 +44,13 @@ SHIPPED = Path(__file__).parent / "clusters"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """One device.
+    """A device of a described cluster.
 
     Attributes:
         name: model, as the vendor calls it.
-        flops_per_s: floating-point operations per second; None where `speed` is given.
-        speed: speed relative to the other devices; None where `flops_per_s` is given.
-        memory_bytes: what it can hold; None: not known.
+        flops_per_s: floating-point operations per second; None if `speed` is given.
+        speed: speed relative to the other devices; None if `flops_per_s` is given.
+        memory_bytes: size of its memory; None: not known.
     """
 
     name: str
@@ -61,14 +61,14 @@ class DeviceSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """Links that join groups of `devices` devices with neighbouring numbers.
+    """The links within groups of devices with neighbouring numbers, such as those of a host.
 
     Attributes:
-        name: of the level, such as `within a host`, for messages.
-        devices: number of devices that are joined: those with the same `number // devices`.
-        bandwidth_bytes_per_s: between two devices, in one direction, while the other direction is
-            in use too.
-        latency_s: seconds from the start of sending until the first byte is there.
+        name: name of the level, such as `within a host`.
+        devices: number of devices in a group: those with the same `number // devices`.
+        bandwidth_bytes_per_s: bandwidth between two devices, in one direction, while the other
+            direction is in use too.
+        latency_s: seconds from the start of sending until the first byte arrives.
     """
 
     name: str
@@ -77,20 +77,21 @@ class Level:
     latency_s: float
 
     def transfer_s(self, size_bytes: float) -> float:
-        """Seconds that a message of this size takes."""
+        """Seconds that a message of this size takes between two devices."""
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterDescription:
-    """Devices, and the levels of links that join them.
+    """The devices of a cluster, and the levels of links that join them.
 
     Attributes:
-        name: of the cluster, for messages and reports.
-        devices: one entry for each, by number.
-        levels: from the innermost to the outermost; empty: there is one device.
-        about: where the numbers come from.
-        places: of each device the number by which levels join it; empty: its own number.
+        name: name of the cluster.
+        devices: the devices, by number.
+        levels: levels of links, from the innermost to the outermost; empty: there is one device.
+        about: origin of the numbers.
+        places: for each device, its number in the whole cluster, by which levels group it; empty:
+            its own number.
         unit: the rate or speed that counts as 1; None: that of the first device.
 
     Raises:
@@ -131,7 +132,7 @@ class ClusterDescription:
 
     @cached_property
     def relative_speeds(self) -> tuple[float, ...]:
-        """Speed of each device, the first one's being 1, of a description that is whole."""
+        """Speed of each device, relative to the first one of the whole cluster."""
         return tuple(rate / self._unit for rate in map(_rate, self.devices))
 
     @property
@@ -140,15 +141,15 @@ class ClusterDescription:
 
     @cached_property
     def memory_limits(self) -> tuple[float, ...] | None:
-        """Bytes that each device holds; None: not known of all."""
+        """Memory of each device in bytes; None: not known of all."""
         sizes = [device.memory_bytes for device in self.devices]
         return None if None in sizes else tuple(size or 0.0 for size in sizes)
 
     def level(self, devices: Iterable[int]) -> Level | None:
-        """The innermost level that joins all of these devices; None for a single one.
+        """The innermost level that joins all of these devices; None for a single device.
 
         Raises:
-            PlanError: there is no device of such a number.
+            PlanError: there is no device with one of the numbers.
         """
         numbers = set(devices)
         for number in numbers:
@@ -165,7 +166,7 @@ class ClusterDescription:
         )
 
     def pick(self, numbers: Sequence[int]) -> Self:
-        """The same with these devices only, in this order."""
+        """The cluster with these devices only, in this order."""
         places = tuple(self.places[number] for number in numbers) if self.places else tuple(numbers)
         outermost = self.level(numbers)
         return replace(
@@ -177,10 +178,10 @@ class ClusterDescription:
         )
 
     def take(self, count: int) -> Self:
-        """The same with the first `count` devices only.
+        """The cluster with its first `count` devices only.
 
         Raises:
-            PlanError: it has fewer.
+            PlanError: it has fewer devices.
         """
         if not 1 <= count <= len(self.devices):
             raise PlanError(
@@ -215,7 +216,7 @@ class ClusterDescription:
 
         Raises:
             PlanError: the text is no YAML mapping; a field is unknown, missing or of the wrong
-                kind; a quantity has no unit; or see `ClusterDescription`.
+                kind; a quantity has no unit; or `ClusterDescription` refuses the values.
         """
         try:
             record = yaml.safe_load(text)
@@ -241,7 +242,7 @@ class ClusterDescription:
         """Read the description in a file, or a shipped one by its name.
 
         Raises:
-            PlanError: there is neither; or see `from_yaml`.
+            PlanError: there is neither; or `from_yaml` refuses the text.
         """
         shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
         path = shipped.get(str(name), Path(name))
@@ -306,6 +307,7 @@ def _level(entry: Any, where: str) -> Level:
 def _checked(
     entry: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...]
 ) -> dict[str, Any]:
+    """Check that an entry is a mapping with the needed fields and no unknown ones; return it."""
     known = (*needed, *optional)
     if not isinstance(entry, dict):
         raise PlanError(f"{where} is {entry!r}: fields are needed ({', '.join(known)})")

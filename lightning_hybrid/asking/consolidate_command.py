@@ -1,4 +1,4 @@
-"""`lightning-hybrid consolidate`: the ordinary checkpoint of Lightning's, from a sharded one."""
+"""`lightning-hybrid consolidate`: make an ordinary Lightning checkpoint of a sharded one."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ from lightning_hybrid.state import AtomicCheckpointIO
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command to a parser."""
     parser.add_argument(
         "folder",
         help="a sharded checkpoint, as HybridGabraStrategy(checkpoint='sharded') saves it",
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        PlanError: the folder is not there, or the file is there already, or cannot be written.
+        PlanError: the folder does not exist, or the file exists already or cannot be written.
         HybridError: the folder is no sharded checkpoint.
     """
     folder, out = Path(options.folder), Path(options.out)

@@ -1,4 +1,4 @@
-"""What all processes of a machine or a cluster say of themselves and of the links between them."""
+"""Measure the devices and links of a machine or cluster, and compare its processes."""
 
 import os
 import platform
@@ -33,7 +33,8 @@ from lightning_hybrid.planning import TOLERANCE, Device, look_at, memory_of_rank
 from lightning_hybrid.process import LETTING_GO_S, Meeting, make_store
 
 _ALL_PAIRS = 8
-"""Up to so many ranks every pair is measured; beyond, neighbours and one pair for two hosts."""
+"""Up to this number of ranks every pair is measured; with more, only neighbouring ranks and one
+pair for each two hosts."""
 _TIMEOUT = timedelta(seconds=120)
 _SHARED = Path("/dev/shm")
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-hybrid", "numpy")
@@ -41,15 +42,16 @@ _PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-hybrid", "num
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a rank says of itself.
+    """What was measured on one rank.
 
     Attributes:
-        device: what it is, and its memory.
-        flops_per_s: FLOP/s of a matrix product in float32, while all others do the same.
-        versions: of Python and of the packages that must agree.
-        address: of the interface that leads to the main host.
+        device: description of its device.
+        flops_per_s: FLOP/s of a matrix product in float32, on all ranks at the same time.
+        versions: versions of Python and of packages, which must be equal on all ranks.
+        address: address of the interface that leads to the main host.
         shared_bytes: free bytes of the host's shared memory; None: there is none.
-        sees_host: whether it sees what the first process of its host has put into shared memory.
+        sees_host: whether the rank finds a file that the first rank of its host has put into shared
+            memory.
     """
 
     device: Device
@@ -62,12 +64,12 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkup:
-    """What was found, on rank 0.
+    """The measurements of all ranks, collected on rank 0.
 
     Attributes:
-        facts: by rank.
-        pairs: of the pairs of ranks that were measured: all, or with many ranks the neighbours.
-        all_reduce_s: seconds for 8 MiB over all ranks; None: there is one.
+        facts: measurements of each rank.
+        pairs: measurements between pairs of ranks; with many ranks not of all pairs.
+        all_reduce_s: seconds of an all-reduce of 8 MiB over all ranks; None: there is one rank.
     """
 
     facts: tuple[Facts, ...]
@@ -80,7 +82,7 @@ class Checkup:
         return [fact.device.host for fact in self.facts]
 
     def disagreements(self) -> list[str]:
-        """What differs between ranks and should not, a line each."""
+        """Lines of text on what differs between ranks and should not."""
         lines = []
         for name, value in self.facts[0].versions.items():
             for rank, fact in enumerate(self.facts):
@@ -101,7 +103,7 @@ class Checkup:
         return lines
 
     def cluster(self, name: str) -> ClusterDescription:
-        """What was measured as a description that `plan` and `simulate` read."""
+        """The measurements as a description of the cluster, for `plan` and `simulate`."""
         return ClusterDescription(
             name=name,
             about="Measured by lightning-hybrid doctor: compute is a matrix product in float32, "
@@ -118,9 +120,9 @@ class Checkup:
         )
 
     def _rates(self) -> list[float]:
-        """FLOP/s of each rank; devices of one host and model that are nearly equal count as equal.
+        """FLOP/s of each rank; equal ones for devices of one host and model that differ little.
 
-        Or a plan would follow what else the machine did for a moment.
+        So a plan does not change with other work of the machine.
         """
         kinds = [(fact.device.host, fact.device.name) for fact in self.facts]
         rates = []
@@ -140,7 +142,8 @@ class Checkup:
         blocks = [set(hosts[k : k + each]) for k in range(0, count, each)]
         inside = [p for p in self.pairs if hosts[p.ranks[0]] == hosts[p.ranks[1]]]
         across = [p for p in self.pairs if p not in inside]
-        # equal hosts in a row make two levels; else all links are taken for those between hosts
+        # two levels if all hosts have as many consecutive ranks; else all links are taken to be
+        # as slow as those between hosts
         even = all(len(block) == 1 for block in blocks) and len(set(hosts)) * each == count
         if not across:
             return [_level("within a host", count, inside)]
@@ -150,10 +153,14 @@ class Checkup:
 
 
 def check_up() -> Checkup | None:
-    """Measure this rank and its links, together with all others; returns the whole on rank 0.
+    """Measure this rank and its links; all ranks call this together.
 
-    The environment holds ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as
-    torchrun sets them, and ``LOCAL_WORLD_SIZE``; without it each rank is taken for a host.
+    Reads the environment variables ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``,
+    as torchrun sets them, and ``LOCAL_WORLD_SIZE``; without it each rank is taken to be on a host
+    of its own.
+
+    Returns:
+        On rank 0 the measurements of all ranks; None on all others.
 
     Raises:
         PlanError: the ranks do not find each other, or one is lost.
@@ -165,7 +172,7 @@ def check_up() -> Checkup | None:
     if on_gpu:
         torch.cuda.set_device(device)
     elif count > 1:
-        torch.set_num_threads(1)  # as each rank of a run on CPUs has
+        torch.set_num_threads(1)  # as each rank has in a run on CPUs
     meeting = _meeting(rank, count)
     choose_interface(meeting.address, meeting.port, meeting.hosts)
     try:
@@ -223,7 +230,7 @@ def _together(rank: int, count: int, device: torch.device) -> Checkup | None:
 
 
 def _pairs(hosts: list[str]) -> list[tuple[int, int]]:
-    """Every pair that matters."""
+    """The pairs of ranks to measure; see `_ALL_PAIRS`."""
     if len(hosts) <= _ALL_PAIRS:
         return list(combinations(range(len(hosts)), 2))
     first = [hosts.index(host) for host in dict.fromkeys(hosts)]
@@ -244,7 +251,10 @@ def _facts(rank: int, device: torch.device, flops: float, hosts: list[str]) -> F
 
 
 def _sees_host(rank: int, hosts: list[str]) -> bool:
-    """Whether the file that the first rank of this host has put into shared memory is seen."""
+    """Whether this rank finds a file that the first rank of its host puts into shared memory.
+
+    All ranks call this together.
+    """
     first = hosts.index(hosts[rank]) == rank
     mine = None
     if first and _SHARED.is_dir():
@@ -291,5 +301,5 @@ def _memory(device: Device, devices: Sequence[Device]) -> float | None:
 
 
 def _rounded(value: float) -> float:
-    """A number rounded to three digits."""
+    """Round to three significant digits."""
     return float(f"{value:.3g}")

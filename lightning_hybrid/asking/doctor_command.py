@@ -1,4 +1,4 @@
-"""`lightning-hybrid doctor`: what the devices and links are like, and whether all ranks agree."""
+"""`lightning-hybrid doctor`: measure devices and links, and check that all ranks agree."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ _MOST_PAIRS = 28
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command to a parser."""
     parser.add_argument(
         "--processes",
         type=int,
@@ -56,8 +56,8 @@ def _processes(asked: int | None) -> int:
 
 
 def _start(count: int, out: str | None) -> None:
-    """Run this command in so many processes of this machine, as torchrun would."""
-    # the system gives a port that is free
+    """Run this command in `count` processes of this machine, as torchrun would."""
+    # port 0 makes the system choose a free one
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -69,13 +69,13 @@ def _start(count: int, out: str | None) -> None:
     try:
         for rank in range(count):
             more = {k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            # what the others say is what rank 0 says
+            # the errors of rank 0 stand for those of all
             errors = None if rank == 0 else subprocess.DEVNULL
             processes.append(subprocess.Popen(command, env=os.environ | more, stderr=errors))
         codes = [process.wait() for process in processes]
     finally:
         for process in processes:
-            # one that waits for a lost rank would wait for minutes
+            # if another one has failed, it would wait for minutes
             if process.poll() is None:
                 process.kill()
     if any(codes):

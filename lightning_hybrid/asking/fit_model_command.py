@@ -1,4 +1,4 @@
-"""`lightning-hybrid fit-model`: the generic performance model, from a table of timings."""
+"""`lightning-hybrid fit-model`: fit the generic performance model to a table of timings."""
 
 import argparse
 import csv
@@ -11,15 +11,16 @@ from lightning_hybrid.asking.terminal import terminal, write
 from lightning_hybrid.errors import PlanError
 
 EXTRINSIC = ("replicas", "stages", "stages_per_device", "microbatches", "devices")
-"""Columns that say how a run is spread, unless told otherwise; all others say what is computed."""
+"""Columns that are extrinsic factors by default (how a run is spread); all others are intrinsic
+(what is computed)."""
 PREDICTED = "predicted_s"
-"""A column of predictions, which may have gaps. It is a factor only where it is named as one."""
+"""A column of predictions, which may have gaps. It is a factor only if an option names it."""
 _FOLDS = 5
 Run = dict[str, float]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command to a parser."""
     parser.add_argument(
         "runs",
         nargs="+",
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        PlanError: the table cannot be read, or does not fix the constants of the model.
+        PlanError: the table cannot be read, or does not determine the constants of the model.
     """
     if options.strength < 0:
         raise PlanError(f"--strength {options.strength}: 0 or more is needed")
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     times = [row[options.time] for row in rows]
 
     def fit_to(rows: Sequence[Run], times: Sequence[float]) -> PerformanceModel:
-        # the table names no units: a column's own name is what is counted
+        # the table has no units: the names of its columns are used
         units, more = {name: name for name in intrinsic}, {name: name for name in extrinsic}
         return fit(rows, times, intrinsic=units, extrinsic=more, strength=options.strength)
 
@@ -81,12 +82,12 @@ def _held_out(
     names: Sequence[str],
     fit_to: Callable[[Sequence[Run], Sequence[float]], PerformanceModel],
 ) -> str:
-    """The error on configurations that a fit has not seen, every configuration held out once."""
+    """Cross-validate: a sentence with the error on configurations that were held out of a fit."""
 
     def configuration(index: int) -> list[float]:
         return [rows[index][name] for name in names]
 
-    # runs of one configuration must be held out together, or the model has seen them
+    # runs of one configuration are held out together, so that the model has not seen it
     order = sorted(range(len(rows)), key=configuration)
     groups = [list(group) for _, group in groupby(order, key=configuration)]
     if len(groups) < 2 * _FOLDS:
@@ -108,7 +109,7 @@ def _held_out(
 
 
 def _read(paths: Sequence[str]) -> list[Run]:
-    """The lines of all tables, with the columns that all of them have."""
+    """The lines of all tables, with the columns that all tables have."""
     tables = [_read_one(path) for path in paths]
     shared = [name for name in tables[0][0] if all(name in table[0] for table in tables)]
     return [{name: row[name] for name in shared} for table in tables for row in table]
@@ -122,7 +123,7 @@ def _read_one(path: str) -> list[Run]:
         raise PlanError(f"no table can be read from {path!r}: {error}") from error
     if not lines:
         raise PlanError(f"{path} has no runs: a head of names and a line for each run are needed")
-    # a column of texts, such as a date, is no factor
+    # columns of texts, such as dates, are left out
     numbers = [name for name in lines[0] if name and any(_number(line[name]) for line in lines)]
     if any(_number(line.get(PREDICTED)) is None for line in lines):
         numbers = [name for name in numbers if name != PREDICTED]

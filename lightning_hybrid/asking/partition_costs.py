@@ -1,4 +1,4 @@
-"""What the partitions of a network cost: counted for devices on paper, or measured on this one."""
+"""Costs of the partitions of a network: from counted FLOPs, or measured on this machine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,13 +16,13 @@ from lightning_hybrid.planning import CalledNetwork, PartitionTable, update_s_pe
 
 
 class _Seen(Exception):
-    """Leaves the call once its graph is captured, so that nothing is computed."""
+    """Raised when the graph of a call is captured, to leave the call before it computes."""
 
 
 def capture_call(
     network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[NetworkGraph, list[Tensor]]:
-    """The graph of a call of a network, and the tensors that the call brings.
+    """Capture a call of a network: its graph, and the input tensors of the call.
 
     Nothing is computed: modules and tensors may be on the `meta` device.
 
@@ -36,7 +36,7 @@ def capture_call(
         raise _Seen
 
     try:
-        # the exception of `note` is the way out, before anything is computed
+        # `note` raises when the graph is captured, before anything is computed
         Capture(network, own_forward(network), note)(tuple(args), dict(kwargs))
     except _Seen:
         return found[0]
@@ -46,7 +46,7 @@ def capture_call(
 
 
 def _refusal(name: str, reason: str) -> str:
-    """In one line why a call was not captured: its own error, or what is in the way."""
+    """The error text for a call that was not captured: its own error, or why it could not be."""
     if reason.startswith(FAILS):
         return f"{name} cannot be called with these inputs: {reason.removeprefix(FAILS)}"
     return (
@@ -64,23 +64,26 @@ def counted_parts(
     *,
     divides_states: bool = False,
 ) -> CostsOf:
-    """Costs from counted operations at a given rate; nothing runs.
+    """Make a function that gives costs from counted FLOPs at a given rate; nothing runs.
 
-    Times and sizes are taken to be proportional to the size of a micro-batch, and a backward to be
-    two forwards. The optimizer step is not counted.
+    Times and sizes are taken to be proportional to the size of a micro-batch, and a backward to
+    take as long as two forwards. The optimizer step is not counted.
 
     Args:
-        graph: of the network.
-        partitions: of the graph.
-        flops_per_s: of the device.
-        state_bytes: what the optimizer will keep, by name of parameter.
-        divides_states: whether replicas divide it.
+        graph: graph of the network.
+        partitions: partitions of the graph.
+        flops_per_s: FLOP/s of the device.
+        state_bytes: bytes of optimizer state, by name of the parameter.
+        divides_states: whether replicas divide the optimizer state.
+
+    Returns:
+        The function from the number of samples of a micro-batch to the table of the partitions.
     """
     profile = count(graph, partitions).with_optimizer(partitions, state_bytes)
 
     @cache
     def costs_of(samples: int) -> PartitionTable:
-        # counted operations grow with the samples
+        # FLOPs are proportional to the samples
         scale = samples / profile.batch
         return PartitionTable.of(
             *(graph, partitions, profile),
@@ -102,18 +105,21 @@ def measured_parts(
     *,
     divides_states: bool = False,
 ) -> CostsOf:
-    """Costs measured on this device, at each size of the micro-batch that is asked for.
+    """Make a function that measures costs on this device, for a size of the micro-batch.
 
-    The optimizer step is taken to be one of average cost, as for the sizes of a run.
+    The time of the optimizer step is that of a typical optimizer (`update_s_per_byte`).
 
     Args:
-        graph: of the network.
-        partitions: of the graph.
-        leaves: the tensors of `NetworkGraph.bind` for a whole batch.
-        device: where to measure.
-        state_bytes: what the optimizer will keep, by name of parameter.
-        advance: hears which partition is measured, from 1, and how many there are.
-        divides_states: whether replicas divide the state.
+        graph: graph of the network.
+        partitions: partitions of the graph.
+        leaves: tensors of `NetworkGraph.bind` for a whole batch.
+        device: device to measure on.
+        state_bytes: bytes of optimizer state, by name of the parameter.
+        advance: called before each partition is measured with its number, from 1, and that of all.
+        divides_states: whether replicas divide the optimizer state.
+
+    Returns:
+        The function from the number of samples of a micro-batch to the table of the partitions.
     """
     batch = graph.batch_of(leaves) or 1
     rate_s = update_s_per_byte(device)

@@ -1,19 +1,19 @@
-"""The generic performance model: what a step takes, learnt from timings alone.
+"""The generic performance model: predicts the time of a step, fitted to timings alone.
 
 **A reconstruction.** Kavarakuntla et al. 2024 (IEEE Access 12:8207) describe one expression with
-intrinsic factors (what is computed) and extrinsic ones (how it is spread), whose constants a
-regularised cost finds by differential evolution. The expression, the factors and the regulariser
-stand in a text that we could not read. What is built is the reading that fits the abstract::
+intrinsic factors (what is computed) and extrinsic ones (how it is spread), whose constants are
+found by differential evolution of a regularised cost. The expression, the factors and the
+regulariser are in a text that we could not read. This is a version that agrees with the abstract::
 
     T = c + (sum_i a_i I_i^p_i) prod_j E_j^q_j              a_i, c >= 0
     J = mean_n ((T_n - T_n,measured) / T_n,measured)^2  +  strength * R
     R = sum_i mean_n(a_i I_in^p_i)  +  sum_j |q_j|
 
-Every factor is divided by its geometric mean and T by the mean measured time, so that all a_i are
-of one scale. The regulariser R is what each factor adds on average (an a_i alone would be a cheap
-one, beside a high power) and drives weights and exponents of factors that explain nothing to zero,
-if it is stronger than what they would take up of the noise. Without it (`strength=0`) they take
-that up. A factor that does not vary cannot be told from c: it is refused.
+Every factor is divided by its geometric mean and T by the mean measured time, so that all a_i have
+one scale. The regulariser R adds up what each intrinsic factor contributes on average (a small a_i
+with a high power may contribute much) and the exponents of the extrinsic ones. It drives those of
+factors that explain nothing to zero, if it is strong enough for the noise; without it
+(`strength=0`) they fit the noise. A factor that does not vary cannot be told from c: it is refused.
 """
 
 import json
@@ -33,7 +33,7 @@ VERSION = 1
 _POWERS = (0.0, 3.0)
 _EXPONENTS = (-3.0, 3.0)
 _NEGLIGIBLE = 0.01
-"""Share of the time, or exponent, below which a factor does not matter."""
+"""A factor with less than this fraction of the time, or a smaller exponent, does not matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class Intrinsic:
 
     Attributes:
         name: key of its value in a run.
-        unit: of its values, for the description.
-        scale: geometric mean of the values that it was fitted to, in its unit.
-        weight: share of the mean measured time, where all other factors are at their scales.
+        unit: unit of its values, for the description.
+        scale: geometric mean of the values that it was fitted to, in this unit.
+        weight: what it adds at `scale`, as a fraction of the mean measured time.
         power: exponent of `value / scale`.
     """
 
@@ -57,15 +57,15 @@ class Intrinsic:
 
 @dataclass(frozen=True, kw_only=True)
 class Extrinsic:
-    """A factor of how it is spread, such as devices: it multiplies the sum of the intrinsic ones.
+    """A factor of how a run is spread, such as the number of devices.
 
-    It does so by `(value / scale)^exponent`.
+    It multiplies the sum of the intrinsic factors by `(value / scale)^exponent`.
 
     Attributes:
         name: key of its value in a run.
-        unit: of its values, for the description.
-        scale: geometric mean of the values that it was fitted to, in its unit.
-        exponent: of `value / scale`; below 0: more of it takes less time.
+        unit: unit of its values, for the description.
+        scale: geometric mean of the values that it was fitted to, in this unit.
+        exponent: exponent of `value / scale`; if it is negative, more of it takes less time.
     """
 
     name: str
@@ -79,13 +79,13 @@ class PerformanceModel:
     """The fitted expression. Times are in seconds.
 
     Attributes:
-        mean_s: mean measured seconds that it was fitted to.
-        constant: share of `mean_s` that depends on no factor.
+        mean_s: mean of the measured times that it was fitted to.
+        constant: fraction of `mean_s` that depends on no factor.
         intrinsic: factors that add up.
-        extrinsic: factors that multiply that sum.
+        extrinsic: factors that multiply this sum.
         strength: weight of the regulariser in the fit; 0: none.
         error: mean absolute relative error on the runs that it was fitted to.
-        version: of the JSON format.
+        version: version of the JSON format.
     """
 
     mean_s: float
@@ -97,7 +97,7 @@ class PerformanceModel:
     version: int = VERSION
 
     def predict_s(self, run: Mapping[str, float]) -> float:
-        """Seconds of a run with these factors, by name, in the units of the fit.
+        """Predict the seconds of a step from factors by name, in the units of the fit.
 
         Raises:
             PlanError: a factor is missing, or not a finite number of more than 0.
@@ -109,12 +109,12 @@ class PerformanceModel:
         return float(self.mean_s * (self.constant + work * spread))
 
     def error_on(self, runs: Sequence[Mapping[str, float]], times_s: Sequence[float]) -> float:
-        """Mean absolute relative error on runs, such as those that were held out of the fit."""
+        """Mean absolute relative error on given runs, such as those held out of the fit."""
         predicted = np.array([self.predict_s(run) for run in runs])
         return float(np.mean(np.abs(predicted / np.asarray(times_s) - 1)))
 
     def describe(self) -> str:
-        """Which factor matters, in words, the largest share of the time first."""
+        """A text on how much each factor matters, the most important first."""
         lines = [
             f"A step takes {self.mean_s:.3g} s on average; the model is off by {self.error:.1%}."
         ]
@@ -172,7 +172,7 @@ class PerformanceModel:
         """Read a model from a file.
 
         Raises:
-            PlanError: the file cannot be read, or see `from_json`.
+            PlanError: the file cannot be read, or `from_json` refuses it.
         """
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
@@ -192,16 +192,16 @@ def fit(
     generations: int = 300,
     seed: int = 0,
 ) -> PerformanceModel:
-    """Find the constants of the expression.
+    """Fit the constants of the model to measured runs.
 
     Args:
-        runs: The factors of each run, by name; all more than 0.
-        times_s: What each run took.
+        runs: Values of the factors of each run, by name; all more than 0.
+        times_s: Measured seconds of each run.
         intrinsic: Names of the intrinsic factors, each with its unit.
-        extrinsic: Names of the extrinsic ones, likewise.
-        strength: Of the regulariser; 0: none.
-        generations: Of the differential evolution, at most; a local search ends the fit.
-        seed: Of the differential evolution.
+        extrinsic: Names of the extrinsic factors, each with its unit.
+        strength: Weight of the regulariser; 0: none.
+        generations: Most generations of the differential evolution; a local search follows.
+        seed: Seed of the differential evolution.
 
     Raises:
         PlanError: there are fewer runs than constants, a factor is missing, not positive, or the
@@ -244,7 +244,16 @@ def fit(
 
 
 class _Expression:
-    """The expression with all factors and times scaled; constants are (c, a_1.., p_1.., q_1..)."""
+    """The expression with all factors and times scaled, and the fit of its constants.
+
+    The constants are one vector (c, a_1.., p_1.., q_1..).
+
+    Args:
+        logs: (N, factors) logarithms of the scaled factors, the intrinsic ones first.
+        measured: (N,) measured times by their mean.
+        intrinsic: number of intrinsic factors.
+        strength: weight of the regulariser.
+    """
 
     def __init__(self, logs: Floats, measured: Floats, intrinsic: int, strength: float) -> None:
         self.logs, self.measured, self.count, self.strength = logs, measured, intrinsic, strength
@@ -293,10 +302,10 @@ class _Expression:
         return best if self.strength else self.squared(best)
 
     def squared(self, start: Floats) -> Floats:
-        """The end of the narrow valley that the squared errors are without a regulariser.
+        """Improve constants by least squares, which is for a fit without regulariser.
 
-        Powers and weights trade places there, over many digits of the cost; a method that knows the
-        errors one by one goes along it.
+        Weights and powers can replace each other with hardly a change of the cost, so that general
+        methods end early; least squares, which has each error by itself, goes on.
         """
         low, high = np.array(self.bounds).T
         found = least_squares(
@@ -307,6 +316,7 @@ class _Expression:
 
 
 def _table(runs: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats:
+    """The factors of these names as a table with a row per run, checked to be positive."""
     table = np.empty((len(runs), len(names)))
     for number, run in enumerate(runs):
         for column, name in enumerate(names):

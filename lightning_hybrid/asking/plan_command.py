@@ -1,4 +1,7 @@
-"""`lightning-hybrid plan`: the fastest shape for a network on a cluster, shown or written."""
+"""`lightning-hybrid plan`: find the fastest shape for a network on a cluster, and its plan.
+
+A shape is the numbers of replicas, devices, stages and micro-batches of a run.
+"""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -12,11 +15,11 @@ from lightning_hybrid.report import draw_curves, paragraph, table
 
 _SHAPES = "Shapes, the fastest first"
 _SHOWN = 8
-"""Shapes in the table of runners-up."""
+"""Number of shapes in the table."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command to a parser."""
     add_study_options(parser)
     parser.add_argument("--devices", type=int, help="how many of the cluster's; default: all")
     parser.add_argument("--json", metavar="FILE", help="write the plan, for HybridGabraStrategy")
@@ -27,8 +30,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        PlanError: the network, the cluster or the number of devices is not as it should be, or
-            nothing fits.
+        PlanError: the network, the cluster or the number of devices is refused, or nothing fits.
     """
     study = make_study(options)
     count = _count(options.devices, study)
@@ -58,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _alone(study: Study, best: Shape) -> list[str]:
-    """What to say where the devices do not earn their keep."""
+    """A line of advice if one device alone is faster than the best shape."""
     if study.speed_up(best) > 1 or best.replicas * best.devices_per_replica == 1:
         return []
     alone = next((shape for shape in study.shapes(1) if shape.fits), None)
@@ -66,13 +68,13 @@ def _alone(study: Study, best: Shape) -> list[str]:
 
 
 def _left_out(study: Study, best: Shape, count: int) -> list[str]:
-    """What to say of devices that are too slow to help, and how to leave them out."""
+    """A line of advice if the best shape leaves out some devices, which are too slow to help."""
     used = best.numbers or range(best.replicas * best.devices_per_replica)
     left = [k for k in range(count) if k not in used]
     if not left:
         return []
     names = ", ".join(f"{k} ({study.cluster.devices[k].name})" for k in left)
-    # the first ones are taken by their number
+    # if the first devices are used, their number is enough
     devices = len(used) if min(left) == len(used) else sorted(used)
     return [
         f"Without device {names} it is fastest: in no shape that was tried would all {count} be as "
@@ -81,11 +83,11 @@ def _left_out(study: Study, best: Shape, count: int) -> list[str]:
 
 
 def _count(asked: int | None, study: Study) -> int:
-    """How many devices to plan for: the option's, else the configuration's, else the cluster's."""
+    """Number of devices to plan for: by the option, else the configuration, else the cluster."""
     if asked is not None and asked < 1:
         raise PlanError(f"--devices {asked}: at least 1 is needed")
     configured = study.target.trainer.get("devices")
-    # the configuration of a run says how many devices that run has
+    # the number of devices of the run that the configuration is for
     if asked is None and isinstance(configured, int) and configured > 0:
         nodes = study.target.trainer.get("num_nodes") or 1
         return configured * int(nodes)
@@ -93,9 +95,9 @@ def _count(asked: int | None, study: Study) -> int:
 
 
 def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
-    """The fastest shape for each number of replicas, stages and stages per device.
+    """Rows of the table: the fastest shape for each number of replicas, stages and stages a device.
 
-    Beside the number of replicas is what they take of a batch, where that is not as much each.
+    If replicas take unequal numbers of samples, these stand beside the number of replicas.
     """
     seen: dict[tuple[object, ...], Shape] = {}
     for shape in shapes:
@@ -131,7 +133,7 @@ def _page(
     cluster = study.cluster.pick(shapes[0].numbers or range(plan.world_size))
     limits = cluster.memory_limits
     devices = plan.devices_per_replica
-    # the page shows one replica, whose devices are as large as the smallest of all
+    # the page shows one replica: for each device the least memory of all replicas
     mine = None if limits is None else [min(limits[k::devices]) for k in range(devices)]
     rows = table(_rows(study, shapes))
     return plan_page(

@@ -1,4 +1,4 @@
-"""`lightning-hybrid simulate`: how many devices do I need?"""
+"""`lightning-hybrid simulate`: predict the speed-up of a network for each number of devices."""
 
 import argparse
 
@@ -11,7 +11,7 @@ from lightning_hybrid.errors import PlanError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command to a parser."""
     add_study_options(parser)
     wanted = parser.add_mutually_exclusive_group()
     wanted.add_argument("--speed-up", type=float, metavar="X", help="wanted, over one device")
@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        PlanError: the network or the cluster is not as it should be, or it fits on no number of
+        PlanError: the network or the cluster is refused, or the network fits on no number of
             devices.
     """
     wanted = options.speed_up or options.samples_per_s
@@ -30,12 +30,12 @@ def run(options: argparse.Namespace) -> None:
         raise PlanError(f"{wanted} is wanted: a number of more than 0 is needed")
     study = make_study(options)
     most = len(study.cluster.devices)
-    # all of them where one is asked for, since the answer may lie between
+    # all numbers if a number of devices is asked for
     counts = device_counts(most) if wanted is None or most > 128 else [*range(1, most + 1)]
     curves = study.curves(counts)
     best = dict(zip(counts, curves["hybrid"]))
     if not any(best.values()):
-        fastest(study.shapes(most))  # which says what lacks
+        fastest(study.shapes(most))  # raises with what is missing
     console = terminal()
     shown = device_counts(most)
     _print_table(console, study, {n: [curves[k][counts.index(n)] for k in KINDS] for n in shown})
@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _answer(study: Study, best: dict[int, Shape | None], options: argparse.Namespace) -> str:
+    """A sentence with the least number of devices that reach the wanted speed."""
     for count, shape in best.items():
         if shape is None:
             continue

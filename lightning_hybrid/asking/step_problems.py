@@ -1,7 +1,7 @@
-"""The step of a shape on a cluster's devices: what its devices compute, hold, send and reduce.
+"""Make the `StepProblem` of a shape on a described cluster: costs, memory, links, all-reduces.
 
-Replica r has the devices r S .. r S + S - 1 of the description, in that order; where all replicas
-are to have the same cuts, the slowest device, the smallest memory and the slowest link count.
+Replica r has the devices r S .. r S + S - 1 of the description, in this order. All replicas have
+the same cuts, so for each stage the slowest device, the smallest memory and the slowest link count.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,8 @@ from lightning_hybrid.planning import (
 )
 
 CostsOf = Callable[[int], PartitionTable]
-"""What the partitions cost for a micro-batch of so many samples, on a cluster's first device."""
+"""A function from the number of samples of a micro-batch to the table of the partitions, timed for
+the first device of a cluster."""
 
 
 def problem_of(
@@ -32,13 +33,21 @@ def problem_of(
     recompute: bool = False,
     replica: int | None = None,
 ) -> StepProblem:
-    """The step of replicas with so many devices each, on all devices of a cluster.
+    """The step problem for replicas of `devices` devices each, on all devices of a cluster.
 
-    With `recompute` a backward takes a forward more; of all micro-batches a device then keeps the
-    inputs (at most what crosses the widest cut), and the activations of one.
+    All replicas wait for each other, so each ``pp_rank`` has the speed of its slowest device and
+    the smallest memory, and each link the speed of the slowest one.
 
-    All replicas wait for each other, so a ``pp_rank`` is as fast and as large as its smallest
-    device, and a link as slow as its slowest; with the number of a `replica`, its devices count.
+    Args:
+        costs: Table of the partitions.
+        cluster: The cluster.
+        devices: Number of devices of a replica.
+        microbatches: Number of micro-batches.
+        links: Links of a replica; None: those of the cluster.
+        recompute: Whether activations are recomputed: a backward then includes a forward, and a
+            device keeps the inputs of all micro-batches (at most the bytes of the widest cut) and
+            the activations of one.
+        replica: Number of a replica whose speeds and memory are taken; None: the least of all.
     """
     replicas = len(cluster.devices) // devices
     reduce_s = rings_s(ring_of(cluster, devices), costs.gradient_bytes, replicas)
@@ -50,7 +59,7 @@ def problem_of(
 def in_training(
     costs: PartitionTable, microbatches: int, reduce_s: Sequence[float], recompute: bool = False
 ) -> PartitionTable:
-    """What partitions hold and take in a step with so many micro-batches."""
+    """The table for a step: with memory for its micro-batches, all-reduces and recomputation."""
     held = costs.held_bytes(1 if recompute else microbatches)
     table = replace(costs, memory_bytes=held, reduce_s=reduce_s)
     return table.recomputed() if recompute else table
@@ -65,7 +74,7 @@ def placed(
     recompute: bool,
     replica: int | None,
 ) -> StepProblem:
-    """The step of what `in_training` says; see `problem_of`."""
+    """The step problem of a table from `in_training`; see `problem_of` for the arguments."""
     speeds, limits = cluster.relative_speeds, cluster.memory_limits
     if replica is not None:
         mine = slice(replica * devices, (replica + 1) * devices)
@@ -83,12 +92,12 @@ def placed(
 
 
 def links_of(cluster: ClusterDescription, devices: int) -> Links:
-    """The links between the devices of a replica: of all replicas the slowest."""
+    """The links between the devices of a replica; each is the slowest over all replicas."""
     places = cluster.places or range(len(cluster.devices))
     ranks = np.asarray(places).reshape(-1, devices)
     seconds, latency = np.zeros((devices, devices)), np.zeros((devices, devices))
     if devices > 1:
-        # from the outermost level, which joins all, to the innermost
+        # from the outermost level, which joins all devices, to the innermost
         for level in reversed(cluster.levels):
             groups = ranks // level.devices
             # replicas with the same pattern of groups have the same links
@@ -102,7 +111,7 @@ def links_of(cluster: ClusterDescription, devices: int) -> Links:
 
 
 def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int = 1) -> float:
-    """Seconds of a ring all-reduce over replicas whose links `sharers` rings use at once."""
+    """Seconds of a ring all-reduce over replicas, when `sharers` rings share the links."""
     if level is None or replicas < 2:
         return 0.0
     carried = 2 * (replicas - 1) / replicas * size_bytes * sharers
@@ -110,11 +119,12 @@ def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int =
 
 
 Ring = tuple[Level | None, int]
-"""The level that joins those who average their gradients, and how many rings share its links."""
+"""The level of links that joins the ranks of an all-reduce; and the number of rings that share
+these links."""
 
 
 def ring_of(cluster: ClusterDescription, devices: int) -> Ring:
-    """The slowest ring of a stage of replicas with so many devices each."""
+    """The slowest ring over the replicas of a stage, with `devices` devices a replica."""
     ranks = range(len(cluster.devices))
     levels = [cluster.level(ranks[k::devices]) for k in range(devices)]
     level = max(levels, key=lambda level: level.devices if level else 0)
@@ -122,22 +132,22 @@ def ring_of(cluster: ClusterDescription, devices: int) -> Ring:
 
 
 def _inside(cluster: ClusterDescription, level: Level | None) -> int:
-    """Devices that share the links of a level: those of a group of the level inside.
+    """Number of devices that share a link of a level: those of a group of the next inner level.
 
-    A ring goes through each such group once.
+    A ring enters each such group once.
     """
     place = cluster.levels.index(level) if level is not None else 0
     return cluster.levels[place - 1].devices if place else 1
 
 
 def rings_s(ring: Ring, sizes: Sequence[float], owners: int) -> tuple[float, ...]:
-    """Seconds of the all-reduce of each partition, over so many owners."""
+    """Seconds of the all-reduce of each partition's gradients, over `owners` ranks."""
     level, sharers = ring
     if level is None:
         return ()
     times = [ring_s(level, size, owners, sharers) for size in sizes]
     waits = ring_s(level, 0.0, owners)
-    # the first partition's is the last to begin: there the latency counts
+    # the latency is counted once, with the first partition, whose all-reduce begins last
     return (*times[:1], *(time - waits for time in times[1:]))
 
 
@@ -147,7 +157,14 @@ def with_copies(
     costs: PartitionTable,
     cluster: ClusterDescription,
 ) -> CopiedStages:
-    """The stages with copies that the devices of a chain can be, with the all-reduces of each."""
+    """The problem of stages with copies, on the devices of a chain's problem.
+
+    Args:
+        problem: The problem of a chain on these devices.
+        copies: Number of copies of each stage.
+        costs: Table of the partitions.
+        cluster: The cluster, for the all-reduces over the owners of each stage.
+    """
     owners, table = owners_of(copies), problem.table
     groups = [
         [k + d for k in range(0, len(cluster.devices), problem.m) for d in devices]

@@ -1,4 +1,4 @@
-"""What `plan` and `simulate` share: a network's costs on a cluster, and shapes by their speed."""
+"""A network studied on a cluster, for the commands `plan` and `simulate`: shapes by their speed."""
 
 import argparse
 import sys
@@ -29,15 +29,16 @@ KINDS = ("data parallel", "pipeline", "hybrid")
 
 @dataclass(frozen=True)
 class Study:
-    """A network on a cluster.
+    """A network, a cluster, and costs of the network's partitions on it.
 
     Attributes:
         target: the network.
-        cluster: all devices there are.
-        batch: samples of a replica in a step.
-        splits: whether its batch can be split into micro-batches.
-        costs_of: gives what its partitions cost for a micro-batch of so many samples.
-        origin: where the times come from, in a sentence.
+        cluster: the cluster, with all devices.
+        batch: number of samples of a replica in a step.
+        splits: whether the batch can be split into micro-batches.
+        costs_of: function from the number of samples of a micro-batch to the table of the
+            partitions.
+        origin: a sentence on the origin of the times.
     """
 
     target: Target
@@ -48,17 +49,20 @@ class Study:
     origin: str
 
     def shapes(self, devices: int) -> list[Shape]:
-        """All shapes on so many devices, the fastest first."""
+        """All ways to use `devices` devices, the fastest first.
+
+        A way is numbers of replicas, devices, stages and micro-batches; see `Shape`.
+        """
         cluster = self.cluster.take(devices)
         return rank_shapes(self.costs_of, cluster, self.batch, splits=self.splits)
 
     @cached_property
     def one_device_s(self) -> float:
-        """Seconds of a step on the first device, were its memory unlimited."""
+        """Predicted seconds of a step on the first device alone, even if it does not fit there."""
         return min(shape.step_s for shape in self.shapes(1))
 
     def curves(self, counts: Sequence[int]) -> dict[str, list[Shape | None]]:
-        """The fastest shape of each kind that fits, for each number of devices."""
+        """By kind of shape, the fastest one that fits for each number of devices, or None."""
         found: dict[str, list[Shape | None]] = {kind: [] for kind in KINDS}
         for count in counts:
             shapes = [shape for shape in self.shapes(count) if shape.fits]
@@ -67,12 +71,12 @@ class Study:
         return found
 
     def speed_up(self, shape: Shape) -> float:
-        """Eq. 14 for a sample: seconds on one device over those on the devices of a shape."""
+        """Speed-up of a shape over one device, in samples per second (`speedup`, Eq. 14)."""
         return speedup(self.one_device_s / self.batch, 1 / shape.samples_per_s)
 
 
 def add_study_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `plan` and `simulate` share: target, cluster, optimizer, measuring."""
+    """Add the options of both `plan` and `simulate`: network, cluster, optimizer, measuring."""
     add_target_options(parser)
     parser.add_argument(
         "--cluster",
@@ -100,12 +104,12 @@ def add_study_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_study(options: argparse.Namespace) -> Study:
-    """Look at the network and at the cluster.
+    """Read the cluster, capture the network, and count or measure its partitions.
 
     Raises:
-        PlanError: one of them is not what it should be.
+        PlanError: an option, the cluster or the network is refused.
     """
-    # first what is read in no time, so that a misspelt name is told at once
+    # the cluster first, which is fast, so that a misspelt name is refused at once
     cluster = ClusterDescription.load(options.cluster)
     target = read_target(options)
     graph, leaves = (call_for_real if options.measure else call_on_paper)(target)
@@ -146,9 +150,8 @@ def make_study(options: argparse.Namespace) -> Study:
 
 
 def device_counts(most: int) -> list[int]:
-    """Numbers of devices to look at: all up to 8, then doubling, and the last one."""
+    """Numbers of devices for a table: all up to 8, then powers of two, and `most`."""
     counts = list(range(1, min(most, 8) + 1))
-    # a table of all numbers up to 1,024 would tell no more than powers of two
     while counts[-1] * 2 <= most and counts[-1] >= 8:
         counts.append(counts[-1] * 2)
     return counts if counts[-1] == most else [*counts, most]

@@ -1,4 +1,4 @@
-"""From words of a command line to a network and one call of it."""
+"""Make a network from the options of a command line, and capture a call of it."""
 
 import argparse
 import ast
@@ -23,15 +23,15 @@ from lightning_hybrid.errors import HybridError, PlanError
 
 @dataclass(frozen=True)
 class Target:
-    """A network, and how to make it.
+    """A network that the user has named, and how to make it.
 
     Attributes:
-        name: what the user calls it.
-        make: builds it.
-        inputs: of a call: shapes and types; empty: those of its `example_input_array`, else of the
-            first batch of its data.
-        data: makes the data module; None: there is none.
-        trainer: arguments of the Trainer, where a configuration has them.
+        name: name of the network, as the user has given it.
+        make: function that builds the network.
+        inputs: shapes and types of the inputs of a call; empty: those of its `example_input_array`,
+            else of the first batch of its data.
+        data: function that makes the data module; None: there is none.
+        trainer: arguments of the Trainer in the configuration; empty if there is none.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Target:
 
 
 def add_target_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say which network is meant."""
+    """Add the options that name a network and its inputs to a parser."""
     parser.add_argument(
         "network",
         nargs="?",
@@ -66,13 +66,13 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_target(options: argparse.Namespace) -> Target:
-    """The target that the options name.
+    """Find the network that the options name.
 
     Raises:
-        PlanError: they name none, or what they name is not there.
+        PlanError: they name none, or it does not exist.
     """
-    # a console script does not look into the current folder
-    sys.path.insert(0, str(Path.cwd()))  # the user's modules, as with `python -m`
+    # so that the user's modules can be imported, as with `python -m`
+    sys.path.insert(0, str(Path.cwd()))
     config = _read_config(options.config) if options.config else {}
     inputs = tuple(_shape(text) for text in options.input)
     trainer = config.get("trainer") or {}
@@ -94,13 +94,16 @@ def read_target(options: argparse.Namespace) -> Target:
 
 
 def call_on_paper(target: Target) -> tuple[Any, list[Tensor]]:
-    """The graph of a training call and its tensors, without memory where that goes.
+    """Capture a training call on the meta device, without memory, or with it if that fails.
+
+    Returns:
+        The graph, and the input tensors of the call.
 
     Raises:
         PlanError: the network cannot be made, called or captured.
     """
     try:
-        # a network of any size can be made where nothing has memory
+        # tensors on the meta device take no memory, whatever the size of the network
         with torch.device("meta"):
             network = target.make().train()
             args, kwargs = _arguments(target, network, torch.device("meta"))
@@ -113,7 +116,10 @@ def call_on_paper(target: Target) -> tuple[Any, list[Tensor]]:
 
 
 def call_for_real(target: Target) -> tuple[Any, list[Tensor]]:
-    """The same with memory, so that it can be measured.
+    """Capture a training call of a network that is made in memory, so that it can be measured.
+
+    Returns:
+        The graph, and the input tensors of the call.
 
     Raises:
         PlanError: the network cannot be made, called or captured.
@@ -138,7 +144,7 @@ def call_for_real(target: Target) -> tuple[Any, list[Tensor]]:
 
 
 def make_optimizer(text: str, network: nn.Module) -> Optimizer:
-    """An optimizer of `torch.optim` for all parameters, from `Adam` or `SGD(momentum=0.9)`.
+    """Make an optimizer of all parameters from a text such as `Adam` or `SGD(momentum=0.9)`.
 
     Raises:
         PlanError: there is no such optimizer, or it does not take these arguments.
@@ -155,7 +161,7 @@ def make_optimizer(text: str, network: nn.Module) -> Optimizer:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs a traceback for what is an error message here."""
+    """Inside, log messages up to ERROR are suppressed: torch logs a traceback for refused calls."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -165,6 +171,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _maker(text: str) -> Callable[[], nn.Module]:
+    """The function that makes the network of a text such as `models:ResNet(depth=34)`."""
     module, _, call = text.partition(":")
     if not call:
         raise PlanError(f"{text!r} names no network: write package.module:Name, as models:ResNet")
@@ -186,7 +193,7 @@ def _network(made: Any, name: str) -> nn.Module:
 
 
 def _call(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """The name and the arguments of `Name` or `Name(key=value)`."""
+    """Parse `Name` or `Name(key=value)` into the name and the arguments."""
     try:
         node = ast.parse(text.strip(), mode="eval").body
         if isinstance(node, ast.Name):
@@ -231,7 +238,7 @@ def _shape(text: str) -> tuple[tuple[int, ...], torch.dtype]:
 def _arguments(
     target: Target, network: nn.Module, device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call of the network."""
+    """Make zeros as arguments of a call of the network; see `Target.inputs`."""
 
     def like(value: Tensor) -> Tensor:
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
@@ -247,7 +254,7 @@ def _arguments(
             f"{target.name} has no example_input_array, so --input is needed: the sizes of its "
             "input, the batch of one replica first, as --input 6,1,91,109,91"
         )
-    # values of an example do not matter to a capture, and may be on another device
+    # values do not matter to a capture, and those of an example may be on another device
     example = rebuild(example, lambda v: like(v) if isinstance(v, Tensor) else v)
     if isinstance(example, dict):
         return (), example
@@ -255,7 +262,7 @@ def _arguments(
 
 
 def _first_batch(make_data: Callable[[], Any], name: str) -> Any:
-    """The first tensor of the first training batch of the data: what a network is called with."""
+    """The first tensor of the first training batch, which is taken to be the network's input."""
     try:
         data = make_data()
         data.prepare_data()
@@ -281,7 +288,7 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def _with_class(section: Any, network: str | None, where: str) -> dict[str, Any]:
-    """A section of a configuration with a class, which the command line may name."""
+    """A section of a configuration, with the command line's class if it has no `class_path`."""
     if isinstance(section, dict) and "class_path" in section:
         return section
     if not network:
@@ -293,7 +300,7 @@ def _with_class(section: Any, network: str | None, where: str) -> dict[str, Any]
 
 
 def _instance(value: Any, where: str) -> Any:
-    """An object from a section with `class_path` and `init_args`, and those inside it."""
+    """Make the object of a section with `class_path` and `init_args`; nested ones too."""
     if isinstance(value, list):
         return [_instance(one, where) for one in value]
     if not isinstance(value, dict):
@@ -310,5 +317,5 @@ def _instance(value: Any, where: str) -> Any:
 
 
 def _said(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The message of an error, in one line."""
     return " ".join(str(error).split()) or type(error).__name__

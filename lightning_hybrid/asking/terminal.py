@@ -1,4 +1,4 @@
-"""Where commands print, and what they write."""
+"""Print tables to the terminal and write files, for the commands."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,13 +12,13 @@ _WIDTH = 120
 
 
 def terminal() -> Console:
-    """The terminal; a file gets lines of one width, whatever the terminal's."""
+    """The console to print to; if it is a file, lines have a fixed width."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(width=_WIDTH, highlight=False, markup=False)
 
 
 def short(number: float) -> str:
-    """A number with four digits, and all of them before the point."""
+    """Format a number with four significant digits, or as a whole number from 1000 on."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
@@ -29,7 +29,7 @@ def show_table(
     rows: Iterable[Iterable[str]],
     left: Sequence[str] = (),
 ) -> None:
-    """Print a table; the columns named in `left` are text, all others numbers."""
+    """Print a table; the columns named in `left` are aligned left, all others right."""
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right")
@@ -39,10 +39,15 @@ def show_table(
 
 
 def write(path: str, text: str, what: str) -> None:
-    """Write a file, and say so.
+    """Write a text to a file, and print that it was written.
+
+    Args:
+        path: the file.
+        text: the text.
+        what: what the text is, for the message.
 
     Raises:
-        PlanError: it cannot be written.
+        PlanError: the file cannot be written.
     """
     try:
         Path(path).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""From the Python of a module to a graph, through TorchDynamo."""
+"""Captures the Python of a module as a graph, through TorchDynamo."""
 
 from lightning_hybrid.capture.capture import Capture, NotCaptured, kind_of
 from lightning_hybrid.capture.own_classes import plain

@@ -1,18 +1,17 @@
 """Capture a network by TorchDynamo, the front end of ``torch.compile``.
 
-The network's Python runs as ever: TorchDynamo looks at each call, in microseconds, whether a value
-that its graph depends on has changed (and captures again if so), hands the graph's inputs to us,
-and replays afterwards what the Python has done beside (attributes, lists, hooks). Every tensor that
-escapes is an output of the graph.
+In each call TorchDynamo checks, in microseconds, whether a value that its graph depends on has
+changed (and captures again if so), calls the function ``run`` with the graph's inputs, and then
+repeats what the Python has done beside (attributes, lists, hooks). Every tensor that leaves the
+network in any way is an output of the graph.
 
-First a network is captured as one graph or not at all: where TorchDynamo cannot follow, `Capture`
+First a network is captured as one graph or not at all: if TorchDynamo cannot follow, `Capture`
 raises before anything has run, and the caller can do otherwise (see
 :mod:`lightning_hybrid.driver.discovery`).
 
-What `transformers` does in the first call of a model, done before it.
-
-A model that can return the hidden states or the router's logits of its layers installs hooks for
-that in its first call, once, behind a lock, which TorchDynamo does not enter.
+Models of `transformers` that can return the hidden states or the router's logits of their layers
+install hooks for that in their first call, under a lock, which TorchDynamo does not follow:
+`installs_hooks` does that before the call.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ _LOCK = "_hook_installation_lock"
 
 
 def installs_hooks(reason: str, network: nn.Module) -> bool:
-    """Install what models of `transformers` in a network would install in this call.
+    """Install the hooks that models of `transformers` in a network would install in this call.
 
     Args:
         reason: why a call could not be captured.
-        network: what was called.
+        network: the network that was called.
 
     Returns:
-        Whether that was the reason, and has been done now.
+        Whether these hooks were the reason, and have been installed now.
     """
     library: Any = sys.modules.get("transformers")
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
@@ -87,7 +86,7 @@ Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 
 _COUNT = itertools.count()
 
-# TorchDynamo looks at the gradients of all tensors that it describes
+# a warning by which TorchDynamo's look at the gradients of all tensors would reach the user
 warnings.filterwarnings(
     "ignore", "The .grad attribute of a Tensor that is not a leaf", module=r"torch\._"
 )
@@ -103,12 +102,12 @@ def kind_of(tensor: Tensor) -> Kind:
 
 
 class NotCaptured(Exception):
-    """A network's Python cannot be followed; nothing of the call has happened.
+    """Raised if a network's Python cannot be followed; nothing of the call has happened.
 
     Args:
-        reason: what TorchDynamo says, and where in the user's code, in one line.
-        by_its_kind: whether calls of another kind (in training) may well be captured.
-        advice: what helps.
+        reason: TorchDynamo's reason, and where in the user's code, in one line.
+        by_its_kind: whether calls in another mode (training) may well be captured.
+        advice: what the user can do.
     """
 
     def __init__(
@@ -124,13 +123,13 @@ class NotCaptured(Exception):
 
 @contextmanager
 def _exchanged() -> Iterator[None]:
-    """Inside, some functions of torch are such as TorchDynamo follows."""
+    """Inside, functions of torch that TorchDynamo cannot follow are replaced by ones it can."""
     with captured_averages, captured_recurrence, captured_classes, captured_encoders:
         yield
 
 
 class _OtherDimension(Exception):
-    """The batch is to be looked for in the other one of the first two dimensions."""
+    """Raised if a capture is to be repeated with the batch in the other of dimensions 0 and 1."""
 
 
 def _refuse_classes(tensors: Iterable[Tensor]) -> None:
@@ -145,7 +144,7 @@ def _refuse_classes(tensors: Iterable[Tensor]) -> None:
 
 
 def _refuse_optimizers(module: fx.GraphModule) -> None:
-    """TorchDynamo writes the weights of an optimizer that Python looks at into the graph itself."""
+    """Refuse code that looks at an optimizer: the graph would hold its weights as constants."""
     if any(isinstance(value, nn.Parameter) for value in held_by(module).values()):
         raise NotCaptured(
             "its forward looks at an optimizer",
@@ -154,7 +153,7 @@ def _refuse_optimizers(module: fx.GraphModule) -> None:
 
 
 def _refuse_one_region(graph: NetworkGraph) -> None:
-    """A region that is checkpointed is one operation, so no cut can lie in it."""
+    """Refuse a network that is one checkpointed region: one operation, which cannot be cut."""
     weights = {name for name, _ in graph.network.named_parameters()}
     if any(is_region(layer.node) and layer.parameters >= weights for layer in graph.layers):
         raise NotCaptured(
@@ -165,25 +164,26 @@ def _refuse_one_region(graph: NetworkGraph) -> None:
 
 
 class Capture:
-    """The calls of one network, captured.
+    """Captures the calls of one network, and has their graphs computed.
 
     Args:
         network: the module.
         forward: its ``forward``, as the user has it.
-        run: called with each call's graph and the arguments of the graph.
+        run: computes a graph: called with the graph of a call and the arguments of the graph.
         shared: shape and type of the parameters and buffers that all ranks have, by name. Others
             (a buffer that a hook has registered on this rank) are inputs of the network. By
             default all that the network has now.
-        whole: capture it as one graph or not at all; else as a chain of graphs, with the Python
-            between them run as ever.
-        divides: take away from each graph what the driver computes for all samples, where samples
-            meet at its beginning or end (:mod:`lightning_hybrid.graph.three_parts`).
+        whole: whether to capture it as one graph or not at all; else as a chain of graphs, with
+            ordinary Python between them.
+        divides: whether to divide a graph in which samples meet into prologue, heavy part and tail
+            (:mod:`lightning_hybrid.graph.three_parts`); ``run`` gets the heavy part alone.
         draws: whether each micro-batch may draw random numbers by itself. Else a graph is divided
-            only if all that it draws is drawn for the whole batch, masks of dropout among it
+            only if all random numbers, also the masks of dropout, can be drawn for the whole batch
             (:mod:`lightning_hybrid.graph.dropout_masks`).
 
     Attributes:
-        reason: why the last capture was needed, where that is a value in the user's code.
+        reason: if the last call was captured anew, the value in the user's code that required it;
+            ``None``: it was not, or not for such a value.
     """
 
     def __init__(
@@ -203,21 +203,21 @@ class Capture:
         self._shared = {n: kind_of(t) for n, t in tensors} if shared is None else shared
         self.reason: str | None = None
         self._names: dict[int, str] = {}
-        self._alive: list[Tensor] = []  # an identity is only a name while its owner lives
+        self._alive: list[Tensor] = []  # the `id` of a freed tensor could be given to another
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
         self._given: list[int] = []
         self._batch_dim, self._looks_behind = 0, divides and whole and _has_time_first(network)
         self._captured = 0
 
         if getattr(forward, "__func__", None) is type(network).forward:
-            with _exchanged():  # which the network's own may be
+            with _exchanged():  # (the network may be of a class with a replaced `forward`)
                 forward = MethodType(type(network).forward, network)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
-        # what TorchDynamo has seen change in one network (an integer that differs between two of a
-        # class) it takes for changing wherever code has this name
+        # a name for each: a value that TorchDynamo has seen change (an integer that differs between
+        # two networks of a class) it takes to change in all code of that name
         call.__code__ = call.__code__.replace(co_name=f"call_{next(_COUNT)}")
         self._code = call.__code__
         # each network counts its captures by itself, whatever else runs the same code
@@ -274,14 +274,17 @@ class Capture:
             raise NotCaptured(reason_in(str(error)) + hint) from error
 
     def close(self) -> None:
-        """Let go of the network, which TorchDynamo would keep for as long as the process lives."""
+        """Have TorchDynamo forget the network, which it would keep until the process ends."""
         forget_compiled(self, self._code)
 
     def _take(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        """What TorchDynamo calls with a new graph; an error in here would lose its type."""
+        """The backend, which TorchDynamo calls with a new graph: returns what computes it.
+
+        It only returns a function, since an error in here would lose its type.
+        """
         self._captured += 1
         # TorchDynamo may call one graph with other tensors (a parameter was replaced by one of the
-        # same size): by the names of its arguments it is another network graph
+        # same size): if its arguments have other names, that is another `NetworkGraph`
         graphs: dict[tuple[str | None, ...], Divided] = {}
         tensors = [
             isinstance(node.meta.get("example_value"), Tensor)
@@ -292,7 +295,7 @@ class Capture:
 
         def run(*values: Any) -> Sequence[Any]:
             nonlocal fresh
-            # when the graph runs and not when it is made: only now it is known to be used
+            # here, when the graph runs: when it was made it was not known to be used
             self.reason = _of_python(recapture_reason()) if fresh else None
             fresh = False
             names = self._named(values, tensors)
@@ -316,7 +319,7 @@ class Capture:
                 module, self.network, names, self._given, values, shared, self._batch_dim
             )
 
-        # Masks are drawn apart only where that makes a difference: they cost a byte per element.
+        # Masks are drawn beforehand only if that changes the numbers: they cost a byte per element.
         graph = described(module)
         _refuse_one_region(graph)
         if self._draws or not self._divides or graph.is_static or not graph.uses_rng:
@@ -328,7 +331,7 @@ class Capture:
         return Divided(graph, divides=False)
 
     def _find_batch(self, graph: NetworkGraph, values: Sequence[Any]) -> None:
-        """Look for the batch in dimension 1, where layers want it there, and once.
+        """If batches cannot be split, and layers have them in dimension 1, ask to try that, once.
 
         Raises:
             _OtherDimension: the other dimension is to be tried.
@@ -340,7 +343,7 @@ class Capture:
                 raise _OtherDimension
 
     def _named(self, values: Sequence[Any], tensors: Sequence[bool]) -> tuple[str | None, ...]:
-        """Per argument, the name of the parameter or buffer that it is."""
+        """Per argument of a graph, the name of the parameter or buffer that it is, or ``None``."""
         if not self._names:
             self._learn_names()
         # by identity: TorchDynamo hands a graph its tensors and not their names
@@ -351,16 +354,16 @@ class Capture:
         return tuple(names)
 
     def own(self, names: Collection[str]) -> None:
-        """From here on stages own these tensors, and all others are inputs of the network.
+        """Say which tensors stages own from here on: all others are inputs of the network.
 
-        A parameter that takes the place of another one is not what the stages have, so it is an
-        input as well. (A buffer that is replaced is brought to them.)
+        A parameter that later replaces another one is not what the stages have, so it is an input
+        as well. (A buffer that replaces another one is sent to them.)
         """
         self._names = {key: name for key, name in self._names.items() if name in names}
         self._buffers = [place for place in self._buffers if place[2] in names]
 
     def _learn_names(self) -> None:
-        """Remember which tensors the parameters and buffers of these names are now."""
+        """Note the tensors that are the shared parameters and buffers now, by identity."""
         everything = [*self.network.named_buffers(), *self.network.named_parameters()]
         found = [(n, value) for n, value in everything if self._shared.get(n) == kind_of(value)]
         self._names = {id(value): name for name, value in found}
@@ -381,16 +384,16 @@ class Capture:
 
 
 def _has_time_first(network: nn.Module) -> bool:
-    """Whether there is a layer of torch's that has the batch in dimension 1."""
+    """Whether a layer has the batch in dimension 1 (``batch_first = False``)."""
     return any(getattr(part, "batch_first", True) is False for part in network.modules())
 
 
 _OF_MODES = ("GLOBAL_STATE", ".training ==", "requires_grad", "dispatch key", "grad_mode")
-"""Modes, each of which has a graph of its own: no news for the user."""
+"""Words in guards on modes: each mode has a graph of its own, which is no news for the user."""
 
 
 def _of_python(reason: str | None) -> str | None:
-    """The reason of a capture, if it is a value that the user's code looks at."""
+    """The reason of a capture in one line, if it is a value that the user's code looks at."""
     if reason is None or any(word in reason for word in _OF_MODES):
         return None
     line = reason.splitlines()[0].partition(": ")[2] or reason.splitlines()[0]

@@ -1,10 +1,10 @@
 """Tensors of a class of their own among the arguments of a network, such as MONAI's MetaTensor.
 
-Stages compute with ordinary tensors. A class that torch's default ``__torch_function__`` passes on
-to results, and MONAI's, which carries its description along beside, change no number: the network
-is called on ordinary tensors in the same memory, and what it returns gets the class that it has on
-one device. What another ``__torch_function__`` does may be anything, and TorchDynamo does not
-follow all of it, so such a class is refused.
+Stages compute with ordinary tensors. Two kinds of classes change no number: those with torch's
+default ``__torch_function__``, which only gives results the class, and MONAI's, which also keeps a
+description. For these the network is called on ordinary tensors in the same memory, and what it
+returns gets the class that it has on one device. Any other ``__torch_function__`` may do anything,
+and TorchDynamo does not follow all of it, so such a class is refused.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _default = cast(Any, Tensor.__torch_function__).__func__
 
 
 def refused_class(tensor: Tensor) -> str | None:
-    """What to say of a tensor whose class computes in a way that stages do not."""
+    """Why stages cannot compute with a tensor of this class, in words; ``None``: they can."""
     kind = type(tensor)
     if _function_of(kind) is None or is_followed(kind):
         return None
@@ -33,7 +33,7 @@ def refused_class(tensor: Tensor) -> str | None:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor; if its class changes no number, an ordinary one in the same memory."""
+    """An ordinary tensor in the same memory, if the class changes no number; else the tensor."""
     if not is_followed(type(tensor)):
         return tensor
     with as_they_are():
@@ -41,10 +41,10 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 class Plain:
-    """Ordinary tensors in the place of such ones among the arguments of a call.
+    """The arguments of a call, with ordinary tensors in place of those of classes of their own.
 
     The network's Python may write into lists, dictionaries and dataclasses that it is given, so
-    these stay the same objects; use it as a context.
+    these stay the same objects. As a context, it puts the given tensors back into them on exit.
 
     Attributes:
         args: positional arguments.
@@ -66,8 +66,8 @@ class Plain:
                 put(container, step, given)
 
     def as_on_one_device(self, result: Any) -> Any:
-        """What the network has returned, in the classes that it has without stages."""
-        # an operation on several has the class of the first of them, as torch chooses it
+        """The results of the network, in the classes that they have without stages."""
+        # (of an operation on several tensors torch gives the result the class of the first)
         first, _ = next(iter(self._given.values()))
         back = {id(other): given for given, other in self._given.values()}
 
@@ -101,7 +101,7 @@ def _second(_: Tensor, second: Tensor) -> Tensor:
 
 
 def _function_of(kind: type[Tensor]) -> Callable[..., Any] | None:
-    """How a class of tensors hears of operations; ``None``: not at all, or in a way of ours."""
+    """A class's own ``__torch_function__``; ``None`` for torch's and this package's classes."""
     if kind in (Tensor, nn.Parameter) or issubclass(kind, Intercepted):
         return None
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a part of torch's engine
@@ -110,7 +110,7 @@ def _function_of(kind: type[Tensor]) -> Callable[..., Any] | None:
 
 
 def is_followed(kind: type[Tensor]) -> bool:
-    """Whether a class of its own changes no number, and its results are known."""
+    """Whether a subclass of Tensor changes no number, so that ordinary tensors can replace it."""
     if kind is Tensor:
         return False
     return _function_of(kind) is _default or _name(kind) == _CARRIES_A_DESCRIPTION

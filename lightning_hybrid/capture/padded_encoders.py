@@ -1,11 +1,12 @@
-"""Torch's transformers where nothing is trained.
+"""Captures of torch's transformers where nothing is trained.
 
-An encoder layer, and attention, then is one operation, which cannot be cut where training is. So
-networks are captured with torch's fast path switched off; it computes the same in another order.
+There torch's fast path makes one operation of an encoder layer, or of attention, in which no cut is
+possible, though training has one there. So networks are captured with the fast path switched off;
+it computes the same in another order.
 
-``torch.nn.TransformerEncoder`` then packs sequences whose mask is true at their ends alone, and
-returns zeros for what is padded. It looks at the mask's values for that, so that under TorchDynamo
-it computes without packing, and returns other numbers there. Such a call is not captured.
+``torch.nn.TransformerEncoder`` also packs sequences there whose mask is true at their ends alone,
+and returns zeros for what is padded. For that it looks at the mask's values, so that under
+TorchDynamo it computes without packing, and returns other numbers. Such a call is not captured.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PACKS = (
 
 _original: Any = nn.TransformerEncoder.forward
 _fast = True
-"""Whether the fast path was allowed when the capture began."""
+"""Whether the user allowed the fast path when the capture began."""
 
 
 def _forward(
@@ -35,7 +36,7 @@ def _forward(
     is_causal: bool | None = None,
 ) -> Any:
     given = self, src, mask, src_key_padding_mask, is_causal
-    # (other threads, and Python between the graphs of a chain)
+    # (a call in another thread, or in Python between the graphs of a chain)
     if not torch.compiler.is_compiling():
         return _not_captured(*given)
     if mask is None and src_key_padding_mask is not None and _may_pack(self, src):
@@ -45,7 +46,7 @@ def _forward(
 
 
 def _as_ever(*given: Any) -> Any:
-    """The encoder with the fast path switched as the user has it."""
+    """Run an encoder with the fast path switched as the user has it."""
     torch.backends.mha.set_fastpath_enabled(_fast)
     try:
         return _original(*given)
@@ -57,7 +58,7 @@ _not_captured: Any = torch.compiler.disable(_as_ever)
 
 
 def _may_pack(encoder: Any, src: Tensor) -> bool:
-    """Whether torch looks at the mask's values; its conditions, in its order."""
+    """Whether torch would look at the mask's values, to pack; its conditions, in its order."""
     first, packs = encoder.layers[0], getattr(encoder, "use_nested_tensor", False)
     if not _fast or not packs or first.training:
         return False
@@ -81,4 +82,4 @@ def _put_back() -> None:
 
 
 captured_encoders = Exchanged(_put, _put_back)
-"""Inside, an encoder that packs is not captured, and others are captured in operations."""
+"""Inside, a call of an encoder that packs is not captured; others are, without the fast path."""

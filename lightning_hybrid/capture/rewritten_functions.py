@@ -1,6 +1,6 @@
-"""Functions that TorchDynamo does not follow, written as Python that it does.
+"""Functions that TorchDynamo does not follow, written as Python that it follows.
 
-They take the place of the originals while code is captured, or in captured code alone
+They replace the originals while code is captured, or in captured code alone
 (`torch.compiler.substitute_in_graph`).
 """
 
@@ -21,7 +21,7 @@ from lightning_hybrid._torch.modules import BatchNorm, check_dimensions, detects
 
 @torch.compiler.substitute_in_graph(pow, can_constant_fold_through=True)
 def _pow(base: Any, exp: Any, mod: Any = None) -> Any:
-    """``pow(x, 2)``, which TorchDynamo knows as ``x ** 2`` only."""
+    """Python's ``pow``, by the operator ``**``, which TorchDynamo follows."""
     return operator.pow(base, exp) if mod is None else operator.pow(base, exp) % mod
 
 
@@ -33,7 +33,7 @@ def _checkpoint_sequential(
     use_reentrant: Any = True,
     **options: Any,
 ) -> Any:
-    """Each segment but the last in a checkpointed region of its own, as torch has it."""
+    """Run each segment but the last in a checkpointed region of its own, as torch does."""
     parts = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
 
     def run_from(start: int, stop: int) -> Callable[[Any], Any]:
@@ -58,10 +58,10 @@ def _checkpoint_sequential(
 
 
 def _detects_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-    """What `torch.nn.TransformerEncoder` and the like ask of a mask: whether it is the causal one.
+    """Whether a mask is the causal one, for `torch.nn.TransformerEncoder` and the like.
 
-    That depends on its numbers. Where it is not known the mask is used as it is, which gives the
-    same results, to rounding.
+    Torch compares the mask's numbers. Here it is so only if ``is_causal`` says it; else the mask is
+    used as it is, which gives the same results, to rounding.
     """
     return is_causal is True
 
@@ -76,7 +76,7 @@ _jit_isinstance: Any = torch.jit.isinstance
 
 
 def _isinstance(obj: Any, target_type: Any) -> bool:
-    """`torch.jit.isinstance`; of a class that is no container TorchDynamo can follow it."""
+    """`torch.jit.isinstance`; for classes (no generic types) as the built-in function."""
     kinds = target_type if isinstance(target_type, tuple) else (target_type,)
     if all(isinstance(kind, type) for kind in kinds):
         return isinstance(obj, kinds)
@@ -84,7 +84,7 @@ def _isinstance(obj: Any, target_type: Any) -> bool:
 
 
 captured_classes = replaced(torch.jit, "isinstance", _isinstance)
-"""Inside, ``torch.jit.isinstance`` is followed (TorchDynamo skips it, and substitutes no such)."""
+"""Inside, TorchDynamo follows ``torch.jit.isinstance`` (no substitution in graphs is possible)."""
 
 
 _batch_norm: Any = BatchNorm.forward
@@ -103,8 +103,8 @@ def _averaging(self: BatchNorm, input: Tensor) -> Tensor:
         result: Tensor = _batch_norm(self, input)
         return result
     check_dimensions(self, input)
-    # torch's own kernel cannot be told a momentum that is a tensor: so it takes the statistics of
-    # this batch into tensors of their own, and they are averaged here
+    # torch's own kernel takes no momentum that is a tensor: so it writes the statistics of this
+    # batch to new tensors, which are averaged here
     count.add_(1)
     # with a momentum of 1 they become the statistics of this batch
     now_mean, now_variance = torch.zeros_like(mean), torch.ones_like(variance)
@@ -118,4 +118,4 @@ def _averaging(self: BatchNorm, input: Tensor) -> Tensor:
 
 
 captured_averages = replaced(BatchNorm, "forward", _averaging)
-"""Inside, what captures a batch normalisation can follow it."""
+"""Inside, TorchDynamo can follow a batch normalisation with ``momentum=None``."""

@@ -1,7 +1,7 @@
-"""Find the network: the outermost call of a module that owns parameters.
+"""Finds the network: the outermost module with parameters that the user's code calls.
 
-Until it is found, every module that owns parameters carries a watch in place of its ``forward``.
-The first call of one of them, from outside of any other, tells which module the user's code calls:
+Until it is found, a `Watch` replaces ``forward`` of every module that owns parameters. The first
+call of one of them, from outside of any other, tells which module the user's code calls:
 ``self(x)``, ``self.net(x)`` and ``self.net.forward(x)`` alike.
 """
 
@@ -19,7 +19,7 @@ Handler = Callable[..., Any]
 
 
 class Watch:
-    """Stands in for ``forward`` on an instance; copies and pickles of the module lose it.
+    """Replaces ``forward`` on an instance; copies and pickles of the module do not have it.
 
     Args:
         handler: called with the module's name, the module, and the arguments of the call.
@@ -33,7 +33,7 @@ class Watch:
     ) -> None:
         self._handler, self._name, self._module, self.own = handler, name, module, own
 
-    # torch.compile of the user's own, around the call, must not look into ours
+    # a torch.compile of the user's around the call must not look into the handler
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._handler(self._name, self._module, arguments, keywords)
@@ -50,7 +50,8 @@ class Watch:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.own is not None:
             return _same, (self.own,)
-        return getattr, (self._module, "forward")  # likewise, since pickle makes it bare first
+        # the method of the class: pickle makes the module before it has attributes
+        return getattr, (self._module, "forward")
 
 
 def _same(value: Any) -> Any:

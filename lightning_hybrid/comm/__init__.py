@@ -1,4 +1,4 @@
-"""Who can speak to whom: process groups, channels for commands, links for tensors."""
+"""Communication of ranks: process groups, channels for commands, links for activations."""
 
 from lightning_hybrid.comm.activation_links import (
     Arriving,

@@ -1,4 +1,7 @@
-"""What joins a stage with the two beside it on the ring of its replica."""
+"""Links between neighbouring stages, for activations and gradients.
+
+The stages of a replica form a ring: driver -> stage 0 -> ... -> last stage, on the driver.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,48 +22,49 @@ from lightning_hybrid.errors import HybridError
 W = TypeVar("W", bound=Word)
 
 Devices = Sequence[int | tuple[int, ...]]
-"""Of each stage the ``pp_rank`` of its rank; where a stage has copies, those of all."""
+"""For each stage the ``pp_rank`` of its rank; if a stage has copies, a tuple with those of all."""
 
 
 class Arriving(Protocol):
-    """Tensors on their way."""
+    """A message of tensors whose receive has begun."""
 
     def wait(self) -> list[Tensor]:
-        """The tensors, when they are here.
+        """Wait until the tensors have arrived, and return them.
 
         Raises:
-            ConnectionLost: the peer is gone, or late.
+            ConnectionLost: the peer is gone, or has not answered within the time-out.
         """
 
 
 class Link(Protocol):
-    """A stage beside one of this rank's: messages of tensors, and words, both ways.
+    """One end of the connection of two neighbouring stages: tensors and words, both ways.
 
-    Words have a queue of their own, which nothing else uses: neither commands and answers nor the
-    words of another edge between the same two ranks.
+    A word is a small message of the protocol (:class:`~lightning_hybrid.comm.protocol.Word`). Words
+    have a queue of their own: neither commands and answers nor the words of another pair of stages
+    on the same two ranks mix with them.
     """
 
     def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
-        """Send a message without waiting, for a peer that posts these specs.
+        """Begin to send tensors to the peer, which calls :meth:`post` with equal specs.
 
-        It is kept, and must not be changed, until the peer has taken it and :meth:`flush` has
-        noticed.
+        Does not wait. The tensors are kept, and must not be changed, until a :meth:`flush` has
+        waited for the peer to receive them.
         """
 
     def post(self, specs: Sequence[TensorSpec]) -> Arriving:
-        """Begin to take the next message, which has these tensors."""
+        """Begin to receive the next message, whose tensors have these specs."""
 
     def flush(self, left: int = 0) -> None:
-        """Wait until the peer has taken all messages but the last ``left``.
+        """Wait until the peer has received all messages but the last ``left``.
 
-        A sender that calls it bounds the queue, and with it the memory of what is on its way.
+        A sender calls it to bound the queue, and so the memory of messages that are being sent.
         """
 
     def send_word(self, word: Word) -> None:
         """Send a word, without waiting."""
 
     def receive_word(self, kind: type[W]) -> W:
-        """Wait for the next word, which is of this kind."""
+        """Wait for the next word, which must be of this class."""
 
 
 class PeerLink:
@@ -68,11 +72,11 @@ class PeerLink:
 
     Args:
         words: channel for words.
-        out: for tensors that go there.
-        back: for tensors that come from there. Two wires, since two directions on one NCCL
-            communicator wait for each other.
-        host: both ways, for tensors on the CPU where ``device`` is another one.
-        device: where received tensors live that are not on the CPU.
+        out: wire for the tensors that are sent.
+        back: wire for the tensors that are received. It is another one than ``out``, since two
+            directions on one NCCL communicator wait for each other.
+        host: wire, in both directions, for tensors that stay on the CPU if ``device`` is a GPU.
+        device: device of the received tensors, but for those whose spec says CPU.
     """
 
     def __init__(
@@ -117,6 +121,8 @@ class PeerLink:
 
 
 class _Posted:
+    """Tensors that :meth:`PeerLink.post` receives, with the transfers that fill them."""
+
     def __init__(self, tensors: list[Tensor], transfers: list[Transfer]) -> None:
         self._tensors, self._transfers = tensors, transfers
 
@@ -127,19 +133,19 @@ class _Posted:
 
 
 class _Mailbox:
-    """What one stage has for another one of the same rank."""
+    """Queues of the tensors and words that one stage has sent to another one of the same rank."""
 
     def __init__(self) -> None:
         self.tensors: deque[list[Tensor]] = deque()
         self.words: deque[Word] = deque()
 
     def wait(self) -> list[Tensor]:
-        """The oldest message. A rank does one thing after the other: it is here already."""
+        """Take the oldest message: the sender, in the same thread, has already put it here."""
         return self.tensors.popleft()
 
 
 class LocalLink:
-    """A link to a stage of the same rank: copies of tensors, without their graph."""
+    """A link to a stage of the same rank: it passes on detached copies of tensors."""
 
     def __init__(self, out: _Mailbox, back: _Mailbox) -> None:
         self._out, self._back = out, back
@@ -151,7 +157,7 @@ class LocalLink:
         return cls(along, against), cls(against, along)
 
     def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
-        # a copy, as over a wire: who receives it may write into it
+        # copies, as over a wire, since the receiver may write into them
         copies = [
             spec.empty(tensor.device).copy_(tensor.detach()) for tensor, spec in zip(tensors, specs)
         ]
@@ -161,7 +167,7 @@ class LocalLink:
         return self._back
 
     def flush(self, left: int = 0) -> None:
-        """Nothing is on its way: the receiver has its copies already."""
+        """Return at once: the receiver has its copies already."""
 
     def send_word(self, word: Word) -> None:
         self._out.words.append(word)
@@ -178,12 +184,13 @@ class LocalLink:
 
 @dataclass(frozen=True)
 class Links:
-    """The two neighbours of one stage.
+    """The links of one stage to its two neighbours in the ring.
 
     Attributes:
-        previous: where its activations come from and its gradients go; of stage 0 the driver, with
-            the inputs.
-        next: where its activations go and its gradients come from; of the last stage stage 0.
+        previous: link from which activations come and to which gradients go; for stage 0 that to
+            the driver, which sends the inputs.
+        next: link to which activations go and from which gradients come; for the last stage, which
+            is on the driver, that to stage 0.
     """
 
     previous: Link
@@ -192,25 +199,26 @@ class Links:
 
 @dataclass(frozen=True)
 class Dealt:
-    """The neighbours of a stage, or of a copy of it, by micro-batch.
+    """The links of a stage, or of one copy of it, for each micro-batch.
 
-    Copies of a stage take micro-batches in turn. A micro-batch goes around the ring of those that
-    it is dealt to, and what holds for messages of a chain of stages holds for each ring by itself.
+    Copies of a stage on several ranks take micro-batches in turn. The copies, one of each stage,
+    that a micro-batch passes are a ring. Messages within one ring keep their order as in a chain of
+    stages without copies.
 
     Attributes:
-        count: number of rings.
-        rings: the links of the rings that this stage is in, by number of the ring.
+        count: number of rings of the replica.
+        rings: by number of the ring, this stage's links in it; only rings that the stage is in.
     """
 
     count: int
     rings: Mapping[int, Links]
 
     def ring(self, microbatch: int) -> int:
-        """Number of the ring of a micro-batch."""
+        """Number of the ring that a micro-batch passes."""
         return microbatch % self.count
 
     def at(self, microbatch: int) -> Links:
-        """The links of a micro-batch that is dealt here."""
+        """The links for a micro-batch that this copy of the stage computes."""
         return self.rings[self.ring(microbatch)]
 
     def __iter__(self) -> Iterator[Links]:
@@ -218,12 +226,12 @@ class Dealt:
 
 
 def copies_of(device: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of a stage, as :data:`Devices` has it."""
+    """The ``pp_rank`` of each copy of a stage, from its entry in :data:`Devices`."""
     return device if isinstance(device, tuple) else (device,)
 
 
 def rings_of(devices: Devices) -> list[tuple[int, ...]]:
-    """The rings that micro-batches go around in turn: of each stage the copy that they are for."""
+    """All rings that micro-batches pass in turn: each has the ``pp_rank`` of one copy per stage."""
     stages = [copies_of(device) for device in devices]
     count = lcm(*map(len, stages))
     return [tuple([copies[ring % len(copies)] for copies in stages]) for ring in range(count)]
@@ -233,12 +241,12 @@ def link_copies(lines: Lines, devices: Devices, device: torch.device) -> dict[in
     """Link the stages of this rank, which may be copies; all ranks of the replica call it together.
 
     Args:
-        lines: of this rank.
-        devices: of each stage.
-        device: where received tensors live that are not on the CPU.
+        lines: this rank's wires and channels.
+        devices: ranks of each stage.
+        device: device of received tensors, but for those whose spec says CPU.
 
     Returns:
-        The links of each stage that is here, in the order of the stages.
+        By number of the stage, in rising order, the links of each stage of this rank.
     """
     rings = rings_of(devices)
     found: dict[int, dict[int, Links]] = {}
@@ -255,13 +263,13 @@ def link_stages(
     """Link the stages of this rank; all ranks of the replica call it together.
 
     Args:
-        lines: of this rank.
+        lines: this rank's wires and channels.
         devices: ``pp_rank`` of each stage.
-        device: where received tensors live that are not on the CPU.
-        first_tag: of the channels for words, one for each edge.
+        device: device of received tensors, but for those whose spec says CPU.
+        first_tag: tag of the first edge's channel for words; each further edge has the next tag.
 
     Returns:
-        The links of each stage that is here, in the order of the stages.
+        By number of the stage, in rising order, the links of each stage of this rank.
     """
     here, stages = lines.coordinates.pp_rank, len(devices)
     wires = lines.wires(devices)

@@ -1,4 +1,4 @@
-"""Operations in which all ranks of a group take part, beside the averaging of gradients."""
+"""Collectives for Python objects (broadcast, gather) and a barrier that notices failures."""
 
 import pickle
 from contextlib import suppress
@@ -20,20 +20,20 @@ def broadcast_object(
     """Give every rank of ``group`` the object of the rank with index ``source``.
 
     Args:
-        group: of gloo; of another backend with the ``device`` that it works on.
+        group: a process group of gloo, or of another backend whose device is given.
         value: the object; ignored on the other ranks.
-        source: index of the rank that has it.
-        device: where the group's tensors live, by default the CPU.
+        source: index in the group of the rank that has the object.
+        device: device of the tensors that the group takes, by default the CPU.
 
     Raises:
-        ConnectionLost: a rank is gone, or late.
+        ConnectionLost: a rank is gone, or has not answered within the time-out.
     """
     if group.size() == 1:
         return value
     here = group.rank() == source
     data = pickle.dumps(value, protocol=5) if here else b""
     size = torch.tensor([len(data)], device=device)
-    # nobody can have memory for what comes before its size is known
+    # receivers need the size first, to allocate memory
     _broadcast(group, size, source)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if here else None
     if buffer is None:
@@ -50,22 +50,23 @@ def _broadcast(group: Group, tensor: Tensor, source: int) -> None:
 
 
 def gather_objects(group: Group, value: Any) -> list[Any]:
-    """The objects of all ranks of a gloo ``group``, on every one of them."""
-    # pickled objects are of unequal sizes, and a collective wants equal ones
+    """Collect the objects of all ranks of a gloo ``group`` on every rank, by index of the rank."""
+    # not an all-gather: it wants tensors of one size, which pickled objects do not have
     return [broadcast_object(group, value, source) for source in range(group.size())]
 
 
 def meet(group: Group, *, failed: bool = False, place: str = "") -> bool:
-    """Wait until every rank of ``group`` is here. Returns whether none of them has failed.
+    """Wait until every rank of ``group`` calls this. Returns whether none of them has failed.
 
     Args:
-        group: of gloo.
-        failed: whether this rank has.
-        place: where in the program this is, the same on all ranks.
+        group: a process group of gloo.
+        failed: whether this rank has failed.
+        place: name of the place in the program; must be equal on all ranks.
 
     Raises:
-        ConnectionLost: a rank is gone, or late.
-        HybridError: the ranks have come to different places, and would wait for each other later.
+        ConnectionLost: a rank is gone, or has not answered within the time-out.
+        HybridError: the ranks have called it from different places; going on, they would wait for
+            each other for ever.
     """
     flag, work = _begin_meeting(group, failed=failed, place=place)
     wait(work, UNKNOWN_PEER)
@@ -80,11 +81,12 @@ def meet(group: Group, *, failed: bool = False, place: str = "") -> bool:
 
 
 def fail_next_meeting(group: Group, timeout: timedelta) -> None:
-    """A rank that has failed takes part in the next :func:`meet`, so that it returns ``False``.
+    """Take part in the next :func:`meet` as a failed rank: it returns ``False`` on the others.
 
-    Ranks that come to it later than ``timeout`` still learn it, as long as this process lives.
+    Waits for them for ``timeout`` at most; ranks that come later still learn of the failure, as
+    long as this process lives.
     """
-    # a rank that is gone needs no telling
+    # the loss of another rank does not matter to one that has failed itself
     with suppress(ConnectionLost, RuntimeError):
         _begin_meeting(group, failed=True, place="")[1].wait(timeout)
 

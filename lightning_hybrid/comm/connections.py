@@ -1,7 +1,7 @@
-"""Tensors between two ranks, one after the other: what channels and links are made of.
+"""Point-to-point transfers of tensors between two ranks, the layer below channels and links.
 
 A :class:`Wire` joins this rank to one peer. :class:`GroupWire` is the real one, over a process
-group of ``torch.distributed``; tests have one between two threads, with the same promises.
+group of ``torch.distributed``; tests have one between two threads, with the same guarantees.
 """
 
 from typing import Any, Protocol
@@ -16,14 +16,14 @@ from lightning_hybrid.comm.travelling_errors import is_late
 from lightning_hybrid.errors import HybridError, RemoteError
 
 Group = Any
-"""A process group used by its own methods; those of gloo and NCCL have no public common type."""
+"""A process group whose methods are called directly; gloo's and NCCL's share no public type."""
 
 ANOTHER_REPLICA = "a rank of another replica"
 UNKNOWN_PEER = "a rank of the group"
-"""How to name the peer where a collective cannot tell which one is lost."""
+"""Names of the peer in an error when a collective cannot tell which rank is lost."""
 _UNKNOWN = (ANOTHER_REPLICA, UNKNOWN_PEER)
 _PROBED = 2**20
-"""A tag on which nobody sends."""
+"""Tag of the receives that only probe a connection: nobody sends with it."""
 
 
 class ConnectionLost(RemoteError):
@@ -32,7 +32,7 @@ class ConnectionLost(RemoteError):
     Args:
         text: the message.
         peer: the name of the peer, if this rank can tell which it is.
-        late: it did not answer within the time-out; its process may still exist.
+        late: whether the peer did not answer within the time-out; its process may still exist.
     """
 
     def __init__(self, text: str, peer: str | None = None, *, late: bool = False) -> None:
@@ -41,25 +41,25 @@ class ConnectionLost(RemoteError):
 
 
 class Transfer(Protocol):
-    """A send or a receive that has begun. One that is dropped before its end never takes place."""
+    """A send or a receive that has begun; one that is dropped before its end never takes place."""
 
     def wait(self) -> None:
-        """Wait for its end.
+        """Wait until the transfer has ended.
 
         Raises:
-            ConnectionLost: the peer is gone, or late.
+            ConnectionLost: the peer is gone, or has not answered within the time-out.
         """
 
 
 class Wire(Protocol):
-    """Both directions between this rank and a peer.
+    """A connection to one peer, in both directions.
 
-    What one end sends arrives at the other end in the order of the sends. A send is over when the
-    peer has begun to receive: until then the tensor must not be changed. Receives may be posted
+    Tensors arrive at the other end in the order of the sends. A send may not end before the peer
+    has begun to receive: until its end the tensor must not be changed. Receives may be begun
     ahead; they complete in their order.
 
     Attributes:
-        peer: how to name the other rank in an error.
+        peer: name of the other rank in errors.
     """
 
     peer: str
@@ -83,11 +83,11 @@ class GroupWire:
     """A wire over a process group.
 
     Args:
-        group: has this rank and the peer.
+        group: a process group that has this rank and the peer.
         other: index of the peer in the group.
-        peer: how to name it in an error.
-        tag: keeps apart what goes between the same two ranks of one gloo group: sends pair with
-            receives of the same tag only. NCCL knows no tags.
+        peer: name of the peer in errors.
+        tag: separates wires between the same two ranks of one gloo group: a send is matched by a
+            receive with the same tag only. NCCL knows no tags.
     """
 
     def __init__(self, group: Group, other: int, peer: str, tag: int = 0) -> None:
@@ -103,10 +103,12 @@ class GroupWire:
         return _GroupTransfer(work, self.peer)
 
     def probe(self) -> None:
-        """From any thread: begin a receive that never ends, which tells whether the peer is there.
+        """Test whether the peer is still connected, by beginning a receive that never ends.
+
+        May be called from any thread. Does nothing over another backend than gloo.
 
         Raises:
-            ConnectionLost: it is gone.
+            ConnectionLost: the peer is gone.
         """
         if self._group.name() == "gloo":
             start(self._group.recv, [torch.empty(1)], self._other, _PROBED, peer=self.peer)
@@ -130,12 +132,12 @@ class _GroupSend:
 
 
 def start(call: Any, *arguments: Any, peer: str) -> dist.Work:
-    """Begin a transfer or a collective: ``call`` is a method of a process group.
+    """Begin a transfer or a collective: call ``call``, a method of a process group.
 
     Raises:
         ConnectionLost: ``peer`` is gone.
-        HybridError: the backend does not take the tensor. What ``peer`` waits for never comes, so
-            that this rank must leave the run.
+        HybridError: the backend refuses the tensor. ``peer`` waits for it in vain, so this rank
+            must leave the run.
     """
     try:
         with unrecorded():
@@ -161,7 +163,7 @@ def wait(work: dist.Work, peer: str) -> None:
     """Wait for the end of what :func:`start` has begun.
 
     Raises:
-        ConnectionLost: ``peer`` is gone, or late.
+        ConnectionLost: ``peer`` is gone, or has not answered within the time-out.
     """
     try:
         work.wait()
@@ -170,10 +172,10 @@ def wait(work: dist.Work, peer: str) -> None:
 
 
 def connection_lost(peer: str, error: RuntimeError) -> ConnectionLost:
-    """What to raise for an error of a backend.
+    """The exception to raise for an error of a backend, which says that ``peer`` is lost.
 
-    The text names ``peer`` and keeps the first line of the backend's own, which is mostly a page of
-    C++ frames.
+    Its text names ``peer`` and quotes the first line of the backend's message, whose rest is mostly
+    C++ stack frames.
     """
     reason = str(error).strip().splitlines()[0] if str(error).strip() else "connection closed"
     late = is_late(error)

@@ -1,4 +1,4 @@
-"""Where a rank stands in the mesh of replicas and stages.
+"""Coordinates of ranks in the mesh of replicas and stages.
 
 ::
 
@@ -18,15 +18,17 @@ from lightning_hybrid.errors import PlanError
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in the mesh of ``replicas`` x ``ranks_per_replica`` ranks.
+    """Coordinates of a rank in the mesh of ``replicas`` x ``ranks_per_replica`` ranks.
 
     Attributes:
         rank: number of the process.
         replicas: number of replicas.
-        ranks_per_replica: each has one stage, or several under a free placement.
-        order: the rank that has each index in the mesh, where that is not the index itself; see
-            :mod:`lightning_hybrid.planning.cluster`.
-        free: whether ranks may have several stages, so that coordinates do not tell which.
+        ranks_per_replica: number of ranks in a replica; a rank has one stage, or several under a
+            free placement.
+        order: for each index in the mesh, the rank that has it; empty if each rank is its own
+            index. See :mod:`lightning_hybrid.planning.cluster`.
+        free: whether a rank may have several stages, so that its stage cannot be told from
+            ``pp_rank``.
     """
 
     rank: int
@@ -55,7 +57,7 @@ class Coordinates:
 
     @property
     def pp_rank(self) -> int:
-        """Index inside the replica: 0 is the driver, k a worker, in a chain that of stage k - 1."""
+        """Index inside the replica: 0 is the driver, k > 0 a worker (in a chain of stage k - 1)."""
         return self.index % self.ranks_per_replica
 
     def at(self, pp_rank: int) -> "Coordinates":
@@ -70,15 +72,18 @@ class Coordinates:
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """``pp_rank`` of each stage where every rank has one: the driver has the last."""
+        """``pp_rank`` of each stage if every rank has one: workers in order, then the driver."""
         return (*range(1, self.ranks_per_replica), 0)
 
     @property
     def lightning_rank(self) -> int:
-        """What Lightning sees: drivers are 0 .. R-1, workers R .. R*S-1; unique over all."""
+        """The rank that Lightning is told; with R replicas of S ranks, unique over all R*S.
+
+        Drivers are 0 .. R-1, workers R .. R*S-1.
+        """
         if self.is_driver:
             return self.dp_rank
-        # behind all drivers, whose numbers are those that scripts divide by
+        # workers come after all drivers: scripts divide data over ranks 0 .. R-1, a world of size R
         workers = self.ranks_per_replica - 1
         return self.replicas + self.dp_rank * workers + self.pp_rank - 1
 

@@ -1,4 +1,4 @@
-"""Measures the links between all processes of a group: point-to-point by pairs, and all-reduce."""
+"""Measure the network between all processes of a group: point-to-point in pairs, and all-reduce."""
 
 import statistics
 import time
@@ -10,18 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 LARGE_BYTES = 8 * 2**20
-"""Of the messages that tell the bandwidth, and of the all-reduce."""
+"""Bytes of the messages that measure the bandwidth, and of the all-reduce."""
 _SMALL, _MANY, _FEW, _WARM_UP = 8, 30, 7, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Some measurements of one thing.
+    """Median and range of repeated measurements of one quantity.
 
     Attributes:
-        median: the middle one, in the unit of the measurements.
-        least: the smallest one.
-        most: the largest one.
+        median: the median, in the unit of the measurements.
+        least: the smallest measurement.
+        most: the largest measurement.
     """
 
     median: float
@@ -36,10 +36,10 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class PairProbe:
-    """The link between two ranks, in one direction at a time.
+    """Latency and bandwidth between two ranks, with traffic in one direction at a time.
 
     Attributes:
-        ranks: the one that has measured, and the other.
+        ranks: the rank that has measured, and the other one.
         latency_s: half the round trip of a message of 8 bytes, in seconds.
         bandwidth_bytes_per_s: bytes per second of messages of `LARGE_BYTES`, the latency taken off.
     """
@@ -50,10 +50,10 @@ class PairProbe:
 
 
 def probe_pair(one: int, other: int, device: torch.device) -> PairProbe | None:
-    """Send messages to and fro between two ranks; all ranks call this together.
+    """Measure the link between two ranks by messages to and fro; all ranks call this together.
 
     Returns:
-        What `one` has measured; None on all others.
+        The measurement on rank `one`; None on all others.
     """
     rank = dist.get_rank()
     dist.barrier()
@@ -63,7 +63,7 @@ def probe_pair(one: int, other: int, device: torch.device) -> PairProbe | None:
     large = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device)
 
     def both_ways(tensor: Tensor) -> Callable[[], None]:
-        # NCCL runs what was asked for in order: both must not begin with a send
+        # NCCL runs operations in the order of the calls: one end must begin with a receive
         def run() -> None:
             if rank == one:
                 dist.send(tensor, other)
@@ -92,7 +92,7 @@ def probe_all_reduce(device: torch.device) -> Spread:
 
 
 def probe_flops(device: torch.device, width: int = 1024) -> float:
-    """FLOP/s of a matrix product in float32, while all other ranks do the same."""
+    """Measure the FLOP/s of a matrix product in float32, on all ranks at the same time."""
     a, b = (torch.ones(width, width, device=device) for _ in range(2))
     dist.barrier()
     times = _times(lambda: torch.mm(a, b), _FEW, device)
@@ -104,7 +104,7 @@ def _times(run: Callable[[], object], repeats: int, device: torch.device) -> lis
     for _ in range(repeats + _WARM_UP):
         start = time.perf_counter()
         run()
-        # what was called so far is only in the queue of the device
+        # operations on a GPU are asynchronous: wait until they have ended
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)

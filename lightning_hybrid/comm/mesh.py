@@ -1,10 +1,11 @@
 """The process groups between the R x S ranks of a run.
 
-Every group but the drivers' is a process group of its own over one ``TCPStore``, used by its own
-methods and shut down by us. The default group of ``torch.distributed`` belongs to the drivers
-alone (rank = replica), because Lightning and torchmetrics call collectives on it; workers have
-none, so that a stray collective there raises instead of hanging. One replica is one device, and
-has none either: with it Lightning would give advice about metrics of several devices.
+The default group of ``torch.distributed`` belongs to the drivers alone (rank = replica), because
+Lightning and torchmetrics call collectives on it; workers have none, so that a stray collective
+there raises instead of hanging. With one replica there is no default group either: Lightning would
+take the run for one of several devices, and give advice about their metrics. Every other group is a
+separate process group over one ``TCPStore``, whose methods are called directly and which this
+package shuts down.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,19 +33,19 @@ from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.errors import PlanError
 
 CPU = torch.device("cpu")
-# One rank may prepare data for hours while the others wait for it before a run, not for longer.
+# Before a run one rank may prepare data for hours while the others wait for it.
 WORLD_TIMEOUT = timedelta(days=1)
 _LEAVING_S = 2.0
 _TAGS_OF_A_PLACEMENT = 2**12
-"""More than a placement has edges: tags below that are for words."""
+"""Number of wire tags reserved for each placement; those below it are for channels of words."""
 
 
 class GroupHandle:
-    """A process group that can be given up while others still refer to it.
+    """A process group that can be closed while other objects still refer to this handle.
 
-    gloo wakes nobody when a group is shut down or aborted, but the sockets of a group that is
-    destroyed are closed, and that wakes every peer. NCCL waits for its peers in a shutdown, and
-    ends what waits on the device in an abort.
+    Closing drops the only reference to the group. For gloo it is this that matters: its shutdown
+    and abort wake no peer, but destroying the group closes its sockets, which wakes all of them.
+    NCCL waits for its peers in a shutdown; an abort ends operations that wait on the device.
     """
 
     def __init__(self, group: Group) -> None:
@@ -59,19 +60,19 @@ class GroupHandle:
         return getattr(self._group, name)
 
     def close(self) -> None:
-        """Shut the group down, together with its other ranks, and give it up."""
+        """Shut the group down and drop it; all its ranks call this together."""
         group, self._group = self._group, None
         if group is not None:
             group.shutdown()
 
     def abort(self, lost: ConnectionLost | None = None) -> None:
-        """Give the group up at once, whatever is under way in it; from any thread.
+        """Abort the group's operations and drop it, without waiting; may be called from any thread.
 
         Args:
-            lost: what its operations raise from now on.
+            lost: error that later operations of the group raise.
         """
         if self._group is not None:
-            # whoever calls from now on gets the reason, not the error of a group that is torn down
+            # later callers get the reason, not the error of an aborted group
             self._lost = lost
         group, self._group = self._group, None
         if group is not None:
@@ -81,17 +82,17 @@ class GroupHandle:
 def make_group(
     store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: timedelta
 ) -> GroupHandle:
-    """A process group of its own; its ranks call this together.
+    """Make a process group, apart from the default one; its ranks call this together.
 
     Args:
-        store: of all ranks.
-        name: of the group, another one for each.
-        rank: of this process in the group.
-        size: number of its ranks.
+        store: store that all ranks share.
+        name: name of the group; unique in the store.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
         backend: ``"gloo"`` or ``"nccl"``.
-        timeout: of its operations.
+        timeout: time-out of the group's operations.
     """
-    # groups of one store must not find each other's addresses
+    # a prefix keeps the addresses of groups that share the store apart
     store = dist.PrefixStore(name, store)
     if backend != "nccl":
         with chosen_interface():
@@ -102,15 +103,15 @@ def make_group(
 
 
 def backend_on(device: torch.device, name: str) -> str:
-    """The backend for tensors of a device.
+    """The backend for tensors on a device: gloo for CPUs, NCCL for CUDA.
 
     Args:
-        device: of a rank.
-        name: what ``process_group_backend`` is: of one backend, or of one for each kind of device,
-            as in ``"cpu:gloo,cuda:nccl"``.
+        device: device of a rank.
+        name: the option ``process_group_backend``: one backend, or one for each kind of device, as
+            in ``"cpu:gloo,cuda:nccl"``.
 
     Raises:
-        PlanError: it is another one than can be used.
+        PlanError: ``name`` gives another backend to this device.
     """
     pairs = (pair.partition(":") for pair in name.replace(" ", "").lower().split(","))
     named = {kind if backend else device.type: backend or kind for kind, _, backend in pairs}
@@ -125,7 +126,7 @@ def backend_on(device: torch.device, name: str) -> str:
 
 
 def make_world(store: dist.Store, rank: int, size: int) -> GroupHandle:
-    """The group of all ranks, for what comes before and after a run; a day is its time-out."""
+    """Make the gloo group of all ranks, for barriers and broadcasts before and after a run."""
     return make_group(store, "world", rank, size, "gloo", WORLD_TIMEOUT)
 
 
@@ -133,22 +134,22 @@ class Mesh(Lines):
     """The process groups of one rank. All ranks construct it together.
 
     Args:
-        coordinates: this rank.
-        store: one store for all ranks.
+        coordinates: coordinates of this rank.
+        store: store that all ranks share.
         world: the group of all ranks; see :func:`make_world`.
-        backend: of tensors on the device, as :func:`backend_on` takes it.
-        timeout: of all groups but ``world``.
-        name: of the mesh, another one for each that the store sees.
-        device: of this rank's stages.
+        backend: the option ``process_group_backend``; see :func:`backend_on`.
+        timeout: time-out of all groups but ``world``.
+        name: name of the mesh; unique in the store.
+        device: device of this rank's stages.
 
     Attributes:
-        backend: of the links and the data-parallel groups, ``"gloo"`` or ``"nccl"``.
-        world: gloo over all ranks, for barriers before and after a run. It is not the mesh's own:
-            it is there before any rank has coordinates.
-        control: gloo over the ranks of one replica; commands, answers, words.
-        drivers: gloo over the drivers (``None`` on workers), for objects and CPU tensors.
-        data_parallel: over the ranks of all replicas with this ``pp_rank``, which have the same
-            stages; for gradients and buffers.
+        backend: backend of the links and the data-parallel groups, ``"gloo"`` or ``"nccl"``.
+        world: gloo group over all ranks, for barriers before and after a run. It exists before any
+            rank has coordinates, and :meth:`shutdown` does not close it.
+        control: gloo group over the ranks of one replica, for commands, answers and words.
+        drivers: gloo group over the drivers (``None`` on workers), for objects and CPU tensors.
+        data_parallel: group over the ranks of all replicas with this ``pp_rank``, which have the
+            same stages; for gradients and buffers.
     """
 
     def __init__(
@@ -185,15 +186,15 @@ class Mesh(Lines):
     def wires(self, devices: Sequence[int]) -> Mapping[int, EdgeWires]:
         """See :meth:`Lines.wires`.
 
-        The groups of a chain exist from the beginning. Others are made when they are asked for;
-        each rank makes its edges in rising order, so that no two ranks wait for each other. An edge
-        has two groups, since two directions on one NCCL communicator wait for each other. A byte
-        goes over each of them here: NCCL makes a communicator in the first operation, in which each
-        end waits for the other one. In a pass ends come in another order, and might do so in a
-        circle.
+        The groups of a chain are made in the constructor, those of other placements when first
+        asked for. Each rank makes those of its edges in rising order, so that ranks do not wait for
+        each other in a circle. An edge has two groups, since two directions on one NCCL
+        communicator wait for each other. One byte is sent over each here: NCCL makes a communicator
+        in the first operation, in which each end waits for the other one, and in a pass through the
+        stages the order of first operations could be a circle.
         """
         devices, here = tuple(devices), self.coordinates
-        # networks of one placement share their groups
+        # networks with the same placement share the groups
         if devices in self._rings:
             return self._rings[devices]
         placement = "-".join(map(str, devices))
@@ -216,7 +217,7 @@ class Mesh(Lines):
         return wires
 
     def _meet(self, wires: EdgeWires, *, sends_activations: bool) -> None:
-        """Let a byte go over an edge, with the rank at its other end."""
+        """Exchange a byte with the rank at the other end of an edge, over both its groups."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         forth, back = wires.activations, wires.gradients
         for wire, sends in ((forth, sends_activations), (back, not sends_activations)):
@@ -231,13 +232,13 @@ class Mesh(Lines):
         return group
 
     def _device_group(self, name: str, rank: int, size: int) -> GroupHandle:
-        """A group for tensors on the device of the stages."""
+        """Make a group for tensors on the device of the stages."""
         group = self._group(name, rank, size, self.backend)
         self._on_device.append(group)
         return group
 
     def _replica_group(self, name: str) -> GroupHandle:
-        """The ranks with this `pp_rank`, which have met in it."""
+        """Make a group of the ranks of all replicas with this `pp_rank`, and wait for them."""
         here = self.coordinates
         group = self._device_group(f"{name}{here.pp_rank}", here.dp_rank, here.replicas)
         self._meet_all(group)
@@ -254,10 +255,10 @@ class Mesh(Lines):
         return self._statistics
 
     def owners(self, copies: Sequence[int]) -> Group:
-        """The ranks that have a stage, in all replicas; those of a stage call it together.
+        """The group of the ranks of all replicas that have a stage; they call this together.
 
         Args:
-            copies: ``pp_rank`` of each of its copies.
+            copies: ``pp_rank`` of each copy of the stage.
         """
         if len(copies) == 1:
             return self.data_parallel
@@ -266,13 +267,17 @@ class Mesh(Lines):
         return self._copies_group("owners", copies, place, here.replicas * len(copies))
 
     def siblings(self, copies: Sequence[int]) -> Group:
-        """Some copies of a stage in this replica, which call it together; see :meth:`owners`."""
+        """The group of some copies of a stage in this replica; they call this together.
+
+        Args:
+            copies: ``pp_rank`` of each of these copies.
+        """
         place = copies.index(self.coordinates.pp_rank)
         replica = f"siblings{self.coordinates.dp_rank}."
         return self._copies_group(replica, copies, place, len(copies))
 
     def _copies_group(self, kind: str, copies: Sequence[int], rank: int, size: int) -> Group:
-        """Made on first use; its ranks have met in it."""
+        """The group of this kind over these copies, made on first use by all its ranks together."""
         name = kind + "-".join(map(str, copies))
         if name not in self._of_copies:
             group = self._device_group(name, rank, size)
@@ -281,7 +286,10 @@ class Mesh(Lines):
         return self._of_copies[name]
 
     def init_default_group(self) -> None:
-        """Make the default group of several drivers, by public API; nothing on a worker."""
+        """Make the default group of ``torch.distributed`` over the drivers, if there are several.
+
+        Does nothing on a worker, and where a default group exists already.
+        """
         here = self.coordinates
         if not here.is_driver or here.replicas == 1 or dist.is_initialized():
             return
@@ -292,29 +300,29 @@ class Mesh(Lines):
                 rank=here.dp_rank,
                 world_size=here.replicas,
                 timeout=self.timeout,
-                # NCCL takes its device from here, and else guesses it from the rank
+                # without it NCCL would guess the device from the rank
                 device_id=None if self._device.type == "cpu" else self._device,
             )
 
     def __deepcopy__(self, memo: object) -> "Mesh":
-        """Whoever copies a Trainer in the middle of a run copies what refers to this rank."""
+        """Return itself: a copy of a Trainer made during a run shares the groups of this rank."""
         return self
 
     def shutdown(self) -> None:
-        """Close every group of ours but `world`; all ranks do so, in the same order.
+        """Close all groups that the mesh has made; all ranks call this together.
 
-        The default group is Lightning's to destroy.
+        `world` stays open, and the default group is destroyed by Lightning.
         """
-        # NCCL waits for its peers in each, so another order on another rank would hang
+        # in the same order on all ranks: NCCL waits for its peers in the shutdown of each group
         for group in self._groups:
             group.close()
         self._groups.clear()
 
     def abort(self, lost: ConnectionLost | None = None) -> None:
-        """End what waits for other ranks on the device; from any thread.
+        """Abort all groups for tensors on the device; may be called from any thread.
 
         Args:
-            lost: what the operations of these groups raise from now on.
+            lost: error that later operations of these groups raise.
         """
         for group in self._on_device:
             group.abort(lost)
@@ -323,9 +331,10 @@ class Mesh(Lines):
             dist.group.WORLD.abort()
 
     def leave(self) -> None:
-        """After a failure of this rank: wake the ranks that wait for tensors or collectives of it.
+        """Close groups after a failure of this rank, which wakes ranks that wait for its tensors.
 
-        (Ranks of the same replica that wait for messages are told, since they listen.)
+        The control group stays: ranks that wait for a message get the failure as one
+        (:meth:`Lines.say_goodbye`).
         """
 
         def close() -> None:
@@ -335,8 +344,8 @@ class Mesh(Lines):
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-        # a group whose collective has begun ends with it, or with the time-out
+        # in a thread: closing a group may wait for its running collective until the time-out
         thread = BackgroundThread(close, "hybrid-leave", awaited=True)
-        with suppress(MemoryError):  # the end of this process wakes them, too
+        with suppress(MemoryError):  # without it, the end of this process wakes them
             thread.start()
             thread.join(_LEAVING_S)

@@ -1,7 +1,8 @@
-"""Messages between two ranks: commands and answers of a driver and a worker, words of neighbours.
+"""Channels that carry the messages of the protocol between two ranks.
 
-A message travels as a frame of integers. Pickled bytes and tensors follow it only where it needs
-them: a training step in its steady state pickles nothing.
+These are commands and answers between a driver and a worker, and words between neighbouring stages.
+A message travels as a frame of integers, followed by pickled bytes and tensors only if it has
+fields that need them: a training step in its steady state pickles nothing.
 """
 
 import pickle
@@ -23,24 +24,25 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import value_of
 
 _INTEGERS = 8
-# one length for all kinds, so that a receiver needs to know nothing of what comes
+# one length for all messages, so that a receiver needs not know which one comes
 FRAME = _INTEGERS + 2
-"""Integers in a frame: number of the message, its own, number of pickled bytes behind the frame."""
+"""Number of integers in a frame: number of the message's class, its integer fields (with padding),
+and number of the pickled bytes that follow the frame."""
 
 _TENSORS = "tensors"
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the fields of a message travel.
+    """How the fields of a class of messages are sent.
 
     Attributes:
-        number: of the message.
+        number: index of the class in ``MESSAGES``.
         integers: names of the fields in the frame.
-        kinds: of each of them whether it is an ``int`` or a ``bool``.
-        pickled: names of the other fields.
-        defaults: theirs; nothing is pickled where they hold.
-        tensors: whether tensors follow.
+        kinds: type of each of them, ``int`` or ``bool``.
+        pickled: names of the fields that are pickled.
+        defaults: default of each of these; if all have their default, nothing is pickled.
+        tensors: whether the message has tensors, which follow.
     """
 
     number: int
@@ -52,7 +54,7 @@ class _Layout:
 
     @classmethod
     def of(cls, number: int, kind: type[Message]) -> "_Layout":
-        known: Any = kind  # of the protocol: a dataclass
+        known: Any = kind  # all messages are dataclasses, which the base class does not say
         in_frame = [f for f in fields(known) if kind.in_frame and f.type in (int, bool)]
         others = [f for f in fields(known) if f not in in_frame and f.name != _TENSORS]
         assert len(in_frame) <= _INTEGERS, kind
@@ -70,17 +72,17 @@ _LAYOUTS = {kind: _Layout.of(number, kind) for number, kind in enumerate(MESSAGE
 
 
 def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
-    """A message as a frame, the pickled bytes behind it, and the tensors behind those.
+    """Encode a message as a frame, pickled bytes and tensors, which are sent in this order.
 
-    Tensors whose memory is not here yet stay as they are: the sender makes them one by one. A
-    sparse one (the graph of a graph network is a buffer) is among the pickled bytes, whole.
+    Deferred tensors get no memory here: the sender makes their numbers one by one. A sparse tensor
+    (for instance a buffer with the graph of a graph network) is pickled.
     """
     layout = _LAYOUTS[type(message)]
     values = [int(getattr(message, name)) for name in layout.integers]
     rest = [getattr(message, name) for name in layout.pickled]
     named = dict(getattr(message, _TENSORS)) if layout.tensors else {}
     data = b""
-    # pickling takes longer than all else in a message: a step in its steady state has none
+    # pickling is the slowest part of sending, so it is skipped when all fields have their defaults
     if named or not _are_defaults(rest, layout.defaults):
         specs = {n: _contiguous(t) if _is_dense(t) else t for n, t in named.items()}
         data = pickle.dumps((rest, specs), protocol=5)
@@ -90,7 +92,7 @@ def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
 
 
 def _contiguous(tensor: Tensor) -> TensorSpec:
-    # they are copied into tensors that have an order in memory already
+    # without strides: the receiver copies the numbers into a tensor that has its own
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
@@ -100,7 +102,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _are_defaults(values: Sequence[Any], defaults: Sequence[Any]) -> bool:
     for value, default in zip(values, defaults):
-        # by identity: to compare tensors or lists may cost more than to send them
+        # by identity, since comparing tensors or lists by value may cost more than sending them
         if default is MISSING or value is not default:
             return False
     return True
@@ -108,12 +110,12 @@ def _are_defaults(values: Sequence[Any], defaults: Sequence[Any]) -> bool:
 
 @dataclass(slots=True)
 class Parts:
-    """A message that has arrived, but for its tensors.
+    """A received message whose tensors have not been received yet.
 
     Attributes:
-        kind: its class.
-        values: its fields.
-        specs: of its tensors; a sparse one itself.
+        kind: class of the message.
+        values: the fields, by name.
+        specs: spec of each tensor by name; of a sparse one, the tensor itself.
     """
 
     kind: type[Message]
@@ -121,14 +123,14 @@ class Parts:
     specs: dict[str, TensorSpec | Tensor]
 
     def message(self, tensors: Tensors) -> Message:
-        """The message; ``tensors`` takes the tensors off the wire."""
+        """Make the message with ``tensors``, an iterator that receives the tensors."""
         if _LAYOUTS[self.kind].tensors:
             return self.kind(**self.values, **{_TENSORS: tensors})
         return self.kind(**self.values)
 
 
 def decode(frame: Sequence[int], data: bytes) -> Parts:
-    """The other end of :func:`encode`."""
+    """Decode a frame and the pickled bytes that :func:`encode` has made."""
     kind = MESSAGES[frame[0]]
     layout = _LAYOUTS[kind]
     values: dict[str, Any] = {
@@ -143,31 +145,31 @@ def decode(frame: Sequence[int], data: bytes) -> Parts:
 
 
 def ready(tensor: Tensor) -> Tensor:
-    """A tensor as it travels: with its numbers, contiguous, on the CPU."""
+    """The tensor to send: contiguous, on the CPU; the numbers of a deferred tensor are made."""
     value = value_of(tensor).cpu()
     return _contiguous(value).laid_out(value)
 
 
-# What has been sent must live until the peer has taken it. Beyond this much the sender waits.
+# Sent tensors are kept until the peer has received them; with more than this the sender waits.
 _KEPT_SENDS, _KEPT_BYTES = 64, 2**26
 
 T = TypeVar("T", bound=Message)
 
 
 class Channel:
-    """Messages to one peer and from it, in order.
+    """Sends messages to one peer and receives messages from it, in order.
 
-    One thread sends and receives; another one may send :class:`StillAlive` in between.
+    Only one thread may send and receive; another one may send :class:`StillAlive` in between.
 
     Args:
-        wire: leads to the peer; nobody else uses it.
+        wire: wire to the peer, for this channel alone.
     """
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._sends: deque[tuple[Transfer, Tensor]] = deque()
         self._kept_bytes = 0
-        self._lock = threading.RLock()  # a heartbeat stands between messages, never inside of one
+        self._lock = threading.RLock()  # a heartbeat must not be sent in the middle of a message
         self._beat = torch.tensor(encode(StillAlive())[0])
         self._beats: list[Transfer] = []
         self._left: Failure | None = None
@@ -175,15 +177,15 @@ class Channel:
 
     @property
     def peer(self) -> str:
-        """How to name the other rank in an error."""
+        """Name of the other rank in errors."""
         return self._wire.peer
 
     def send(self, message: Message) -> None:
-        """Send a message. Does not wait for the peer, unless it has left much untaken.
+        """Send a message; waits only while the peer has much of what was sent still to receive.
 
         Raises:
             ConnectionLost: the peer is gone.
-            Exception: a tensor cannot be made ready; the peer has taken zeros for it.
+            Exception: a tensor cannot be made ready; zeros were sent in its place.
         """
         tensors = _tensors_of(message)
         with self._lock:
@@ -193,38 +195,43 @@ class Channel:
                     self._wait_for_oldest()
 
     def send_last(self, message: Message) -> None:
-        """Send a message after which none follows. Does not wait for the peer in any case.
+        """Send the last message to the peer, without waiting for it in any case.
 
         Raises:
             ConnectionLost: the peer is gone.
         """
         tensors = _tensors_of(message)
-        # a peer that has failed too takes nothing: to wait for it would be for ever
+        # no wait for earlier sends: a peer that has failed too would never receive them
         with self._lock:
             for tensor in tensors:
                 self._begin(tensor)
 
     def send_still_alive(self) -> None:
-        """From any thread: tell the peer that this rank is busy; :meth:`receive` passes over it."""
+        """Tell the peer that this rank is busy; may be called from any thread.
+
+        The peer's :meth:`receive` skips this message.
+        """
         with self._lock:
-            # Nobody waits for the transfer: the peer may not receive for long. Until it does, it
-            # has been promised this message, so it must not be dropped.
+            # Nobody waits for the transfer, since the peer may not receive for long; but it must be
+            # kept, since one that is dropped is not sent.
             self._beats.append(self._wire.send(self._beat))
 
     def receive(self, kind: type[T]) -> T:
-        """Wait for the next message. Its tensors, if any, are to be taken before the next call.
+        """Wait for the next message.
+
+        Its tensors are received when they are iterated over, which must be before the next call.
 
         Args:
-            kind: what it must be.
+            kind: class that the message must have.
 
         Raises:
-            ConnectionLost: the peer is gone, or late.
-            HybridError: it is something else.
-            Exception: the peer has left because of this; see :class:`Leaving`.
+            ConnectionLost: the peer is gone, or has not answered within the time-out.
+            HybridError: the message is of another class.
+            Exception: the failure with which the peer has left; see :class:`Leaving`.
         """
         if self._left is not None:
             raise self._left.exception()
-        for _ in self._rest:  # nobody has taken them, as after an error
+        for _ in self._rest:  # receive tensors that the caller has left, as after an error
             pass
         parts = self._receive_parts()
         while parts.kind is StillAlive:
@@ -243,10 +250,10 @@ class Channel:
         return message
 
     def flush(self) -> None:
-        """Wait until the peer has taken everything sent.
+        """Wait until the peer has received everything that was sent.
 
         Raises:
-            ConnectionLost: the peer is gone, or late.
+            ConnectionLost: the peer is gone, or has not answered within the time-out.
         """
         while self._sends:
             self._wait_for_oldest()
@@ -283,19 +290,19 @@ class Channel:
 
 
 def _tensors_of(message: Message) -> Iterator[Tensor]:
-    """What travels for a message, in order. Its tensors are made ready one by one."""
+    """The tensors to send for a message, in order: frame, pickled bytes, then its own tensors."""
     frame, data, tensors = encode(message)
     head = [torch.tensor(frame)]
     if data:
-        # torch wants memory that may be written to, which bytes are not
+        # a copy, since torch wants writable memory and bytes are not
         head.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return chain(head, _made_ready(tensors))
 
 
 def _made_ready(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """As many as the head has promised: after an error zeros, and then the error.
+    """Make the tensors of a message ready one by one; zeros for those that fail, then the error.
 
-    The peer would take the next message for the missing bytes, and never hear of the error.
+    The peer knows from the frame how many come, and would take the next message for missing ones.
     """
     failure: Exception | None = None
     for tensor in tensors:

@@ -1,10 +1,10 @@
-"""A lost rank is noticed by one whose host waits on its device.
+"""Detect a lost rank of a replica that communicates over NCCL.
 
-Who waits for a peer over gloo hears at once that it is gone. Over NCCL the device waits, and in the
-next ``loss.item()`` the host with it; no error reaches either before the time-out, when torch's
-watchdog ends the process. So a thread on each rank of a replica listens over gloo to the next one.
-Where that is lost or has failed it aborts what is under way on the device, and tells the rank
-before, which does the same.
+A rank that waits for a peer over gloo gets an error at once when the peer is gone. Over NCCL the
+device waits, and in the next ``loss.item()`` the host with it; neither gets an error before the
+time-out, when torch's watchdog ends the process. So a thread on each rank of a replica listens over
+gloo to the next rank. If that is lost or has failed, the thread aborts the NCCL operations of this
+rank and tells the previous rank, whose thread does the same.
 """
 
 from contextlib import suppress
@@ -15,14 +15,14 @@ from lightning_hybrid.comm.connections import ConnectionLost, Transfer
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.threads import BackgroundThread
 
-_TAG = 2**12 - 1  # of no word and of no placement
+_TAG = 2**12 - 1  # neither that of a channel for words nor of a placement
 
 
 class Guard:
-    """Listens to the next rank of a replica for one run.
+    """A thread that listens to the next rank of the replica during one run.
 
     Args:
-        mesh: the groups of this rank.
+        mesh: the process groups of this rank.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -30,19 +30,19 @@ class Guard:
         ranks = here.ranks_per_replica
         self._after = mesh.wire((here.pp_rank + 1) % ranks, _TAG)
         self._before = mesh.wire((here.pp_rank - 1) % ranks, _TAG)
-        self._said: Transfer | None = None  # one that is dropped would not arrive
+        self._said: Transfer | None = None  # kept, since a send that is dropped does not arrive
         BackgroundThread(self._listen, "hybrid-guard", awaited=True).start()
 
     @classmethod
     def where_needed(cls, mesh: Mesh) -> "Guard | None":
-        """One for a mesh whose devices wait by themselves; ``None``: gloo tells the host."""
+        """Make a guard if the mesh uses NCCL; ``None`` if gloo notices, or the rank is alone."""
         alone = mesh.coordinates.ranks_per_replica == 1
         return None if alone or mesh.backend == "gloo" else cls(mesh)
 
     def close(self, *, failed: bool = False) -> None:
-        """The run is over on this rank, for good or ill: the rank before hears it."""
+        """Tell the previous rank that the run is over here, and whether this rank has failed."""
         if self._said is None:
-            with suppress(RuntimeError):  # ConnectionLost, or that of a group that is given up
+            with suppress(RuntimeError):  # ConnectionLost, or the error of a closed group
                 self._said = self._before.send(torch.tensor([failed]))
 
     def _listen(self) -> None:
@@ -52,9 +52,9 @@ class Guard:
             lost = ConnectionLost(f"Lost {self._after.peer}. It has failed")
         except ConnectionLost as error:
             failed[0], lost = True, error
-        except RuntimeError:  # this rank has given up the group by itself
+        except RuntimeError:  # this rank has closed the group itself
             return
-        # a rank that has ended well shuts its groups down together with the others
+        # after a run that has ended well all ranks shut their groups down together
         if failed:
             self._mesh.abort(lost)
             self.close(failed=True)

@@ -1,8 +1,8 @@
-"""On which network interface this process listens: no other than the run needs.
+"""Choose the network interface that the store and gloo listen on: no other than the run needs.
 
-The store and the groups of ``torch.distributed`` authenticate nobody. Where all ranks are on one
-host, they listen on the loopback interface; else on the one that leads to the main host. (By
-default the store listens on all interfaces, and gloo where the host's own name leads, which on many
+The store and the groups of ``torch.distributed`` authenticate nobody. If all ranks are on one
+host, they listen on the loopback interface; otherwise on the one that leads to the main host. (By
+default the store listens on all interfaces, and gloo on that of the host's own name, which on many
 machines is the loopback interface, where ranks of other hosts do not find it.)
 """
 
@@ -16,15 +16,15 @@ from ipaddress import ip_address
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
-_ADDRESS_AT = 20  # in its answer
+_ADDRESS_AT = 20  # offset of the IPv4 address in the answer
 _LOOPBACK = "127.0.0.1"
 
 
 class _Process:
-    """What this process has chosen for its groups.
+    """The choice of this process.
 
     Attributes:
-        interface: name of the interface for gloo; ``None``: gloo's own choice, or the user's.
+        interface: name of the interface for gloo; ``None`` leaves the choice to gloo or the user.
     """
 
     interface: str | None = None
@@ -32,9 +32,9 @@ class _Process:
 
 @contextmanager
 def chosen_interface() -> Iterator[None]:
-    """Inside, groups of gloo are made on the interface that was chosen last.
+    """Inside, gloo groups are made on the interface of the last :func:`choose_interface`.
 
-    gloo knows no other way than the environment, which is the user's again afterwards.
+    It is set in the environment, the only way that gloo has, and removed afterwards.
     """
     name = _Process.interface
     if name is None or _VARIABLE in os.environ:
@@ -51,8 +51,8 @@ def choose_interface(address: str, port: int, hosts: int) -> None:
     """Choose which interface gloo uses in :func:`chosen_interface`, unless the user has done so.
 
     Args:
-        address: of the main host.
-        port: any.
+        address: address of the main host.
+        port: any port; nothing is sent to it.
         hosts: number of hosts. If there are several and ``address`` leads to the loopback
             interface, as a host's own name often does, nothing is chosen.
     """
@@ -72,17 +72,17 @@ def choose_interface(address: str, port: int, hosts: int) -> None:
 
 
 def bound_to(address: str, port: int, hosts: int) -> int | None:
-    """A socket that listens for the store, on the interface of ``address`` alone.
+    """Make a listening socket for the store, on the interface of ``address`` alone.
 
     Args:
-        address: of the main host, which this process runs on.
+        address: address of the main host, on which this process runs.
         port: port of the store.
         hosts: number of hosts.
 
     Returns:
-        Its file descriptor, which the store takes over. ``None``: ``address`` is not one of this
-        host's, or leads to the loopback interface though there are several hosts; then the store is
-        to listen on all interfaces, as it does by itself.
+        The socket's file descriptor, which the store takes over. ``None`` if ``address`` is not one
+        of this host's, or is the loopback interface's though there are several hosts; then the
+        store shall listen on all interfaces, its default.
     """
     with suppress(OSError):
         # the address may be a name, and of either version of IP
@@ -91,7 +91,7 @@ def bound_to(address: str, port: int, hosts: int) -> int | None:
             return None
         listening = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # a run may follow another one at once, whose port is still waiting to be free
+            # the port may still be in TIME_WAIT after an earlier run
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(place)
             listening.listen()
@@ -103,12 +103,13 @@ def bound_to(address: str, port: int, hosts: int) -> int | None:
 
 
 def _address_of(name: str, probe: socket.socket) -> str | None:
-    import fcntl  # not on every system
+    """The IPv4 address of the interface ``name``, asked for through any socket (Linux)."""
+    import fcntl  # here, since not every system has it
 
     try:
-        # Linux has 15 characters and a zero for the name
+        # a name has at most 15 characters, and a zero behind them
         request = struct.pack("256s", name.encode()[:15])
         answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
-    except OSError:  # it has no address
+    except OSError:  # the interface has no address
         return None
     return socket.inet_ntoa(answer[_ADDRESS_AT : _ADDRESS_AT + 4])

@@ -1,14 +1,14 @@
-"""What ranks of a replica tell each other: one frozen dataclass each, known to both ends.
+"""The messages between the ranks of a replica, one frozen dataclass each.
 
 * A :class:`Command` goes from a driver to its workers, which carry commands out in order; one that
   is ``answered`` gets an :class:`Answer` back.
 * A :class:`Word` goes from a stage to the one before or behind it, on the queue of their link.
-* :class:`StillAlive` and :class:`Leaving` may come between all others and are dealt with by the
-  channel itself.
+* :class:`StillAlive` and :class:`Leaving` may come between any two others; the channel itself
+  handles them.
 
-Messages with ``in_frame`` are part of every training step: their integers travel in a frame of
-fixed size. All other fields are pickled together, and only where one of them differs from its
-default. A field ``tensors`` is neither: specs are pickled, then the tensors follow as they are.
+Messages with ``in_frame`` are part of every training step: their integer fields are sent in a frame
+of fixed size. All other fields are pickled together, and only if one of them differs from its
+default. Of a field ``tensors`` the specs are pickled, and the tensors follow unpickled.
 
 To add a command: define its class here, name it in ``MESSAGES``, and give it a handler in the table
 of :mod:`~lightning_hybrid.worker.worker`, :mod:`~lightning_hybrid.worker.worker_weights` or
@@ -27,14 +27,14 @@ from lightning_hybrid.graph import StageCode
 from lightning_hybrid.remote import Kind
 
 Tensors = Iterable[tuple[str, Tensor]]
-"""Named tensors. The receiver gets an iterator that takes them off the wire one by one."""
+"""Named tensors. The receiver gets an iterator, which receives them one by one."""
 
 
 class Message:
-    """What one rank sends to another.
+    """Base of all messages.
 
     Attributes:
-        in_frame: whether the integers of the message travel in its frame (at most eight).
+        in_frame: whether the integer fields (at most eight) are sent in the message's frame.
     """
 
     in_frame: ClassVar[bool] = False
@@ -42,12 +42,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """To a command, by a worker.
+    """A worker's answer to a command.
 
     Attributes:
-        failure: what the worker has failed with, now or since it was last asked.
-        value: what was asked for.
-        tensors: likewise, as tensors.
+        failure: a failure of the worker, now or since its last answer; ``None``: there is none.
+        value: the result of the command.
+        tensors: tensors of the result.
     """
 
     failure: Failure | None = None
@@ -56,16 +56,16 @@ class Answer(Message):
 
 
 class Word(Message):
-    """What a stage tells one beside it."""
+    """A message from a stage to a neighbouring one."""
 
 
 @dataclass(frozen=True)
 class Header(Word):
-    """What follows: the values of a micro-batch; ``None`` once, and nothing, if a stage has failed.
+    """Announces the activations of a micro-batch, which follow.
 
     Attributes:
-        specs: of the values.
-        uses_rng: whether a stage up to here draws random numbers.
+        specs: specs of the activations; ``None``: none follow, since a stage has failed.
+        uses_rng: whether the sending stage, or one before it, draws random numbers.
     """
 
     specs: list[TensorSpec] | None = None
@@ -74,10 +74,10 @@ class Header(Word):
 
 @dataclass(frozen=True)
 class Status(Word):
-    """At the end of a forward pass: whether a stage up to here has failed.
+    """Sent at the end of a forward pass: whether the sending stage, or one before it, has failed.
 
     Attributes:
-        failure: that of the stage; ``None``: none has failed.
+        failure: the failure; ``None``: none of these stages has failed.
     """
 
     failure: Failure | None = None
@@ -85,10 +85,10 @@ class Status(Word):
 
 @dataclass(frozen=True)
 class Pattern(Word):
-    """Which of the values of a cut get a gradient.
+    """Sent before gradients: which of the activations at a cut get a gradient.
 
     Attributes:
-        present: per value of the cut, whether it gets one.
+        present: for each activation, whether its gradient follows.
     """
 
     present: list[bool]
@@ -96,29 +96,29 @@ class Pattern(Word):
 
 @dataclass(frozen=True)
 class StillAlive(Message):
-    """The sender is busy, and has not stopped."""
+    """Tells that the sender is busy, and has not stopped."""
 
 
 @dataclass(frozen=True)
 class Leaving(Message):
-    """The sender has failed, or heard of a failure: nothing comes from it any more."""
+    """The last message of a sender that has failed, or has heard of a failure."""
 
     failure: Failure
 
 
 Hyperparameters = dict[str, Any]
-"""A parameter group of an optimizer; its parameters by name."""
+"""A parameter group of an optimizer, with names in place of its parameters."""
 
 
 class Command(Message):
-    """What a driver asks of its workers.
+    """A message from a driver to its workers, which do what it says.
 
     Attributes:
         answered: whether the worker sends an answer.
-        outdates: of which kinds the worker changes the tensors that it owns, so that what the
-            driver has fetched of them before is stale.
-        joint: whether ranks carry it out together, so that others wait in the middle of it for one
-            that cannot.
+        joint: whether ranks exchange tensors while they carry it out, so that the others wait for
+            one that fails.
+        outdates: kinds of tensors (such as gradients) that the worker changes: what the driver has
+            fetched of them before is stale.
     """
 
     answered: ClassVar[bool] = False
@@ -145,25 +145,29 @@ class CallCommand(NetworkCommand):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the stages of a network are.
+    """On which ranks the stages of a network are, and how they are scheduled.
 
     Attributes:
-        devices: ``pp_rank`` of each stage, or of all its copies; the last one is 0, the driver.
-        owned: of each stage, the names in the network of the tensors that belong to its rank.
+        devices: ``pp_rank`` of each stage, or of all its copies; that of the last is 0, the driver.
+        owned: for each stage, the names in the network of the parameters and buffers that its rank
+            owns.
         schedule: name of the schedule.
-        split: numbers of the stages whose backward it splits.
-        recompute: whether forwards keep no activations, and run again for their backward.
+        split: numbers of the stages whose backward is split in two (``zero_bubble``).
+        recompute: whether activations are recomputed in the backward instead of being kept.
     """
 
     devices: tuple[int | tuple[int, ...], ...]
-    owned: tuple[frozenset[str], ...] = field(hash=False)  # (lists are looked up in each pass)
+    owned: tuple[frozenset[str], ...] = field(hash=False)  # lists are cached by placement
     schedule: str
     split: tuple[int, ...] = ()
     recompute: bool = False
 
     @property
     def collects(self) -> bool:
-        """Whether the driver has a copy of the last stage with layers, and collects behind it."""
+        """Whether the driver has a copy of the last stage with layers.
+
+        Then a further stage without layers follows, on the driver alone, which collects outputs.
+        """
         before = self.devices[-2] if len(self.devices) > 1 else 0
         return not isinstance(before, int) and 0 in before
 
@@ -176,7 +180,7 @@ class Placement:
         split: Sequence[int] = (),
         recompute: bool = False,
     ) -> "Placement":
-        """That of these stages on these devices; see the attributes."""
+        """The placement of stages with this code; the other arguments are as the attributes."""
         owned = tuple([frozenset(code.owned) for code in codes])
         return cls(tuple(devices), owned, schedule, tuple(split), recompute)
 
@@ -186,14 +190,14 @@ class Cut(NetworkCommand):
     """Make this rank's stages of a network, or of another graph of a network that is cut already.
 
     Attributes:
-        network: number of the network; one that is known gets another graph.
-        name: its dotted name in the LightningModule; empty for the LightningModule itself.
-        stages: the rank's stages, by number.
-        placement: where all stages are.
-        borrowed: names in the network of parameters that the rank uses and another one owns.
-        seed: of the random numbers inside the network.
-        vacates: whether parameters of the network that this rank does not use give their memory
-            back.
+        network: number of the network; if the worker has it already, this is another graph of it.
+        name: the network's dotted name in the LightningModule; empty for the LightningModule.
+        stages: code of the rank's stages, by number of the stage.
+        placement: ranks of all stages.
+        borrowed: names in the network of parameters that this rank uses and another one owns.
+        lent: names in the network of parameters that this rank owns and the driver uses too.
+        seed: seed of the random numbers inside the network.
+        vacates: whether the memory of parameters that this rank does not use is freed.
     """
 
     answered = True
@@ -201,6 +205,7 @@ class Cut(NetworkCommand):
     stages: Mapping[int, StageCode]
     placement: Placement
     borrowed: frozenset[str]
+    lent: frozenset[str]
     seed: int
     vacates: bool
 
@@ -210,14 +215,15 @@ class Forward(CallCommand):
     """Run the forward pass of a call.
 
     Attributes:
-        draw: decides the random numbers; see
+        draw: number from which the seeds of random layers are derived; see
             :func:`lightning_hybrid.stage.calls.draw_number`.
         key: number of the call's key.
-        exchange: headers travel with the activations.
-        uses_rng: the generators' state travels with the activations.
-        ahead: it runs before its turn: optimizers may step between it and its backward, and until
-            then nobody sees what it writes to buffers.
-        new_key: the key, where the worker may not have heard of it yet.
+        exchange: whether headers are sent with the activations.
+        uses_rng: whether the states of the generators are sent with the activations.
+        ahead: whether it belongs to a later batch and runs early (streamed schedules): optimizers
+            may step between it and its backward, and what it writes to buffers stays hidden until
+            :class:`Commit`.
+        new_key: the key itself, if the worker may not have it yet.
     """
 
     in_frame = True
@@ -236,14 +242,15 @@ class Backward(CallCommand):
     """Run a backward pass of a call.
 
     Attributes:
-        pattern: number of the pattern of gradients at the network's outputs (some may have none).
-        exchange: the pattern is new, words about it travel with the gradients.
+        pattern: number of the pattern that says which outputs of the network have a gradient.
+        exchange: whether the pattern is new, so that words about it are sent with the gradients.
         parameters: whether parameters get gradients (not under ``torch.autograd.grad``).
         keep: ``retain_graph``.
         input_gradient: whether the driver wants the gradient of the inputs.
-        reduce: average over the replicas, overlapped with the last micro-batch.
-        trainable: ``requires_grad`` of every parameter, if it has changed since the forward: what
-            has been frozen since gets no gradient. ``None``: as in the call's key.
+        reduce: whether gradients are averaged over the replicas, overlapped with the last
+            micro-batch.
+        trainable: ``requires_grad`` of every parameter, if it has changed since the forward:
+            parameters frozen since get no gradient. ``None``: as in the call's key.
     """
 
     in_frame = True
@@ -260,16 +267,16 @@ class Backward(CallCommand):
 
 @dataclass(frozen=True)
 class Free(CallCommand):
-    """A call gets no backward: drop what was kept for it."""
+    """Free what was kept for the backward of a call, which will not come."""
 
     in_frame = True
 
 
 @dataclass(frozen=True)
 class Commit(CallCommand):
-    """A call that ran before its turn has it now: what it has written to buffers is for all to see.
+    """Apply to the buffers what an early forward (streamed schedules) has written to them.
 
-    One device would have written it in this very call, whether or not a backward follows.
+    Sent when its batch has its turn, in which one device would write them.
     """
 
     in_frame = True
@@ -278,22 +285,22 @@ class Commit(CallCommand):
 
 @dataclass(frozen=True)
 class Drop(CallCommand):
-    """A call that ran before its turn is not wanted: all is as if it had not run."""
+    """Discard an early forward (streamed schedules) and its effects: its call will not come."""
 
     in_frame = True
 
 
 @dataclass(frozen=True)
 class Skip(CallCommand):
-    """A call that ran before its turn is not wanted, and the stages from here on have not begun it.
+    """Discard an early forward that this stage and those after it have not begun.
 
-    What the stage before this one has sent is taken off the link.
+    The activations that the stage before this one has sent are received and dropped.
 
     Attributes:
-        key: number of its key.
+        key: number of the call's key.
         exchange: see :class:`Forward`.
-        uses_rng: see there.
-        new_key: see there.
+        uses_rng: see :class:`Forward`.
+        new_key: see :class:`Forward`.
     """
 
     in_frame = True
@@ -315,18 +322,18 @@ class Reduce(NetworkCommand):
 
 @dataclass(frozen=True)
 class HoldHooks(NetworkCommand):
-    """A backward pass begins: take the user's hooks off the weights of a network."""
+    """Remove the user's hooks from the weights of a network, before a backward pass."""
 
     in_frame = True
 
 
 @dataclass(frozen=True)
 class ReleaseHooks(NetworkCommand):
-    """After a backward pass: put the hooks on weights back and call them.
+    """Put the user's hooks on weights back after a backward pass, and call them.
 
     Attributes:
-        late: those too that wait for the gradient to be in ``weight.grad``.
-        chosen: names of the weights that the pass was for; ``None``: all.
+        late: whether hooks that run after the accumulation into ``weight.grad`` are called too.
+        chosen: names of the weights that the pass has computed gradients of; ``None``: all.
     """
 
     in_frame = True
@@ -337,7 +344,11 @@ class ReleaseHooks(NetworkCommand):
 
 @dataclass(frozen=True)
 class SynchronizeBuffers(Command):
-    """Give every replica the buffers of replica 0, or (``state``) those that training reads."""
+    """Give every replica the buffers of replica 0.
+
+    Attributes:
+        state: only those that training reads.
+    """
 
     in_frame = True
     joint = True
@@ -362,13 +373,14 @@ class Share(NetworkCommand):
 
 @dataclass(frozen=True)
 class TakeOptimizers(Command):
-    """Take optimizers as the driver's are now.
+    """Replace the worker's optimizers by the driver's.
 
     Attributes:
-        fresh: bit k: forget the state that optimizer k has here.
-        data: as written by :func:`lightning_hybrid.state.optimizers.ship`.
-        tensors: the large ones of their states, in the order in which they are needed.
-        replica_of: by name of a parameter the replica that steps it; of others each replica does.
+        fresh: bits: if bit k is set, the worker drops its state of optimizer k.
+        data: the optimizers, as written by :func:`lightning_hybrid.state.optimizers.ship`.
+        tensors: large tensors of their states, in the order in which they are needed.
+        replica_of: by name of a parameter, the replica that steps it; every replica steps a
+            parameter that is not named.
     """
 
     fresh: int
@@ -386,9 +398,10 @@ class OptimizerCommand(Command):
 
 @dataclass(frozen=True)
 class TakeGroups(OptimizerCommand):
-    """Take the parameter groups of an optimizer.
+    """Replace the parameter groups of an optimizer.
 
     Attributes:
+        groups: the new groups.
         replica_of: see :class:`TakeOptimizers`.
     """
 
@@ -401,7 +414,7 @@ class GiveOptimizer(OptimizerCommand):
     """Answer with the state of an optimizer, by parameter name.
 
     Attributes:
-        of: this parameter alone; empty: of all.
+        of: name of one parameter whose state is wanted; empty: that of all.
     """
 
     answered = True
@@ -413,7 +426,7 @@ class KeepStates(OptimizerCommand):
     """Write the state of an optimizer to a file, by parameter name; see :class:`KeepTensors`.
 
     Attributes:
-        folder: where, if possible.
+        folder: preferred folder of the file.
     """
 
     answered = True
@@ -425,7 +438,7 @@ class ZeroGrad(OptimizerCommand):
     """Clear the gradients of an optimizer.
 
     Attributes:
-        set_to_none: drop the gradients; else they are filled with zeros.
+        set_to_none: whether gradients are set to ``None``; else they are filled with zeros.
     """
 
     in_frame = True
@@ -438,8 +451,8 @@ class Step(OptimizerCommand):
     """Step an optimizer.
 
     Attributes:
-        groups: parameter groups, where they have changed.
-        precision: what surrounds this step and those after it, where it has changed.
+        groups: parameter groups, if they have changed; else ``None``.
+        precision: precision of this step and those after it, if it has changed; else ``None``.
     """
 
     in_frame = True
@@ -453,7 +466,7 @@ class GradientNorm(OptimizerCommand):
     """Answer with the norm of each gradient of an optimizer, by parameter name.
 
     Attributes:
-        order: p of the p-norm; ``inf``: the largest magnitude.
+        order: p of the p-norm; ``inf`` for the largest magnitude.
     """
 
     answered = True
@@ -493,7 +506,7 @@ class GiveWeights(Command):
     """Answer with these parameters and buffers, as tensors.
 
     Attributes:
-        names: of the parameters and buffers, dotted.
+        names: dotted names of the parameters and buffers.
     """
 
     answered = True
@@ -502,14 +515,14 @@ class GiveWeights(Command):
 
 @dataclass(frozen=True)
 class KeepTensors(Command):
-    """Write what this rank owns to a file.
+    """Write the parameters and buffers that this rank owns to a file.
 
-    The answer is its ticket, or ``None`` where there is no room.
+    The answer is the file's ticket, by which other ranks find it, or ``None`` if there is no room.
 
     Attributes:
-        folder: where, if possible.
-        at_end: what other ranks are to find after the run: gradients too, and no weight that is
-            made for one rank alone.
+        folder: preferred folder of the file.
+        at_end: whether the file is for other ranks after the run: then gradients are written too,
+            and no weight that is made for one rank alone.
     """
 
     answered = True
@@ -519,10 +532,10 @@ class KeepTensors(Command):
 
 @dataclass(frozen=True)
 class OutlineStates(Command):
-    """Answer with the states of an optimizer by parameter name, tensors without their numbers.
+    """Answer with the states of an optimizer by parameter name, with tensors that have no values.
 
     Attributes:
-        optimizer: its number.
+        optimizer: number of the optimizer.
     """
 
     answered = True
@@ -533,14 +546,14 @@ class OutlineStates(Command):
 class SaveShard(Command):
     """Write tensors of this rank to its file of a sharded checkpoint.
 
-    The answer is what :func:`lightning_hybrid.state.sharded_checkpoint.write_shard` gives, or the
+    The answer is what :func:`lightning_hybrid.state.sharded_checkpoint.write_shard` returns, or the
     ``OSError`` that it has raised.
 
     Attributes:
-        folder: of the checkpoint.
-        part: of each key in it, which tensor of this rank it is.
-        staged: answer when copies are made, and write these later; what would have been the answer
-            is then left in the folder.
+        folder: folder of the checkpoint.
+        part: for each key of the checkpoint, which tensor of this rank it stands for.
+        staged: whether the worker copies the tensors, answers, and writes the copies later; the
+            result of the writing is then left in the folder.
     """
 
     answered = True
@@ -551,17 +564,17 @@ class SaveShard(Command):
 
 @dataclass(frozen=True)
 class AwaitShards(Command):
-    """Answer when all that was staged is written."""
+    """Answer when all copies of staged checkpoints (:class:`SaveShard`) are written."""
 
     answered = True
 
 
 @dataclass(frozen=True)
 class MapTensors(Command):
-    """Have here what other ranks own, as it is in their files; answer whether that is possible.
+    """Map the files in which other ranks have left their tensors; answer whether that worked.
 
     Attributes:
-        tickets: of the files, by ``pp_rank``.
+        tickets: tickets of the files (:class:`KeepTensors`), by ``pp_rank``.
     """
 
     answered = True
@@ -570,10 +583,10 @@ class MapTensors(Command):
 
 @dataclass(frozen=True)
 class TakeWeights(Command):
-    """Take these parameters and buffers.
+    """Set parameters and buffers to new values.
 
     Attributes:
-        tensors: name and new value of each.
+        tensors: name and new value of each parameter and buffer.
     """
 
     tensors: Tensors
@@ -581,7 +594,21 @@ class TakeWeights(Command):
 
 @dataclass(frozen=True)
 class LendWeights(NetworkCommand):
-    """Give the driver's copy of this rank's stage the weights of now, by a group for that alone."""
+    """Send the driver the current values of weights that this rank owns and the driver uses too.
+
+    They are sent over a process group that is for this alone.
+    """
+
+    in_frame = True
+    joint = True
+
+
+@dataclass(frozen=True)
+class TakeLentGradients(NetworkCommand):
+    """Add the gradients that the driver has of weights that this rank owns and the driver uses too.
+
+    They are sent over a process group that is for this alone.
+    """
 
     in_frame = True
     joint = True
@@ -599,7 +626,7 @@ class GiveGradients(Command):
     """Answer with the gradients of these parameters, as tensors.
 
     Attributes:
-        names: of the parameters, dotted.
+        names: dotted names of the parameters.
     """
 
     answered = True
@@ -608,7 +635,7 @@ class GiveGradients(Command):
 
 @dataclass(frozen=True)
 class GiveBorrowedGradients(Command):
-    """Answer with the gradients of parameters that another rank owns, and forget them here."""
+    """Answer with the gradients of parameters that another rank owns, and drop them here."""
 
     answered = True
 
@@ -618,8 +645,8 @@ class TakeGradients(Command):
     """Set the gradients of some parameters, or add to them.
 
     Attributes:
-        add: whether they are added to what is there.
-        tensors: name of the parameter and gradient of each.
+        add: whether they are added to the gradients that the parameters have.
+        tensors: name of each parameter, and its gradient.
     """
 
     add: bool
@@ -631,7 +658,7 @@ class ClearGradients(Command):
     """Set the gradients of these parameters to ``None``.
 
     Attributes:
-        names: of the parameters, dotted.
+        names: dotted names of the parameters.
     """
 
     names: list[str]
@@ -642,14 +669,14 @@ class ClearGradients(Command):
 
 @dataclass(frozen=True)
 class Check(Command):
-    """Answer that all went well up to here."""
+    """Answer with the failure of an earlier command that had no answer, if there is one."""
 
     answered = True
 
 
 @dataclass(frozen=True)
 class Report(Command):
-    """Answer with the report of this name."""
+    """Answer with the report of this name, such as ``free``: free memory of the worker's device."""
 
     answered = True
     name: str
@@ -657,12 +684,16 @@ class Report(Command):
 
 @dataclass(frozen=True)
 class ForgetFailure(Command):
-    """The run ends, and what follows is wanted whatever has failed before."""
+    """Forget an earlier failure: what the next commands ask for at the end of a run is wanted."""
 
 
 @dataclass(frozen=True)
 class End(Command):
-    """The run is over; the driver's results, for all ranks."""
+    """End the run.
+
+    Attributes:
+        results: the results of the driver's run, for all ranks.
+    """
 
     answered = True
     results: Any
@@ -699,6 +730,7 @@ MESSAGES: tuple[type[Message], ...] = (
     MapTensors,
     TakeWeights,
     LendWeights,
+    TakeLentGradients,
     NameGradients,
     GiveGradients,
     GiveBorrowedGradients,
@@ -715,4 +747,4 @@ MESSAGES: tuple[type[Message], ...] = (
     StillAlive,
     Leaving,
 )
-"""All that travels in frames; the place of a class is its number there."""
+"""All classes of messages; the index of a class is its number in frames."""

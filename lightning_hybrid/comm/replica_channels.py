@@ -1,4 +1,4 @@
-"""Over which wires and channels a rank speaks to the others of its replica."""
+"""The wires and channels between a rank and the others of its replica."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from lightning_hybrid.comm.travelling_errors import Failure
 
 
 class EdgeWires(NamedTuple):
-    """The wires between two stages on different ranks.
+    """The wires between two neighbouring stages on different ranks.
 
     Attributes:
-        activations: for tensors on the device, from the stage to the next one.
-        gradients: likewise, from the next one.
-        host: for tensors on the CPU where the device is another one, both ways.
+        activations: wire for tensors on the device, from a stage to the next one.
+        gradients: wire for tensors on the device, from the next stage back.
+        host: wire, in both directions, for tensors that stay on the CPU if the device is a GPU.
     """
 
     activations: Wire
@@ -27,13 +27,13 @@ class EdgeWires(NamedTuple):
 
 
 class Lines(ABC):
-    """The lines of one rank.
+    """The wires and channels of one rank to the others of its replica.
 
     Args:
-        coordinates: this rank.
+        coordinates: coordinates of this rank.
 
     Attributes:
-        coordinates: this rank.
+        coordinates: coordinates of this rank.
     """
 
     def __init__(self, coordinates: Coordinates) -> None:
@@ -51,34 +51,33 @@ class Lines(ABC):
             devices: ``pp_rank`` of each stage.
 
         Returns:
-            By number, the wires of the edges between this rank and another one.
+            By number of the edge, the wires of each edge between this rank and another one.
         """
 
     @abstractmethod
     def wire(self, pp_rank: int, tag: int) -> Wire:
-        """A wire to another rank of this replica; those of different tags do not mix."""
+        """A wire to another rank of this replica; wires of different tags are independent."""
 
     def channel(self, pp_rank: int, tag: int = 0) -> Channel:
-        """A channel to another rank of this replica: the same one whenever it is asked for.
+        """The channel to another rank of this replica, made at the first call.
 
         Args:
-            pp_rank: of the other rank.
-            tag: 0 for commands and answers; channels of other tags to the same rank are queues of
-                their own.
+            pp_rank: ``pp_rank`` of the other rank.
+            tag: 0 for commands and answers; each other tag has a separate queue of messages.
         """
-        # two channels on one wire would take each other's messages
+        # kept: two channels on one wire would receive each other's messages
         if (pp_rank, tag) not in self._channels:
             self._channels[pp_rank, tag] = Channel(self.wire(pp_rank, tag))
         return self._channels[pp_rank, tag]
 
     def say_goodbye(self, failure: Failure) -> None:
-        """This rank has failed: peers of this replica that wait for a message of it raise that.
+        """Send the failure of this rank to its peers in the replica, which raise it on receipt.
 
-        Nobody is waited for. Peers that are gone themselves are passed over, and nothing is said
-        where this rank has left before.
+        Does not wait for them. Peers that are gone are skipped, and so are groups that this rank
+        has already closed.
         """
         if self.coordinates.ranks_per_replica > 1 and not self.coordinates.is_driver:
-            self.channel(0)  # the driver may wait for its first answer
+            self.channel(0)  # makes that to the driver, which may wait for a first answer
         for channel in self._channels.values():
-            with suppress(RuntimeError):  # ConnectionLost, or that of a group that is given up
+            with suppress(RuntimeError):  # ConnectionLost, or the error of a closed group
                 channel.send_last(Leaving(failure))

@@ -1,14 +1,15 @@
-"""Sections of code in which handlers of signals are deferred.
+"""Defer the handlers of signals while ranks exchange messages.
 
 Python runs the handler of a signal between any two bytecodes of the main thread. A
 ``KeyboardInterrupt``, or a checkpoint that SLURM's signal asks for, in the middle of a pass through
-the stages would leave messages on the links that nobody takes, and the ranks out of step. So
+the stages would leave messages on the links that nobody receives, and the ranks out of step. So
 functions that exchange messages are marked with :func:`signals_deferred`: a handler runs when the
 outermost of them has returned.
 
 With several replicas a signal reaches their drivers at different moments. A handler must not wait
-for other drivers, which may wait for this one. And the first driver, which saves, must be the first
-to run its handler: the others *hold* signals until they have averaged gradients with it.
+for other drivers, which may wait for this one. And the driver of replica 0, which writes the
+checkpoint, must run its handler first: the others *hold* signals until they have averaged gradients
+with it.
 """
 
 import signal
@@ -29,12 +30,12 @@ NUMBERS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name
 
 
 class _Process:
-    """Deferred sections that the main thread is in, and the signals that have come meanwhile.
+    """Which functions of :func:`signals_deferred` the process is in, and the signals that wait.
 
     Attributes:
-        depth: number of deferred sections that the main thread has entered and not left.
-        held: whether signals wait outside such sections too.
-        pending: handler, number of the signal and frame of each that waits, in order.
+        depth: number of such functions that the main thread has entered and not left.
+        held: whether signals wait outside of such functions too.
+        pending: handler, number of the signal and frame of each signal that waits, in order.
     """
 
     depth = 0
@@ -43,11 +44,11 @@ class _Process:
 
 
 class DeferrableHandler:
-    """A handler that runs after the deferred section which its signal interrupts.
+    """A handler that waits if its signal comes in a function of :func:`signals_deferred`.
 
     Args:
-        handler: the handler.
-        surrounding: entered while it runs.
+        handler: the handler that was set before.
+        surrounding: makes a context in which the handler runs.
     """
 
     def __init__(self, handler: Handler, surrounding: Surrounding) -> None:
@@ -69,34 +70,34 @@ def make_deferrable(surrounding: Surrounding = nullcontext) -> None:
     """Wrap every handler that runs Python in a :class:`DeferrableHandler`.
 
     Args:
-        surrounding: makes what is entered while a handler runs.
+        surrounding: makes a context in which each handler runs.
     """
     if not _in_main_thread():
         return
     for number in NUMBERS:
         handler = signal.getsignal(number)
-        # SIG_DFL and SIG_IGN are no functions of Python, and send no message
+        # SIG_DFL and SIG_IGN, which are not callable, run no Python and so send no messages
         if callable(handler) and not isinstance(handler, DeferrableHandler):
             signal.signal(number, DeferrableHandler(handler, surrounding))
 
 
 def restore_handlers() -> None:
-    """Undo :func:`make_deferrable`, where nobody has set another handler since."""
+    """Undo :func:`make_deferrable`, after running the handlers of signals that wait."""
     if not _in_main_thread():
         return
     run_pending(hold=False)
     for number in NUMBERS:
         handler = signal.getsignal(number)
-        # one that was set since is the user's, and stays
+        # another handler was set by the user meanwhile, and stays
         if isinstance(handler, DeferrableHandler):
             signal.signal(number, handler.handler)
 
 
 def run_pending(*, hold: bool) -> None:
-    """Run the handlers of the signals that were deferred or held.
+    """Run the handlers of the signals that wait.
 
     Args:
-        hold: whether signals that come from now on wait for the next call.
+        hold: whether signals that come from now on wait for the next call of this function.
     """
     if _in_main_thread():
         _Process.held = hold
@@ -104,13 +105,13 @@ def run_pending(*, hold: bool) -> None:
 
 
 def signals_deferred(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark a function that exchanges messages: handlers of signals run when it has returned."""
+    """Decorate a function that exchanges messages: signal handlers wait until it has returned."""
 
     @wraps(function)
     def wrapper(*arguments: P.args, **keywords: P.kwargs) -> T:
         if not _in_main_thread():  # handlers run in the main thread only
             return function(*arguments, **keywords)
-        # sections nest, and messages are under way until the outermost is left
+        # calls nest, and messages are being exchanged until the outermost one returns
         _Process.depth += 1
         try:
             return function(*arguments, **keywords)
@@ -131,7 +132,7 @@ def _run_pending() -> None:
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Inside, signals do nothing: on a worker, whose driver decides what becomes of the run."""
+    """Inside, signals are ignored; used on workers, since the driver decides how a run ends."""
     if not _in_main_thread():
         yield
         return

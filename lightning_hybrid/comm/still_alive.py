@@ -1,9 +1,9 @@
-"""Liveness messages to peers that wait for this rank.
+"""Heartbeats: liveness messages to peers that wait for this rank.
 
 A rank that waits for the next command, or for the answer to one, gives up after the strategy's
-time-out. What the other does meanwhile may take longer: hours of validation between two commands,
-the capture of a large network before an answer. Its heartbeat tells that from a process that has
-stopped.
+time-out. What its peer does meanwhile may take longer: hours of validation between two commands,
+the capture of a large network before an answer. By its heartbeat the peer is told apart from a
+process that has stopped.
 """
 
 import threading
@@ -16,19 +16,19 @@ from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.stuck_sends import SENDS
 from lightning_hybrid.comm.threads import BackgroundThread
 
-# a busy host may delay one or two: the peer gives up only when all are missing
+# several, since a busy host may delay some: the peer gives up only when all are missing
 _BEATS_PER_TIMEOUT = 4
 
 
 class Heartbeat:
-    """A thread that tells some peers now and then that this rank is alive.
+    """A thread that regularly sends :class:`StillAlive` to peers.
 
     Args:
-        channels: to the peers.
-        timeout: how long the peers wait.
+        channels: channels to the peers.
+        timeout: how long the peers wait before they give up.
 
     Attributes:
-        on: whether they wait.
+        on: whether messages are sent: the peers wait for this rank.
     """
 
     def __init__(self, channels: Sequence[Channel], timeout: timedelta) -> None:
@@ -40,7 +40,7 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """End it: when this has returned, no more messages are sent."""
+        """End the thread: when this has returned, no more messages are sent."""
         self._over.set()
         self._thread.join()
         SENDS.close()
@@ -48,5 +48,5 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._over.wait(self._pause_s):
             for channel in self._channels if self.on else ():
-                with suppress(ConnectionLost):  # the main thread will notice
+                with suppress(ConnectionLost):  # the main thread will notice it by itself
                     channel.send_still_alive()

@@ -1,10 +1,10 @@
-"""Sends that nothing would end: gloo forgets some of them when their peer dies.
+"""Detect sends that gloo has forgotten, whose peer is gone, and end the process.
 
-The thread that finds a connection broken tells all transfers that wait on it, and then puts the
-one it was writing itself beside them, which so hears of nothing and waits for its time-out, half
-an hour by default. No call of torch's wakes it, but a new transfer on the connection raises at
-once. So sends that last are looked at by another thread; if the peer is gone and they go on
-waiting, the process ends.
+The thread of gloo that finds a connection broken fails all transfers that wait on it, and only then
+adds the one that it was writing itself. That one waits for its time-out, half an hour by default.
+No call of torch wakes it, but a new transfer on the connection raises at once. So another thread
+probes the connection of every send that takes more than a second; if the peer is gone and the send
+still waits after some seconds, the process is killed.
 """
 
 import os
@@ -22,14 +22,14 @@ GRACE_S = 8.0
 _LOOK_EVERY_S = 1.0
 
 Probe = Callable[[], object]
-"""Raises if the peer of a send is gone."""
+"""A function that raises a ``RuntimeError`` if the peer of a send is gone."""
 
 
 class StuckSends:
-    """The sends of this process that are waited for.
+    """Watches the sends that threads of this process wait for.
 
     Args:
-        end: called with the reason when one is stuck.
+        end: called with the reason when a send is stuck.
     """
 
     def __init__(self, end: Callable[[str], None]) -> None:
@@ -41,10 +41,10 @@ class StuckSends:
 
     @contextmanager
     def watched(self, probe: Probe) -> Iterator[None]:
-        """Inside, a send is waited for.
+        """Inside, the caller waits for a send, which is watched.
 
         Args:
-            probe: see :data:`Probe`.
+            probe: tests whether the peer of the send is gone.
         """
         if self._thread is None:
             self._begin()
@@ -63,7 +63,7 @@ class StuckSends:
                 self._thread.start()
 
     def close(self) -> None:
-        """Look no more, until the next send is waited for."""
+        """End the watching thread; the next :meth:`watched` begins another one."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._over.set()
@@ -74,10 +74,10 @@ class StuckSends:
         gone: dict[int, tuple[float, str]] = {}
         while not over.wait(_LOOK_EVERY_S):
             now, waiting = monotonic(), dict(self._waiting)
-            # a number may come back for another send, to a peer that lives
+            # forget sends that have ended: the id of a probe may be used again for another peer
             gone = {key: seen for key, seen in gone.items() if key in waiting}
             for key, (since, probe) in waiting.items():
-                # most sends are over by then, and a probe is a transfer of its own
+                # only sends that last: each probe begins a transfer
                 if key not in gone and now - since > _LOOK_EVERY_S:
                     try:
                         probe()
@@ -95,11 +95,11 @@ def _kill(reason: str) -> None:
         file=sys.stderr,
         flush=True,
     )
-    # no exception reaches a thread that waits inside of gloo
+    # an exception cannot wake a thread that waits inside of gloo
     os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 
 SENDS = StuckSends(_kill)
-"""Of this process."""
-if hasattr(os, "register_at_fork"):  # threads stay with the parent
+"""The watched sends of this process."""
+if hasattr(os, "register_at_fork"):  # a forked child has none of its parent's threads
     os.register_at_fork(after_in_child=lambda: SENDS.__init__(_kill))  # type: ignore[misc]

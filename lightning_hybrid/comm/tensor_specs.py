@@ -1,4 +1,4 @@
-"""What a receiver must know before tensors come: of each tensor, and of a call of the network."""
+"""Descriptions of tensors and of calls of a network, which a receiver needs before tensors come."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,19 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, type and order in memory of a tensor.
+    """Shape, type and strides of a tensor that is sent.
 
-    What computes with a tensor may depend on the order of its numbers in memory: ``view`` and
-    ``as_strided`` do, and convolutions choose by it how they compute. So it travels in the order
-    that it has, but without what lies between its numbers.
+    The result of an operation may depend on strides: ``view`` and ``as_strided`` read them, and
+    convolutions choose an algorithm by them. So the receiver gets the order of dimensions in memory
+    that the sender has, but without gaps between the numbers.
 
     Attributes:
         shape: sizes.
         dtype: element type.
         requires_grad: whether the sender wants its gradient back.
-        strides: of a tensor whose numbers fill its memory; ``None``: those of a contiguous one.
-        on_cpu: whether it is on the CPU, where it stays whatever the device of the stages is: a
-            state of a generator, sequence lengths, a Python number.
+        strides: strides without gaps; ``None`` for a contiguous tensor.
+        on_cpu: whether the tensor is on the CPU, where it then stays on every rank, whatever the
+            device of the stages: a state of a generator, sequence lengths, a Python number.
     """
 
     shape: tuple[int, ...]
@@ -33,11 +33,11 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor, *, gradient: bool = True) -> "TensorSpec":
-        """That of ``tensor``.
+        """The spec of ``tensor``.
 
         Args:
-            tensor: what is to travel.
-            gradient: whether its gradient may be wanted.
+            tensor: the tensor to send.
+            gradient: ``False`` if no gradient comes back, even if the tensor requires one.
         """
         strides = (
             None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
@@ -47,19 +47,19 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, wants, strides, on_cpu)
 
     def empty(self, device: torch.device) -> Tensor:
-        """A tensor of this spec, uninitialised; on ``device``, unless it stays on the CPU."""
+        """Make an uninitialised tensor of this spec, on ``device`` unless it stays on the CPU."""
         device = torch.device("cpu") if self.on_cpu else device
         if self.strides is None:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """A tensor of this spec, of zeros."""
+        """Make a tensor of this spec that is filled with zeros, on the device of :meth:`empty`."""
         return self.empty(device).zero_()
 
     def laid_out(self, tensor: Tensor) -> Tensor:
-        """The same numbers in this order in memory: ``tensor`` itself, or a copy."""
-        # a conjugate or a negative may be a note on the numbers of another tensor
+        """``tensor`` with the strides of this spec: itself, detached, or a copy."""
+        # torch may represent a conjugate or negative lazily, as a flag on another tensor's memory
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if self.strides is None:
             return tensor.contiguous()
@@ -69,22 +69,22 @@ class TensorSpec:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a tensor that is laid out by a spec, byte by byte.
+    """View the memory of a tensor without gaps as bytes, which every backend can send.
 
-    So it travels over any backend: NCCL refuses 16-bit integers and complex numbers.
+    NCCL refuses 16-bit integers and complex numbers.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision that surrounds a call or a step on the driver, for the other ranks.
+    """Autocast and default type in a call or step on the driver, for workers to use the same.
 
     Attributes:
         device_type: ``"cpu"`` or ``"cuda"``.
-        autocast_dtype: what autocast would use.
-        autocast: whether it is enabled.
-        default_dtype: of new tensors (``precision="16-true"`` changes it).
+        autocast_dtype: type that autocast uses when it is enabled.
+        autocast: whether autocast is enabled.
+        default_dtype: default type of new tensors (``precision="16-true"`` changes it).
     """
 
     device_type: str
@@ -95,7 +95,7 @@ class Precision:
     @classmethod
     def current(cls, device: torch.device) -> "Precision":
         """The precision that this process computes with now."""
-        # autocast has a switch for each kind of device
+        # autocast is enabled separately for each kind of device
         kind = device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         return cls(kind, dtype, enabled, torch.get_default_dtype())
@@ -104,7 +104,7 @@ class Precision:
     def applied(self) -> Iterator[None]:
         """Inside, this process computes with this precision."""
         before = torch.get_default_dtype()
-        # torch keeps it for the process and has no context for it
+        # torch has no context manager for the default type, which is one for the process
         torch.set_default_dtype(self.default_dtype)
         try:
             with torch.autocast(self.device_type, self.autocast_dtype, enabled=self.autocast):
@@ -115,20 +115,20 @@ class Precision:
 
 @dataclass(frozen=True)
 class CallKey:
-    """All that decides what travels in a call: calls with equal keys exchange no shapes.
+    """Everything that determines the shapes sent in a call: calls with equal keys exchange none.
 
     Attributes:
-        specialization: number of the captured graph. Where a value that the network's Python
-            looks at has changed, there is a graph of its own, cut at the same places.
-        inputs: per micro-batch, what enters stage 0.
-        numbers: per micro-batch, what the graph's numbers are (see
+        specialization: number of the captured graph. When a value that the network's Python
+            depends on changes, another graph is captured and cut at the same places.
+        inputs: for each micro-batch, the specs of the inputs of stage 0.
+        numbers: for each micro-batch, the values of the graph's inputs that are Python numbers (see
             :class:`~lightning_hybrid.graph.NetworkGraph`).
         grad: whether the call is differentiable.
-        training: whether the network is in training.
+        training: whether the network is in training mode.
         trainable: ``requires_grad`` of every parameter of the network, in its order.
-        precision: what surrounds the call.
-        continues: its random numbers follow those of the code around it: the states of the
-            generators are the last inputs, and there is one micro-batch.
+        precision: autocast and default type of the call.
+        continues: whether the call continues the sequence of random numbers of the code around it:
+            then the states of the generators are the last inputs, and there is one micro-batch.
     """
 
     specialization: int

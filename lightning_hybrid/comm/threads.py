@@ -1,8 +1,8 @@
-"""Threads beside the one of the user's code, which begin or say that they cannot.
+"""Background threads whose start raises when memory is short, instead of waiting for ever.
 
-``Thread.start`` waits until the new thread has begun. Where there is memory for its stack and none
-for its first object, Python drops it with a line on the console, and the wait never ends. So that
-wait is left to a thread of its own.
+``Thread.start`` waits until the new thread has begun. If there is memory for its stack but not for
+its first object, Python drops the thread with a line on the console, and the wait never ends. So
+``Thread.start`` is called in another thread, which may wait for ever.
 """
 
 import _thread
@@ -21,11 +21,11 @@ class BackgroundThread(Thread):
     """A thread that does not keep its process alive.
 
     Args:
-        run: what it does.
-        name: of the thread.
-        arguments: of ``run``.
-        awaited: give it a few seconds at the end of the process, since it waits in torch's own
-            code: what wakes there while Python ends (until 3.13) aborts the process.
+        run: function that the thread runs.
+        name: name of the thread.
+        arguments: arguments of ``run``.
+        awaited: give it a few seconds to end when the process ends. For threads that wait in
+            torch's native code: one that wakes while Python ends (until 3.13) aborts the process.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class BackgroundThread(Thread):
         self._failures: list[RuntimeError] = []
 
     def start(self) -> None:
-        """Begin.
+        """Start the thread.
 
         Raises:
-            RuntimeError: there is no room for the stack of a thread.
-            MemoryError: there is, and for nothing else.
+            RuntimeError: there is no memory for the stack of a thread.
+            MemoryError: there is memory for the stack, but not for the thread to begin.
         """
-        # `Thread.start` may wait for ever: a thread that nobody waits for calls it
+        # `Thread.start` may wait for ever: another thread, which nobody waits for, calls it
         _thread.start_new_thread(self._begin, ())
         if not self._begun.wait(_BEGINS_WITHIN_S):
             raise MemoryError(
@@ -55,7 +55,7 @@ class BackgroundThread(Thread):
             raise self._failures[0]
 
     def run(self) -> None:
-        """What it does."""
+        """Run in the new thread: report that it has begun, then call the function."""
         self._begun.set()
         super().run()
 
@@ -72,6 +72,7 @@ _AWAITED: WeakSet[Thread] = WeakSet()
 
 @atexit.register
 def _wait() -> None:
+    """Before the process ends, wait a few seconds in all for the threads that are awaited."""
     until = monotonic() + _ENDS_WITHIN_S
     for thread in filter(Thread.is_alive, list(_AWAITED)):
         thread.join(max(0.0, until - monotonic()))

@@ -1,15 +1,14 @@
-"""The failure of one rank, in a form that every other rank can raise.
+"""Send the failure of one rank to the others, and recognize the errors of lost peers.
 
-``except MyError`` around ``trainer.fit`` must catch on all ranks what was raised on one. So an
-exception travels beside its text: pickled if it survives that, else as its class and arguments. If
-the class is made inside of a function, and nobody can import it, its name travels, and the nearest
-of its bases that can be imported: a rank that does not have the class makes one of that base. The
-cause of all exceptions that came from elsewhere is a :class:`RemoteError` with the traceback of the
-rank that raised them; what cannot travel at all is raised as that.
+``except MyError`` around ``trainer.fit`` must catch on all ranks what was raised on one. So the
+exception is sent beside its text: pickled if that works, else as its class and arguments. If the
+class was made inside of a function, and cannot be imported, its name is sent, with the nearest of
+its bases that can be imported: a rank that does not have the class makes one of that base. The
+cause of an exception from another rank is a :class:`RemoteError` with that rank's traceback; if the
+exception cannot be sent at all, the :class:`RemoteError` itself is raised.
 
-How the backends say that a peer is gone, or does not answer: by the text of an error alone.
-
-gloo raises a plain ``RuntimeError``, for a lost connection as for a wrong shape. NCCL raises
+That a peer is gone, or does not answer, can be told by the text of a backend's error alone. gloo
+raises a plain ``RuntimeError``, for a lost connection as for a wrong shape. NCCL raises
 ``DistBackendError`` for everything, and its watchdog names what it has ended. The texts are those
 of torch 2.13; ``tests/comm/test_comm_lost_peers.py`` provokes gloo's.
 """
@@ -29,12 +28,12 @@ _LIMIT_BYTES = 2**20  # an exception may hold a batch, which nobody needs on oth
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank tells the others of its failure.
+    """The failure of a rank, as it is sent to other ranks.
 
     Attributes:
         text: which rank failed, and its traceback.
-        headline: class and message of the exception, equal where ranks have raised alike.
-        packed: the exception in base64; empty if it cannot travel.
+        headline: class and message of the exception; ranks that raise alike have equal ones.
+        packed: the exception, pickled, in base64; empty if it cannot be sent.
     """
 
     text: str
@@ -43,12 +42,13 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: str, where: str = "") -> "Failure":
-        """Describe ``error``.
+        """Make the failure for ``error``.
 
         Args:
-            error: raised on this rank, or brought from another one by :meth:`exception`.
-            rank: this rank.
-            where: on it, if there is more than one possibility.
+            error: an exception raised on this rank, or one that :meth:`exception` has made of
+                another rank's failure.
+            rank: name of this rank.
+            where: what the rank was doing, for the text; may be empty.
         """
         kind = type(error)
         headline = f"{kind.__module__}.{kind.__qualname__}: {error}"
@@ -59,20 +59,20 @@ class Failure:
 
     @classmethod
     def from_json(cls, data: str) -> "Failure":
-        """The other end of :meth:`to_json`."""
+        """Read what :meth:`to_json` has written."""
         return cls(**json.loads(data))
 
     def to_json(self) -> str:
-        """As text, for the store."""
+        """Write the failure as text, for the store."""
         return json.dumps(asdict(self))
 
     def exception(self) -> Exception:
-        """The exception for this rank to raise, caused by a :class:`RemoteError` with the text."""
+        """Make the exception to raise on this rank; its cause is a :class:`RemoteError`."""
         cause = RemoteError(self.text)
         if not self.packed:
             return cause
         error: Exception = cause
-        with suppress(Exception):  # a class may refuse to be made again in any way it likes
+        with suppress(Exception):  # the class may raise anything when its exception is rebuilt
             error = _unpack(base64.b64decode(self.packed))
         if error is cause or isinstance(error, _NotKnownHere):
             name = self.headline.partition(": ")[0]
@@ -86,8 +86,10 @@ class Failure:
 
 
 def told_text(error: BaseException) -> str | None:
-    """The text of a failure that another rank has told this one; ``None``: it is this rank's."""
-    # what was raised on its behalf has it as its cause
+    """The text of the other rank's failure that ``error`` stands for; ``None``: it is this rank's.
+
+    The error is a :class:`RemoteError` with this text, or has one as its cause.
+    """
     for told in (error, error.__cause__):
         if type(told) is RemoteError:
             return str(told)
@@ -95,7 +97,7 @@ def told_text(error: BaseException) -> str | None:
 
 
 def raised(text: str) -> str:
-    """The line of a traceback that names the error and begins its message; else the last line."""
+    """The line of a traceback's text with the error's class and message; else its last line."""
     lines = text.strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     after = lines[frames[-1] + 1 :] if frames else lines[-1:]
@@ -103,10 +105,13 @@ def raised(text: str) -> str:
 
 
 def _pack(error: BaseException) -> bytes:
-    """Empty: it cannot travel. What ends a process (Ctrl-C) ends that process alone."""
+    """Pickle an exception for other ranks; empty if it cannot be sent.
+
+    Exceptions that end a process (``KeyboardInterrupt``) are not sent: they end that process alone.
+    """
     if not isinstance(error, Exception) or isinstance(error, RemoteError):
         return b""
-    # one attribute that cannot travel must not keep the others
+    # leave out attributes that cannot be pickled
     state = {name: value for name, value in vars(error).items() if _travels(value)}
     kind = type(error)
     name = (kind.__module__, kind.__qualname__, next(filter(_travels, kind.__mro__[1:])))
@@ -125,10 +130,11 @@ def _pack(error: BaseException) -> bytes:
 
 
 def _travels(value: Any) -> bool:
+    """Whether a value can be pickled and unpickled, and is small enough to be sent."""
     try:
         data = pickle.dumps(value)
         pickle.loads(data)
-    except Exception:  # an object may refuse to be pickled in any way it likes
+    except Exception:  # objects may raise anything when they are pickled
         return False
     return len(data) <= _LIMIT_BYTES
 
@@ -140,7 +146,7 @@ def _unpack(data: bytes) -> Exception:
     kind, arguments, state = value
     if isinstance(kind, tuple):
         kind = _class_made_here(*kind)
-    # `__init__` may want other arguments than those that it has left in `args`
+    # not by calling the class: `__init__` may have other parameters than `args` has values
     error: Exception = kind.__new__(kind, *arguments)
     error.args = arguments
     vars(error).update(state)
@@ -148,16 +154,16 @@ def _unpack(data: bytes) -> Exception:
 
 
 class _NotKnownHere:
-    """A base of classes that stand in for those of other ranks."""
+    """Base of classes made here in place of exception classes that this rank cannot import."""
 
 
 def _class_made_here(module: str, name: str, base: type[Exception]) -> type[Exception]:
-    """The last class of exceptions of this name that code of this process has made, or a new one.
+    """Find an exception class of this name that this process has made; else make one.
 
     Args:
-        module: where it was made.
-        name: of the class, with those that it stands in.
-        base: of the new one.
+        module: module of the class.
+        name: qualified name of the class (``__qualname__``).
+        base: base of a class that is made.
     """
     found, below = list[type[Exception]](), [Exception]
     while below:
@@ -181,7 +187,7 @@ _GONE = (
     "NCCL communicator was aborted",
 )
 _LATE = (
-    # gloo; the second is what the other transfers of a pair say then
+    # gloo; the second is the error of further transfers of the same pair of ranks
     "Timed out waiting",
     "Application timeout",
     # NCCL's watchdog
@@ -191,10 +197,10 @@ _LATE = (
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether a backend says with ``error`` that the connection to a peer is lost."""
+    """Whether ``error`` is a backend's error for a lost connection to a peer."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _GONE)
 
 
 def is_late(error: BaseException) -> bool:
-    """Whether a backend says with ``error`` that it gave up waiting."""
+    """Whether ``error`` is a backend's error for a time-out."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LATE)

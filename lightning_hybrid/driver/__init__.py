@@ -1,4 +1,4 @@
-"""What the driver does with the user's code: network calls, weights, gradients, optimizers."""
+"""The driver of a replica: network calls, weights, gradients and optimizers of the user's code."""
 
 from lightning_hybrid.driver.after_run import bring_here
 from lightning_hybrid.driver.discovery import Discovery

@@ -1,4 +1,4 @@
-"""From a captured graph to its stages on all ranks: plan it, cut it, check it, hand it out."""
+"""A captured graph is planned, cut and checked, and its stages are handed out to all ranks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,14 +45,14 @@ from lightning_hybrid.stage import (
 
 @dataclass(frozen=True)
 class _FirstCall:
-    """What is known of a network when it is planned.
+    """The first call of a graph that is to be cut.
 
     Attributes:
-        found: the module that it is, or of whose chain of graphs it is one.
-        graph: of it.
-        partitions: of the graph.
-        leaves: the inputs of the graph in this call, where the network is.
-        is_part: whether the user's cut points may be for a larger module, which it is part of.
+        found: the module that was captured, as this graph or as a chain with this graph in it.
+        graph: the captured graph.
+        partitions: the network partitions of the graph.
+        leaves: the inputs of the graph in this call, on the network's device.
+        is_part: whether the user's cut points may be meant for a larger module that contains it.
     """
 
     found: FoundNetwork
@@ -63,18 +63,18 @@ class _FirstCall:
 
 
 class Adoption:
-    """Makes networks of captured graphs.
+    """Plans and cuts captured graphs, and gives all ranks their stages.
 
     Args:
-        driver: of this replica.
-        mesh: the groups.
+        driver: the driver of this replica.
+        mesh: the process groups and channels of this rank.
         options: how networks are cut.
         plans: plans of networks that were found in earlier runs, by name; new ones are added.
 
     Attributes:
         driver: see above.
-        options: likewise.
-        announcements: what the user is told.
+        options: see above.
+        announcements: tells the user what is done with networks.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Adoption:
     ) -> None:
         self.driver, self._mesh, self.options, self._plans = driver, mesh, options, plans
         self.announcements = Announcements(options)
-        self._placed: dict[str, Plan] = {}  # in this run; plans of earlier ones may be of others
+        self._placed: dict[str, Plan] = {}  # the plans of this run's networks, by name
 
     def adopt(
         self,
@@ -93,14 +93,18 @@ class Adoption:
         *,
         is_part: bool,
     ) -> NetworkCall:
-        """Give all ranks their stages of a new network.
+        """Plan, cut and check a graph, and give all ranks their stages of it.
 
         Args:
-            found: the module that it is, or of whose chain of graphs it is one.
-            graph: of it.
-            partitions: of the graph.
+            found: the module that was captured, as this graph or as a chain with this graph in it.
+            graph: the captured graph.
+            partitions: the network partitions of the graph.
             values: the arguments of the graph in this call.
-            is_part: whether the user's cut points may be for a larger module, which it is part of.
+            is_part: whether the user's cut points may be meant for a larger module that contains
+                it.
+
+        Returns:
+            What calls the stages in the place of the graph.
 
         Raises:
             HybridError: the graph cannot be cut as asked, or does not run by itself.
@@ -117,8 +121,8 @@ class Adoption:
                 codes, devices, plan.schedule, plan.split or (), plan.recompute
             )
             refuse_streaming(found, graph, plan, placement, first=not self.driver.has_networks)
-            # Python between graphs, and one device, draw from the generators of the code around a
-            # call: their state travels with the batch, and back
+            # the Python between graphs, and with rng="device" the code around a call, draw from the
+            # same generators as the network: their state travels with the batch, and back
             continues = not found.whole or self.driver.calls.follows
             network = self.driver.add_network(
                 found.name, found.module, codes, placement, continues=continues
@@ -130,9 +134,9 @@ class Adoption:
         return found.calls[graph]
 
     def _plan_and_cut(self, first: _FirstCall) -> tuple[Plan, list[StageCode]]:
-        """The plan of a network, and its stages, which compute what the graph does."""
+        """Plan a network and cut its graph; checks that the stages compute what the graph does."""
         found, graph, partitions = first.found, first.graph, first.partitions
-        # further graphs of a chain are networks of their own, and plans are kept by name
+        # (plans are kept by name, and each further graph of a chain is a network of its own)
         key = f"{found.name}#{len(found.driven) + 1}" if found.driven else found.name
         self.announcements.doing(found, "planning")
         plan = self._plan(key, first)
@@ -141,7 +145,7 @@ class Adoption:
         codes = cut(graph, partitions, boundaries, self.driver.device, collects=collects)
         if found.is_materialized:
             self.announcements.doing(found, "checking the stages of")
-            # before any rank has its stages: a network that is refused here is still whole
+            # before ranks get their stages: if the check fails, the network is still whole here
             check(graph, codes, first.leaves, with_room_for(found.module, self.driver.device))
         return plan, codes
 
@@ -152,17 +156,20 @@ class Adoption:
         graph: NetworkGraph,
         values: Sequence[Any],
     ) -> NetworkCall:
-        """Give all ranks their stages of another graph of a network, cut at the same places.
+        """Give all ranks their stages of another graph of a network, cut where the weights are.
 
         Args:
             found: the module.
-            known: the network, and its plan.
-            graph: the graph.
-            values: its arguments in this call.
+            known: the network that is cut already, and its plan.
+            graph: the new graph.
+            values: the arguments of the graph in this call.
+
+        Returns:
+            What calls the stages in the place of the graph.
 
         Raises:
-            CannotFollow: the tensors that it needs are in other places.
-            NetworkError: they have other names than when the network was cut.
+            CannotFollow: the graph uses weights in another order than their stages.
+            NetworkError: layers have changed places since the network was cut.
         """
         network, plan = known
         _refuse_moved(found, graph, values)
@@ -187,8 +194,18 @@ class Adoption:
     def _parts(
         self, found: FoundNetwork, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
     ) -> int:
-        """Into how many micro-batches a batch may be split in calls of this graph."""
-        # (of a batch that is not divided it need not be proven that samples do not meet)
+        """Into how many micro-batches a batch is split in calls of this graph.
+
+        Args:
+            found: the module that was captured.
+            graph: the captured graph.
+            leaves: the inputs of the graph in this call.
+            wanted: the number that the plan asks for.
+
+        Returns:
+            ``wanted``, or 1 if samples meet or there is a single one.
+        """
+        # (whether samples meet need not be proven for a batch that is not divided)
         if wanted == 1 or _is_one_sample(graph, leaves):
             return 1
         reason = self._why_whole(found, graph, leaves, wanted)
@@ -201,6 +218,7 @@ class Adoption:
     def _why_whole(
         self, found: FoundNetwork, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
     ) -> str | None:
+        """Why batches of a graph cannot be split into so many parts; ``None``: they can."""
         key = graph, wanted
         if key not in found.why_whole:
             self.announcements.doing(found, "trying to split batches of")
@@ -215,7 +233,15 @@ class Adoption:
     # ------------------------------------------------------------------ plans
 
     def _plan(self, name: str, first: _FirstCall) -> Plan:
-        """The plan of replica 0, or its error, on all drivers."""
+        """The plan of a network: an earlier run's, or the one that replica 0 makes for all.
+
+        Args:
+            name: name of the plan.
+            first: the first call of the network.
+
+        Raises:
+            HybridError: replica 0 has found no plan.
+        """
         if not self._is_known(name, first.partitions):
             made: Plan | HybridError | None = None
             if self._mesh.coordinates.dp_rank == 0:
@@ -224,8 +250,8 @@ class Adoption:
                 except HybridError as error:
                     if self._mesh.coordinates.replicas == 1:
                         raise
-                    made = error  # the other drivers wait for this
-            # measured times differ from rank to rank, and all replicas must cut at the same places
+                    made = error  # the other drivers wait for the broadcast
+            # (one plan for all: times that each replica measures itself would differ)
             plan: Plan | HybridError = broadcast_object(self._mesh.drivers, made)
             if isinstance(plan, HybridError):
                 raise plan
@@ -235,15 +261,20 @@ class Adoption:
         return self._plans[name]
 
     def _is_known(self, name: str, partitions: Sequence[NetworkPartition]) -> bool:
-        """Whether an earlier run has planned a network of this name that has these cuts."""
+        """Whether an earlier run has a plan of this name whose cuts are in these partitions."""
         try:
-            # the code may be another one than in that run: then its cuts are not in this graph
+            # (the code may have changed since that run)
             [find_boundary(partitions, cut) for cut in self._plans[name].cuts]
         except (KeyError, NetworkError):
             return False
         return True
 
     def _choose_plan(self, first: _FirstCall) -> Plan:
+        """Make a plan for a network on this replica.
+
+        Raises:
+            HybridError: the network cannot be cut as asked.
+        """
         found, graph, partitions = first.found, first.graph, first.partitions
         leaves = first.leaves
         devices = self._mesh.coordinates.ranks_per_replica
@@ -257,7 +288,7 @@ class Adoption:
                 f"{'' if first.is_part else _part_of_another(found.name)}"
             )
         wanted = self.options.microbatches or _microbatches(graph, leaves, devices)
-        # a plan is for the work of one micro-batch, which is what a stage is given at a time
+        # the planner measures partitions on one micro-batch
         slices = [list(leaves)]
         if wanted > 1 and not _is_one_sample(graph, leaves):
             reason = self._why_whole(found, graph, leaves, wanted)
@@ -273,7 +304,7 @@ class Adoption:
         try:
             plan = make(called, wanted, beside=beside, chosen=False)
         except NetworkError as error:
-            # the user's cut points are for the network as a whole, of which this is a part
+            # (the user's cut points may be meant for a module that contains this one)
             if not first.is_part:
                 raise
             self.announcements.say(found, f"is cut where it divides best: {error}.")
@@ -289,17 +320,17 @@ def refuse_streaming(
     *,
     first: bool = True,
 ) -> None:
-    """What a network must not do where forwards of later batches begin early.
+    """Refuse a network that cannot run under a schedule which begins later batches early.
 
     Args:
-        found: the module.
-        graph: of it.
-        plan: its plan.
+        found: the module that was captured.
+        graph: the captured graph.
+        plan: its plan, with the schedule.
         placement: where its stages are.
         first: whether no other network is cut.
 
     Raises:
-        NetworkError: it does.
+        NetworkError: the network does what such a schedule does not allow.
     """
     schedule = STREAMED.get(plan.schedule)
     if schedule is None:
@@ -336,12 +367,15 @@ def refuse_streaming(
 
 
 def _collects(plan: Plan) -> bool:
-    """Whether a stage without layers takes the outputs from copies of the last one."""
+    """Whether the last stage has copies, so that a stage without layers joins their outputs."""
     return plan.copies[-1] > 1
 
 
 def _refuse_moved(found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]) -> None:
-    """All ranks know tensors by their names, and the modules of workers do not follow the user's.
+    """Refuse a graph whose tensors have other names in the module than when it was captured.
+
+    Workers find the weights of their stages by these names, in modules of their own, which do not
+    change when the user's do.
 
     Raises:
         NetworkError: layers have changed places since the network was cut.
@@ -361,7 +395,7 @@ def _refuse_moved(found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any
 
 
 def why_not_cut(graph: NetworkGraph) -> str | None:
-    """What keeps a graph from being cut anywhere, said of its network; ``None``: nothing."""
+    """Why a graph cannot be cut anywhere, as a predicate of its network; ``None``: it can."""
     for leaf in graph.leaves:
         if not leaf.number and not graph.info[leaf.node].is_strided:
             return f"takes a tensor that is not dense ({leaf.name})"
@@ -376,10 +410,10 @@ def why_not_cut(graph: NetworkGraph) -> str | None:
 
 @contextmanager
 def _as_if_alone() -> Iterator[None]:
-    """Inside, the modes and hooks around a call do not change how its network is looked at.
+    """Inside, modes and hooks of the code around a call do not affect planning, cuts and checks.
 
-    The first call may be a validation's, and what is learned from it is for training too; or it
-    may be inside of activation checkpointing, which counts the tensors that are saved.
+    The first call may be one of a validation, in inference mode, and its plan is for training too.
+    Or it may be inside of activation checkpointing, which counts the tensors that autograd saves.
     """
     with (
         torch.inference_mode(False),
@@ -392,7 +426,7 @@ def _as_if_alone() -> Iterator[None]:
 
 @contextmanager
 def _named(found: FoundNetwork) -> Iterator[None]:
-    """An error in here, where what was captured first runs, says of which network it is."""
+    """Inside, an error of the captured operations is raised as one that names the network."""
     try:
         yield
     except HybridError:
@@ -408,7 +442,7 @@ def _named(found: FoundNetwork) -> Iterator[None]:
 def _why_not_more(
     graph: NetworkGraph, partitions: Sequence[NetworkPartition], leaves: Sequence[Tensor]
 ) -> str:
-    """Where a network could not be cut, one line each; or where in its code it has weights."""
+    """Lines for an error: why a network was not cut at more places, or where its weights are."""
     empty = [list(leaf.shape) for leaf in leaves if leaf.dim() and not len(leaf)]
     if empty:
         return f"\nIts first training call is without samples (input of shape {empty[0]})."
@@ -423,7 +457,7 @@ def _why_not_more(
 
 
 def _part_of_another(name: str) -> str:
-    """What to do about a module of a container of which only slices or parts are called."""
+    """A line for an error: what to do if a module is part of a container that was not called."""
     outer = name.rpartition(".")[0]
     if not outer:
         return ""
@@ -438,22 +472,22 @@ def _is_normalised(module: nn.Module) -> bool:
 
 
 def _where_the_network_is(network: nn.Module, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs on the network's device: before it is cut it waits on the CPU."""
+    """The inputs, moved to the network's device (before a network is cut it may be on the CPU)."""
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     return [leaf.to(device) for leaf in leaves]
 
 
 def _microbatches(graph: NetworkGraph, leaves: Sequence[Tensor], stages: int) -> int:
-    """Enough to fill the pipeline twice, but no slices of one sample if that can be avoided.
+    """The default number of micro-batches: twice the stages, but at least two samples in each.
 
-    (On CPUs a convolution of a single sample takes a path that is several times slower.)
+    On CPUs a convolution of a single sample is several times slower.
     """
     batch = graph.batch_of(leaves) or _first_size(leaves)
     return max(1, min(2 * stages, batch // 2))
 
 
 def _is_one_sample(graph: NetworkGraph, leaves: Sequence[Tensor]) -> bool:
-    """Whether a call has a single sample, which has no parts, and tells nothing of others."""
+    """Whether a graph was captured for a single sample, which cannot be split."""
     return graph.is_static and _first_size(leaves) == 1
 
 

@@ -1,6 +1,7 @@
-"""What ranks find of each other after a run: each keeps what it owns, the others map its file.
+"""Gives all ranks the trained weights after a run: each writes what it owns, the others map it.
 
-(Where a rank cannot read the file of another one, since it is on another host, weights travel.)
+Where a rank cannot read the file of another one, as on another host, this reports so, and its
+caller sends the weights.
 """
 
 from collections.abc import Iterable
@@ -18,17 +19,20 @@ from lightning_hybrid.remote import is_of_one_rank, is_unread, materialize
 from lightning_hybrid.state import TensorFile, Ticket, put_mapped
 
 _CHANGED_IF_HERE = -1
-"""No version: a tensor that had no memory has some now, since it was written to."""
+"""A value that no version counter has, for a tensor that is left in its file.
+
+If it has memory later, it was written to, and so counts as changed.
+"""
 
 
 class AfterRun:
-    """What the driver of a replica and its workers find of each other after a run.
+    """Exchanges the tensors of a driver and its workers after a run, through files.
 
     Args:
         module: the LightningModule.
-        commands: to the workers.
-        weights: of all stages.
-        files: of the workers.
+        commands: sends commands to the workers.
+        weights: knows which tensors workers own.
+        files: has the workers write their tensors to files.
     """
 
     def __init__(
@@ -40,10 +44,10 @@ class AfterRun:
         self._versions: dict[str, int] = {}
 
     def map_tensors(self) -> bool:
-        """Have here the weights, buffers and gradients that the workers own.
+        """Map the weights, buffers and gradients of the workers into the module on this rank.
 
         Returns:
-            Whether that could be done; else nothing has happened.
+            Whether this rank can read the files; else nothing has changed.
         """
         remote = self._commands.remote
         remote.adopt_replaced()
@@ -65,14 +69,14 @@ class AfterRun:
         return True
 
     def lacking(self, device: torch.device, optimizers: Iterable[Optimizer]) -> str:
-        """Where files cannot be read: why the ranks have no room for all, if they have not.
+        """Why a rank has no room for the tensors of all ranks in its memory; empty: all have.
 
         Args:
-            device: of this rank, which gets weights, gradients and states.
-            optimizers: the user's.
+            device: the device of this rank, which would get weights, gradients and states.
+            optimizers: the user's optimizers.
         """
         owned = self._weights.owned_elsewhere().values()
-        with as_they_are():  # (what is made in configure_model stays where it is in any case)
+        with as_they_are():  # (without tensors of configure_model, which stay with their owners)
             weights = sum(tensor.nbytes for tensor in owned if not is_of_one_rank(tensor))
             here = sum(tensor.nbytes for tensor in self._weights.everyones().values()) - weights
         states = sum(optimizer_bytes(self._module, optimizers).values())
@@ -93,15 +97,15 @@ class AfterRun:
         return ""
 
     def hand_out(self) -> bool:
-        """Have on the workers the weights and buffers of all other ranks.
+        """Have the workers map the weights and buffers of all other ranks into their modules.
 
         Returns:
-            Whether that could be done.
+            Whether all of them could.
         """
         if self._tickets is None:
             return False
         everyones = self._weights.everyones()
-        # what nobody has written to since it was mapped is in the workers' files already
+        # (tensors that were not written to since they were mapped are in the workers' files)
         mine = {
             n: t
             for n, t in everyones.items()
@@ -119,9 +123,9 @@ class AfterRun:
 
 
 def bring_here(module: nn.Module) -> None:
-    """Before another run: have memory for what earlier ones have left in files.
+    """Read the tensors of a module that an earlier run has left in files, before another run.
 
     Raises:
-        NoAddresses: there is no room for it.
+        NoAddresses: the address space has no room for them.
     """
     materialize(filter(is_unread, (*module.parameters(), *module.buffers())))

@@ -1,4 +1,4 @@
-"""What the user is told of networks that are found and cut: each thing once."""
+"""The lines that tell the user about networks that are found and cut, each of them once."""
 
 import re
 from collections import Counter
@@ -13,14 +13,14 @@ from lightning_hybrid.planning import Plan
 from lightning_hybrid.schedules import STREAMED
 
 _MANY = 8
-"""As often as this a network is captured again before its user is told what that costs."""
+"""After as many new captures for values of one kind the user is told what they cost."""
 
 
 class Announcements:
-    """The lines of one run.
+    """Prints the lines of one run.
 
     Args:
-        options: how lines are said, and progress shown.
+        options: has the functions that print a line and show progress.
     """
 
     def __init__(self, options: NetworkOptions) -> None:
@@ -29,24 +29,29 @@ class Announcements:
         self._again: Counter[tuple[str, str]] = Counter()
 
     def doing(self, found: FoundNetwork, what: str) -> None:
-        """What is being done with a network now."""
+        """Show in the progress what is being done with a network now.
+
+        Args:
+            found: the network.
+            what: a verb and perhaps a preposition, as in "planning".
+        """
         self._options.progress.doing(f"{what} {found.name or 'self'!r}")
 
     def captured(self, found: FoundNetwork) -> None:
-        """A graph is captured, and its stages are there if it is cut for the first time."""
+        """End the progress once a graph is captured and has its stages, if it was to be cut."""
         if found.whole:
             self._options.progress.over()
-        else:  # what follows may be another graph
+        else:  # (another graph of the chain may follow)
             self.doing(found, "capturing")
 
     def say(self, found: FoundNetwork, text: str) -> None:
-        """Say something of a network, unless it was said before."""
+        """Print a line about a network, unless the same line was printed before."""
         if (found.name, text) not in self._said:
             self._said.add((found.name, text))
             self._options.say(f"{found.shown} {text}")
 
     def becomes_several_graphs(self, found: FoundNetwork) -> None:
-        """A network is a chain of graphs."""
+        """Say that a network becomes a chain of graphs, and why."""
         self.say(
             found,
             "becomes several graphs, with its own Python between them on the driver, since it "
@@ -54,8 +59,8 @@ class Announcements:
         )
 
     def runs_its_own_python(self, found: FoundNetwork, reason: str) -> None:
-        """The modules that a network calls are looked at in its place."""
-        # parts of one module mostly fail by the same line of code: it is shown once
+        """Say that the modules which a network calls are cut in its place, and why."""
+        # (modules inside of each other mostly fail by the same line of code: it is shown once)
         known = ("", reason) in self._said
         self._said.add(("", reason))
         why = ", for the same reason" if known else f":\n{reason}"
@@ -66,7 +71,7 @@ class Announcements:
         )
 
     def takes_batches_whole(self, found: FoundNetwork, reason: str) -> None:
-        """A network's batches are not split."""
+        """Say that the batches of a network are not split into micro-batches, and why."""
         self.say(
             found,
             f"takes each batch whole (num_microbatches=1): {reason}, so the numbers would depend "
@@ -74,7 +79,7 @@ class Announcements:
         )
 
     def is_split(self, found: FoundNetwork, graph: NetworkGraph) -> None:
-        """A network's batches are split, and that is not all that there is to say of it."""
+        """Say that batches of a network are split, if parts of it are not, or were only tried."""
         said = "goes through its stages in micro-batches"
         if graph.split_by != "proof":
             self.say(
@@ -90,11 +95,14 @@ class Announcements:
             )
 
     def captured_again(self, found: FoundNetwork) -> None:
-        """A network has another graph, because of a value that its Python looks at."""
+        """Say that a network was captured again, and which value in its Python has changed.
+
+        Once for values of one kind, and again after many captures.
+        """
         reason = found.capture.reason
         if reason is None:
             return
-        kind = found.name, re.sub(r"\d+", "", reason)  # a list that grows has another length now
+        kind = found.name, re.sub(r"\d+", "", reason)  # (without numbers, as the length of a list)
         self._again[kind] += 1
         if self._again[kind] == 1:
             self._options.say(f"{found.shown} was captured again: {reason}")
@@ -107,7 +115,7 @@ class Announcements:
             )
 
     def planned(self, found: FoundNetwork, plan: Plan) -> None:
-        """A network has a plan."""
+        """Print the plan of a network, and warnings about the schedule and the network."""
         self._options.say(f"{found.shown}: {plan.describe()}".rstrip())
         schedule = STREAMED.get(plan.schedule)
         if schedule is not None and schedule.trades and self._options.training:
@@ -135,10 +143,10 @@ class Announcements:
         """Say that a network stays on the driver, and why.
 
         Args:
-            name: of the module.
-            module: the module.
-            reason: what it has, takes or is, in one or several lines.
-            alone: no other network can be cut.
+            name: name of the network.
+            module: the network.
+            reason: a predicate of the network, in one or several lines.
+            alone: whether no other network can be cut.
         """
         how = ", as under ddp over the replicas" if alone else ""
         stays = "\nIt stays" if "\n" in reason else ": it stays"

@@ -1,24 +1,25 @@
-"""Calls of a network that was found: through its capture, or on the driver.
+"""Calls of a captured network: through its graphs and stages, or on the driver.
 
-A network that is called in a way that cannot be captured, or that does not suit its cuts, runs on
-the driver, on weights that are fetched for it: slowly, and right.
+A call that cannot be captured, or that uses weights in another order than the stages, runs on the
+driver, with weights that are fetched for it. That is exact, and slow.
 
-Calls that are no calls of a network: on other weights, inside of a transform or of a mode.
+Some calls never go through the stages (:class:`DriverOnlyCalls`):
 
-`torch.func.functional_call(net, weights, x)` runs the code of ``net`` on tensors of the caller: an
-average, a step of an inner optimizer, what a hypernetwork has made. Their gradients go to where
-the caller has made them from, not to the network's own weights, and no stage has them. Inside of
-`torch.func.vmap`, ``grad``, ``jvp`` and the like, and between dual numbers, a call computes with
-tensors that cannot travel. A mode around a call (`torch.utils.flop_counter.FlopCounterMode`, a
-``TorchDispatchMode`` or ``TorchFunctionMode`` of the user's) sees each operation, and may change
-it, but on this rank only. Such a call runs on the driver as it would on one device: its own
-weights, where it uses them, are fetched, and get their gradients.
+* `torch.func.functional_call(net, weights, x)` runs the code of ``net`` on tensors of the caller:
+  averaged weights, those of an inner optimizer's step or of a hypernetwork. Their gradients go to
+  what the caller has made them of, not to the network's own weights, and no stage has them.
+* Inside of `torch.func.vmap`, ``grad``, ``jvp`` and the like, and with dual numbers, a call
+  computes with tensors that cannot be sent to other ranks.
+* A mode around a call (`torch.utils.flop_counter.FlopCounterMode`, a ``TorchDispatchMode`` or
+  ``TorchFunctionMode`` of the user's) sees and may change each operation, but on this rank only.
 
-What a captured ``forward`` logs is logged when the call is over.
+Such a call runs on the driver as on one device: where it uses the network's own weights, these are
+fetched, and get their gradients.
 
-``self.log`` looks at the state of the loops, which a graph cannot hold. While a call is captured,
-its arguments are kept in a list (which TorchDynamo fills after each call, tensors included), and
-Lightning gets them afterwards, in their order and within the same hook.
+What a captured ``forward`` logs is logged when the call is over (:class:`LoggingLater`), since
+``self.log`` reads the state of the loops, which cannot be captured. The arguments of ``self.log``
+are appended to a list, which TorchDynamo repeats after each call, and Lightning gets them
+afterwards, in their order and within the same hook.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,18 +53,22 @@ from lightning_hybrid.stage import Synchronised
 
 
 class DriverOnlyCalls:
-    """Tells such calls from those of a network.
+    """Tells calls that must run on the driver from those that stages may compute.
 
     Args:
         module: the LightningModule, with its own weights.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        # as they are now: functional_call lends modules others, in these very tables
+        # copies, since functional_call puts other weights into these tables
         self._own = {part: dict(tables(part)[0]) for part in module.modules()}
 
     def reason(self, module: nn.Module) -> str | None:
-        """Why a call of a module is no call of a network, said of the module; ``None``: it is."""
+        """Why a call of a module must run on the driver, as a predicate of the module.
+
+        Returns:
+            ``None``: stages may compute it.
+        """
         if functorch_level() or dual_level() >= 0:
             return "is called inside of a transform of functions (torch.func.vmap, grad, jvp, ...)"
         mode = users_mode()
@@ -74,6 +79,7 @@ class DriverOnlyCalls:
         return None
 
     def _has_others(self, module: nn.Module) -> bool:
+        """Whether a module has other parameters now than at the start of the run."""
         return any(
             self._own.get(part, {}).get(name) is not value
             for part in module.modules()
@@ -82,7 +88,7 @@ class DriverOnlyCalls:
 
 
 class LoggingLater:
-    """The logging of one LightningModule.
+    """Delays the calls of `log` and `log_dict` in a captured ``forward`` until it is over.
 
     Args:
         module: the LightningModule.
@@ -98,15 +104,15 @@ class LoggingLater:
             kept.append(("log_dict", args, kwargs))
 
         self._module, self._kept = module, kept
-        # TorchDynamo looks at their identities
+        # (the same functions in all calls: TorchDynamo's guards compare their identities)
         self._instead: dict[str, Callable[..., None]] = {}
-        # a LightningModule; of another module, as under Fabric, these names are the user's own
+        # only of a LightningModule: in another module, under Fabric, these names are the user's own
         if isinstance(getattr(type(module), "trainer", None), property):
             self._instead = {"log": log, "log_dict": log_dict}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, calls are kept; at the end they are made, unless there was an error."""
+        """Inside, calls of `log` are recorded; they are made at the end, if there is no error."""
         own = {name: vars(self._module).get(name) for name in self._instead}
         vars(self._module).update(self._instead)
         try:
@@ -123,7 +129,7 @@ class LoggingLater:
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
-        """Inside, calls of `log` are dropped, and not kept for later."""
+        """Inside, calls of `log` are dropped, and not recorded."""
         count = len(self._kept)
         try:
             yield
@@ -132,17 +138,18 @@ class LoggingLater:
 
 
 Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None]
-"""Cuts a network, or leaves it whole; the graph and the values are of its first call."""
+"""Cuts a network by a graph and its arguments; ``None``: the driver computes the graph."""
 
 
 @dataclass(frozen=True)
 class _Running:
-    """A call that runs.
+    """A call of a network that is under way.
 
     Attributes:
-        statistics: entered where layers compute.
-        saved: what it saves for its backward, if code around it wants to know.
-        check: what compares it with the network's own Python, if its turn has come.
+        statistics: the mode around the call that computes batch statistics over all replicas, if
+            there is one; entered where the driver computes layers.
+        saved: the tensor that it saves for activation checkpointing around it, if there is such.
+        check: what compares the call with the network's own Python, if this call is checked.
     """
 
     statistics: AbstractContextManager[Any]
@@ -155,10 +162,10 @@ class CapturedCalls:
 
     Args:
         module: the LightningModule.
-        adoption: takes in further graphs of a network that is cut.
+        adoption: gives ranks their stages of further graphs of a network that is cut.
         adopt: cuts a network.
-        aside: tells which calls are the driver's own.
-        stays: hears by name of a network that stays on the driver, and why.
+        aside: tells which calls must run on the driver.
+        stays: is called with the name of a network that stays on the driver, and the reason.
     """
 
     def __init__(
@@ -181,17 +188,17 @@ class CapturedCalls:
     def call(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """A call of a network that is cut, or has been captured at least.
+        """Make a call of a network that has been captured before, through its stages if possible.
 
         Args:
             found: the network.
-            arguments: of the call.
-            keywords: of the call.
+            arguments: positional arguments of the call.
+            keywords: keyword arguments of the call.
 
         Raises:
             NetworkError: it can neither be captured nor run on the driver.
         """
-        # no stage computes it: where it uses weights of other ranks, their proxies fetch them
+        # (where it uses weights of other ranks, their proxies fetch them)
         if self._aside.reason(found.module) is not None:
             return found.forward(*arguments, **keywords)
         try:
@@ -199,7 +206,8 @@ class CapturedCalls:
         except NotCaptured as error:
             reason = f"it cannot be captured as one graph:\n{indented(error.reason)}"
             if error.by_its_kind and torch.is_grad_enabled():
-                # (on the driver with proxies of weights, by whose class torch decides as well)
+                # (nor can it run on the driver: torch decides by the class of weights, and those
+                # of other ranks are proxies)
                 raise NetworkError(
                     f"{found.shown} cannot be called in this way: {error.reason}."
                 ) from error
@@ -215,7 +223,7 @@ class CapturedCalls:
         )
         remote = self._driver.remote
         remote.adopt_replaced()
-        # its Python and its hooks must run once
+        # on the whole batch, so that its Python and its hooks run once
         calls = self._driver.calls
         with (
             calls.in_region(checkpointed_region(saved_tensors_hooks())),
@@ -223,11 +231,14 @@ class CapturedCalls:
             self._weights_at_hand(found),
         ):
             result = found.forward(*arguments, **keywords)
-        remote.adopt_replaced()  # what the call itself has replaced
+        remote.adopt_replaced()  # (buffers that the call itself has replaced)
         return result
 
     def _weights_at_hand(self, found: FoundNetwork) -> AbstractContextManager[None]:
-        """Where nothing is learned: ordinary tensors, since torch decides by their class too."""
+        """Inside, without gradients, a network's parameters are ordinary tensors on this rank.
+
+        (Some code of torch decides by the class of tensors, and takes another path for proxies.)
+        """
         if torch.is_grad_enabled():
             return nullcontext()
         remote, prefix = self._driver.remote, f"{found.name}." if found.name else ""
@@ -240,27 +251,28 @@ class CapturedCalls:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        """A call through TorchDynamo, which comes back to :meth:`run` with each graph.
+        """Make a call of a network through TorchDynamo, which calls :meth:`run` for each graph.
 
         Args:
             found: the network.
-            arguments: of the call.
-            keywords: of the call.
+            arguments: positional arguments of the call.
+            keywords: keyword arguments of the call.
 
         Raises:
-            NotCaptured: TorchDynamo cannot follow; nothing has happened.
-            NetworkError: one part of several cannot be captured.
+            NotCaptured: TorchDynamo cannot follow the call, and nothing of it has run.
+            NetworkError: a part of a chain of graphs cannot be captured, or run in stages.
         """
         hooks = saved_tensors_hooks()
         saved = None if hooks is None else SavedForBackward(hooks)
         region = checkpointed_region(hooks)
         check = None
-        if region is None or not region[1]:  # what runs again was looked at
+        # (a checkpointed region that runs again was checked in its first run)
+        if region is None or not region[1]:
             check = self._verification.begin(found, arguments, keywords)
         with self._driver.calls.in_region(region):
             result = self._captured(found, arguments, keywords, saved, check)
         if saved is not None:
-            # last of all, since what runs a region again may end the region here, by an exception
+            # last of all: checkpointing may end a region that runs again here, by an exception
             saved.save()
         return result
 
@@ -279,20 +291,20 @@ class CapturedCalls:
                 self._options.progress.begin(f"capturing {found.name or 'self'!r}")
                 stack.callback(self._options.progress.over)
             mode = stack.enter_context(without_mode(Synchronised))
-            # (a hook of the network may call another one in the middle of this call)
+            # (a hook of the network may call another network in the middle of this call)
             stack.callback(setattr, self, "_running", self._running)
             self._running = _Running(mode or nullcontext(), saved, check)
-            # stages keep what their backward needs, out of reach of hooks of code around the call
+            # saved-tensor hooks of the code around the call are not for what stages save
             stack.enter_context(own_saved_tensors())
-            # (a check or a trial in here runs backward passes that are none of the user's)
+            # (checks and trials in here run backward passes that are not the user's)
             stack.enter_context(backwards_as_ever())
-            # TorchDynamo looks at classes of tensors, and follows none that intercepts operations
+            # TorchDynamo cannot follow proxies, whose class intercepts operations
             stack.enter_context(remote.suspended())
             stack.enter_context(found.hollow)
             if found.whole:
                 result = found.capture(arguments, keywords)
             else:
-                # its graphs and the Python between them draw from one stream
+                # the graphs and the Python between them draw from the same generators
                 stack.enter_context(self._driver.calls.one_stream())
                 if check is not None:
                     with found.hollow.lifted(), self._logging_later.unheard():
@@ -306,7 +318,11 @@ class CapturedCalls:
     def _chain(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """A call of a chain of graphs: the Python between them must not use weights of others."""
+        """Call a chain of graphs, between which Python must not read weights of other ranks.
+
+        Raises:
+            NetworkError: it does, or a part cannot be captured, or run in stages.
+        """
         try:
             with ExitStack() as found.between:
                 found.read_between.clear()
@@ -332,7 +348,11 @@ class CapturedCalls:
             ) from error
 
     def _between(self, found: FoundNetwork) -> AbstractContextManager[None]:
-        """What holds between two graphs; before there are stages it is noted what is read."""
+        """A context for the Python between two graphs of a chain.
+
+        Once the chain has stages, weights of other ranks have no memory inside; before that, the
+        weights that the Python reads are noted.
+        """
         if found.driven:
             return self._driver.remote.places.emptied()
         prefix = f"{found.name}." if found.name else ""
@@ -341,12 +361,15 @@ class CapturedCalls:
         return watched(tensors, found.read_between, found.hollow.shown_of(tensors))
 
     def run(self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
-        """A captured call, or a part of one.
+        """Compute a captured graph, through its stages or on the driver; the first time it is cut.
 
         Args:
             found: the network.
-            graph: what was captured.
-            values: that it takes.
+            graph: the captured graph: the whole network, or one of a chain.
+            values: the arguments of the graph.
+
+        Returns:
+            What the graph returns.
         """
         running = self._running
         with self._in_graph(found), found.hollow.lifted():
@@ -369,7 +392,7 @@ class CapturedCalls:
 
     @contextmanager
     def _in_graph(self, found: FoundNetwork) -> Iterator[None]:
-        """Inside, what holds between two graphs of a chain does not."""
+        """Inside, the context of :meth:`_between` is left, since a graph of a chain is computed."""
         if found.whole:
             yield
             return

@@ -1,10 +1,10 @@
 """Gradients of chosen weights: `torch.autograd.grad(loss, weights)`, `backward(inputs=weights)`.
 
 A call of a network that is cut is one node of autograd, which adds the gradients of all weights to
-``parameter.grad``, on the rank of each; autograd itself knows of no way from the loss to a weight.
-So a backward for chosen weights of such networks goes to their calls as every other does, and the
-gradients that were there before are put back: all of them after ``grad``, which returns those that
-have arisen; those of the other weights after ``backward``.
+``parameter.grad``, on the rank of each; the weights themselves are not in autograd's graph. So a
+backward for chosen weights of such networks runs through all of their stages, after which the
+gradients that were there before are put back: all of them after ``grad``, which returns the new
+ones; those of the other weights after ``backward``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,12 +30,12 @@ Gradient = Tensor | None
 
 
 class ChosenGradients:
-    """Runs the backward passes of one driver.
+    """Runs the backward passes of the user's code on one driver.
 
     Args:
-        networks: that are cut; more may come.
-        gradients: of this replica.
-        hooks: the user's, on gradients.
+        networks: the networks that are cut; the list may grow.
+        gradients: averages the gradients of this replica over the replicas.
+        hooks: holds the user's hooks on gradients back while a pass runs.
     """
 
     def __init__(
@@ -55,34 +55,37 @@ class ChosenGradients:
         accumulate_grad: bool,
         **options: bool,
     ) -> tuple[Gradient, ...]:
-        """A backward pass.
+        """Run a backward pass, in the place of autograd's engine.
 
         Args:
-            run: runs autograd.
-            outputs: where it begins.
-            starts: gradients of these.
+            run: the function that runs autograd's engine.
+            outputs: the tensors at which the pass begins.
+            starts: the gradients of these.
             keep: ``retain_graph``.
             create_graph: see `torch.autograd.grad`.
-            inputs: what gradients are wanted of; empty: of all leaves.
-            unused: of ``grad`` alone, whether there may be none (``allow_unused``).
-            accumulate_grad: ``backward``, and not ``grad``.
-            options: further ones.
+            inputs: the tensors whose gradients are wanted; empty: all leaves.
+            unused: for ``grad`` alone, ``allow_unused``: outputs need not depend on all inputs.
+            accumulate_grad: whether this is ``backward``; else it is ``grad``.
+            options: further options of the engine.
+
+        Returns:
+            The gradients of the inputs, for ``grad``.
 
         Raises:
-            NetworkError: of a weight of a network that is whole on no rank, or whose gradients come
-            later.
-            RuntimeError: the outputs do not depend on one of the inputs, and must.
+            NetworkError: single weights of a network are chosen whose stages have copies, which is
+                whole on no rank, or whose gradients come steps later.
+            RuntimeError: the outputs do not depend on an input, and ``allow_unused`` is False.
         """
         run = partial(
             run, outputs, starts, keep, create_graph, accumulate_grad=accumulate_grad, **options
         )
         chosen = {id(tensor) for tensor in inputs}
-        nested = is_in_backward()  # stages take gradients of their weights there, layer by layer
-        # in nearly every step nothing is chosen, and all weights need not be looked at
+        nested = is_in_backward()  # (stages compute gradients of their layers inside of a backward)
+        # (in nearly every step nothing is chosen, and no list of all weights is made)
         candidates = self._networks if chosen and not nested else ()
         networks = [n for n in candidates if not chosen.isdisjoint(map(id, n.weights()))]
         if not networks:
-            # gradients of other tensors alone are nothing that weights hear of
+            # (hooks on weights are not concerned by gradients of other tensors alone)
             with nullcontext() if nested or chosen or not accumulate_grad else self._hooks():
                 return run(inputs, *unused)
         weights = {id(weight): weight for network in networks for weight in network.weights()}
@@ -91,9 +94,10 @@ class ChosenGradients:
         # `backward(inputs=...)` leaves the gradients of the chosen weights, and `grad` leaves none
         kept = chosen if accumulate_grad else set[int]()
         others = [weight for key, weight in weights.items() if key not in kept]
-        # autograd runs only what leads to an input: the leaf of a network leads to its calls
+        # (autograd runs only nodes on the way to an input: calls of a network are on that to its
+        # leaf)
         reached = (*inputs, *(network.leaf for network in networks))
-        # a weight of another rank among the inputs has torch take tensors as they are
+        # (where an input is a proxy, this runs inside of `as_they_are`: let proxies intercept)
         with as_the_user_sees_them(), self._gradients.kept_local():
             before = _take(others)
             try:
@@ -101,7 +105,7 @@ class ChosenGradients:
                     found = run(reached, *[True for _ in unused])
                 self._gradients.settle()
                 if not accumulate_grad:
-                    # (what was found for the leaves of the networks means nothing to the caller)
+                    # (without those of the networks' leaves)
                     own = found[: len(inputs)]
                     found = tuple([_arisen(g, t, weights) for g, t in zip(own, inputs)])
             finally:
@@ -117,6 +121,7 @@ class ChosenGradients:
 
 
 def _check(network: DrivenNetwork) -> None:
+    """Refuse single weights of a network of which a pass does not leave whole gradients."""
     what = f"Gradients of single weights ({place_now()}) of network {network.name or 'self'!r}"
     if any(len(copies_of(device)) > 1 for device in network.placement.devices):
         raise NetworkError(
@@ -136,11 +141,11 @@ def _check(network: DrivenNetwork) -> None:
 
 
 def _take(parameters: Iterable[Tensor]) -> list[Gradient]:
-    """What gradients are there; afterwards there are none."""
+    """Take the gradients off parameters, and return copies of them."""
     taken = []
     for parameter in parameters:
         gradient = parameter.grad
-        # the proxy of another rank's shows what that has later
+        # (a copy, since a proxy shows what its owner has at any later time)
         taken.append(None if gradient is None else gradient.detach().clone())
         if gradient is not None:
             parameter.grad = None
@@ -148,7 +153,13 @@ def _take(parameters: Iterable[Tensor]) -> list[Gradient]:
 
 
 def _arisen(gradient: Gradient, tensor: Any, weights: Mapping[int, Tensor]) -> Gradient:
-    """What autograd has found here, and what the calls of networks have left."""
+    """The gradient of an input: what autograd has found, plus what calls have left in ``grad``.
+
+    Args:
+        gradient: the one that autograd has found.
+        tensor: the input.
+        weights: by ``id``, the weights of the networks.
+    """
     left = weights[id(tensor)].grad if id(tensor) in weights else None
     if left is None:
         return gradient

@@ -1,7 +1,7 @@
-"""What a driver tells and asks the workers of its replica.
+"""Commands from a driver to the workers of its replica, and their answers.
 
-:class:`Workers` sends and hears. :class:`Commands` also keeps the proxies of remote tensors in
-step: what was changed here travels before a command, and what it changes there is stale here.
+:class:`Workers` sends and receives. :class:`Commands` also keeps the proxies of remote tensors up
+to date: it sends changes made here before a command, and marks as stale what the command changes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,14 +18,14 @@ class Workers:
     """The channels to the workers of a replica.
 
     Args:
-        mesh: the groups.
+        mesh: the process groups and channels of this rank.
 
     Attributes:
         ranks: ``pp_rank`` of each worker.
-        passing_now: whether the pipeline runs.
-        in_step: whether the workers wait for a command when no pass is under way, and not for what
-            this rank was to send in a pass that it has left with an error.
-        before_weights_change: called before weights are sent that are not those that workers have.
+        passing_now: whether a pass through the pipeline is under way.
+        in_step: whether the workers can be asked: False once this rank has left a pass with an
+            error, so that they may still wait for its tensors instead of for a command.
+        before_weights_change: called before weights are sent to workers.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -34,9 +34,9 @@ class Workers:
         self._heartbeat: Heartbeat | None = None
         if self._channels:
             self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)
-        # (NCCL waits for ever for a rank that is gone: somebody else has to notice)
+        # (NCCL would wait for ever for a rank that is gone)
         self._guard = Guard.where_needed(mesh)
-        self._in_pass = False  # workers may be waiting for a stage of this rank
+        self._in_pass = False  # whether workers may be waiting for an earlier stage of this rank
         self.passing_now, self.in_step = False, True
         self.before_weights_change: Callable[[], None] = lambda: None
 
@@ -44,7 +44,7 @@ class Workers:
         """Send a command to one worker, without waiting.
 
         Raises:
-            HybridError: in the middle of a pass; see :meth:`passing`.
+            HybridError: a pass is under way in which workers can take none; see :meth:`passing`.
         """
         self.refuse_in_pass()
         if isinstance(command, TakeWeights):
@@ -55,9 +55,9 @@ class Workers:
         """Wait for an answer of each of these workers.
 
         Raises:
-            Exception: of a worker, now or before; caused by a RemoteError.
+            Exception: a worker has failed, now or before; caused by a RemoteError.
         """
-        # all are received first: one that is left on its channel would answer the next question
+        # (all are received first: an answer that is left would be taken for a later one)
         answers = [self._channels[rank].receive(Answer) for rank in ranks]
         for answer in answers:
             if answer.failure is not None:
@@ -66,10 +66,11 @@ class Workers:
 
     @contextmanager
     def passing(self, engine: Engine) -> Iterator[None]:
-        """Inside, the pipeline runs.
+        """Inside, a pass through the pipeline is under way.
 
-        A worker that waits for an earlier stage of this rank would take a command for what it waits
-        for, and could not answer. With one stage per rank it hears a command after the pass.
+        If this rank has several stages, no command may be sent inside: a worker that waits for an
+        earlier stage of this rank cannot answer. With one stage per rank, a worker carries a
+        command out after its part of the pass.
         """
         self._in_pass = len(engine.owned) > 1
         self.passing_now = True
@@ -92,12 +93,16 @@ class Workers:
             )
 
     def flush(self) -> None:
-        """Wait until all workers have taken everything."""
+        """Wait until all workers have received all messages."""
         for channel in self._channels.values():
             channel.flush()
 
     def close(self, *, failed: bool = False) -> None:
-        """Tell the workers no more that this rank is alive."""
+        """Stop telling the workers that this rank is alive.
+
+        Args:
+            failed: whether the run has failed.
+        """
         if self._heartbeat is not None:
             self._heartbeat.close()
         if self._guard is not None:
@@ -105,11 +110,11 @@ class Workers:
 
 
 class Commands:
-    """Commands that see and may change what the workers own.
+    """Sends commands that read or change what the workers own, after changes made by proxies.
 
     Args:
-        workers: of this replica.
-        remote: the tensors that they own, as the user's code sees them here.
+        workers: the channels to the workers of this replica.
+        remote: the proxies of the tensors that they own.
     """
 
     def __init__(self, workers: Workers, remote: RemoteTensors) -> None:
@@ -119,12 +124,13 @@ class Commands:
         """Send a command to every worker, without waiting.
 
         Raises:
-            HybridError: in the middle of a pass; see :meth:`Workers.passing`.
+            HybridError: a pass is under way in which workers can take none; see
+                :meth:`Workers.passing`.
         """
         self.tell_each(dict.fromkeys(self.workers.ranks, command))
 
     def tell_each(self, commands: Mapping[int, Command]) -> None:
-        """Likewise, a command of its own to each of some workers.
+        """Send each of some workers a command of its own, without waiting.
 
         Args:
             commands: by ``pp_rank`` of the worker.
@@ -134,7 +140,7 @@ class Commands:
         self.workers.refuse_in_pass()  # before anything is taken from the proxies
         self.remote.flush()
         for rank, command in commands.items():
-            # before it is sent: who reads from here on is to have what is there after the command
+            # (before it is sent: a read from now on must give what is there after the command)
             self.remote.outdate(*command.outdates)
             self.workers.send(rank, command)
 
@@ -143,7 +149,7 @@ class Commands:
         """Send a command to every worker and wait for all answers, in the order of the ranks.
 
         Raises:
-            Exception: of a worker, now or before; caused by a RemoteError.
+            Exception: a worker has failed, now or before; caused by a RemoteError.
         """
         self.tell(command)
         return self.workers.hear(self.workers.ranks)

@@ -1,4 +1,4 @@
-"""What two calls of a network have made, compared: nested results, up to rounding."""
+"""Compares the results of two calls of a network: nested tensors and numbers, up to rounding."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -17,19 +17,20 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 def differences(
     found: Any, expected: Any, epsilon: float, *, part: bool = False, bits: bool = False
 ) -> list[str]:
-    """Where two results differ, in words; empty: nowhere.
+    """Describes where two results differ, a text for each place; empty: nowhere.
 
-    Sums that are computed in another order are rounded otherwise, so what differs by a square root
-    of the precision, beside the largest number of a tensor, is no difference.
+    Sums in another order are rounded otherwise, so numbers may differ by the square root of
+    ``epsilon``, relative to the largest number of a tensor.
 
     Args:
-        found: of one call: tensors and numbers in lists, dictionaries, dataclasses, ...; other
-            objects are not looked at.
-        expected: of the other call, in the same structure, perhaps on another device.
-        epsilon: precision of what both are computed in, as in `torch.finfo`.
-        part: ``expected`` is of the first samples only, of which there are as many as its sizes
-            say. Numbers may follow from how many there are, and are not compared.
-        bits: both have the same sizes, so that rounding is the same: a few last places are allowed.
+        found: the result of one call: tensors and numbers in lists, dictionaries, dataclasses, ...;
+            other objects are not compared.
+        expected: the result of the other call, in the same structure, perhaps on another device.
+        epsilon: the precision in which both were computed, as in `torch.finfo`.
+        part: whether ``expected`` is the result for the first samples only, which its sizes tell.
+            Numbers that are not in tensors may depend on how many there are, and are not compared.
+        bits: whether both were computed with the same sizes, and so are rounded in the same way:
+            then 16 epsilons are allowed.
     """
     one, other = dict(_leaves(found)), dict(_leaves(expected))
     largest = max((_largest(v) for v in other.values() if isinstance(v, Tensor)), default=0.0)
@@ -43,7 +44,12 @@ def differences(
 
 
 def first_samples(result: Any, part: Any) -> dict[str, Any]:
-    """The tensors of a result, each as large as in that of the first samples alone."""
+    """The tensors of a result, each cut to the sizes that it has in ``part``.
+
+    Args:
+        result: for a whole batch.
+        part: the result for its first samples.
+    """
     sizes = {path: v.shape for path, v in _leaves(part) if isinstance(v, Tensor)}
     return {
         path: _first(value, sizes[path])
@@ -53,12 +59,15 @@ def first_samples(result: Any, part: Any) -> dict[str, Any]:
 
 
 def leaves_in(result: Any) -> dict[str, Any]:
-    """The tensors, numbers and texts in a result, by how code writes their places."""
+    """The tensors, numbers and texts in a result, keyed by the expression that reaches each.
+
+    For example, `loss.parts[0]`.
+    """
     return dict(_leaves(result))
 
 
 def changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Those of some leaves that are new, or others than before."""
+    """Those of the leaves ``now`` that are not in ``before``, or have another value there."""
     return {
         path: value
         for path, value in now.items()
@@ -68,12 +77,17 @@ def changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 
 def numbers_in(result: Any) -> dict[str, Any]:
-    """What is no tensor in a result: numbers, texts, orders."""
+    """The values in a result that are not tensors (numbers, texts, orders), by expression."""
     return {path: v for path, v in _leaves(result) if not isinstance(v, Tensor)}
 
 
 def epsilon_of(found: Any, device: torch.device) -> float:
-    """The precision of what a call has computed in, as far as it can be known from here."""
+    """The lowest precision in which a result may have been computed, by its types and autocast.
+
+    Args:
+        found: the result, perhaps together with the weights.
+        device: where it was computed.
+    """
     types = [leaf.dtype for _, leaf in _leaves(found) if isinstance(leaf, Tensor)]
     if torch.is_autocast_enabled(device.type):
         types.append(torch.get_autocast_dtype(device.type))
@@ -84,10 +98,11 @@ def epsilon_of(found: Any, device: torch.device) -> float:
 
 
 _TENSOR_FLOAT_32 = 2.0**-10
-"""Of convolutions, and where it is allowed of products, of float32 on GPUs."""
+"""The precision of float32 convolutions on GPUs, and of products where TF32 is allowed."""
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each tensor, number and text in a result, with the expression that reaches it."""
     if isinstance(value, Tensor):
         yield path, plain(value)
         return
@@ -96,7 +111,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, _PLAIN):
             yield path, value
         return
-    # code may go by the order, and the paths of the parts do not tell it
+    # (code may depend on the order, which the paths of the parts do not tell)
     if isinstance(value, OrderedDict):
         yield f"the order of {path}", str([*value])
     for step, inner in parts:
@@ -104,7 +119,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _after(path: str, step: Step) -> str:
-    """How code writes a part of what ``path`` names."""
+    """The expression for a part of what ``path`` names, as an attribute or by a key."""
     kind, key = step
     if not path:
         return str(key)
@@ -114,6 +129,10 @@ def _after(path: str, step: Step) -> str:
 def _difference(
     one: Any, other: Any, epsilon: float, largest: float, *, part: bool, bits: bool
 ) -> str | None:
+    """How a leaf differs from the expected one (``other``), in words; ``None``: it does not.
+
+    For the arguments see :func:`differences`; ``largest`` is the largest number of all tensors.
+    """
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return _of_numbers(one, other, epsilon, part=part)
     with as_they_are(), torch.no_grad():
@@ -146,7 +165,7 @@ def _difference(
 def _of_numbers(one: Any, other: Any, epsilon: float, *, part: bool) -> str | None:
     if type(one) is not type(other):
         return f"is {_kind(one)} and should be {_kind(other)}"
-    # (`one != one`: not a number, which equals nothing)
+    # (`one != one`: it is NaN)
     if part or one == other or one != one:
         return None
     rounds = isinstance(one, float | complex)

@@ -1,15 +1,15 @@
-"""From the first call of a network to its stages on all ranks.
+"""The first calls of modules: which of them are networks, and how these get their stages.
 
-Until the first call nothing is known of the network; that call brings real inputs. It is captured,
-planned, cut and checked then and there (:mod:`lightning_hybrid.driver.adoption`), and only then
-runs, like every later call, through the pipeline
+A network is captured in its first call, with real inputs. In that call (in a fit: the first call
+with gradients) it is also planned, cut and checked (:mod:`lightning_hybrid.driver.adoption`); then
+this call, like every later one, runs through the pipeline
 (:class:`lightning_hybrid.driver.network_call.NetworkCall`).
 
-A module whose Python cannot be captured as one graph (it prints, or branches on values) runs that
-Python as ever, on the driver, and the modules that it calls are looked at in its place; if
-none of them is large enough, it becomes a chain of graphs, of which the large ones are cut. Each
-later call is the matter of :mod:`lightning_hybrid.driver.captured_calls`. A call on other weights
-than the network's own runs on the driver (:mod:`lightning_hybrid.driver.captured_calls`).
+A module whose Python cannot be captured as one graph (it prints, or branches on values) runs its
+own Python on the driver, and the modules that it calls are treated in the same way; if none of them
+is large enough, it becomes a chain of graphs, of which the large ones are cut. Later calls, and
+calls on other weights than the network's own, are handled by
+:mod:`lightning_hybrid.driver.captured_calls`.
 """
 
 import traceback
@@ -61,13 +61,13 @@ class Discovery:
 
     Args:
         module: the LightningModule.
-        driver: of this replica.
-        mesh: the groups.
+        driver: the driver of this replica.
+        mesh: the process groups and channels of this rank.
         options: how networks are found and cut.
         plans: plans of networks that were found in earlier runs, by name; new ones are added.
 
     Raises:
-        NetworkNotFoundError: there is no module of a name that the user has given.
+        NetworkNotFoundError: the LightningModule has no module of a name that the user has given.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Discovery:
         self._module, self._driver, self._options = module, driver, options
         self._adoption = Adoption(driver, mesh, options, plans)
         self._announcements = self._adoption.announcements
-        # what a hook makes on this rank alone, the others do not have
+        # (not the tensors that a hook has made on this rank alone)
         tensors = tensors_of(module)
         names = tensors.keys() if options.shared is None else options.shared
         self._shared = {name: kind_of(tensors[name]) for name in names}
@@ -92,7 +92,7 @@ class Discovery:
         self._captures: list[Capture] = []
         self._ranks = mesh.coordinates.ranks_per_replica
         wanted = self._ranks > 1 or (options.microbatches or 1) > 1 or options.compiled
-        # an evaluation may do without a network (metrics of files): then it is the driver's
+        # (an evaluation may have no network, as one that computes metrics of files)
         evaluates = not options.training and options.names is None
         if wanted and not (evaluates and next(module.parameters(), None) is None):
             found = candidates(module, options.names)
@@ -101,21 +101,23 @@ class Discovery:
 
     @property
     def found(self) -> bool:
-        """Whether a network was found, or none is needed."""
+        """Whether a network was cut (or kept, if that is allowed), or none is looked for."""
         enough = (State.CUT, State.KEPT) if self._options.automatic else (State.CUT,)
         return self._any(*enough) or not self._watched
 
     def _any(self, *states: State) -> bool:
-        """Whether a module is in one of these states."""
+        """Whether at least one module is in one of these states."""
         return any(watched.state in states for watched in self._watched.values())
 
     @property
     def _opened(self) -> list[str]:
-        """Names of the modules that are not one graph."""
+        """Names of the modules that cannot be captured as one graph."""
         return [watched.name for watched in self._watched.values() if watched.several]
 
     def require(self) -> None:
-        """After a whole step: complain if nothing was called.
+        """Refuse a training step that is over and has called no network that can be cut.
+
+        With automatic sizes, networks that cannot be cut are kept on the driver instead.
 
         Raises:
             NetworkNotFoundError: no watched module was called, or none of them can be cut.
@@ -130,13 +132,14 @@ class Discovery:
             self._driver.settle()
 
     def _refuse(self) -> None:
+        """Raise NetworkNotFoundError with the reasons of all modules that were called."""
         everything = [*self._watched.values()]
         told = [
             (watched, f"cannot be captured as one graph:\n{watched.several}")
             for watched in everything
             if watched.several
         ]
-        # (of several graphs it is no news that none was called in training)
+        # (for a module of several graphs the reason above says more)
         told += [(w, w.reason) for w in everything if w.state is State.EARLY and not w.several]
         for state in (State.ASIDE, State.KEPT):
             told += [(w, w.reason) for w in everything if w.state is state]
@@ -160,7 +163,7 @@ class Discovery:
         )
 
     def close(self) -> None:
-        """Let every module run its own forward again, and let go of what was captured."""
+        """Let every module run its own ``forward`` again, and drop the captured graphs."""
         for watched in self._watched.values():
             unwatch(watched.module)
         for capture in self._captures:
@@ -171,11 +174,11 @@ class Discovery:
     def _called(
         self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """A call of a watched module, from outside of any other."""
+        """Handle a call of a watched module that no other watched module makes."""
         this = self._watched[name]
         if not self._is_around_a_network(module):
             return self._called_first(this, arguments, keywords)
-        unwatch(module)  # its Python calls the network
+        unwatch(module)  # (so that its Python runs, which calls the network)
         self._driver.have_here(module)
         try:
             return own_forward(module)(*arguments, **keywords)
@@ -185,26 +188,26 @@ class Discovery:
     def _called_first(
         self, this: Watched, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """The first call of a module, or the first that trains."""
+        """Handle the first call of a module, or later ones until it is kept, opened or cut."""
         module = this.module
-        # a part that several networks share is known under one of its names
+        # (a module that several networks share is watched under one of its names only)
         parts = set(map(id, module.modules()))
         everything = self._watched.values()
         inner = [w for w in everything if inside(w.name, this.name) or id(w.module) in parts]
         watched = [w for w in inner if is_watched(w.module)]
-        # what it calls is from here on a part of this network, and no call of its own
+        # a module that it calls is from here on a part of this network, not one of its own
         for candidate in inner:
             unwatch(candidate.module)
         forward = own_forward(module)
         call = partial(forward, *arguments, **keywords)
-        # one rank cuts nothing, so nothing is captured: the Python runs once for each micro-batch
+        # with one rank nothing is cut or captured: the Python runs once for each micro-batch
         if self._ranks == 1:
             self._adopt_whole(this, forward)
             return module.forward(*arguments, **keywords)
         aside = self._aside.reason(module)
         if aside is not None:
             return self._call_aside(this, aside, watched, call)
-        # an evaluation has captured it before: a call that trains may have the same graph
+        # captured in an evaluation before
         if this.found is not None:
             return self._call_early(this, this.found, watched, arguments, keywords)
         if this.state is State.ASIDE:
@@ -216,7 +219,7 @@ class Discovery:
             result = self._calls.captured(found, arguments, keywords)
             self._look_again(this, found, watched)
             return result
-        # TorchDynamo runs nothing before it has followed all of a call, so it can be made otherwise
+        # (nothing of the call has run by then, so it can be made in another way)
         except NotCaptured as error:
             reason = error.reason
             if error.by_its_kind:
@@ -234,11 +237,10 @@ class Discovery:
         return result
 
     def _is_around_a_network(self, module: nn.Module) -> bool:
-        """Whether a part of a module is cut already.
+        """Whether a submodule of a module is cut already.
 
-        (``training_step`` calls ``self.net(x)``, and ``validation_step`` ``self(x)``; or training
-        begins with a part.) It is not cut again with what is around it: two networks would own the
-        same weights.
+        For example, ``training_step`` calls ``self.net(x)``, and ``validation_step`` ``self(x)``.
+        The outer module is not cut too, since two networks would then own the same weights.
         """
         parts = set(map(id, module.modules())) - {id(module)}
         cut = (w.module for w in self._watched.values() if w.state is State.CUT)
@@ -252,39 +254,59 @@ class Discovery:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Any:
-        """A call of a network that was captured in an evaluation before training."""
+        """Handle a call of a network that was captured before, in an evaluation.
+
+        If the call trains, the network is cut now.
+
+        Args:
+            this: the module.
+            found: its capture.
+            watched: the modules that are watched again if it is not cut.
+            arguments: positional arguments of the call.
+            keywords: keyword arguments of the call.
+        """
         try:
             return self._calls.call(found, arguments, keywords)
         finally:
             self._look_again(this, found, watched)
-            if this.state is State.KEPT:  # in some of its calls, as it turns out
+            # (this call may run on the driver, while others are captured)
+            if this.state is State.KEPT:
                 self._watch_calls(found)
 
     def _look_again(self, this: Watched, found: FoundNetwork, watched: Sequence[Watched]) -> None:
-        """After a call that was too early to cut by: training may call another module."""
-        # (a call without gradients does not cut: an evaluation may use other layers than training)
+        """Watch modules again if a call has not cut the network, since it was without gradients.
+
+        An evaluation may call other modules and layers than the training does.
+        """
         if not found.driven and this.state is not State.KEPT:
             this.put(State.EARLY, _why_without_gradients())
             this.found = found
             self._watch(watched)
 
     def _watch_calls(self, found: FoundNetwork) -> None:
-        """Have calls of a network go through its capture."""
+        """Have later calls of a network go through its capture."""
         watch(found.module, found.name, lambda n, m, a, k: self._calls.call(found, a, k))
 
     def _call_aside(
         self, this: Watched, reason: str, watched: Sequence[Watched], call: Callable[[], Any]
     ) -> Any:
-        """Run a call that stages cannot compute on the driver; later calls are looked at again."""
+        """Run a call on the driver, since stages cannot compute it; a later call may be cut.
+
+        Args:
+            this: the module.
+            reason: why stages cannot compute the call.
+            watched: the modules that are watched again after the call.
+            call: makes it.
+        """
         this.put(State.ASIDE, reason)
         self._driver.have_here(this.module, whole=True)
         try:
             return call()
         finally:
-            self._watch(watched)  # look again
+            self._watch(watched)
 
     def _is_kept_unseen(self, this: Watched) -> bool:
-        """Whether a module is left on the driver without a look at its graph."""
+        """Keep a module on the driver if that is clear without a capture. Returns whether it is."""
         named = this.module.named_modules()
         scripted = [name for name, part in named if isinstance(part, torch.jit.ScriptModule)]
         if self._opened and len(layers(this.module)) < self._ranks:
@@ -295,7 +317,7 @@ class Discovery:
         return bool(scripted)
 
     def _prepare(self, this: Watched, forward: Callable[..., Any], *, whole: bool) -> FoundNetwork:
-        """Get ready to capture calls of a module, as one graph or as a chain of graphs."""
+        """Set up the capture of calls of a module, as one graph (``whole``) or as a chain."""
         name, module = this.name, this.module
         prefix = f"{name}." if name else ""
         shared = {
@@ -303,7 +325,7 @@ class Discovery:
             for full, kind in self._shared.items()
             if full.startswith(prefix)
         }
-        # annotations of single modules for PyTorchProfiler: what stages run are no modules
+        # hooks by which PyTorchProfiler names modules: stages run operations, not modules
         drop_hooks(module, of=("lightning.pytorch.profilers", "pytorch_lightning.profilers"))
         hollow = Hollow(module, self._driver.device)
 
@@ -318,7 +340,7 @@ class Discovery:
         return found
 
     def _open(self, this: Watched, found: FoundNetwork, parts: Sequence[Watched]) -> None:
-        """Let a module run its own Python from here on, and look at the modules that it calls."""
+        """Let a module run its own Python from here on, and watch the modules that it calls."""
         this.put(State.OPENED)
         self._driver.have_here(this.module)
         if this.name:
@@ -330,7 +352,7 @@ class Discovery:
             watch(watched.module, watched.name, self._called)
 
     def _adopt_whole(self, this: Watched, forward: Callable[..., Any]) -> None:
-        """Adopt a network as one stage: its batches are split, and nothing is cut."""
+        """Have batches of a network split into micro-batches, on one rank, without stages."""
         chunks = self._options.microbatches or 1
         if chunks > 1 and self._driver.calls.follows:
             raise PlanError(
@@ -344,7 +366,7 @@ class Discovery:
         watch(this.module, this.name, lambda n, m, a, k: call_in_chunks(forward, a, k, chunks))
 
     def _stays(self, name: str, reason: str) -> None:
-        """A graph of a network is computed on the driver; so is the network, unless one is cut."""
+        """Note that a graph stays on the driver; so does its network, unless another one is cut."""
         if self._watched[name].state not in (State.KEPT, State.CUT):
             self._watched[name].put(State.KEPT, reason)
 
@@ -360,10 +382,10 @@ class Discovery:
     # ------------------------------------------------------------------ a new graph
 
     def _waits(self, found: FoundNetwork) -> bool:
-        """Whether a call comes before training, and so tells too little to cut the network by.
+        """Whether a network is not cut yet, since this call is of an evaluation before training.
 
-        Evaluation may have other layers, one sample only, and no gradients. Until a training step
-        calls it, the network is whole here, if it can be.
+        An evaluation may have other layers, one sample only, and no gradients. Until a training
+        step calls it, the network is whole on the driver, if its weights have memory there.
         """
         too_early = self._options.training and not torch.is_grad_enabled()
         return too_early and found.is_materialized
@@ -371,7 +393,11 @@ class Discovery:
     def _adopt(
         self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]
     ) -> NetworkCall | None:
-        """Plan, cut and check a network; or leave it on the driver."""
+        """Plan, cut and check a newly captured graph, or leave it on the driver.
+
+        Returns:
+            What calls its stages; ``None``: the driver computes the graph.
+        """
         if self._waits(found):
             return None
         name = found.name
@@ -386,12 +412,12 @@ class Discovery:
             else:
                 self._stays(name, refusal)
             return None
-        # the cut points that a user gives may be those of a module around this one
+        # (the user's cut points may be meant for a module that contains this one)
         is_part = any(inside(name, outer) for outer in self._opened)
         call = self._adoption.adopt(found, graph, partitions, values, is_part=is_part)
         self._require_hooks_of_all_ranks()
         self._watched[name].put(State.CUT)
-        if found.whole:  # what it does not use may be called by itself
+        if found.whole:  # (a submodule that it does not use may be called by itself)
             owned = call.network.tensors()
             inner = (w for n, w in self._watched.items() if inside(n, name) and n != name)
             self._watch(w for w in inner if not _shares(w.module, owned))
@@ -399,12 +425,14 @@ class Discovery:
         return call
 
     def _require_hooks_of_all_ranks(self) -> None:
-        """Hooks on parameters that another rank owns now must be there as well.
+        """Refuse hooks on the gradient of a worker's parameter that the worker does not have too.
+
+        Workers have the hooks that were put on before they left the Trainer, in code that every
+        rank runs.
 
         Raises:
-            HybridError: one was put on here, or taken off, since the ranks parted.
+            HybridError: a hook was put on, or taken off, since then.
         """
-        # a hook is put on by code that each rank runs; one that came later is on this rank alone
         now, away = _hooks_of(self._module), self._driver.remote.places.names()
         for name in sorted(away & now.keys() & self._hooks.keys()):
             if now[name] != self._hooks[name]:
@@ -417,7 +445,7 @@ class Discovery:
         return not asked or bool(self._opened) or self._others_can_be_cut(name)
 
     def _others_can_be_cut(self, name: str) -> bool:
-        """Whether a network beside this one is, or by its size may be, cut into stages."""
+        """Whether a network is cut, or one beside this has as many layers as there are ranks."""
         return self._any(State.CUT) or any(
             len(layers(other.module)) >= self._ranks
             for other in self._watched.values()
@@ -426,7 +454,7 @@ class Discovery:
 
 
 def _why_without_gradients() -> str:
-    """What is said of a network that no call with gradients follows."""
+    """The reason why a network is not cut that was called without gradients only."""
     reason = f"was called without gradients only ({place_now()})"
     frames = (frame for frame, _ in traceback.walk_stack(None))
     if any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame in frames):
@@ -438,17 +466,18 @@ def _why_without_gradients() -> str:
 
 
 def _hooks_first(module: nn.Module, reason: str) -> str:
-    """Why a module can't be captured as one graph: its full backward hook, where it has one."""
+    """The reason of a failed capture, after the name of a module with a full backward hook."""
     hooked = [n or "itself" for n, m in module.named_modules() if has_backward_hooks(m)]
     return f"{hooked[0]!r} has a full backward hook\n{reason}" if hooked else reason
 
 
 def _hooks_of(module: nn.Module) -> dict[str, list[Any]]:
-    """The user's hooks on gradients, by the names of the parameters."""
+    """The user's hooks on gradients, by name of the parameter."""
     with as_they_are():
         named = {name: gradient_hooks(p) for name, p in module.named_parameters()}
     return {name: [hook for hook in hooks if is_of_the_user(hook)] for name, hooks in named.items()}
 
 
 def _shares(module: nn.Module, tensors: Iterable[Tensor]) -> bool:
+    """Whether a parameter of a module is one of these tensors."""
     return not {id(p) for p in module.parameters()}.isdisjoint(map(id, tensors))

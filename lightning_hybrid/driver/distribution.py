@@ -1,4 +1,4 @@
-"""The stages of a network on their way to the ranks of a replica: code, weights, links."""
+"""Distributes the stages of a network to the ranks of a replica: code, weights, links."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from lightning_hybrid.stage import (
     borrowed_parameters,
     engine_of,
     is_running_statistic,
+    lent_parameters,
     tensors_of,
 )
 from lightning_hybrid.state import (
@@ -34,15 +35,19 @@ class Distributed:
     """A network whose stages are on their ranks.
 
     Attributes:
-        engine: of the driver's stages.
-        remote: by ``pp_rank`` of each worker, names in the LightningModule of what it owns.
-        borrowed: per rank of the replica, names in the network of what it uses and another one
+        engine: runs the driver's stages.
+        remote: by ``pp_rank`` of each worker, names in the LightningModule of the tensors that it
             owns.
+        borrowed: per rank of the replica, names in the network of parameters that it uses and
+            another rank owns.
+        lent: per rank of the replica, names in the network of parameters that it owns and the
+            driver uses too.
     """
 
     engine: Engine
     remote: dict[int, tuple[str, ...]]
     borrowed: list[frozenset[str]]
+    lent: list[frozenset[str]]
 
 
 class Distribution:
@@ -50,10 +55,10 @@ class Distribution:
 
     Args:
         module: the LightningModule.
-        mesh: the groups.
+        mesh: the process groups and channels of this rank.
         options: what the run has decided.
-        commands: to the workers.
-        trace: where the driver's stages record.
+        commands: sends commands to the workers.
+        trace: records what the driver's stages do.
     """
 
     def __init__(
@@ -79,50 +84,62 @@ class Distribution:
         """Have all ranks make their stages of a network.
 
         Args:
-            number: of the network, the next one.
+            number: number of the network: how many there are before it.
             name: dotted name of the network in the LightningModule.
             network: the module.
-            codes: its stages.
-            placement: where they go.
+            codes: the code of each of its stages.
+            placement: which ranks get which stage, and under which schedule they run.
 
         Raises:
-            NetworkError: code of a stage cannot travel to its rank.
-            Exception: of a worker that cannot make its stages.
+            NetworkError: code of a stage cannot be sent to its rank, or its stages cannot be shared
+                or copied as the placement says.
+            Exception: a worker cannot make its stages.
             DeferredError: stages share a weight that is made in ``configure_model``.
         """
         parameters = dict(network.named_parameters())
-        borrowed = borrowed_parameters(
-            [[n for n in code.owned if n in parameters] for code in codes], placement.devices
-        )
+        names = [[n for n in code.owned if n in parameters] for code in codes]
+        borrowed = borrowed_parameters(names, placement.devices)
+        lent = lent_parameters(names, placement.devices, borrowed)
         refuse_tied(name, tensors_of(self._module), borrowed)
         self._refuse_compiled(name, borrowed[0])
         _refuse_copies(name, network, codes, placement.devices)
-        links = self._order(number, name, codes, placement, borrowed, linked=False)
+        links = self._order(number, name, codes, placement, borrowed, lent, linked=False)
         prefix = f"{name}." if name else ""
         remote = self._hand_out_weights(prefix, codes, placement.devices, borrowed)
         engine = self._make_engine(prefix, network, codes, placement, links, borrowed[0])
-        return Distributed(engine, remote, borrowed)
+        return Distributed(engine, remote, borrowed, lent)
 
     def distribute_again(self, network: DrivenNetwork, codes: Sequence[StageCode]) -> None:
         """Have all ranks make their stages of another graph of a network.
 
         Args:
             network: the network.
-            codes: the stages of the graph; each uses tensors that its rank has.
+            codes: the code of each stage of the graph, which uses tensors that its rank has.
 
         Raises:
-            NetworkError: code of a stage cannot travel to its rank.
-            Exception: of a worker that cannot make its stages.
+            NetworkError: code of a stage cannot be sent to its rank, or a stage cannot be copied.
+            Exception: a worker cannot make its stages.
         """
         _refuse_copies(network.name, network.module, codes, network.placement.devices)
-        # who borrows what was settled by the first graph of the network
+        # (who borrows which parameter was decided by the first graph of the network)
         nobody = [frozenset[str]() for _ in (0, *self._workers.ranks)]
-        self._order(network.number, network.name, codes, network.placement, nobody, linked=True)
+        self._order(
+            *(network.number, network.name, codes, network.placement, nobody, nobody), linked=True
+        )
         here = [own.number for own in network.engine.owned]
         stages = make_stages([codes[n] for n in here], network.module, self._device)
         network.engine.add_specialization(dict(zip(here, stages)))
 
     def _refuse_compiled(self, name: str, borrowed: Iterable[str]) -> None:
+        """Refuse to compile a stage of the driver that uses another rank's parameter.
+
+        Args:
+            name: of the network.
+            borrowed: names of these parameters.
+
+        Raises:
+            NetworkError: there are some, and stages are compiled.
+        """
         for parameter in borrowed if self._options.stages.compiled else ():
             raise NetworkError(
                 f"compile_stages=True: the driver's stage of network {name!r} shares {parameter!r} "
@@ -138,27 +155,37 @@ class Distribution:
         codes: Sequence[StageCode],
         placement: Placement,
         borrowed: Sequence[frozenset[str]],
+        lent: Sequence[frozenset[str]],
         *,
         linked: bool,
     ) -> dict[int, Dealt]:
-        """Have the workers make their stages.
+        """Have the workers make their stages, and make the links between the stages of all ranks.
+
+        Args:
+            number: number of the network.
+            name: dotted name of the network in the LightningModule.
+            codes: the code of each stage.
+            placement: which ranks get which stage.
+            borrowed: per rank, names in the network of parameters that another rank owns.
+            lent: per rank, names in the network of parameters that it owns and the driver uses too.
+            linked: whether the links are there already.
 
         Returns:
-            By number, the links of the stages that are here; empty if they are linked already.
+            By number of the stage, the links of this rank's stages; empty if ``linked``.
         """
         for code in codes:
-            # refused here by name: a worker that cannot import a function could only fail
+            # (checked here, where an error can name the function that workers cannot import)
             code.code.check()
         orders: dict[int, Command] = {}
         for worker in self._workers.ranks:
             ranks = enumerate(map(copies_of, placement.devices))
             theirs = {n: codes[n] for n, owners in ranks if worker in owners}
             orders[worker] = Cut(
-                *(number, name, theirs, placement, borrowed[worker]),
+                *(number, name, theirs, placement, borrowed[worker], lent[worker]),
                 *(self._options.seed, self._options.trains),
             )
         self._commands.tell_each(orders)
-        # before the answers: the workers open the other ends of these links now
+        # (before their answers, since the workers make their ends of the links before they answer)
         links = {} if linked else link_copies(self._mesh, placement.devices, self._device)
         if links:
             self._mesh.owners(copies_of(placement.devices[next(iter(links))]))
@@ -174,6 +201,12 @@ class Distribution:
     ) -> dict[int, tuple[str, ...]]:
         """Send each worker the weights of its stages.
 
+        Args:
+            prefix: dotted name of the network in the LightningModule, with a dot behind it.
+            codes: the code of each stage.
+            devices: which ranks get which stage.
+            borrowed: per rank, names in the network of parameters that another rank owns.
+
         Returns:
             By ``pp_rank`` of the worker, names in the LightningModule of what it owns.
         """
@@ -186,7 +219,7 @@ class Distribution:
             self._workers.send(worker, TakeWeights(values.items()))
             mine = [full for n, full in names.items() if n not in borrowed[worker]]
             remote[worker] = tuple(mine)
-            # once it is sent: a message on its way shows the memory that goes now
+            # (after they were sent, since this may free their memory here)
             leave_to_worker(tensors, remote[worker], self._mesh.coordinates, worker)
             let_go_of_checkpoints()
         return remote
@@ -200,7 +233,7 @@ class Distribution:
         links: Mapping[int, Dealt],
         borrowed: frozenset[str],
     ) -> Engine:
-        """This rank's stages, on its device."""
+        """Make this rank's stages, on its device, and the engine that runs them."""
         stages = dict(zip(links, make_stages([codes[n] for n in links], network, self._device)))
         here = [*stages.values()]
         mine = [prefix + n for part in here for n in part.tensor_names]
@@ -221,10 +254,12 @@ class Distribution:
 def _refuse_copies(
     name: str, network: nn.Module, codes: Sequence[StageCode], devices: Devices
 ) -> None:
-    """What the copies of a stage write must be the same in all of them, in one device's order.
+    """Refuse a stage with copies that writes to tensors which copies cannot keep equal.
+
+    Running statistics alone may be written, outside of activation checkpointing.
 
     Raises:
-        NetworkError: a stage that has copies writes what cannot be exchanged.
+        NetworkError: a stage does so.
     """
     for number, (code, copies) in enumerate(zip(codes, map(copies_of, devices))):
         if len(copies) == 1 or not code.written:

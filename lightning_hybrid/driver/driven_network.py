@@ -1,6 +1,6 @@
-"""A network that has been cut, on its driver, which tells the workers what to run.
+"""A network that has been cut, on the driver: it runs calls forward and backward on all ranks.
 
-:class:`DrivenNetwork` numbers calls and their keys, tells the workers
+:class:`DrivenNetwork` numbers calls and their keys, sends the workers commands
 (:mod:`lightning_hybrid.driver.commands`) and runs this rank's stages
 (:mod:`lightning_hybrid.stage.engine`).
 """
@@ -44,14 +44,14 @@ from lightning_hybrid.stage import (
 
 @dataclass(frozen=True, eq=False)
 class PartsOfDriver:
-    """What all networks of one driver work with.
+    """The parts of one driver that its networks use.
 
     Attributes:
-        commands: to the workers.
-        weights: of all stages.
-        gradients: likewise.
-        calls: of the networks in this step.
-        batches: that they are trained on.
+        commands: sends commands to the workers.
+        weights: moves parameters and buffers between the driver and the workers.
+        gradients: averages gradients over the replicas.
+        calls: numbers the calls of networks in the current step.
+        batches: the training batches.
         say: tells the user something, in one line.
     """
 
@@ -64,21 +64,22 @@ class PartsOfDriver:
 
 
 class DrivenNetwork(StagedNetwork):
-    """A network that has been cut, as its driver sees it.
+    """A network that has been cut, on the driver.
 
     Args:
-        number: of the network.
-        name: dotted name in the LightningModule.
+        number: number of the network.
+        name: dotted name of the network in the LightningModule.
         module: the network.
-        engine: this rank's stages at work.
-        borrowed: names in the network of what this rank uses and another one owns.
-        placement: where its stages are.
-        parts: of the driver.
-        continues: whether the code around a call draws random numbers of the same stream.
+        engine: runs this rank's stages.
+        borrowed: names in the network of parameters that this rank uses and another one owns.
+        placement: which ranks have which stages, and the schedule.
+        parts: the parts of the driver that it uses.
+        continues: whether the network draws its random numbers from the generators of the code
+            around a call.
 
     Attributes:
-        leaf: what autograd's graph has in the place of the parameters.
-        stream: its calls that run ahead; ``None``: its schedule begins with none early.
+        leaf: a tensor that stands for the parameters in autograd's graph.
+        stream: its calls that were launched early; ``None``: its schedule launches none.
     """
 
     def __init__(
@@ -100,25 +101,26 @@ class DrivenNetwork(StagedNetwork):
         self._specializations = 0
         self._numbers: dict[CallKey, int] = {}
         self._patterns: dict[tuple[Any, ...], int] = {}
-        # the count is not the size of the table: a pass that fails is not in it,
-        # but workers may know its number, which must not be given again
+        # (not the size of the table: the number of a pass that has failed is not in the table, but
+        # must not be used again, since workers may know it)
         self._count = self._pattern_count = 0
-        # calls whose outputs were dropped; a finaliser may run anywhere, so it only notes them
+        # calls whose outputs were dropped (only noted, since a finaliser may run at any moment)
         self._dropped: deque[int] = deque()
-        # Tells "do parameters want gradients?": not a leaf (torch.autograd.grad refuses those),
-        # and a view, which keeps nothing and so survives any number of backward passes.
+        # The anchor is an input of each call, by which autograd knows whether parameters need
+        # gradients. It is no leaf, since torch.autograd.grad refuses those, but a view of one: a
+        # view saves nothing and so survives any number of backward passes.
         self.leaf = torch.zeros((), requires_grad=True)
         self._anchor = self.leaf.view_as(self.leaf)
-        self._early_numbers: dict[CallKey, int] = {}  # of keys that workers have heard of
+        self._early_numbers: dict[CallKey, int] = {}  # numbers of new keys of launched calls
         self.stream: Stream | None = None
         if placement.schedule in STREAMED:
             self.stream = Stream(self, parts.commands, parts.batches, parts.say)
 
     def specialize(self, graph: NetworkGraph, parts: int) -> Specialization:
-        """Take in a graph; all ranks have their stages of it, made in the same order.
+        """Register a captured graph of the network, of which all ranks have their stages.
 
         Args:
-            graph: of the call.
+            graph: the graph; all ranks get the graphs of a network in the same order.
             parts: into how many micro-batches a batch may be split.
         """
         self._specializations += 1
@@ -139,7 +141,7 @@ class DrivenNetwork(StagedNetwork):
         return [tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)]
 
     def anchor(self) -> Tensor | None:
-        """What stands for the parameters in autograd's graph; ``None``: all are frozen."""
+        """The input of a call that stands for the parameters; ``None``: all are frozen."""
         with as_they_are():
             trained = any(parameter.requires_grad for parameter in self._parameters)
         return self._anchor if trained else None
@@ -148,20 +150,29 @@ class DrivenNetwork(StagedNetwork):
     def forward(
         self, specialization: Specialization, leaves: Sequence[Tensor], *, grad: bool
     ) -> tuple[Call, list[Values]]:
-        """Run the pipeline forward. Returns the call and, per micro-batch, the outputs."""
+        """Run the pipeline forward.
+
+        Args:
+            specialization: the captured graph that is called.
+            leaves: the inputs.
+            grad: whether a backward may follow.
+
+        Returns:
+            The call and, per micro-batch, the outputs.
+        """
         while self._dropped:
             self._free(self._dropped.popleft())
         graph = specialization.graph
         self._weights.before_forward(graph, grad=grad)
-        # in the middle of a pass no worker could answer what its buffer is now
+        # (inputs that are proxies are read now: in the middle of a pass no worker could answer)
         leaves = [read_now(leaf) for leaf in leaves]
         slices, numbers = specialization.split(leaves)
         continues = self._continues and graph.uses_rng
         if continues:
-            # one stream for the whole batch: its state goes from stage to stage with the tensors
+            # the generators' states go from stage to stage with the tensors, of one micro-batch
             slices = [[*slices[0], *random_state(self.engine.device)]]
         key = self._key(specialization.number, slices, numbers, grad, continues)
-        self._commands.remote.flush()  # a change by hand interrupts what is under way
+        self._commands.remote.flush()  # (first: a change of weights gives launched calls up)
         launched = None if self.stream is None else self.stream.due(key, leaves)
         if launched is None:
             call, command = self.open_call(key)
@@ -172,7 +183,7 @@ class DrivenNetwork(StagedNetwork):
             self._launch(specialization, leaves)
         commits = launched is not None and bool(graph.written)
         if commits:
-            # what a call that ran ahead has written to buffers is kept back until its turn: now
+            # now is the turn of a call that ran ahead: put what it has written into the buffers
             self._commands.tell(Commit(self.number, call.number))
         try:
             with self._commands.workers.passing(self.engine):
@@ -185,7 +196,7 @@ class DrivenNetwork(StagedNetwork):
                 self.engine.commit(call)
         if continues:
             set_random_state(call.states, self.engine.device)
-        # known from here on: a call that fails half-way has taught nobody its shapes
+        # (only after a call that went well: its stages know the shapes by now)
         self._numbers[key] = command.key
         if grad:
             self._step_calls.note()
@@ -203,7 +214,18 @@ class DrivenNetwork(StagedNetwork):
         keep: bool,
         input_gradient: bool,
     ) -> list[Gradients]:
-        """Run the pipeline backward. Returns, per micro-batch, the gradients of the inputs."""
+        """Run the pipeline backward.
+
+        Args:
+            call: the call.
+            gradients: per micro-batch, the gradients of the outputs.
+            parameters: whether parameters get gradients.
+            keep: ``retain_graph``.
+            input_gradient: whether gradients of the inputs are needed.
+
+        Returns:
+            Per micro-batch, the gradients of the inputs.
+        """
         present = tuple(gradient is not None for gradient in gradients[0])
         pattern_key = call.key, present, parameters, input_gradient
         pattern = self._patterns.get(pattern_key)
@@ -214,11 +236,11 @@ class DrivenNetwork(StagedNetwork):
             self._pattern_count += 1
         if parameters:
             self._commands.remote.flush()
-            # (after the flush: a gradient set by hand is with its owner before a pass adds to it)
+            # (after the flush, which brings gradients that were set by hand to their owners)
             self._commands.remote.gradients.refuse_parts()
         reduce = parameters and not self.weight_hooks.held and self._gradients.overlap()
         was, now = call.key.trainable, self.trainable()
-        # (what was frozen in the forward is not part of its graph)
+        # (what was frozen in the forward is not part of its graph, and gets no gradient either)
         trainable = None if now == was else tuple([a and b for a, b in zip(was, now)])
         mode = Backward(
             *(self.number, call.number, pattern, exchange, parameters, keep, input_gradient),
@@ -232,31 +254,32 @@ class DrivenNetwork(StagedNetwork):
             self._gradients.note(self.number, averaged=reduce)
         with self._commands.workers.passing(self.engine):
             found = self.engine.backward(call, mode, gradients)
-        # known from here on: a pass that fails has told that nothing gets a gradient
+        # (only after a pass that went well: one that fails tells stages that nothing has gradients)
         self._patterns[pattern_key] = pattern
         return found
 
     def drop(self, number: int) -> None:
-        """The output of a call was dropped without a backward."""
+        """Note that the outputs of a call were dropped, so that no backward will come."""
         self._dropped.append(number)
 
     def open_call(self, key: CallKey, ahead: int = 0) -> tuple[Call, Forward]:
-        """Open a call, and make the command that tells the workers of it.
+        """Open a call, and make the command that has the workers run its forward.
 
         Args:
-            key: of the call.
-            ahead: how many batches before its turn it begins.
+            key: the key of the call.
+            ahead: how many batches before its turn the call begins.
         """
         number = self._numbers.get(key)
         exchange = number is None
         if number is None and ahead:
-            # several calls that begin early may be under way before the first of them is over
+            # (launched calls with the same new key have one number, before the first is over)
             number = self._early_numbers.get(key)
         if number is None:
             number = self.add_key(key)
         if exchange and ahead:
             self._early_numbers[key] = number
-        # (with a new key no rank knows yet what later stages draw, so the state travels to be sure)
+        # (with a new key no rank knows whether later stages draw random numbers, so the generators'
+        # state is sent in any case)
         uses_rng = exchange or key.continues or self.uses_rng(number)
         self._count += 1
         calls = self._step_calls
@@ -269,13 +292,19 @@ class DrivenNetwork(StagedNetwork):
         return self.open(command), command
 
     def _told(self, trainable: tuple[bool, ...]) -> None:
-        """Workers take these flags: where this rank has a copy, it sums the same gradients."""
+        """Note which parameters workers give gradients, if this rank has a copy of their stage.
+
+        All copies of a stage must sum the gradients of the same parameters.
+
+        Args:
+            trainable: ``requires_grad`` of every parameter, as the workers were told.
+        """
         if self.placement.collects:
             flags = zip(self._parameters, trainable)
             self.engine.replica_group.trainable = {p for p, trains in flags if trains}
 
     def _launch(self, specialization: Specialization, leaves: Sequence[Tensor]) -> None:
-        """Launch calls of later batches, like one that was just called."""
+        """Launch calls of later batches like that of the current one, if the schedule does so."""
 
         def split(others: Sequence[Tensor]) -> tuple[CallKey, list[Values]]:
             slices, numbers = specialization.split(others)
@@ -285,6 +314,7 @@ class DrivenNetwork(StagedNetwork):
             self.stream.launch(specialization.graph, leaves, split)
 
     def _free(self, number: int) -> None:
+        """Drop what all ranks keep for the backward of a call."""
         if self.calls.pop(number, None) is not None:
             self._commands.tell(Free(self.number, number))
 
@@ -300,7 +330,7 @@ class DrivenNetwork(StagedNetwork):
             tuple(TensorSpec.of(tensor, gradient=grad) for tensor in leaves) for leaves in slices
         )
         precision = Precision.current(self.engine.device)
-        # all that decides what travels and how stages compute: equal keys send no headers again
+        # (all that decides what is sent and how stages compute; a known key is sent as a number)
         training, trainable = self.module.training, self.trainable()
         return CallKey(
             specialization, specs, numbers, grad, training, trainable, precision, continues

@@ -1,4 +1,4 @@
-"""The user's optimizers on the driver: they step, clip and unscale on all ranks of its replica."""
+"""The user's optimizers on the driver, whose steps, clipping and unscaling reach all ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -59,7 +59,7 @@ from lightning_hybrid.state import (
 )
 
 ALL = -1
-"""Every bit of ``fresh``."""
+"""For ``fresh``, whose bit k is for optimizer k: all optimizers."""
 
 
 class DrivenOptimizers:
@@ -67,20 +67,20 @@ class DrivenOptimizers:
 
     Args:
         module: the LightningModule.
-        names: names of its parameters by identity, those that all ranks have.
-        mesh: the groups.
-        commands: to the workers.
-        ownership: which worker owns what.
-        gradients: of this replica.
-        files: of the workers.
+        names: by ``id``, the names of those of its parameters that all ranks have.
+        mesh: the process groups and channels of this rank.
+        commands: sends commands to the workers.
+        ownership: which worker owns which tensor.
+        gradients: averages the gradients of this replica over the replicas.
+        files: reads the files that workers write their states to.
         say: tells the user something, in one line.
-        shards: whether states are divided over the replicas.
+        shards: whether the states of optimizers are divided over the replicas.
 
     Attributes:
-        optimizers: the user's.
-        streamed_by: the schedule, if it begins with later batches early; then no optimizer may step
-            whole.
-        before_step: called before an optimizer steps.
+        optimizers: the user's optimizers.
+        streamed_by: name of the schedule, if it begins with later batches early; then no optimizer
+            may step as a whole on the driver.
+        before_step: called before the workers step.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class DrivenOptimizers:
         self._files = files
         self.optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
-        self._precision: Precision | None = None  # that the workers know of
+        self._precision: Precision | None = None  # the one that was last sent to the workers
         self.streamed_by, self._stays = "", ""
         self.before_step: Callable[[], None] = lambda: None
         self._mesh, self._replica = mesh, mesh.coordinates.dp_rank
-        # one table for all ranks of the replica: a division notes in it which replica has a state
+        # one table for all ranks of the replica: divisions note in it which replica has which state
         replicas, self._replica_of = mesh.coordinates.replicas, Replicas()
         self._divisions = {
             worker: Division(replicas, self._replica_of) for worker in commands.workers.ranks
@@ -119,13 +119,13 @@ class DrivenOptimizers:
             self._others = OtherReplicas(names, self._replica_of, self._replica)
 
     def __deepcopy__(self, memo: object) -> "DrivenOptimizers":
-        """Copies of a Trainer, and of what it has patched, drive the same workers."""
+        """The object itself: a copy of a Trainer that refers to it drives the same workers."""
         return self
 
     def connect(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take charge of the user's optimizers."""
+        """Take charge of the user's optimizers, in place of those of before."""
         if self._all_here and (self._shares is None or self.optimizers == list(optimizers)):
-            self.optimizers = list(optimizers)  # they have no counterparts, or are connected
+            self.optimizers = list(optimizers)  # workers step none, or they are connected already
             return
         self.close()
         self.optimizers, self._links = list(optimizers), []
@@ -136,7 +136,7 @@ class DrivenOptimizers:
         self.ship(fresh=ALL)
 
     def close(self) -> None:
-        """Leave the optimizers as they were."""
+        """Take hooks and replaced methods off the optimizers."""
         for link in self._links:
             link.close()
 
@@ -144,35 +144,39 @@ class DrivenOptimizers:
 
     @signals_deferred
     def ship(self, *, fresh: int = 0) -> None:
-        """Give the workers the optimizers as they are now, and drop the state they need here.
+        """Send the optimizers to the workers, and drop the states of workers' parameters here.
 
-        Before the first network is cut, workers need none.
+        Before the first network is cut nothing is sent: workers need no optimizers then.
 
         Args:
-            fresh: bit k: optimizer k has the state that is sent; else the workers keep the state
-                that they have already.
+            fresh: bit k says that the state of optimizer k that is sent replaces that of the
+                workers; without it they keep the state that they have.
         """
         if self._steps_all:
             self.ship_in_any_case(fresh)
 
     @property
     def _steps_all(self) -> bool:
-        """Whether it is known which rank steps what: a network is cut, or there is none to cut."""
+        """Whether each parameter's owner is known: a network is cut, or none will be."""
         return self._ownership.any_network or self._all_here
 
     def stay_here(self) -> None:
-        """No network will be cut: this rank steps all, or its share of it."""
+        """Register that no network will be cut: this rank steps all parameters, or its share."""
         if self._shares is not None and not self._all_here:
             self._all_here = True
             self.ship(fresh=ALL)
 
     def ship_in_any_case(self, fresh: int) -> None:
-        """The same, also where no network has been cut."""
+        """Send the optimizers to the workers like :meth:`ship`, also before a network is cut.
+
+        Args:
+            fresh: see :meth:`ship`.
+        """
         parameters = self._parameters()
         # first of all: one that steps whole keeps all of its states on this rank
         self._try_all()
         whole = [link.whole for link in self._links]
-        # what a state that is here does not hold, the optimizer has no more
+        # where all states are here, they replace those of the workers
         fresh |= sum(link.is_back << index for index, link in enumerate(self._links))
         for link in self._links:
             link.ship_quietly()
@@ -185,24 +189,29 @@ class DrivenOptimizers:
             later = (
                 self._ownership.tensors_of(w) for w in self._commands.workers.ranks if w > worker
             )
-            left = (owned & parameters.keys()).difference(*later)  # copies of a stage need it, too
+            # (a state stays here until all workers that have copies of its stage have got it)
+            left = (owned & parameters.keys()).difference(*later)
             for link in self._links:
                 link.leave(parameters[name] for name in left)
-            # what was loaded is mapped from its file: pages that were sent give their memory back
+            # loaded states are mapped from the checkpoint's file: free the pages that were sent
             let_go_of_checkpoints()
         for link in self._links:
             link.shipped()
 
     def _parameters(self) -> dict[str, Parameter]:
-        # what a hook has added on this rank, the others do not have; and names that have changed
-        # since layers changed places, they do not know
+        # only parameters that all ranks have (not those that a hook has added on this rank), by
+        # their names at the start, which workers know even if layers have changed places since
         here = (p for p in self._module.parameters() if id(p) in self._names)
         return {self._names[id(p)]: p for p in here}
 
     def _divide(self, parameters: Mapping[str, Parameter]) -> None:
-        """Divide what is known to be of one rank and not divided yet, and drop other states here.
+        """Divide the states of parameters whose owner is known over the replicas, if this is asked.
 
-        What this rank owns is known where there are no workers, else when it steps.
+        States that other replicas have then are dropped here. What the driver owns is divided here
+        only if there are no workers, else in its first step (:meth:`StateShares.alone`).
+
+        Args:
+            parameters: by name, the parameters that all ranks have.
         """
         if self._shares is None:
             return
@@ -210,7 +219,7 @@ class DrivenOptimizers:
         known = {id(p) for o in divided for group in o.param_groups for p in group["params"]}
         with as_they_are():
             mine = {name: p for name, p in parameters.items() if id(p) in known}
-            # those that are frozen have no states for a while, or for ever
+            # frozen ones apart, so that those that have states are divided evenly
             for trained in (True, False):
                 now = {n: p for n, p in mine.items() if p.requires_grad is trained}
                 for worker, division in self._divisions.items():
@@ -222,12 +231,14 @@ class DrivenOptimizers:
             self._shares.drop(optimizer)
 
     def _try_all(self) -> None:
-        """Find out of each optimizer whether every rank can step its own parameters.
+        """Find out for each optimizer whether every rank can step its own parameters.
 
-        One that cannot steps as a whole on the driver, as a line says.
+        An optimizer for which that is wrong steps as a whole on the driver, and a line says so.
 
         Raises:
-            PlanError: it would have to, under a streamed schedule.
+            PlanError: an optimizer must step as a whole, which a streamed schedule does not allow.
+            HybridError: an optimizer must step as a whole, but no rank has all of its parameters
+                or states.
         """
         for link in self._links:
             tried = link.try_once(lambda o: why_whole(o, self._names, self._device))
@@ -238,8 +249,7 @@ class DrivenOptimizers:
                     "batches before a step is over, it cannot. Use schedule='gpipe', or another "
                     "optimizer."
                 )
-            # (a trial comes once, and again for other hyper-parameters;
-            # links are shipped much more often)
+            # (only after a trial: optimizers are sent much more often than they are tried)
             if tried and link.reason and self._commands.workers.ranks:
                 self._say(announce(link.optimizer, link.reason))
             if tried and link.reason and self._shares is not None:
@@ -254,12 +264,12 @@ class DrivenOptimizers:
                 )
 
     def gather_states(self) -> None:
-        """Have the states of all ranks here."""
+        """Bring the states of all ranks of the replica into the optimizers on this rank."""
         for link in self._links:
             link.gather_state()
 
     def bring_states(self) -> None:
-        """After the run: as :meth:`gather_states`, for good."""
+        """Put the states of all ranks into the optimizers, after :meth:`close`."""
         for link in self._links:
             link.bring_state()
 
@@ -267,7 +277,12 @@ class DrivenOptimizers:
 
     @signals_deferred
     def step(self, index: int, changed: list[Hyperparameters] | None) -> None:
-        """Have the workers step."""
+        """Have the workers step, after the driver's optimizer has stepped.
+
+        Args:
+            index: number of the optimizer.
+            changed: its parameter groups; ``None``: they are as in the last step.
+        """
         self.before_step()
         if self._ownership.any_network:  # else nobody would hear of the precision
             precision = Precision.current(self._device)
@@ -277,27 +292,36 @@ class DrivenOptimizers:
             self._shares.exchange()
 
     def share(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Inside, this rank steps its share of what it owns, if states are divided."""
+        """Inside, the optimizer steps this rank's share of what it owns, if states are divided."""
         if self._shares is None or not self._steps_all:
             return nullcontext()
         return self._shares.alone(optimizer)
 
     def zero_grad(self, index: int, set_to_none: bool) -> None:
-        """Have the workers clear their gradients."""
+        """Have the workers clear the gradients of an optimizer.
+
+        Args:
+            index: number of the optimizer.
+            set_to_none: drop the gradients; else they are filled with zeros.
+        """
         if set_to_none:
             groups = self.optimizers[index].param_groups
             known = (self._names.get(id(p), "") for group in groups for p in group["params"])
-            # code here may hold a gradient that is cleared: it keeps the numbers, as on one device
+            # a gradient that code here still refers to keeps its numbers, as on one device
             self._commands.remote.release_gradients(known)
         self._tell(ZeroGrad(index, set_to_none))
 
     def settle(self) -> None:
-        """Gradients are about to be used."""
+        """Bring all gradients to the owners of their parameters, before they are used."""
         self._gradients.settle()
         self._ownership.settle()
 
     def state(self, index: int) -> dict[str, dict[str, Any]]:
-        """The state of an optimizer by parameter name on the workers, tensors on the CPU."""
+        """The state of an optimizer that the workers have, by parameter name.
+
+        Its tensors are on the CPU, mapped from files of the workers or received from them; inside
+        of :meth:`unread` they may stay on the workers until they are read.
+        """
         if not self._ownership.any_network:
             return {}
         if self._stays == "always":
@@ -315,14 +339,16 @@ class DrivenOptimizers:
     def state_dict(
         self, optimizer: Optimizer, *, here: bool, unread: bool, at_once: bool
     ) -> dict[str, Any]:
-        """The state dict of one device; collective over the drivers, if states are divided.
+        """The state dict that one device would have, with the states of all ranks.
+
+        Where states are divided over the replicas, all drivers call this together.
 
         Args:
-            optimizer: the user's.
-            here: whether this rank gets it; the others get nothing.
-            unread: see :meth:`unread`.
-            at_once: it is written before the next step, so that tensors may be unread where files
-                of workers cannot be read here, too.
+            optimizer: the user's optimizer.
+            here: whether this rank gets the state dict; else it gets an empty one.
+            unread: whether tensors of workers stay there until they are read; see :meth:`unread`.
+            at_once: whether the caller writes it before the next step, so that tensors may stay on
+                workers whose files cannot be read here.
         """
         divides = self._others is not None and bool(self._links)
         link = self._links[self._index(optimizer)] if divides else None
@@ -338,9 +364,9 @@ class DrivenOptimizers:
                 return complete(link.optimizer, optimizer.state_dict(), self._names, others)
 
     def left(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of one device after a failed run.
+        """The state dict of an optimizer after a failed run, in the form of one device.
 
-        Where replicas divide the states it has none: the others can no longer be asked.
+        It is without states where replicas divide them: other replicas can be asked no more.
         """
         if self._others is None:
             return optimizer.state_dict()
@@ -356,16 +382,16 @@ class DrivenOptimizers:
         return {**found, "state": {}}
 
     def share_of(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A checkpoint without the states that are known to be for other replicas.
+        """The checkpoint without the states that other replicas are known to have.
 
-        (What is loaded goes to the devices of the parameters, which may have no room for more.)
+        Loading moves states to the devices of their parameters, which may have no room for all.
         """
         others = self._others
         if others is None:
             return checkpoint
         left = []
         for link, state in zip(self._links, checkpoint["optimizer_states"]):
-            if link.divided is None:  # it may have a form of its own
+            if link.divided is None:  # (the state dict may be of any form that its class likes)
                 left.append(state)
                 continue
             numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -376,7 +402,10 @@ class DrivenOptimizers:
         return {**checkpoint, "optimizer_states": left}
 
     def _states_of_others(self, link: OptimizerLink) -> States:
-        """On the driver of replica 0, by name the states that other replicas have."""
+        """The states that other replicas have, by name of the parameter (collective over drivers).
+
+        The driver of replica 0 gets them.
+        """
         index = self._links.index(link)
         mine = link.states_here() | ({} if link.is_back else self.state(index))
         if not self._stays:
@@ -393,10 +422,10 @@ class DrivenOptimizers:
 
     @contextmanager
     def unread(self, *, always: bool = True) -> Iterator[None]:
-        """Inside, state dicts have tensors of workers unread, which stay where they are.
+        """Inside, states of workers in state dicts are unread tensors, fetched when they are read.
 
         Args:
-            always: else where files of workers cannot be read here.
+            always: whether that is so even where files of the workers can be read here.
         """
         self._stays = "always" if always else "without files"
         try:
@@ -415,6 +444,14 @@ class DrivenOptimizers:
     def _unread_all(
         self, index: int, replica: int, name: str, state: Mapping[str, Any]
     ) -> dict[str, Any]:
+        """The state of one parameter, with unread tensors for those that another rank has.
+
+        Args:
+            index: number of the optimizer.
+            replica: number of the replica that has the state.
+            name: name of the parameter.
+            state: the state, with a `TensorSpec` in the place of each of these tensors.
+        """
         # ranks are numbered replica by replica, and within one the driver is the first
         rank = replica * self._mesh.coordinates.ranks_per_replica
         rank += self._ownership.rank_of(name) if name in self._ownership.network_of else 0
@@ -426,8 +463,9 @@ class DrivenOptimizers:
         }
 
     def _unread_one(self, index: int, owned: Owned, spec: TensorSpec) -> Tensor:
+        """An unread tensor for one in the state of an optimizer, fetched when it is read."""
         remote = self._commands.remote
-        before = remote.state(Kind.PARAMETER)  # a step changes both
+        before = remote.state(Kind.PARAMETER)  # a step changes parameters and states
 
         def read() -> Tensor:
             replica, rank = divmod(owned.rank, self._mesh.coordinates.ranks_per_replica)
@@ -446,14 +484,14 @@ class DrivenOptimizers:
         return unread_there(spec, owned, read)
 
     def find(self, owned: Owned) -> Tensor:
-        """A state that this rank has."""
+        """The tensor of an optimizer's state that this rank has."""
         assert owned.optimizer is not None
         found: Tensor = self._links[owned.optimizer].states_here()[owned.name][owned.state]
         return found
 
     @contextmanager
     def at_hand(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, this rank has all parameters and gradients of an optimizer, on its device."""
+        """Inside, all parameters and gradients of an optimizer are on this rank's device."""
         with as_they_are():
             ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
         names = (self._names.get(i) for i in ids)
@@ -462,16 +500,19 @@ class DrivenOptimizers:
             yield
 
     def _tell(self, command: OptimizerCommand) -> None:
-        """Before the first network is cut, workers have neither optimizers nor gradients."""
+        """Send a command about an optimizer to the workers, and new parameter groups before it.
+
+        Before the first network is cut nothing is sent: workers have no optimizers then.
+        """
         if self._ownership.any_network:
             self._send_new_groups(command.optimizer)
             self._commands.tell(command)
 
     def _send_new_groups(self, index: int) -> None:
-        """Groups mostly change with a step; `add_param_group` may come in between."""
+        """Send the parameter groups if `add_param_group` has changed them since the last step."""
         groups = self._links[index].new_groups()
         if groups is not None:
-            # (a group that was added may hold parameters that nobody steps yet)
+            # (new parameters may have to be given to a replica that steps them)
             self._divide(self._parameters())
             self._commands.tell(TakeGroups(index, groups, self._replica_of))
 
@@ -489,21 +530,21 @@ class DrivenOptimizers:
         """Scale the gradients of all stages so that their common norm is at most ``max_norm``.
 
         Args:
-            optimizer: the user's.
+            optimizer: the user's optimizer; the gradients are those of its parameters.
             max_norm: the bound.
-            order: of the norm.
+            order: p of the p-norm.
             finite: whether a norm that is not finite is an error.
 
         Returns:
-            Their norm before.
+            The norm before scaling.
 
         Raises:
-            RuntimeError: it is not finite; nothing was scaled.
+            RuntimeError: the norm is not finite, and ``finite``; nothing was scaled.
         """
         index = self._index(optimizer)
         self._commands.remote.flush()
         with as_they_are():
-            # a norm for each parameter, not for each rank: their sum is rounded as on one device
+            # one norm per parameter, not per rank, so that they are added up as on one device
             norms = gradient_norms(optimizer, self._names, order)
         if self._ownership.any_network:
             self._send_new_groups(index)
@@ -524,9 +565,11 @@ class DrivenOptimizers:
 
     @signals_deferred
     def unscale(self, optimizer: Optimizer, factor: Tensor) -> bool:
-        """Multiply the gradients of all stages with ``factor``; whether one is not finite.
+        """Multiply the gradients of all stages with ``factor``.
 
-        Replicas agree on it: what they hold are averages over all of them.
+        Returns:
+            Whether a gradient is not finite; the same on all replicas, since gradients are averages
+            over all of them.
         """
         index = self._index(optimizer)
         self._commands.remote.flush()
@@ -535,7 +578,7 @@ class DrivenOptimizers:
             answers = self._commands.ask(Unscale(index, factor.cpu()))
         remote = [answer.value for answer in answers]
         with as_they_are():
-            # (a list: what is here must be scaled even where a worker has found an infinite number)
+            # (a list, so that gradients here are scaled even if a worker's are not finite)
             return any([unscale(gradients_of(optimizer), factor), *remote])
 
     def clip_values(self, optimizer: Optimizer, bound: float) -> None:
@@ -547,7 +590,8 @@ class DrivenOptimizers:
 
     def _index(self, optimizer: Optimizer) -> int:
         known = self.optimizers
-        if optimizer not in known:  # an optimizer of the user's may have this attribute, too
+        # (not `hasattr(optimizer, "optimizer")`: a class of the user's may have that attribute too)
+        if optimizer not in known:
             wrapper: Any = optimizer
-            optimizer = wrapper.optimizer  # Lightning's
+            optimizer = wrapper.optimizer  # Lightning's wrapper around one of them
         return known.index(optimizer)

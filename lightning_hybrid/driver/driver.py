@@ -1,14 +1,14 @@
 """The driver: it runs the user's code, owns the last stage, and drives the workers of its replica.
 
-(Under a free placement it may own earlier stages too.)
+Under a free placement it may own earlier stages too.
 
-The code around it works with its parts: :class:`Distribution` of stages, :class:`Weights`,
-:class:`ReplicaGradients`, :class:`DrivenOptimizers`, and the proxies of what the workers own
-(:class:`RemoteTensors`). They share the commands to the workers; the driver itself begins and ends
-things: networks, steps, runs.
+:class:`Driver` makes its parts, which send commands to the workers, and offers them to its callers:
+:class:`Distribution` of stages, :class:`Weights`, :class:`ReplicaGradients`,
+:class:`DrivenOptimizers`, and the proxies of what the workers own (:class:`RemoteTensors`). The
+driver itself adds networks, begins steps, writes sharded checkpoints and ends the run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,7 +21,6 @@ from lightning_hybrid.comm import (
     Failure,
     Mesh,
     broadcast_object,
-    copies_of,
     gather_objects,
     meet,
     protocol,
@@ -35,11 +34,12 @@ from lightning_hybrid.driver.distribution import Distributed, Distribution
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import ALL, DrivenOptimizers
 from lightning_hybrid.driver.held_hooks import HeldHooks
+from lightning_hybrid.driver.loans import Loan
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.ownership import Ownership, Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
-from lightning_hybrid.driver.tied_weights import Borrowing, Copied
+from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
@@ -50,6 +50,7 @@ from lightning_hybrid.stage import (
     ReplicaGroup,
     Stopwatch,
     Trace,
+    lent_weights,
     state_buffers,
     tensors_of,
 )
@@ -70,22 +71,22 @@ class Driver:
 
     Args:
         module: the LightningModule.
-        mesh: the groups.
-        device: the driver's own.
+        mesh: the process groups and channels of this rank.
+        device: the device of this rank.
         options: what the run has decided.
         watch: adds up the time in which this rank computes.
-        batches: that it is trained on, as far as later ones are known.
+        batches: the training batches, the current one and those after it that are known.
 
     Attributes:
-        device: the driver's own.
-        commands: to the workers.
+        device: the device of this rank.
+        commands: sends commands to the workers.
         distribution: gives all ranks their stages.
-        remote: what the workers own, as the user's code sees it.
-        weights: of all stages.
-        gradients: likewise.
-        chosen_gradients: runs backward passes.
-        optimizers: the user's.
-        calls: of networks in this step.
+        remote: the proxies of the tensors that the workers own.
+        weights: moves parameters and buffers between the driver and the workers.
+        gradients: averages the gradients of this replica's ranks over the replicas.
+        chosen_gradients: runs the backward passes of the user's code.
+        optimizers: the user's optimizers, which step on all ranks of the replica.
+        calls: numbers the calls of networks in the current step.
     """
 
     def __init__(
@@ -100,13 +101,14 @@ class Driver:
         here = mesh.coordinates
         self._module, self._mesh, self.device, self._options = module, mesh, device, options
         self._share_optimizers = False
-        self._apart: frozenset[str] = frozenset()  # what stays with its owners after the run
+        # names of the parameters that stay with their owners after the run, for lack of room
+        self._apart: frozenset[str] = frozenset()
         self._trace = Trace(here.rank, str(here), watch)
         self._networks: list[DrivenNetwork] = []
         known = frozenset(tensors_of(module) if options.shared is None else options.shared)
         self._names = {id(p): name for name, p in module.named_parameters() if name in known}
-        # made in the order of who needs whom: proxies ask the ownership, commands
-        # flush the proxies, and all that follows only sends commands
+        # in the order of dependence: proxies ask the ownership, commands flush the proxies first,
+        # and the parts after these send commands only
         self._workers, unsettled = Workers(mesh), Unsettled()
         self._ownership = Ownership(self._workers, unsettled)
         self.remote = RemoteTensors(self._ownership, device)
@@ -131,9 +133,9 @@ class Driver:
         self._shards = options.shards and here.replicas > 1
         hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
-        # (buffers that no training step reads need not be the same on all replicas in training)
+        # (only buffers that a training step reads must be the same on all replicas in training)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
-        self._synchronized = True  # in the last step
+        self._synchronized = True  # whether the last step averaged gradients over the replicas
         self._after = AfterRun(module, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
             *(self.commands, self.weights, self.gradients, self.calls),
@@ -141,7 +143,7 @@ class Driver:
         )
 
     def __deepcopy__(self, memo: object) -> "Driver":
-        """Copies of a Trainer, and of what it has patched, drive the same workers."""
+        """The driver itself: a copy of a Trainer that refers to it drives the same workers."""
         return self
 
     # ------------------------------------------------------------------ networks
@@ -161,14 +163,15 @@ class Driver:
         Args:
             name: dotted name of the network in the LightningModule.
             network: the module.
-            codes: its stages.
-            placement: where they go.
-            continues: whether the code around a call draws random numbers of the same stream.
+            codes: the code of each of its stages.
+            placement: which ranks get which stage, and under which schedule they run.
+            continues: whether the network draws its random numbers from the generators of the code
+                around a call, instead of from generators of its own.
 
         Raises:
             Exception: see :meth:`Distribution.distribute`.
         """
-        # views are looked for before weights are sent: a message on its way shows their memory, too
+        # before weights are sent: a message that is being sent would be found as a view of them
         number, views = len(self._networks), views_of(network)
         made = self.distribution.distribute(number, name, network, codes, placement)
         driven = DrivenNetwork(
@@ -177,7 +180,8 @@ class Driver:
         )
         if placement.schedule in STREAMED:
             self.optimizers.streamed_by = placement.schedule
-            # of an exact schedule nothing is under way then, unless a window has become shorter
+            # under an exact schedule no batch runs ahead across a step, unless the window of
+            # gradient accumulation has become shorter since it was launched
             if not STREAMED[placement.schedule].delayed:
                 self.optimizers.before_step = self.interrupt
         self._take_charge(driven, made, views)
@@ -186,34 +190,38 @@ class Driver:
 
     @property
     def has_networks(self) -> bool:
-        """Whether a network is cut."""
+        """Whether at least one network is cut into stages."""
         return bool(self._networks)
 
     @signals_deferred
     def interrupt(self) -> None:
-        """Give up calls that run ahead: what follows is for weights and networks as they are."""
+        """Discard the calls of later batches that a streamed schedule has begun early.
+
+        A later step launches these batches again.
+        """
         for network in self._networks:
             if network.stream is not None:
                 network.stream.drop()
 
     def have_here(self, module: nn.Module, *, whole: bool = False) -> None:
-        """Bring a module to the device of this rank, which runs its Python.
+        """Move a module to the device of this rank, which is about to run its Python.
 
         Args:
-            module: of which the parts that are cut stay where they are.
-            whole: with all of its parts, else what it owns itself.
+            module: the module; parts of it that are cut stay where they are.
+            whole: whether the tensors of its submodules are moved too, or only its own.
 
         Raises:
-            HybridError: the device has no room for it.
+            HybridError: the device has not enough memory for it.
         """
         tensors = (*module.parameters(recurse=whole), *module.buffers(recurse=whole))
         materialize(tensors)
         try:
-            with outside_of_transforms(), torch.inference_mode(False):  # (of an evaluation)
+            # (also in an evaluation: what is moved in inference mode could not be trained later)
+            with outside_of_transforms(), torch.inference_mode(False):
                 gradients = (tensor.grad for tensor in tensors if tensor.grad is not None)
                 for tensor in (*tensors, *gradients):
-                    # (through `data`: the same leaf, which has its hooks and its optimizer, and the
-                    # same buffer, which a call that has begun may have taken already)
+                    # (by `data`: the parameter stays the object that hooks and optimizers refer to,
+                    # and the buffer the one that a call which has begun may have taken already)
                     if tensor.device != self.device:
                         tensor.data = tensor.data.to(self.device)
         except torch.OutOfMemoryError as error:
@@ -226,27 +234,36 @@ class Driver:
             ) from error
 
     def keep(self, module: nn.Module) -> None:
-        """Take in a network that is not cut."""
+        """Keep a network whole on this rank's device; the replicas average its gradients."""
         self.have_here(module, whole=True)
         self._replicated.renew_rest()
         if self._options.share:
             self._replicated.rest.broadcast_weights()
 
     def settle(self) -> None:
-        """No network will be cut: treat all parameters as the driver's own."""
+        """Register that no network will be cut: all parameters are the driver's own."""
         self._replicated.settle()
         self.optimizers.stay_here()
 
     def expect_optimizers(self) -> None:
-        """Only replica 0 has loaded the state of optimizers."""
+        """Have replica 0 send the states of optimizers, which it alone has loaded, to the others.
+
+        This happens when a network is cut.
+        """
         self._share_optimizers = self._options.share
 
     def _take_charge(self, driven: DrivenNetwork, made: Distributed, views: Sequence[View]) -> None:
-        """All ranks have their stages: tell the parts of the driver whose tensors are where."""
+        """Tell the parts of the driver which rank owns which tensors of a distributed network.
+
+        Args:
+            driven: the network.
+            made: its stages, which all ranks have by now.
+            views: tensors of the user's that show the memory of its weights.
+        """
         first, replica_group = not self._networks, driven.engine.replica_group
         self._networks.append(driven)
         copied = self._copied(driven)
-        # before optimizers are shipped: of what no rank owns no state goes anywhere
+        # before optimizers are sent: a state goes to the owner of its parameter
         self._ownership.add(driven.number, made.remote, copied)
         self._replicated.add(replica_group, driven.full_names(driven.owned_names))
         self.optimizers.ship(fresh=ALL if first else 0)
@@ -257,28 +274,36 @@ class Driver:
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here, views)
         self._borrowing.add([driven.full_names(sorted(names)) for names in made.borrowed])
+        for loan in self._loans(driven, made.lent):
+            self._ownership.loans.add(loan)
         if self._options.trains:
-            self._workers.flush()  # what is on its way shows the memory of weights
-            self.remote.vacate(self._borrowing.used_here)
+            self._workers.flush()  # messages that are being sent use the memory of the weights
+            self.remote.vacate(self._ownership.loans.names)
         if self._options.share:
             self._share_from_replica_0(driven.number, replica_group)
 
     def _copied(self, driven: DrivenNetwork) -> dict[str, nn.Parameter]:
-        """By name in the LightningModule the parameters of this rank's copy of a stage, if any."""
+        """By name in the LightningModule, the parameters of this rank's copy of a stage, if any."""
         if not driven.placement.collects:
             return {}
-        copy = driven.engine.owned[0]
-        [owner, *_] = copies_of(driven.placement.devices[copy.number])
-        named = dict(copy.specializations[0].named_parameters())
-        copied = dict(zip(driven.full_names(named), named.values()))
-        self._borrowing.add_copy(
-            Copied(driven.number, owner, copied.keys(), driven.engine.replica_group)
-        )
-        return copied
+        named = dict(driven.engine.owned[0].specializations[0].named_parameters())
+        return dict(zip(driven.full_names(named), named.values()))
+
+    def _loans(self, driven: DrivenNetwork, lent: Sequence[Iterable[str]]) -> Iterator[Loan]:
+        """The weights of a network that workers lend this rank, a loan for each worker.
+
+        Args:
+            driven: the network.
+            lent: per ``pp_rank``, names in the network of the parameters.
+        """
+        for owner, names in enumerate(map(sorted, lent)):
+            weights = lent_weights(driven.module, names, owner, self._mesh)
+            if weights is not None:
+                yield Loan(driven.number, owner, driven.full_names(names), weights)
 
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
-        """Weights were loaded, or made, in one replica only."""
-        # workers are told first: each rank broadcasts among those with its stages, all at once
+        """Broadcast the weights of replica 0, which alone has loaded or made them."""
+        # workers are told first: each rank joins the broadcast of its own stages at the same time
         self.commands.tell(protocol.Share(network, self._share_optimizers))
         replica_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
@@ -289,11 +314,11 @@ class Driver:
     # ------------------------------------------------------------------ a step
 
     def begin_step(self, batch: int, *, whole: bool = True) -> None:
-        """A `training_step` begins: count its calls of networks anew.
+        """Prepare for a `training_step`: count calls of networks anew, and synchronize buffers.
 
         Args:
             batch: how many training batches the run has seen before.
-            whole: whether nothing that was computed before is part of it.
+            whole: whether no autograd graph from before goes on in this step.
         """
         self.calls.begin(batch)
         if whole:
@@ -306,43 +331,44 @@ class Driver:
 
     @signals_deferred
     def check(self) -> None:
-        """See to it that no stage of any replica has failed (collective over the drivers).
+        """Raise an error if a stage of any replica has failed (collective over the drivers).
 
-        A stage that fails in a backward keeps its appointments, so that its driver hears of it
-        only with the next question; until then the other replicas train on with what it sent.
-        Nothing may leave the replicas, into a checkpoint or at the end of a fit, before this.
+        A stage that fails in a backward still takes part in the averaging of gradients, so its
+        driver hears of the failure only when it next asks the workers, and until then the other
+        replicas train on with what the stage has sent. So this is called before weights are written
+        to a checkpoint and at the end of a fit.
 
         Raises:
-            Exception: of the first that has.
+            Exception: the error of the first stage that has failed.
         """
         failure = None
         try:
             self.commands.ask(protocol.Check())
         except Exception as error:
             failure = error
-        # asked also where nothing has failed: the drivers of the other replicas wait in it
+        # called where nothing has failed too: the drivers of the other replicas wait in it
         if not meet(self._mesh.drivers, failed=failure is not None):
             raise failure or self._options.first_failure()
 
     @signals_deferred
     def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
-        """Write a sharded checkpoint: each rank of this replica what it owns.
+        """Write a sharded checkpoint: each rank of this replica writes what it owns.
 
-        Where states are divided, all drivers call this together.
+        Where replicas divide the states of optimizers, all drivers call this together.
 
         Args:
-            checkpoint: the ordinary one; of workers it has tensors that are not read here. Only
-                replica 0's is written.
-            folder: empty; all ranks see it. Likewise.
+            checkpoint: the ordinary checkpoint, with unread tensors for what workers own. The one
+                of replica 0 is written.
+            folder: an empty folder that all ranks can write to; the one of replica 0 counts.
 
         Raises:
-            OSError: of any rank, which cannot write.
+            OSError: a rank cannot write.
         """
         divided = Divided.of(checkpoint)
         if not self._shards:
             written = self._write(divided, divided.elsewhere, folder)
         else:
-            # only replica 0 has made the checkpoint, and so knows what each rank is to write
+            # replica 0 alone has made the checkpoint, and so knows what each rank is to write
             orders = divided.elsewhere, folder
             elsewhere, folder = broadcast_object(self._mesh.drivers, orders)
             mine = self._write(divided, elsewhere, folder)
@@ -356,7 +382,16 @@ class Driver:
     def _write(
         self, divided: Divided, elsewhere: Mapping[int, Any], folder: Path
     ) -> list[Shard | OSError]:
-        """What this replica writes, rank by rank."""
+        """Have the ranks of this replica write their parts of a sharded checkpoint.
+
+        Args:
+            divided: the checkpoint of this driver, divided by owners.
+            elsewhere: by rank of the mesh, what all ranks but replica 0's driver are to write.
+            folder: of the checkpoint.
+
+        Returns:
+            What each rank has written, or the error that kept it from writing.
+        """
         here = self._mesh.coordinates
         mine = range(here.index, here.index + here.ranks_per_replica)
         parts = {rank - here.index: part for rank, part in elsewhere.items() if rank in mine}
@@ -370,7 +405,7 @@ class Driver:
             written.append(write_shard(folder, here.index, own))
         except OSError as error:
             written.append(error)
-        finally:  # they answer in any case
+        finally:  # workers answer in any case, and an answer left would be taken for a later one
             answers = self._workers.hear(parts)
         return written + [answer.value for answer in answers]
 
@@ -378,15 +413,18 @@ class Driver:
     def stage_shards(
         self, checkpoint: Mapping[str, Any], folder: Path, given_up: Event
     ) -> Callable[[], None]:
-        """Make copies for a sharded checkpoint, on each rank of what it owns; workers write theirs.
+        """Copy what a sharded checkpoint consists of, each rank what it owns, to be written later.
+
+        Workers write their copies in the background.
 
         Args:
-            checkpoint: as above.
-            folder: likewise.
-            given_up: is set where workers may be gone.
+            checkpoint: the ordinary checkpoint, with unread tensors for what workers own.
+            folder: an empty folder that all ranks can write to.
+            given_up: an event that is set when workers may be gone.
 
         Returns:
-            What writes this rank's, and makes a checkpoint of it, in any thread.
+            A function for any thread, which writes this rank's copy, waits for those of the workers
+            and completes the checkpoint.
         """
         divided = Divided.of(checkpoint)
         self._tell_shards(divided.elsewhere, folder, staged=True)
@@ -394,7 +432,7 @@ class Driver:
             write_rest(folder, divided.rest)
             here = staged(divided.here)
         finally:
-            # in any case: an answer that nobody takes would be taken for that of the next question
+            # in any case: an answer that is not received now would be taken for a later one
             self._workers.hear(divided.elsewhere)
 
         def write() -> None:
@@ -405,7 +443,7 @@ class Driver:
         return write
 
     def await_shards(self) -> None:
-        """Wait until workers have written what was staged."""
+        """Wait until workers have written the copies that :meth:`stage_shards` has made."""
         self.commands.ask(protocol.AwaitShards())
 
     def _tell_shards(self, parts: Mapping[int, Any], folder: Path, *, staged: bool) -> None:
@@ -415,17 +453,17 @@ class Driver:
 
     @signals_deferred
     def reports(self, name: str) -> list[Any]:
-        """What each worker, in the order of their stages, answers to a question of this name."""
+        """The answers of all workers, in the order of their ranks, to the report of this name."""
         return [answer.value for answer in self.commands.ask(protocol.Report(name))]
 
     # ------------------------------------------------------------------ the end
 
     @signals_deferred
     def bring_all(self) -> None:
-        """Have the weights, buffers and gradients of all stages in the module.
+        """Put the weights, buffers and gradients of all stages into the module on this rank.
 
-        Where files of workers cannot be read, they travel, if all ranks have room for them. Else
-        each rank keeps what it owns, and the user is told.
+        They are mapped from files of the workers. Where these cannot be read, the tensors are sent,
+        if all ranks have room for them; else each rank keeps what it owns, and the user is told.
         """
         self._ownership.settle()
         if self._after.map_tensors():
@@ -446,30 +484,35 @@ class Driver:
     def end(self, results: Any, *, weights: bool) -> None:
         """End the run: the workers get the results and, if weights have changed, the whole module.
 
-        Of the optimizers they get the groups, and keep the states that they have; this rank gets
-        those of all.
+        The workers then get the groups of the optimizers too, and keep the states that they have.
+        This rank gets the states of all ranks.
+
+        Args:
+            results: what the run returns on all ranks.
+            weights: whether weights have changed.
 
         Raises:
-            Exception: of a worker that has failed since it was last heard of.
+            Exception: a worker has failed since its last answer.
         """
         if weights and self._workers.ranks:
             if not self._after.hand_out():
                 self.weights.hand_out(but=self._apart)
             # also where no network was cut: scripts read groups of optimizers on each rank
             self.optimizers.ship_in_any_case(fresh=0)
-        # an evaluation after a fit has given them away, too
+        # (after an evaluation too: if it has cut a network, workers have taken states)
         self.optimizers.bring_states()
-        # asked, and not told: a worker that has failed since its last answer says so here
+        # a question, whose answers tell which workers have failed since their last ones
         self.commands.ask(protocol.End(results))
         self._workers.flush()
         self._workers.close()
 
     @signals_deferred
     def salvage(self) -> None:
-        """Before :meth:`abort`: have the weights of all stages in the module, here and on workers.
+        """Put the weights of all stages into the module on all ranks, before :meth:`abort`.
 
-        A script that catches the error finds there what its training has made, as on one device;
-        here also the states of the optimizers, for a checkpoint.
+        So a script that catches the error has the trained weights, as on one device. This rank gets
+        the states of the optimizers too, for a checkpoint. If the workers cannot be asked any more,
+        nothing happens.
         """
         if not (self._workers.ranks and self._workers.in_step):
             return
@@ -483,12 +526,12 @@ class Driver:
             self.optimizers.gather_states()
 
     def abort(self, failure: Failure) -> None:
-        """Tell the workers that this replica has failed: all that are still there."""
+        """Tell the workers that still run that this replica has failed, and why."""
         self._workers.close(failed=True)
         self._mesh.say_goodbye(failure)
 
     def close(self) -> None:
-        """Leave the optimizers and the parameters as they were."""
+        """Write the trace, and make ordinary parameters and optimizers of those of the run."""
         self._trace.write()
         self.remote.close()
         self.optimizers.close()

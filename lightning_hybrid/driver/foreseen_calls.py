@@ -1,8 +1,8 @@
-"""What networks a step calls, and with what: seen on a copy of the module, before there are stages.
+"""Finds out which networks a training step calls, by a step on a copy of the module.
 
-A copy that is watched runs its Python as ever; the first call of each network is captured, as in a
-run (:mod:`lightning_hybrid.driver.discovery`), but all of it is computed here. Nothing of it is
-kept for the run, which finds its networks itself.
+It serves to choose sizes before the run. The copy runs its Python, and the first call of each
+network is captured, as in a run (:mod:`lightning_hybrid.driver.discovery`), but everything is
+computed on this rank. The run finds its networks anew.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,15 +20,15 @@ from lightning_hybrid.planning import CalledNetwork
 
 
 class LookAhead:
-    """Watches a copy of a module.
+    """Captures the networks that a copy of a module calls.
 
     Args:
         module: the copy, with all of its weights on one device.
-        names: of the modules that are networks; None: they are found.
+        names: names of the modules that are networks; None: they are found by their calls.
 
     Attributes:
         seen: the networks that were called, in the order of their first calls.
-        problems: what kept others from being captured.
+        problems: why other modules could not be captured or cut, one text each.
 
     Raises:
         NetworkNotFoundError: there is no module with parameters, or of a name that the user gave.
@@ -42,7 +42,7 @@ class LookAhead:
         self._watch(candidates(module, names))
 
     def close(self) -> None:
-        """Let go of the copy."""
+        """Drop the captured graphs."""
         for capture in self._captures:
             capture.close()
 
@@ -54,8 +54,8 @@ class LookAhead:
     def _called(
         self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """The first call of a watched module, from outside of any other."""
-        # a part that several networks share is known under one of its names
+        """Capture the first call of a watched module that no other watched module makes."""
+        # (a module that several networks share is watched under one of its names only)
         within = set(map(id, module.modules()))
         inner = {n: m for n, m in self._watched.items() if inside(n, name) or id(m) in within}
         for part in (module, *inner.values()):
@@ -66,7 +66,7 @@ class LookAhead:
         def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
             problem = why_not_cut(graph)
             if problem is None:
-                # (planning comes later: until then no graph of this step is to be kept)
+                # (detached, since these inputs are kept until planning, longer than this step)
                 leaves = [leaf.detach() for leaf in graph.bind(values)]
                 partitions = network_partitions(graph)
                 self.seen.append(

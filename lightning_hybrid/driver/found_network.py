@@ -1,6 +1,6 @@
-"""A module that the user's code calls, and what has become of its calls.
+"""A module that the user's code calls, and its state: whether it is cut, kept whole, opened, ...
 
-Beside it, a network in micro-batches without stages: what a pipeline is compared with.
+:func:`call_in_chunks` computes a network in micro-batches without stages.
 """
 
 import textwrap
@@ -26,21 +26,22 @@ from lightning_hybrid.remote import Hollow, is_deferred
 
 @dataclass(eq=False)
 class FoundNetwork:
-    """A module that the user's code calls.
+    """A module that the user's code has called, and what was captured of it.
 
     Attributes:
         name: its dotted name in the LightningModule.
         module: the module.
-        forward: its own, as the user has it.
-        hollow: shows its weights to TorchDynamo.
-        whole: whether it is one graph; else a chain of them.
-        reason: why it is a chain; empty for one that is whole.
-        capture: of its calls.
-        between: while a chain is called, what holds between two of its graphs.
-        read_between: names of the weights that the Python there has computed with, in this call.
-        driven: its graphs that are cut, with their plans; one of a whole network.
-        calls: of each graph that is known on all ranks, how it is called.
-        why_whole: per graph and number of micro-batches, why it is not split.
+        forward: the user's own ``forward`` of the module.
+        hollow: shows weights that are not on this device to TorchDynamo, as tensors without memory.
+        whole: whether it is captured as one graph; else as a chain of graphs.
+        reason: why it is a chain; empty if it is one graph.
+        capture: captures its calls.
+        between: while a chain is called, the context of the Python between two of its graphs.
+        read_between: names of the weights that this Python has computed with in this call.
+        driven: its graphs that are cut, as networks with their plans; one if it is one graph.
+        calls: by graph, what calls its stages, for graphs whose stages all ranks have.
+        why_whole: by graph and number of micro-batches, why batches are not split; ``None``: they
+            are.
     """
 
     name: str
@@ -58,19 +59,19 @@ class FoundNetwork:
 
     @property
     def shown(self) -> str:
-        """How messages name it."""
+        """The name of the network in messages."""
         return f"Network {self.name or 'self'!r} ({type(self.module).__name__})"
 
     @property
     def is_materialized(self) -> bool:
-        """Whether numbers of all weights are here (those of other ranks may be old ones)."""
+        """Whether none of its weights and buffers is a deferred tensor."""
         return not any(map(is_deferred, (*self.module.parameters(), *self.module.buffers())))
 
     def network_of(self, graph: NetworkGraph) -> tuple[DrivenNetwork, Plan] | None:
-        """The network that this graph is another form of, if there is one.
+        """The cut network, and its plan, whose weights this graph uses; ``None``: there is none.
 
         Raises:
-            NetworkError: there are two.
+            NetworkError: the graph uses weights of two of them.
         """
         those = [one for one in self.driven if not one[0].owned_names.isdisjoint(graph.used)]
         if len(those) > 1:
@@ -82,33 +83,33 @@ class FoundNetwork:
 
 
 class State(Enum):
-    """What has become of a module that may be a network, or contain one."""
+    """The state of a module that may be a network, or contain one."""
 
     UNSEEN = auto()
-    """It was not called yet."""
+    """The module was not called yet."""
     ASIDE = auto()
-    """It was called, but in no way that stages could compute."""
+    """It was called, but only in ways that stages cannot compute."""
     EARLY = auto()
-    """It was captured, and no call that trains has followed."""
+    """It was captured in a call without gradients; it is cut in its first call that trains."""
     OPENED = auto()
-    """Its own Python runs, and the modules that it calls are looked at."""
+    """Its own Python runs on the driver, and the modules that it calls are watched instead."""
     KEPT = auto()
     """It stays whole, on the driver."""
     CUT = auto()
-    """It has stages, or is one whose batches are split."""
+    """It is cut into stages, or, on a single rank, its batches are split into micro-batches."""
 
 
 @dataclass(eq=False)
 class Watched:
-    """A module whose first call decides what becomes of it.
+    """A module whose calls are intercepted, to decide in the first ones whether it is cut.
 
     Attributes:
         name: its dotted name in the LightningModule.
         module: the module.
-        state: what has become of it.
-        reason: why it is in this state, as messages say it.
+        state: its state.
+        reason: why it is in this state, in the words of messages.
         several: why it cannot be captured as one graph; empty: it can, or is not captured yet.
-        found: what was captured of it before training.
+        found: what was captured of it in calls before training.
     """
 
     name: str
@@ -119,27 +120,27 @@ class Watched:
     found: FoundNetwork | None = None
 
     def put(self, state: State, reason: str = "") -> None:
-        """Note what has become of it now."""
+        """Set the state, and the reason for it."""
         self.state, self.reason = state, reason
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The modules that own parameters themselves."""
+    """The submodules that have parameters of their own."""
     return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
 
 
 def inside(name: str, outer: str) -> bool:
-    """Whether a module of this dotted name is, or is in, that of another."""
+    """Whether the module of a dotted name is, or is inside of, the module of another."""
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def indented(text: str) -> str:
-    """A reason of several lines, below a line of ours."""
+    """A text of several lines, indented below the line of a message."""
     return textwrap.indent(text, "    ")
 
 
 def count(number: int, what: str) -> str:
-    """A number of things, in words: one of them is no plural."""
+    """A number and a noun, in the plural unless the number is 1."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
@@ -149,10 +150,10 @@ def call_in_chunks(
     keywords: dict[str, Any],
     chunks: int,
 ) -> Any:
-    """``torch.cat([net(x_i) for x_i in x.chunk(chunks)])`` for any arguments and outputs.
+    """Compute ``torch.cat([net(x_i) for x_i in x.chunk(chunks)])`` for any arguments and outputs.
 
     Args:
-        forward: of the network.
+        forward: the network's ``forward``.
         arguments: positional arguments; tensors whose first size is the batch's are split.
         keywords: keyword arguments, likewise.
         chunks: number of micro-batches.
@@ -164,7 +165,7 @@ def call_in_chunks(
     if not tensors:
         return forward(*arguments, **keywords)
     batch = tensors[0].shape[0]
-    # torch's own rule of sizes, on a tensor without memory: the reference is `x.chunk(chunks)`
+    # the sizes that `x.chunk(chunks)` gives, from a tensor without memory
     sizes = [len(part) for part in torch.empty(batch, device="meta").chunk(chunks)]
     results = []
     for start, size in zip(accumulate(sizes, initial=0), sizes):
@@ -175,7 +176,7 @@ def call_in_chunks(
 
         some_arguments, some_keywords = rebuild((arguments, keywords), part)
         results.append(forward(*some_arguments, **some_keywords))
-    # one part is not rebuilt: an object of the user's own class stays the one that it was
+    # (a single result is returned as it is, with objects of the user's own classes in it)
     if len(results) == 1:
         return results[0]
     columns = iter(zip(*([tensor for _, tensor in tensors_in(r)] for r in results)))

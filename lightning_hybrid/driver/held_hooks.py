@@ -1,6 +1,6 @@
-"""The user's hooks on gradients, held on all ranks while a backward pass runs.
+"""Holds the user's hooks on gradients back on all ranks while a backward pass runs.
 
-See :mod:`lightning_hybrid.stage.weight_hooks`.
+:mod:`lightning_hybrid.stage.weight_hooks` says why, and does so on one rank.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,9 +20,9 @@ class HeldHooks:
     """Takes the user's hooks off weights during a backward, and calls each of them once after it.
 
     Args:
-        networks: that are cut; more may come.
-        commands: to the workers.
-        settle: has the gradients where they belong.
+        networks: the networks that are cut; the list may grow.
+        commands: sends commands to the workers.
+        settle: brings all gradients to the owners of their parameters.
     """
 
     def __init__(
@@ -34,16 +34,18 @@ class HeldHooks:
     def __call__(
         self, chosen: Collection[int] | None = None, *, late: bool = True
     ) -> Iterator[None]:
-        """Inside, a backward pass runs; at the end each hook hears of it once.
+        """Inside, a backward pass runs without the user's hooks; at the end each is called once.
 
         Args:
-            chosen: identities of the weights that it is for; ``None``: all.
-            late: call the hooks that wait for the sum to be in ``weight.grad`` too.
+            chosen: the ``id`` of each weight that the pass is for; ``None``: all weights.
+            late: whether to call hooks by ``register_post_accumulate_grad_hook`` too, which run
+                when the sum is in ``weight.grad``.
 
         Raises:
-            NetworkError: such a hook may change weights with which forwards have begun.
+            NetworkError: a hook is on a weight of a stage with copies; or a post-accumulate hook
+                could change weights with which forwards of later batches have begun.
         """
-        # (hooks are rare, and to hold them asks all ranks)
+        # (hooks are rare, and holding them sends commands to all ranks)
         networks = [network for network in self._networks if network.weight_hooks]
         if not networks:
             yield
@@ -54,7 +56,7 @@ class HeldHooks:
         try:
             yield
         except BaseException:
-            # the hooks are put back and not called: no gradient has come to its end
+            # (put back and not called, since no gradient is complete)
             self._release(networks, (), late=False)
             raise
         self._settle()
@@ -77,7 +79,11 @@ class HeldHooks:
 
 
 def _refuse_copies(networks: Sequence[DrivenNetwork]) -> None:
-    """A hook hears of a gradient once, and each copy of a stage has a part of it."""
+    """Refuse hooks on weights of a stage with copies, of which each has a part of the gradient.
+
+    Raises:
+        NetworkError: there is such a hook.
+    """
     for network in networks:
         hooked, placement = network.weight_hooks.names(), network.placement
         for names, copies in zip(placement.owned, map(copies_of, placement.devices)):
@@ -91,6 +97,11 @@ def _refuse_copies(networks: Sequence[DrivenNetwork]) -> None:
 
 
 def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
+    """Refuse post-accumulate hooks under a schedule that begins with later batches early.
+
+    Raises:
+        NetworkError: there is such a hook.
+    """
     for network in networks:
         schedule = network.placement.schedule
         if schedule in STREAMED and (late := network.weight_hooks.late()):
@@ -103,5 +114,6 @@ def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
 
 
 def _names(network: DrivenNetwork, chosen: Collection[int]) -> tuple[str, ...]:
+    """Names in the network of the parameters whose ``id`` is among these."""
     named: Iterator[tuple[str, Tensor]] = network.module.named_parameters()
     return tuple([name for name, weight in named if id(weight) in chosen])

@@ -1,14 +1,16 @@
-"""The network's own Python, run beside a call on a copy of the module, so that little remains.
+"""Runs the network's own Python on a copy of the module, and undoes most of its side effects.
 
-Parameters are shared with the module (a forward reads them), so that a copy needs no memory for
-them where they are. Buffers, attributes and arguments are copied; code, data sets, loaders and
-optimizers are not. What the forward prints, logs, warns of and draws is swallowed.
+The copy shares the parameters with the module (a forward reads them), so that it needs no memory
+for those that are on the device already. Buffers, attributes and arguments are copied; code, data
+sets, loaders and optimizers are shared. What the forward prints and warns of is dropped; the caller
+says what random numbers it draws.
 
-Objects that a copy shares with the module are put back as they were: a forward hook keeps a feature
-in an attribute of the LightningModule, in what its closure holds or in a global dictionary; a class
-counts its calls. Attributes of modules and of objects whose methods are hooks, the containers in
-them, closures and globals of hooks and forwards, and attributes of the modules' classes are put
-back; what those functions call elsewhere, and files, are not looked at.
+The forward may also change objects that the copy shares with the module: a forward hook keeps a
+feature in an attribute of the LightningModule, in a variable of its closure or in a global
+dictionary; a class counts its calls. These are put back: attributes of modules and of objects whose
+methods are hooks, the containers in them, closures and globals of hooks and forwards, and
+attributes of the modules' classes. What these functions change by calling other functions, and
+files, is not put back.
 """
 
 import copy
@@ -35,13 +37,13 @@ from lightning_hybrid.capture import plain
 
 _CONTAINERS = (dict, list, set, deque)
 _MANY = 10_000
-"""Larger containers hold data, and are not looked through."""
+"""Containers with more entries than this are taken for data, and not put back."""
 _VALUES = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None), Tensor)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "forward")
 
 
 def hooks_of(module: nn.Module) -> Iterator[Any]:
-    """What the user has put on a module and its parts to be called in a forward."""
+    """The forward hooks and replaced ``forward`` functions of a module and its submodules."""
     for part in module.modules():
         for name in _HOOKS:
             held = vars(part).get(name)
@@ -49,7 +51,7 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
 
 
 def owner_of(hook: Any) -> Any:
-    """The object whose method a hook is; ``None``: it is none's."""
+    """The object whose method a hook is; ``None``: it is a function."""
     while isinstance(hook, partial):
         hook = hook.func
     return hook.__self__ if isinstance(hook, MethodType) else None
@@ -57,11 +59,11 @@ def owner_of(hook: Any) -> Any:
 
 @contextmanager
 def undone(root: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Inside, code of the user's runs beside a call; afterwards things are as before.
+    """Inside, the Python of a copy of a network runs; afterwards objects are as they were before.
 
     Args:
         root: the LightningModule.
-        module: the network; what runs is a copy of it.
+        module: the network that was copied.
     """
     noted = _Noted()
     for part in {id(p): p for p in (*root.modules(), *module.modules())}.values():
@@ -80,7 +82,7 @@ def undone(root: nn.Module, module: nn.Module) -> Iterator[None]:
 
 
 class _Noted:
-    """Notes values that a check of the network may change, so that they can be put back."""
+    """Records values that the Python of a network may change, so that they can be put back."""
 
     def __init__(self) -> None:
         self._containers: dict[int, tuple[Any, Any]] = {}
@@ -89,7 +91,7 @@ class _Noted:
         self._seen = set[int]()
 
     def container(self, value: Any) -> None:
-        """Note what a container holds, and what the containers in it hold."""
+        """Record what a container holds, and what the containers in it hold."""
         waiting = [value]
         while waiting:
             one = waiting.pop()
@@ -99,12 +101,12 @@ class _Noted:
             waiting += one.values() if isinstance(one, dict) else one
 
     def numbers(self, buffers: Iterable[Any]) -> None:
-        """Note the numbers of tensors that may be written to in place."""
+        """Record the numbers of tensors that may be written to in place."""
         with as_they_are():
             self._numbers += [(b, b.detach().clone()) for b in buffers if b is not None]
 
     def function(self, function: Any) -> None:
-        """Note what a function can change: its closure, its globals, the object of a method."""
+        """Record what a function can change: its closure, its globals, the object of a method."""
         waiting = [function]
         while waiting:
             one = waiting.pop()
@@ -123,17 +125,18 @@ class _Noted:
                 self.container(vars(one))
 
     def attributes_of_class(self, kind: Any) -> None:
-        """Note the attributes of a class that are values and containers, not code."""
+        """Record the attributes of a class that are values and containers, not code."""
         for name, value in [*vars(kind).items()]:
             if isinstance(value, (*_VALUES, *_CONTAINERS)) and not name.startswith("__"):
                 self.container(value)
                 self._place(partial(getattr, kind, name), partial(setattr, kind, name))
 
     def _held_by(self, function: FunctionType) -> Iterator[Any]:
+        """Record the variables of a function's closure and its globals; yields the former."""
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
-            except ValueError:  # it is not filled yet
+            except ValueError:  # the variable has no value yet
                 continue
             if isinstance(value, _VALUES):
                 self._place(
@@ -151,6 +154,7 @@ class _Noted:
         self._places.append((read, write, read()))
 
     def put_back(self) -> None:
+        """Undo the changes of all that was recorded."""
         # names first: a container that was replaced is back before what it holds is put back
         for read, write, value in self._places:
             if read() is not value:
@@ -163,14 +167,15 @@ class _Noted:
                 )
         with torch.no_grad(), as_they_are():
             for tensor, before in self._numbers:
-                # (a write counts, and autograd refuses what was written to)
+                # (written only if it has changed: each write raises the version, and autograd
+                # refuses a backward through tensors that were written to)
                 same = tensor.layout is not torch.strided or same_numbers(tensor, before)
                 if not same and not torch.allclose(tensor, before, 0, 0, equal_nan=True):
                     tensor.copy_(before)
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Names that code and the functions in it look up."""
+    """The global and attribute names that code, and the functions defined in it, look up."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -178,6 +183,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    """Whether two containers hold the very same objects, in the same order."""
     if len(one) != len(other):
         return False
     if isinstance(one, set):
@@ -189,21 +195,18 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 Rows = Callable[[Tensor], Tensor]
-"""Chooses some samples of a tensor that has all of a batch."""
+"""Chooses samples of a tensor whose first dimension is the batch."""
 
 
 class RandomStates:
-    """Where the generators of Python and NumPy stand; torch's are those of a micro-batch."""
+    """The states of Python's and NumPy's random generators at the time when it is made."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, what is drawn is what was drawn from here on; afterwards they are where they are.
-
-        Those of now, that is: the call has drawn, too.
-        """
+        """Inside, the generators start from these states; afterwards they are as before it."""
         now = RandomStates()
         self._set()
         try:
@@ -217,25 +220,25 @@ class RandomStates:
 
 
 class WritesWeights(RuntimeError):
-    """A copy has changed the parameters that it shares."""
+    """The forward of a copy has changed parameters that it shares with the module."""
 
 
 class ModuleCopy:
-    """A module and the arguments of a call, as they are now.
+    """A copy of a module and of the arguments of a call, as they are when it is made.
 
     Args:
         root: the LightningModule.
-        module: the network, with all of its weights.
-        arguments: of the call.
-        keywords: of the call.
-        batched: the tensors whose first dimension is the batch's, wherever the call finds them.
+        module: the network; all of its weights have memory on this rank.
+        arguments: positional arguments of the call.
+        keywords: keyword arguments of the call.
+        batched: the tensors whose first dimension is the batch's.
         writes: whether the forward changes parameters, so that the copy needs its own.
 
     Attributes:
-        is_complete: whether all of ``batched`` are in the copy.
+        is_complete: whether all of ``batched`` were found in the arguments and the module.
 
     Raises:
-        Exception: an object of the module refuses to be copied, in any way it likes.
+        Exception: an object of the module or the arguments cannot be copied.
     """
 
     def __init__(
@@ -250,16 +253,16 @@ class ModuleCopy:
     ) -> None:
         self._root, self._origin, self._writes = root, module, writes
         weights = {id(p): p for p in (*root.parameters(), *module.parameters())}
-        # a deep copy takes what is in its memo as it is: so weights are shared, and need no memory
+        # `deepcopy` takes objects in its memo as they are: so weights are shared, and not copied
         memo: dict[int, Any] = {key: _another(p) if writes else p for key, p in weights.items()}
         self._weights: list[Any] = [*memo.values()]
         self._trainers = [_trainer_of(part) for part in module.modules()]
         held = [vars(part) for part in module.modules()]
         inside = {id(part) for part in module.modules()}
         data = [v for values in held for v in values.values() if isinstance(v, _DATA)]
-        # an object whose method is a hook is no part of the network, and may hold anything
+        # objects whose methods are hooks are shared too: they may hold anything, and be as large
+        # as a data set (a LightningModule holds one by its Trainer)
         owners = [o for o in map(owner_of, hooks_of(module)) if id(o) not in inside]
-        # (as large as a data set, or holding one, as a LightningModule does by its Trainer)
         fabrics = [values.get(name) for values in held for name in _OF_FABRIC]
         shared = [*data, *owners, *self._trainers, *fabrics, *([] if root is module else [root])]
         self._shared: dict[int, Any] = {id(v): v for v in shared if v is not None}
@@ -285,16 +288,16 @@ class ModuleCopy:
 
     @property
     def module(self) -> nn.Module:
-        """The copy, which has not been called."""
+        """The copied module, which is never called itself: a call runs on a copy of it."""
         made: nn.Module = self._made[0]
         return made
 
     def missing_bytes(self, device: torch.device) -> int:
-        """Memory that the weights need on a device where they are not."""
+        """Bytes of the weights that are not on a device."""
         return sum(p.nbytes for p in self._weights if p.device != device)
 
     def release(self) -> None:
-        """Let go of the weights that were brought to a device."""
+        """Drop the copies of weights that calls have moved to a device."""
         self._here.clear()
 
     def call(
@@ -305,20 +308,21 @@ class ModuleCopy:
         *,
         through: Callable[..., Any] | None = None,
     ) -> tuple[nn.Module, Any, tuple[Any, ...]]:
-        """Run the module's Python, on a copy of the copy. Nothing is kept for a backward.
+        """Run the module's Python on a copy of the copy; nothing is kept for a backward.
 
         Args:
-            device: where.
-            draws: inside, torch draws what it is to draw.
-            rows: chooses the samples; ``None``: all of them.
-            through: calls the copy otherwise, with its arguments and keywords.
+            device: where it runs.
+            draws: a context in which torch draws the random numbers that the call is to get.
+            rows: chooses samples of the batch; ``None``: all of them.
+            through: a function that makes the call, of the module, the arguments and the keywords;
+                ``None``: the module's ``forward``.
 
         Returns:
-            The copy, what it has returned, and its arguments after the call.
+            The module that was called, what it has returned, and its arguments after the call.
 
         Raises:
-            WritesWeights: it has changed the module's parameters.
-            Exception: of the user's code.
+            WritesWeights: the call has changed the module's parameters.
+            Exception: the user's code has raised an error.
         """
         if self._writes or not self._here:
             with as_they_are():
@@ -332,15 +336,15 @@ class ModuleCopy:
             memo[id(tensor)] = _another(tensor, where, chosen)
         module, arguments, keywords = copy.deepcopy(self._made, memo)
         for part, trainer in zip(module.modules(), self._trainers):
-            if trainer is not None:  # copies of a LightningModule have none
+            if trainer is not None:  # (a copied LightningModule does not refer to its Trainer)
                 part.trainer = trainer
         weights = [] if self._writes else [*self._here.values()]
-        # the run itself trains these: a forward that writes to them cannot be run beside it
+        # the copy shares these with the run, so its forward must not write to them
         before = [version(p) for p in weights]
         with ExitStack() as stack:
             stack.enter_context(undone(self._root, self._origin))
             stack.enter_context(_unheard())
-            # torch.compile of the user's would compile the copy anew, at each check
+            # (a module that the user has compiled would be compiled anew in each call of a copy)
             if is_compiled(module):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(draws)
@@ -354,15 +358,15 @@ class ModuleCopy:
 
 
 _DATA = (Dataset, DataLoader, Optimizer)
-"""What a copy of a module shares with it."""
+"""Types of objects that a copy shares with the module, besides the parameters."""
 
 
 _OF_FABRIC = ("_fabric", "_fabric_optimizers")
-"""Where Fabric puts itself and what it has set up into a LightningModule."""
+"""Attributes of a LightningModule in which Fabric stores itself and the optimizers."""
 
 
 def _trainer_of(part: nn.Module) -> Any:
-    """Lightning's, of a LightningModule that has one."""
+    """The Trainer of a module, if it is a LightningModule that is attached to one."""
     if not isinstance(getattr(type(part), "trainer", None), property):
         return None
     try:
@@ -372,7 +376,7 @@ def _trainer_of(part: nn.Module) -> Any:
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that show the same memory in the same way, whatever their class."""
+    """A key that is equal for tensors with the same memory, shape and strides, of any class."""
     with as_they_are():
         strided = tensor.layout is torch.strided
         place = tensor.data_ptr() if strided and tensor.numel() else id(tensor)
@@ -380,7 +384,13 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _another(tensor: Tensor, device: torch.device | None = None, rows: Rows | None = None) -> Any:
-    """An ordinary tensor with the same numbers, in memory of its own."""
+    """A copy of a tensor, of torch's own class, in memory of its own.
+
+    Args:
+        tensor: the tensor.
+        device: where the copy is; ``None``: where the tensor is.
+        rows: chooses samples; ``None``: all of them.
+    """
     with as_they_are():
         value = plain(tensor).detach()
         wants, leaf = tensor.requires_grad, tensor.is_leaf
@@ -393,7 +403,7 @@ def _another(tensor: Tensor, device: torch.device | None = None, rows: Rows | No
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """Inside, code of the user's prints, warns and keeps tensors for a backward in vain."""
+    """Inside, prints and warnings are dropped, and autograd saves no tensors for a backward."""
 
     def keep(_: Tensor) -> None:
         return None
@@ -401,7 +411,7 @@ def _unheard() -> Iterator[None]:
     def give(_: None) -> Tensor:
         raise RuntimeError("it runs a backward")
 
-    # what autocast keeps of weights here has no graph, and the call itself would find it there
+    # autocast would cache casts of weights made here, which are without a graph, for the call
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -1,14 +1,13 @@
-"""A call of a network that has been cut, on its driver: from the user's values to the pipeline.
+"""A call of a network that has been cut, as one node of autograd on the driver.
 
-The user's call is one node of autograd (:class:`_CallNode`): its forward runs the pipeline and
-returns the outputs, its backward sends the gradients back through the stages.
+The forward of the node (:class:`_CallNode`) runs the pipeline and returns the outputs; its backward
+sends the gradients back through the stages.
 
-What a call of the network saves for its backward, as code around the call sees it.
-
-A call keeps in the stages what its backward needs, so autograd saves nothing for it. Activation
-checkpointing around it (`torch.utils.checkpoint` with ``use_reentrant=False``) hears of saved
-tensors: when the first of them is needed, it runs its region again, and with it the network, whose
-running statistics are then written for a second time, as on one device.
+Stages keep what the backward needs, so autograd saves no tensor of the call. But activation
+checkpointing around the call (`torch.utils.checkpoint` with ``use_reentrant=False``) works by
+hooks on saved tensors: when the first of them is needed, it runs its region again, and with it the
+network, whose running statistics are then written for a second time, as on one device. So the call
+saves one tensor for it (:class:`SavedForBackward`).
 """
 
 import weakref
@@ -36,10 +35,10 @@ from lightning_hybrid.stage import Gradients
 
 
 class SavedForBackward:
-    """One tensor that a call saves, in the way of the code around it.
+    """A tensor that a call saves by the saved-tensor hooks of the code around it.
 
     Args:
-        hooks: those of the code around it.
+        hooks: these hooks: one that packs a tensor, and one that unpacks it.
     """
 
     def __init__(self, hooks: Hooks) -> None:
@@ -49,17 +48,20 @@ class SavedForBackward:
         self._asked = -1
 
     def want(self) -> None:
-        """The call has a backward."""
+        """Note that the call may have a backward, so that :meth:`save` is to save a tensor."""
         self._wanted = True
 
     def save(self) -> None:
-        """The call is over; what runs a region again may end it here, by an exception."""
+        """Save the tensor, at the end of the call.
+
+        Checkpointing that runs a region again may end the region here, by an exception.
+        """
         if self._wanted:
             self._held = self._pack(torch.zeros(()))
             self._saved = True
 
     def ask(self) -> None:
-        """The backward of the call begins; of several in one pass the first one asks."""
+        """Unpack the tensor at the start of the call's backward, once in each backward pass."""
         number = pass_number()
         if self._saved and self._asked != number:
             self._asked = number
@@ -67,11 +69,11 @@ class SavedForBackward:
 
 
 class NetworkCall:
-    """Calls a network that has been cut, by one of its graphs.
+    """Calls the stages of one captured graph of a network that has been cut.
 
     Args:
         network: the network.
-        specialization: the graph.
+        specialization: the captured graph.
     """
 
     def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
@@ -79,11 +81,12 @@ class NetworkCall:
         self._views = views_of_inputs(specialization.graph)
 
     def __call__(self, values: Sequence[Any], saved: SavedForBackward | None = None) -> list[Any]:
-        """Call the network.
+        """Run the pipeline in the place of the graph.
 
         Args:
             values: the arguments of the graph.
-            saved: what the call saves for its backward, if code around it wants to know.
+            saved: the tensor that the call saves for activation checkpointing around it; ``None``:
+                there is none around it.
 
         Returns:
             What the graph returns.
@@ -114,7 +117,7 @@ class NetworkCall:
 
 
 class _CallNode(torch.autograd.Function):
-    """A call of the network as one node of the graph of the user's code."""
+    """The node in autograd's graph for one call of a network."""
 
     @staticmethod
     def forward(
@@ -130,19 +133,19 @@ class _CallNode(torch.autograd.Function):
         ctx.network, ctx.call, ctx.saved = network, call, saved
         if saved is not None:
             saved.want()
-        ctx.trained = anchor is not None
+        ctx.trained = anchor is not None  # (else all parameters are frozen)
         graph = specialization.graph
         ctx.graph, ctx.sizes = graph, specialization.samples(leaves)
         ctx.wanted = [leaf.requires_grad for leaf in leaves]
-        # outputs may be dropped without a backward: then stages let go of what they keep for it
+        # if the outputs are dropped without a backward, stages drop what they keep for it
         ctx.finaliser = weakref.finalize(ctx, network.drop, call.number)
         ctx.finaliser.atexit = False
         # an output without a gradient sends none back, instead of zeros through all stages
         ctx.set_materialize_grads(False)
-        # what a Function returns must bring no graph of its own, and the stages have one each
+        # (a Function must return tensors without a graph, and outputs of stages have one)
         detached = [[v.detach() if isinstance(v, Tensor) else v for v in part] for part in parts]
         outputs = _join(detached, graph)
-        # the outputs have no common graph: as views torch refuses that they are changed in place
+        # outputs that share memory become views, so that torch refuses to change them in place
         for index, node in enumerate(graph.tensor_outputs):
             if node in graph.sharing_outputs:
                 outputs[index] = outputs[index].view_as(outputs[index])
@@ -172,7 +175,7 @@ class _CallNode(torch.autograd.Function):
                 "vectorize=False)."
             )
         network: DrivenNetwork = ctx.network
-        # (autograd tells its nodes nothing of `retain_graph`)
+        # (`retain_graph`, which autograd does not pass to nodes)
         keep = graph_is_kept()
         if ctx.call.number not in network.calls:
             raise RuntimeError(
@@ -189,13 +192,20 @@ class _CallNode(torch.autograd.Function):
             input_gradient=any(ctx.wanted),
         )
         if not keep:
-            # this pass has closed the call on all ranks
+            # (this pass has dropped what all ranks kept of the call)
             ctx.finaliser.detach()
         return None, None, None, *_join_gradients(inputs, ctx.wanted, ctx.graph)
 
 
 def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None:
-    """What is written to in one memory on one device travels in two messages to the stages."""
+    """Refuse a call whose arguments share memory of which the network writes to one.
+
+    They are sent to the stages as separate tensors, so that a write to one would not change the
+    other, as it does on one device.
+
+    Raises:
+        NetworkError: a written argument shares its memory with another one.
+    """
     pairs = [(x, t) for x, t in zip(graph.leaves, leaves) if t.layout is torch.strided]
     memory = {leaf: storage_key(tensor.untyped_storage()) for leaf, tensor in pairs}
     counts = Counter(memory.values())
@@ -209,7 +219,7 @@ def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None
 
 
 def _write_back(graph: NetworkGraph, leaves: Sequence[Tensor], outputs: Sequence[Any]) -> None:
-    """Write what the network has changed in place back into the caller's tensors."""
+    """Copy arguments that the network has changed in place back into the caller's tensors."""
     found = dict(zip(graph.tensor_outputs, outputs))
     for leaf, tensor in zip(graph.leaves, leaves):
         if leaf in graph.written_leaves:
@@ -229,13 +239,14 @@ def _join(parts: Sequence[Sequence[Any]], graph: NetworkGraph) -> list[Any]:
 def _split_gradients(
     gradients: Sequence[Tensor | None], sizes: Sequence[int], graph: NetworkGraph
 ) -> list[Gradients]:
-    """Per micro-batch, the gradients of the outputs.
+    """Split gradients of the outputs of a batch into those of its micro-batches.
+
+    The gradient of an output that is the same in all micro-batches goes to the first one's.
 
     Args:
-        gradients: of the outputs of the whole batch.
+        gradients: the gradients of the outputs of the whole batch.
         sizes: how many samples each micro-batch has.
-        graph: tells where they are in the outputs. The gradient of an output that is the same in
-            all micro-batches is that of the first one's.
+        graph: tells in which dimension an output has the samples.
     """
     if len(sizes) == 1:
         return [list(gradients)]
@@ -256,7 +267,13 @@ def _split_gradients(
 def _join_gradients(
     inputs: Sequence[Gradients], wanted: Sequence[bool], graph: NetworkGraph
 ) -> Gradients:
-    """The gradients of the inputs of the whole batch; of one that was passed whole, their sum."""
+    """Join gradients of the inputs over the micro-batches; those of unsplit inputs are added.
+
+    Args:
+        inputs: per micro-batch, the gradients of the inputs.
+        wanted: for each input whether it needs a gradient.
+        graph: tells in which dimension an input has the samples.
+    """
     found: Gradients = []
     for index, (wants, leaf) in enumerate(zip(wanted, graph.leaves)):
         parts = [part[index] for part in inputs if part] if wants else []

@@ -1,4 +1,4 @@
-"""How networks are found, cut and driven: what a run decides before it has seen any."""
+"""Options of a run that say how networks are found, cut and driven."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lightning_hybrid.stage import StageOptions
 
 
 class Planner(Protocol):
-    """Makes plans."""
+    """Makes the plan of a network."""
 
     def __call__(
         self,
@@ -20,27 +20,27 @@ class Planner(Protocol):
         beside: Sequence[Plan],
         chosen: bool,
     ) -> Plan:
-        """A plan for a network.
+        """Make the plan of a network.
 
         Args:
-            network: with the tensors of one micro-batch.
-            microbatches: their number.
-            beside: plans of the networks that are placed already.
-            chosen: choose the cuts, whatever the user has said.
+            network: the network, with the inputs of one micro-batch.
+            microbatches: how many micro-batches a batch has.
+            beside: the plans of the networks that are placed already.
+            chosen: whether the planner chooses the cuts, even if the user has given cut points.
         """
 
 
 class Progress(Protocol):
-    """Hears what is being done before a network's first step."""
+    """Shows the user what is being done before the first step of a network."""
 
     def begin(self, what: str, /) -> None:
-        """The first piece of work begins."""
+        """Show that the work on a network begins, and with what."""
 
     def doing(self, what: str, /) -> None:
-        """What is being done now, if something has begun."""
+        """Show what is being done now, if work has begun."""
 
     def over(self) -> None:
-        """All is done."""
+        """Show that the work is done."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class NetworkOptions:
     """How networks are found and cut.
 
     Attributes:
-        names: of the modules that are networks; ``None``: found.
-        microbatches: into how many slices a batch is split; ``None``: by the size of the batch.
-        planner: see :class:`Planner`.
-        stages: into how many a network is cut; ``None``: as many as a replica has devices.
+        names: names of the modules that are networks; ``None``: they are found by their calls.
+        microbatches: into how many micro-batches a batch is split; ``None``: by the batch's size.
+        planner: makes plans.
+        stages: into how many stages a network is cut; ``None``: as many as a replica has devices.
         training: whether the run trains.
-        compiled: run stages through ``torch.compile``.
-        automatic: whether the number of stages was not asked for: then a network that cannot be
-            cut is no error, and runs on the driver.
+        compiled: whether stages run through ``torch.compile``.
+        automatic: whether the user has asked for no number of stages: then a network that cannot be
+            cut runs on the driver, and is no error.
         say: prints a line, once for all replicas.
-        progress: hears what is being done.
+        progress: shows what is being done.
         shared: names of the parameters and buffers of the LightningModule that all ranks have;
-            ``None``: of all.
+            ``None``: all names.
         verify: which calls are compared with what the network's Python gives; see `Verification`.
     """
 
@@ -81,18 +81,18 @@ class DriverOptions:
     """How a driver drives its replica.
 
     Attributes:
-        seed: of the random numbers inside networks.
+        seed: seed of the random numbers inside networks.
         stages: how stages compute.
-        shared: names of the parameters and buffers that the workers have too; ``None``: of all.
-        share: whether replicas may differ in weights that are not made yet, so that those of
-            replica 0 must travel.
-        trains: whether parameters that other ranks own give their memory back.
-        folder: where ranks write what others map, if possible.
+        shared: names of the parameters and buffers that the workers have too; ``None``: all names.
+        share: whether the weights of a network that is cut must be sent from replica 0 to the other
+            replicas, since they may differ.
+        trains: whether ranks free the memory of parameters that other ranks own.
+        folder: where ranks write files that others map, if possible.
         say: tells the user something, in one line.
-        follows: see `StepCalls`.
+        follows: whether networks draw the random numbers of one device; see `StepCalls`.
         shards: whether states of optimizers are divided over the replicas.
-        first_failure: gives what the rank that failed first has raised; asked where a driver of
-            another replica has failed.
+        first_failure: gives the error of the rank that failed first; called if a driver of another
+            replica has failed.
     """
 
     seed: int

@@ -1,4 +1,4 @@
-"""An optimizer on the driver, tied to its counterparts on the workers."""
+"""Keeps the workers' copies of one of the user's optimizers in step with it on the driver."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -27,47 +27,48 @@ from lightning_hybrid.state import (
 
 
 class Counterparts(Protocol):
-    """The workers' optimizers; ``index`` is the number of one of them."""
+    """The copies of the user's optimizers on the workers; ``index`` is the number of one."""
 
     def step(self, index: int, changed: list[Hyperparameters] | None) -> None:
-        """The driver's has stepped.
+        """Have the workers step, after the driver's optimizer has stepped.
 
         Args:
-            index: of the optimizer.
-            changed: the groups, if they have changed since the last step.
+            index: number of the optimizer.
+            changed: the parameter groups, if they have changed since the last step.
         """
 
     def zero_grad(self, index: int, set_to_none: bool) -> None:
-        """Clear the gradients."""
+        """Clear the gradients of the optimizer on the workers."""
 
     def settle(self) -> None:
-        """Gradients are about to be used: have them where they belong."""
+        """Bring all gradients to the owners of their parameters, before they are used."""
 
     def state(self, index: int) -> Mapping[str, dict[str, Any]]:
-        """The state that the workers have, by parameter name."""
+        """The states that the workers have, by parameter name."""
 
     def ship(self) -> None:
-        """The workers need it anew: it has loaded a state, or was changed by hand."""
+        """Send the optimizers to the workers, after a state was loaded or changed by hand."""
 
     def at_hand(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Inside, this rank has all parameters and gradients of an optimizer."""
+        """Inside, this rank has all parameters and gradients of the optimizer."""
 
     def share(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Inside, this rank steps its share of what its stages have, if states are divided."""
+        """Inside, the optimizer steps this rank's share of parameters, if states are divided."""
 
 
 class OptimizerLink:
-    """One optimizer on the driver, tied to its counterparts on the workers.
+    """Has the workers step, clear gradients and load states when an optimizer here does.
 
     Args:
-        optimizer: the driver's.
-        names: names of the module's parameters by identity.
-        index: its number among the user's optimizers.
-        counterparts: are told what happens to it.
-        others: which of its states are on other replicas, if they are divided.
+        optimizer: the driver's optimizer.
+        names: by ``id``, the names of the module's parameters.
+        index: number of the optimizer among the user's.
+        counterparts: the workers' copies, which are told what happens to it.
+        others: which of its states are on other replicas, if replicas divide them.
 
     Attributes:
-        reason: why it cannot step in parts; empty: it can; ``None``: not known yet.
+        reason: why it cannot step in parts, each rank its own parameters; empty: it can; ``None``:
+            this was not tried yet.
         was_divided: whether replicas have begun to divide its states.
     """
 
@@ -91,12 +92,12 @@ class OptimizerLink:
         self._kinds: set[object] = set()
         self._depth = 0  # a step that calls its base class's step runs the hooks twice
         self._closed = False
-        self._left = False  # closed, with states on the workers
+        self._left = False  # whether it was closed while workers had states
         self._entered = ExitStack()
-        # (torch's own hooks, as far as there are any: wrappers around `step` stay as they are)
+        # (torch's own hooks where its `step` runs them, so that wrappers of `step` stay in place)
         self._hooks = self._put_hooks() if runs_step_hooks(optimizer) else []
         self._zero_grad = optimizer.zero_grad
-        # on the instance, since Lightning's wrapper and its loops call it from there
+        # (set on the instance: Lightning's wrapper and loops call the instance's)
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._step, self._step_before = optimizer.step, vars(optimizer).get("step")
         optimizer.step = self._make_step()  # type: ignore[method-assign]
@@ -107,7 +108,7 @@ class OptimizerLink:
             optimizer.register_step_pre_hook(self._stepping),
             optimizer.register_step_post_hook(self._stepped),
             optimizer.register_state_dict_post_hook(self._complete),
-            # what was loaded is on this rank alone, and workers would step on with states of before
+            # a state is loaded on this rank alone, and workers still have the states of before
             optimizer.register_load_state_dict_post_hook(lambda _: self._counterparts.ship()),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
         ]
@@ -119,11 +120,18 @@ class OptimizerLink:
 
     @property
     def divided(self) -> OtherReplicas | None:
-        """Which states are on other replicas; of what steps whole, or is not tried yet, none."""
+        """Which states other replicas have; ``None``: none, or it steps whole or is not tried."""
         return self._others if self.reason == "" else None
 
     def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
-        """Find out whether it steps whole, unless that is known of groups of these kinds."""
+        """Try whether it can step in parts, unless that was tried for groups of these kinds.
+
+        Args:
+            trial: gives the reason why it cannot; empty: it can.
+
+        Returns:
+            Whether it was tried now.
+        """
         self._kinds |= {kind_of_group(group) for group in self.optimizer.param_groups}
         if self.reason is not None:
             return False
@@ -134,18 +142,22 @@ class OptimizerLink:
 
     @property
     def is_back(self) -> bool:
-        """Whether the states of the workers' parameters are here, or were dropped."""
+        """Whether all states are on this rank, or code here has replaced ``optimizer.state``."""
         state = self._state
         here = state is None or self.optimizer.state is not state or not state.away
         return here and not self._left
 
     def gather_state(self) -> None:
-        """Have the states of all parameters here."""
+        """Fetch the states of the workers' parameters, if they are not here."""
         if self._state is not None and not self.is_back:
             self._state.arrive()
 
     def bring_state(self) -> None:
-        """Once closed: have the states of all parameters here, beside these if they are here."""
+        """Put the states of all ranks into the closed optimizer.
+
+        A network made in `configure_model` leaves them with their owners. If replicas divide the
+        states, the optimizer refuses to step or to make a state dict by itself from then on.
+        """
         optimizer = self.optimizer
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if self.whole:
@@ -161,26 +173,27 @@ class OptimizerLink:
             optimizer.register_step_pre_hook(self._others.refuse_step)
 
     def states_here(self) -> dict[str, dict[str, Any]]:
-        """The states that this rank has, by name of the parameter."""
+        """The states that this rank has, by parameter name."""
         state = self.optimizer.state
         own = state.own() if isinstance(state, DriverState) else state
         return {self._names.get(id(p), ""): state for p, state in own.items() if state}
 
     def ship_quietly(self) -> None:
-        """Put the optimizer into the state that workers need, until :meth:`shipped`.
+        """Prepare the optimizer to be sent, until :meth:`shipped` is called.
 
-        ``optimizer.state`` is what this rank has, and in a step nothing has counted yet.
+        Reading ``optimizer.state`` fetches nothing then, and what a step under way has changed by
+        itself is undone, since the workers' step changes it too.
         """
         self._silence_hooks()
         self._entered.enter_context(self._own.undone())
 
     def leave(self, parameters: Iterable[Parameter]) -> None:
-        """Drop the states of these parameters here: workers have them."""
+        """Drop the states of these parameters here, since workers have them."""
         for parameter in () if self.whole else parameters:
             self.optimizer.state.pop(parameter, None)
 
     def shipped(self) -> None:
-        """The workers have it as it is now, and the states of their parameters."""
+        """Note that the workers have the optimizer as it is now, with their parameters' states."""
         self._reads = self.was_divided = self.divided is not None
         if not self._reads:
             self._read_states()
@@ -193,11 +206,15 @@ class OptimizerLink:
             self.optimizer.state = self._state
 
     def _read_states(self) -> None:
-        """Have memory for the states here that a loaded checkpoint has left in its file."""
+        """Read the states from the file of a loaded checkpoint, if they were left there."""
         materialize(t for _, t in tensors_in(self.optimizer.state) if is_unread(t))
 
     def _fetch(self, here: Mapping[Any, dict[str, Any]]) -> dict[Parameter, dict[str, Any]]:
-        """All states, in the order of the groups."""
+        """The states of all ranks, in the order of the parameters in the groups.
+
+        Args:
+            here: the states that this rank has.
+        """
         remote, found = self._counterparts.state(self._index), {}
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             state = remote.get(self._names.get(id(parameter), ""))
@@ -211,7 +228,7 @@ class OptimizerLink:
 
     @property
     def whole(self) -> bool:
-        """Whether it steps whole, on the driver."""
+        """Whether the driver steps all parameters, instead of each rank its own."""
         return bool(self.reason)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -221,10 +238,13 @@ class OptimizerLink:
         self._counterparts.zero_grad(self._index, set_to_none)
 
     def close(self) -> None:
-        """Leave the optimizer as it was."""
-        if self._closed:  # it may have the states of all ranks since then
+        """Take the hooks and replaced methods off the optimizer.
+
+        Its state is then what this rank has; :meth:`bring_state` adds that of the workers.
+        """
+        if self._closed:  # (a second time could drop the states that `bring_state` has added)
             return
-        self._closed = True  # a scheduler made since then calls what is on the instance now
+        self._closed = True  # (for `step`, which a scheduler may still refer to)
         self._entered.close()
         if self._state is not None and not self.is_back:
             self.optimizer.state = self._state.own()
@@ -239,7 +259,10 @@ class OptimizerLink:
                 attributes["step"] = self._step_before
 
     def new_groups(self) -> list[Hyperparameters] | None:
-        """The groups, if groups or their parameters were added since they were last sent."""
+        """The parameter groups if groups or parameters were added since they were sent, else None.
+
+        They count as sent then.
+        """
         now = [len(group["params"]) for group in self.optimizer.param_groups]
         if now == [len(group["params"]) for group in self._sent]:
             return None
@@ -248,9 +271,9 @@ class OptimizerLink:
         return self._sent
 
     def _make_step(self) -> Any:
-        """The optimizer's ``step``, its computation between `_stepping` and `_stepped`.
+        """A ``step`` that calls `_stepping`, the optimizer's own ``step`` and `_stepped`.
 
-        A method of the optimizer and with the attributes of the one before, as learning-rate
+        It is a method of the optimizer with the attributes of the original, as learning-rate
         schedulers expect it.
         """
 
@@ -260,9 +283,9 @@ class OptimizerLink:
                 return self._step(*arguments, **keywords)
             self._depth = 0
             if self._hooks:
-                # hooks of the user's are the user's code: they see all parameters, before the
-                # step and after it
-                if not has_step_hook(optimizer, self._hooks[0]):  # `optimizer.__init__` was called
+                # the user's hooks run outside of ours, so that they see the parameters of all ranks
+                # (calling `optimizer.__init__` again removes all hooks)
+                if not has_step_hook(optimizer, self._hooks[0]):
                     self._hooks = self._put_hooks()
                     self._counterparts.ship()
                 order_step_hooks(optimizer, last=self._hooks[0], first=self._hooks[1])
@@ -277,9 +300,13 @@ class OptimizerLink:
         return self._own_step
 
     def _stepping(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
-        """The step itself sees what this rank owns; the closure in it is the user's code."""
+        """Before a step: restrict the optimizer to what this rank owns, but not in the closure.
+
+        Returns:
+            The arguments and keywords of the step with a wrapped closure; ``None``: as they are.
+        """
         self._depth += 1
-        # the base class of the optimizer runs the same hooks once more
+        # (a step that calls its base class's step runs the hooks once more)
         if self._depth > 1:
             return None
         *before, closure = arguments if len(arguments) > 1 else (*arguments, None)
@@ -289,7 +316,7 @@ class OptimizerLink:
         self._counterparts.settle()
         if closure is None or not self.whole:
             self._enter()
-        # else what comes before the closure is rarely more than its call: proxies will do
+        # (else parameters are fetched after the closure; if the step reads them before, as proxies)
         if closure is None:
             return None
         self._own.begin()
@@ -297,7 +324,7 @@ class OptimizerLink:
         def open_closure() -> Any:
             self._entered.close()
             self._own.closure_called()
-            result = closure()  # an error in it ends the step, and nothing more is said to others
+            result = closure()  # (after an error in it the workers do not step)
             self._counterparts.settle()
             self._enter()
             return result
@@ -307,7 +334,11 @@ class OptimizerLink:
         return (*before, open_closure), keywords
 
     def _enter(self) -> None:
-        """What follows is the computation of the step."""
+        """Prepare the computation of the step, until ``_entered`` is closed.
+
+        In parts, the optimizer then sees this rank's parameters and states alone; as a whole, it
+        has all parameters and gradients here.
+        """
         if not self.whole:
             self._own.check()
             self._tell_changes()
@@ -319,22 +350,22 @@ class OptimizerLink:
         with self._own.undone():
             self._begun = groups_of(self.optimizer, self._names)
         self._silence_hooks()
-        # parameters of other ranks have no gradient here as they are, so this step passes over them
+        # other ranks' parameters, if not seen as proxies, have no gradient, so the step skips them
         self._entered.enter_context(as_they_are())
         self._entered.enter_context(self._counterparts.share(self.optimizer))
-        if self._reads:  # of a loaded checkpoint, what is left is the share of this rank
+        if self._reads:  # (after `share`, which drops the loaded states of other replicas)
             self._read_states()
             self._reads = False
 
     def _silence_hooks(self) -> None:
-        """Until what has been entered is left, ``optimizer.state`` is this rank's own."""
+        """Let reads of ``optimizer.state`` fetch nothing until `_entered` is closed."""
         if self._state is not None:
             self._entered.enter_context(self._state.quietly())
 
     def _tell_changes(self) -> None:
-        """Before a step in parts: workers need to know what was changed here by hand."""
+        """Send the optimizer to the workers before a step, if it was changed here by hand."""
         if not self._kinds >= {kind_of_group(group) for group in self.optimizer.param_groups}:
-            self.reason = None  # other hyper-parameters, as after a warm-up: tried again
+            self.reason = None  # (hyper-parameters of another kind, as after a warm-up: try again)
         back = self._state is not None and self.is_back
         with self._own.undone():
             attributes = _plain(self.optimizer)
@@ -342,15 +373,17 @@ class OptimizerLink:
             self._counterparts.ship()
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Add the workers' states to a state dict (a hook of `Optimizer.state_dict`)."""
         self._entered.close()
         if self.whole:
             return state_dict
-        # what is back here is complete
+        # (if all states are here, the state dict has them already)
         here = self._state is not None and self.is_back
         remote = {} if here else self._counterparts.state(self._index)
         return complete(optimizer, state_dict, self._names, remote)
 
     def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        """After a step: have the workers step."""
         self._depth -= 1
         if self._depth > 0:
             return
@@ -359,12 +392,12 @@ class OptimizerLink:
         if self.whole:
             return
         changed = None if same(self._begun, self._sent) else self._begun
-        # as workers have them after their step
+        # (the workers' step will change these as the driver's has)
         self._sent, self._attributes = groups_of(optimizer, self._names), _plain(optimizer)
         self._counterparts.step(self._index, changed)
 
 
 def _plain(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that can be compared at once: numbers, flags, names."""
+    """The attributes of an optimizer that are numbers, flags or texts."""
     kinds = (int, float, str, type(None))
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, kinds)}

@@ -1,27 +1,29 @@
-"""May an optimizer be stepped in parts, each rank its own parameters? It is tried.
+"""Tries whether an optimizer can step in parts: each rank its own parameters.
 
 Adam, SGD and most others treat every parameter by itself: stepped on several ranks, each of which
 has the gradients of its own parameters, they do what they do on one device. An optimizer that
 clips by a common norm in its step, estimates a common step size, draws noise or calls its closure
-twice does not. Its code is not looked at; copies of it are stepped on small *stand-ins* for the
-parameters, as a whole and in parts, through the very functions that ship optimizers to workers:
+twice does not. To find out, copies of the optimizer step small *stand-ins* for the parameters, as a
+whole and in parts, through the same functions that send optimizers to workers:
 
 * The copies have the groups of the user's optimizer, at most two of each kind (that differ in
   numbers only). Stand-ins have the number of dimensions and the dtype of the parameters, at most
   two of each kind in a group, and at most three elements per dimension.
-* Twelve steps, with gradients of very different size (an active and an inactive clipping), and
-  one more with a gradient that is not a number. With a closure, as Lightning steps, and without.
-* A step that is not finite, before that last one, shows nothing: then it is stepped whole.
-* Equal means bit for bit: weights, gradients, states, groups and attributes. Optimizers that
-  compute several parameters at a time (``foreach``, ``fused``) compute each element as they do
-  alone, so a tolerance would only hide small interactions.
+* A trial has twelve steps, with gradients of very different size (so that clipping is active in
+  some of them), and one more with a gradient that is NaN. It runs with a closure, as Lightning
+  steps, and without.
+* If a step before that last one gives numbers that are not finite, the trial shows nothing, and the
+  optimizer steps as a whole.
+* Weights, gradients, states, groups and attributes must be equal bit for bit. Optimizers that
+  compute several parameters at a time (``foreach``, ``fused``) compute each element as they do for
+  one parameter, so a tolerance would only hide small interactions.
 * The user's optimizer and the random generators stay as they were, and nothing is printed or
   logged. What its code counts outside of itself (class attributes, globals) counts the trial's
-  steps too. A step that draws is never one in parts.
+  steps too. An optimizer whose step draws random numbers steps as a whole.
 
-When hyper-parameters come up of another kind (a learning rate that is no longer zero), it is tried
-again. Not seen: what an optimizer starts to do only after more than twelve steps, or from a norm of
-all gradients on that no step of the trial has (about a million; about 1,000 in float16).
+When the hyper-parameters change in kind (a learning rate that is no longer zero), it is tried
+again. A trial does not show what an optimizer does only after more than thirteen steps, or only for
+gradients with a larger norm than any in the trial (about a million; about 1,000 in float16).
 """
 
 import io
@@ -53,18 +55,18 @@ from lightning_hybrid.state import (
 )
 
 _SCALES = (1.0, 30.0, 1e-3, 1.0, 1e3, 0.1, 1.0, 10.0, 1e-2, 1.0, 3.0, 1e6)
-"""Of the gradients in each step; the last one by far, so that no later step can overflow."""
+"""Scale of the gradients in each step; the largest comes last, so that no later one overflows."""
 _PATCHED = {"step", "zero_grad"}
 """Methods that learning-rate schedulers and this package put on the instance."""
 
 
 def why_whole(optimizer: Optimizer, names: Mapping[int, str], device: torch.device) -> str:
-    """Why an optimizer cannot be stepped in parts; empty: it can.
+    """Why an optimizer cannot step in parts; empty: it can.
 
     Args:
-        optimizer: the user's; it is not changed.
-        names: names of the module's parameters by identity.
-        device: where its stand-ins are.
+        optimizer: the user's optimizer; it is not changed.
+        names: by ``id``, the names of the module's parameters.
+        device: the device of the stand-ins.
     """
     attributes = vars(optimizer)
     for key, value in attributes.items():
@@ -79,12 +81,12 @@ def why_whole(optimizer: Optimizer, names: Mapping[int, str], device: torch.devi
         try:
             stand_ins = _StandIns(optimizer, names, device)
             return _try(stand_ins)
-        except Exception as error:  # whatever the code of an optimizer may raise
+        except Exception as error:  # (the code of an optimizer may raise anything)
             return f"small copies of it cannot be stepped ({type(error).__name__}: {error})"
 
 
 def announce(optimizer: Optimizer, reason: str) -> str:
-    """The line that says what an optimizer that steps whole costs."""
+    """The line for the user about an optimizer that steps as a whole on the driver."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     megabytes = sum(p.numel() * p.element_size() for p in parameters) / 1e6
     return (
@@ -95,7 +97,7 @@ def announce(optimizer: Optimizer, reason: str) -> str:
 
 
 def announce_undivided(optimizer: Optimizer, reason: str) -> str:
-    """The line that says that replicas cannot divide the states of an optimizer."""
+    """The line for the user about an optimizer whose states replicas cannot divide."""
     return (
         f"hybrid_gabra: {type(optimizer).__name__} keeps all of its states on each replica, with "
         f"shard_optimizer_states=True too: it cannot be stepped in parts, since {reason}."
@@ -103,10 +105,10 @@ def announce_undivided(optimizer: Optimizer, reason: str) -> str:
 
 
 def refuse_deferred(optimizer: Optimizer, reason: str) -> None:
-    """An optimizer that steps whole needs all parameters on the driver.
+    """Refuse an optimizer that must step as a whole, but whose parameters are not all on one rank.
 
     Raises:
-        HybridError: one was made in ``configure_model``, on another rank.
+        HybridError: a parameter was made in ``configure_model``, on another rank.
     """
     with as_they_are():
         away = any(is_offloaded(p) for group in optimizer.param_groups for p in group["params"])
@@ -121,7 +123,7 @@ def refuse_deferred(optimizer: Optimizer, reason: str) -> None:
 
 
 def _objects_in(value: Any) -> Iterator[object]:
-    """Optimizers and modules in an attribute: they have parameters that no group may show."""
+    """Optimizers and modules in an attribute, which may have parameters that are in no group."""
     if isinstance(value, Optimizer | nn.Module):
         yield value
     elif isinstance(value, Mapping):
@@ -134,7 +136,7 @@ def _objects_in(value: Any) -> Iterator[object]:
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Inside, random numbers may be drawn, lines printed and warnings given: nobody hears of it."""
+    """Inside, prints, logs and warnings are dropped; random generators are put back at the end."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
     text, log_level = io.StringIO(), logging.root.manager.disable
@@ -156,7 +158,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 class _StandIns:
-    """Small parameters that stand for those of an optimizer, and copies of it around them."""
+    """Small parameters in the place of those of an optimizer, for copies of it to step."""
 
     def __init__(
         self, optimizer: Optimizer, names: Mapping[int, str], device: torch.device
@@ -174,22 +176,25 @@ class _StandIns:
                 shape = [min(size, 3) for size in parameter.shape]
                 value = torch.randn(shape, dtype=torch.float64)
                 self._values[name] = value.to(device, parameter.dtype)
-        # states begin anew, since those there are have the sizes of the real parameters
+        # without states, since those of the optimizer have the sizes of the real parameters
         record = record_of(optimizer) | {"param_groups": groups, "state": {}}
         self._data = write_records([(type(optimizer), record)], known)
-        # the others of a kind go to the other rank, and so do the single ones of every other kind
+        # alternately to driver and worker: two of a kind follow each other, so each rank gets one
         self.here = set(list(self._values)[::2])
         self.there = self._values.keys() - self.here
 
     def copy(self, owned: set[str] | None = None) -> "_Copy":
-        """A copy that gets gradients of ``owned``, by default of all."""
+        """A new copy of the optimizer, for gradients of the stand-ins in ``owned`` (None: all)."""
         parameters = {name: Parameter(value.clone()) for name, value in self._values.items()}
         [optimizer] = unship(self._data, (), parameters)
         return _Copy(optimizer, parameters, set(parameters) if owned is None else owned)
 
     def gradients(self, step: int) -> dict[str, Tensor]:
-        """For each stand-in where the gradient of this step leads away from; see :class:`_Copy`."""
-        # other numbers than the stand-ins', so that no gradient is zero
+        """By name, the targets from which :meth:`_Copy.backward` makes the gradients of a step.
+
+        In the last step of the trial one of them is NaN.
+        """
+        # (other random numbers than those of the stand-ins, so that no gradient is zero)
         generator = torch.Generator().manual_seed(1_000_003 * (step + 1))
         found = {}
         for name, value in self._values.items():
@@ -201,7 +206,7 @@ class _StandIns:
 
 
 def _representatives(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """At most two of each number of dimensions and dtype."""
+    """At most two parameters of each number of dimensions and dtype."""
     kinds: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.dim(), parameter.dtype), []).append(parameter)
@@ -209,6 +214,7 @@ def _representatives(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _two_of_each_kind(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most two groups of each kind, which differ in numbers only."""
     kinds: dict[object, list[dict[str, Any]]] = {}
     for group in groups:
         of_parameters = {(p.dim(), p.dtype) for p in group["params"]}
@@ -217,7 +223,7 @@ def _two_of_each_kind(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Copy:
-    """A copy of the optimizer, which gets gradients of some of its stand-ins."""
+    """A copy of the optimizer with stand-ins for parameters, of which ``owned`` get gradients."""
 
     def __init__(
         self, optimizer: Optimizer, parameters: dict[str, Parameter], owned: set[str]
@@ -227,7 +233,16 @@ class _Copy:
         self.names = {id(p): name for name, p in parameters.items()}
 
     def backward(self, targets: Mapping[str, Tensor], scale: float, *, sparse: bool) -> Tensor:
-        """New gradients, which depend on what the weights are. Returns a loss."""
+        """Set the gradients of the owned stand-ins: ``scale`` times their distance from targets.
+
+        Args:
+            targets: by name of the stand-in.
+            scale: of the gradients.
+            sparse: whether the gradients are sparse tensors.
+
+        Returns:
+            A loss with these gradients.
+        """
         loss = torch.zeros((), dtype=torch.float64)
         for name in self.parameters:
             if name not in self.owned:
@@ -241,9 +256,9 @@ class _Copy:
         return loss
 
     def is_finite(self) -> bool:
-        """Whether its weights are, and no number in its states is none (a bound may be infinite).
+        """Whether all weights are finite, and no number in the states is NaN.
 
-        What is no number is so whatever it was made from.
+        (A state may be infinite, as a bound that was not reached yet.)
         """
         states = (value for state in self.optimizer.state.values() for value in state.values())
         numbers = [value for value in states if isinstance(value, Tensor | float)]
@@ -253,11 +268,11 @@ class _Copy:
 
 
 class _Way(NamedTuple):
-    """How an optimizer may be stepped.
+    """A way to step an optimizer.
 
     Attributes:
-        closure: with one, as Lightning does; else without.
-        sparse: whether gradients are.
+        closure: whether ``step`` gets a closure, as it does by Lightning.
+        sparse: whether gradients are sparse tensors.
     """
 
     closure: bool
@@ -265,14 +280,21 @@ class _Way(NamedTuple):
 
 
 def _try(stand_ins: _StandIns) -> str:
-    """Try every way in which the optimizer may be stepped."""
+    """Try an optimizer in every way in which it can step; sparse ones if it takes no dense ones.
+
+    Returns:
+        Why it cannot step in parts; empty: it can.
+
+    Raises:
+        Exception: it can step in no way.
+    """
     failures: list[Exception] = []
     for sparse in (False, True):
         tried = False
         for way in (_Way(True, sparse), _Way(False, sparse)):
             try:
                 _step([stand_ins.copy()], stand_ins.gradients(0), 1.0, way)
-            except Exception as error:  # not a way of this optimizer (some want sparse gradients)
+            except Exception as error:  # (some optimizers take sparse gradients only)
                 failures.append(error)
                 continue
             tried = True
@@ -285,7 +307,7 @@ def _try(stand_ins: _StandIns) -> str:
 
 
 def _compare(stand_ins: _StandIns, way: _Way) -> str:
-    """Step copies as a whole and in parts."""
+    """Step copies as a whole and in parts. Returns how they differ; empty: they do not."""
     whole = stand_ins.copy()
     driver, worker = stand_ins.copy(stand_ins.here), stand_ins.copy(stand_ins.there)
     for step, scale in enumerate((*_SCALES, 1.0)):
@@ -295,9 +317,9 @@ def _compare(stand_ins: _StandIns, way: _Way) -> str:
             _step([whole], targets, scale, way)
         except Exception:
             if step == len(_SCALES):
-                return ""  # it takes no such gradients: neither does it in parts
+                return ""  # (it takes no NaN, as a whole or in parts)
             raise
-        # several ranks would each draw numbers of their own, and in another order than one device
+        # (each rank would draw numbers of its own)
         if not same(before, _random_state(stand_ins.device)):
             return "its steps draw random numbers"
         if step < len(_SCALES) and not whole.is_finite():
@@ -313,7 +335,7 @@ def _compare(stand_ins: _StandIns, way: _Way) -> str:
 
 
 def _step(copies: Sequence[_Copy], targets: Mapping[str, Tensor], scale: float, way: _Way) -> None:
-    """As a driver steps, and then its workers; the first copy is the driver's."""
+    """Step copies as the ranks of a replica do: the first is the driver's, the others workers'."""
     driver, *workers = copies
     own = OwnChanges(driver.optimizer)
     begun: list[dict[str, Any]] = groups_of(driver.optimizer, driver.names)
@@ -337,7 +359,7 @@ def _step(copies: Sequence[_Copy], targets: Mapping[str, Tensor], scale: float, 
 
 
 def _difference(whole: _Copy, driver: _Copy, worker: _Copy) -> str:
-    """What the parts have done otherwise than the whole; empty: nothing."""
+    """In what the steps of the parts differ from those of the whole; empty: in nothing."""
     for part in (driver, worker):
         for name, parameter in part.parameters.items():
             alone = whole.parameters[name]
@@ -355,7 +377,7 @@ def _difference(whole: _Copy, driver: _Copy, worker: _Copy) -> str:
         left = {"param_groups": None, "defaults": None}
         if not same(record_of(whole.optimizer) | left, record_of(part.optimizer) | left):
             return "what it notes as its attributes depends on all parameters"
-    # what is kept under a name, and not for a parameter, would be shipped to nobody
+    # (a state that belongs to no parameter would be sent to no rank)
     if any(not isinstance(key, Tensor) for key in whole.optimizer.state):
         return "it has a state that belongs to no parameter"
     return ""
@@ -363,6 +385,6 @@ def _difference(whole: _Copy, driver: _Copy, worker: _Copy) -> str:
 
 def _random_state(device: torch.device) -> list[Any]:
     on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    # as one number: 625 of them would be compared one by one
+    # (hashed: its 625 numbers would be compared one by one)
     python = hash(random.getstate())
     return [torch.get_rng_state(), *on_device, python, *np.random.get_state()]

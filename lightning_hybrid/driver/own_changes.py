@@ -1,4 +1,4 @@
-"""What the ``step`` of an optimizer changes by itself before it calls its closure.
+"""Records what an optimizer's ``step`` itself changes before it calls its closure.
 
 A subclass may count its steps and set its learning rate first (Noam, warm-ups)::
 
@@ -8,9 +8,9 @@ A subclass may count its steps and set its learning rate first (Noam, warm-ups):
             group["lr"] = rate_of(self.steps)
         return super().step(closure)
 
-A worker's ``step`` does so too, when its driver's is over. So the worker has to be given the
-optimizer as it was before the driver's began. What the closure changes belongs to that: it is the
-user's code, and runs on the driver alone.
+A worker's ``step`` does so too, after the driver's is over. So the worker must get the optimizer as
+it was before the driver's step, or it would count twice. It must also get what the closure has
+changed, since the closure is the user's code and runs on the driver alone.
 """
 
 import copy
@@ -28,15 +28,15 @@ from lightning_hybrid.errors import HybridError
 
 _Values = dict[str, Any]
 _MISSING = object()
-# parameters, states and groups go to the workers with each command to step or to take them
+# attributes that are sent to the workers in other ways
 _ELSEWHERE = {"params", "state", "param_groups", "defaults"}
 
 
 class OwnChanges:
-    """Of one optimizer, in one step at a time: in attributes and hyper-parameters.
+    """Changes that the step of one optimizer has made to attributes and hyper-parameters.
 
     Args:
-        optimizer: that steps.
+        optimizer: the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -45,12 +45,12 @@ class OwnChanges:
         self._own: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record attributes and hyper-parameters at the start of a step."""
         self._own = []
         self._start = [(holder, _copied(holder)) for holder in self._holders()]
 
     def closure_called(self) -> None:
-        """The step has called its closure: what is different by now it has changed itself."""
+        """Record what has changed since :meth:`begin`, when the step calls its closure."""
         for holder, before in self._start:
             now = _copied(holder)
             for key in before.keys() | now.keys():
@@ -60,10 +60,10 @@ class OwnChanges:
         self._start = []
 
     def check(self) -> None:
-        """After the closure: it may not change the same things again.
+        """Check after the closure that it has not changed again what the step had changed.
 
         Raises:
-            HybridError: it has. A worker's step could not do both.
+            HybridError: it has; a worker's step would overwrite what the closure has set.
         """
         for holder, key, _, new in self._own:
             if not same(_copy_of(holder.get(key, _MISSING)), new):
@@ -75,12 +75,12 @@ class OwnChanges:
                 )
 
     def end(self) -> None:
-        """The step is over."""
+        """Forget the changes at the end of a step."""
         self._start, self._own = [], []
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Inside, the optimizer is as before its step, but for what its closure has changed."""
+        """Inside, the changes by the step itself are undone; those by its closure stay."""
         undone: list[tuple[dict[str, Any], str, Any]] = []
         for holder, key, old, new in self._own:
             value = holder.get(key, _MISSING)
@@ -94,6 +94,7 @@ class OwnChanges:
                 _put(holder, key, value)
 
     def _holders(self) -> list[dict[str, Any]]:
+        """The dictionaries that hold the optimizer's attributes and hyper-parameters."""
         return [vars(self._optimizer), *self._optimizer.param_groups]
 
 
@@ -108,23 +109,20 @@ def _copied(holder: dict[str, Any]) -> _Values:
     return {
         key: _copy_of(value)
         for key, value in holder.items()
-        # (code that is put on an optimizer, as by schedulers, is no value that a worker lacks)
+        # (not hooks and functions, which schedulers put on the optimizer here alone)
         if key not in _ELSEWHERE and "hook" not in key and not callable(value)
     }
 
 
 def _copy_of(value: Any) -> Any:
-    """A copy of what is small and changes in place: counters and short histories."""
+    """A copy of a value that may change in place: a one-element tensor or a container."""
     if isinstance(value, Tensor):
         return value.detach().clone() if value.numel() == 1 else value
     return copy.copy(value) if isinstance(value, list | dict | set | deque) else value
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values are equal bit for bit, in containers and objects too.
-
-    What is not a number is equal to itself.
-    """
+    """Whether two values are equal bit for bit, in containers and objects too; NaN equals NaN."""
     if left is right:
         return True
     if isinstance(left, Tensor) and isinstance(right, Tensor):
@@ -143,5 +141,5 @@ def same(left: Any, right: Any) -> bool:
         if left == right or (left != left and right != right):
             return True
         return hasattr(left, "__dict__") and bool(vars(left)) and same(vars(left), vars(right))
-    except Exception:  # a value may refuse to be compared in any way it likes, or contain itself
+    except Exception:  # (a value may raise any error when it is compared, or contain itself)
         return False

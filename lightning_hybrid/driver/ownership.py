@@ -1,7 +1,7 @@
 """Which worker owns which tensor, and how the driver reads and changes it there.
 
-Between a backward pass and the averaging over replicas gradients are not final; which ones is noted
-here too.
+:class:`Unsettled` notes which gradients are not final: those that backward passes have added to,
+and that are not averaged over the replicas yet.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,15 +14,16 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import protocol, signals_deferred
 from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.driver.commands import Workers
+from lightning_hybrid.driver.loans import Loans
 from lightning_hybrid.remote import Kind
 
 
 class Unsettled:
-    """What backward passes, and penalties on remote parameters, have added to.
+    """Notes which gradients were added to and are not final yet.
 
     Attributes:
         networks: numbers of the networks whose gradients are not averaged over the replicas yet.
-        borrowed: whether borrowers may have gradients that the owners of tied parameters lack.
+        borrowed: whether borrowers of tied parameters may have gradients that the owners lack.
     """
 
     def __init__(self) -> None:
@@ -33,8 +34,8 @@ class Unsettled:
         """Note that a backward pass has added to the gradients of a network.
 
         Args:
-            network: its number.
-            averaged: the pass itself averages them.
+            network: number of the network.
+            averaged: whether the pass itself averages them over the replicas.
         """
         self.borrowed = True
         if not averaged:
@@ -42,27 +43,29 @@ class Unsettled:
 
 
 class Ownership:
-    """The tensors of the workers of one replica.
+    """Knows which worker of a replica owns which tensor, and reads and sets tensors there.
 
-    It is what :class:`~lightning_hybrid.remote.remote.RemoteTensors` asks, and so sends its
-    commands without bringing the changes of remote tensors before: that one does it.
+    :class:`~lightning_hybrid.remote.remote.RemoteTensors` uses it to fetch and send, so it sends
+    commands directly to the workers, without flushing the proxies first as `Commands` does.
 
     Args:
-        workers: of this replica.
+        workers: the channels to the workers of this replica.
         unsettled: is told of networks whose gradients are added to.
 
     Attributes:
-        any_network: whether a network has been cut. Before, workers have neither stages nor
+        any_network: whether a network has been cut. Before that, workers have neither stages nor
             optimizers.
-        network_of: of each tensor, by its name in the LightningModule, the number of its network.
+        loans: the weights that workers lend the driver.
+        network_of: by name of the tensor in the LightningModule, the number of its network.
     """
 
     def __init__(self, workers: Workers, unsettled: Unsettled) -> None:
         self._workers, self._unsettled = workers, unsettled
         self.any_network = False
+        self.loans = Loans(workers)
         self.network_of: dict[str, int] = {}
         self._owner: dict[str, int] = {}
-        # further workers with the same: copies of a stage, or users of a constant buffer
+        # further workers that have the tensor: by copies of a stage, or a constant buffer in two
         self._sharers: dict[str, list[int]] = {}
         self._tensors: dict[int, list[str]] = {rank: [] for rank in workers.ranks}
         self._copied: dict[str, Parameter] = {}
@@ -73,13 +76,13 @@ class Ownership:
         names: Mapping[int, Sequence[str]],
         copied: Mapping[str, Parameter] = MappingProxyType({}),
     ) -> None:
-        """Register a network that was cut: workers own some of its tensors from here on.
+        """Register the tensors that workers own of a network that was cut.
 
         Args:
-            network: its number.
+            network: number of the network.
             names: by ``pp_rank`` of each worker, names in the LightningModule of what it owns.
-            copied: those parameters of them that the driver has a copy of: until gradients are
-                summed it has a part of theirs.
+            copied: by name, the parameters of the driver's copy of a stage of workers. Their
+                gradients are to be added to the workers'.
         """
         self.any_network = True
         self._copied.update(copied)
@@ -102,13 +105,13 @@ class Ownership:
 
     @signals_deferred
     def give(self, kind: Kind, names: list[str]) -> dict[str, Tensor]:
-        """Remote tensors as they are now; of gradients that copies have parts of, their sums."""
+        """Fetch tensors of workers; a gradient of which copies of a stage have parts as its sum."""
         command = protocol.GiveGradients if kind is Kind.GRADIENT else protocol.GiveWeights
         parts = [name for name in names if kind is Kind.GRADIENT and self._in_parts(name)]
         requests: dict[int, Command] = {
             rank: command(mine) for rank, mine in self._by_worker(names, parts).items()
         }
-        # all are asked before one is heard: they copy from their devices at the same time
+        # (all are asked before the first answer, so that they copy from their devices in parallel)
         for rank, request in requests.items():
             self._workers.send(rank, request)
         found: dict[str, Tensor] = {}
@@ -120,11 +123,15 @@ class Ownership:
         return found
 
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
-        """Set remote tensors, or add to them."""
+        """Set tensors of workers, or, with ``add``, add to them."""
         gradients = kind is Kind.GRADIENT
+        if add:  # (this replica alone has added, so it has to be averaged)
+            for name in values:
+                self._unsettled.note(self.network_of[name], averaged=False)
+            values = self.loans.give_back(values)
         parts = [name for name in values if gradients and (add or self._in_parts(name))]
-        # a sum of what several have: set on one of them, the others must have nothing
-        if parts and not add:  # the first copy's stands for all
+        # copies of a stage have parts of these gradients: set it on the first, clear the others
+        if parts and not add:
             self.clear_gradients(parts)
         receivers = self._by_worker(values, [name for name in values if name not in parts])
         for rank, names in receivers.items():
@@ -133,20 +140,16 @@ class Ownership:
                 self._workers.send(rank, protocol.TakeGradients(add, mine.items()))
             else:
                 self._workers.send(rank, protocol.TakeWeights(mine.items()))
-        # what was added on one replica alone is not averaged yet
-        if add:
-            for name in values:
-                self._unsettled.note(self.network_of[name], averaged=False)
 
     def clear_gradients(self, names: list[str]) -> None:
-        """Of remote parameters."""
+        """Set the gradients of these parameters to None on all ranks that have one."""
         self._clear_here(self._parts_here(names))
         for rank, mine in self._by_worker(names, names).items():
             self._workers.send(rank, protocol.ClearGradients(mine))
 
     @signals_deferred
     def gradient_names(self) -> set[str]:
-        """Of remote parameters that have a gradient."""
+        """Names of the parameters of workers that have a gradient."""
         for rank in self._workers.ranks:
             self._workers.send(rank, protocol.NameGradients())
         answers = self._workers.hear(self._workers.ranks)
@@ -154,7 +157,7 @@ class Ownership:
         return there | self._parts_here(self._copied).keys()
 
     def settle(self) -> None:
-        """A step, or the end of the run, finds gradients with their owners alone."""
+        """Add gradients of the driver's copy of a stage to the owners', before they are used."""
         parts = self._parts_here(self._copied)
         if parts:
             self._clear_here(parts)
@@ -166,17 +169,17 @@ class Ownership:
                 self._copied[name].grad = None
 
     def _parts_here(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """What the driver's copy of a stage has of gradients that are not summed yet."""
+        """By name, the gradients of the driver's copy of a stage that are not summed yet."""
         with as_they_are():
             found = {name: self._copied[name].grad for name in names if name in self._copied}
         return {name: part for name, part in found.items() if part is not None}
 
     def _in_parts(self, name: str) -> bool:
-        """Whether the gradient of a parameter is the sum of what its owners have."""
+        """Whether copies of a stage have parts of a parameter's gradient, not summed yet."""
         return self.network_of[name] in self._unsettled.networks
 
     def _by_worker(self, names: Iterable[str], of_all: Iterable[str]) -> dict[int, list[str]]:
-        """By owner; those ``of_all`` by each that shares them."""
+        """The names by worker: each at its owner, and those ``of_all`` at all that have a copy."""
         found: dict[int, list[str]] = {}
         for name in names:
             found.setdefault(self._owner[name], []).append(name)

@@ -1,4 +1,4 @@
-"""How a batch is divided into micro-batches for one captured graph of a network."""
+"""Divides a batch into micro-batches, for one captured graph of a network."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from lightning_hybrid.graph import NetworkGraph, fits
 
 Numbers = tuple[tuple[int | float, ...], ...]
-"""Per micro-batch, what the graph's numbers are."""
+"""Per micro-batch, the values of the graph's numbers, which follow from the sizes of its inputs."""
 
 
 class Specialization:
     """One captured graph of a network that has been cut.
 
     Args:
-        number: of the graph among those of the network, the same on all ranks.
+        number: number of the graph among those of the network, the same on all ranks.
         graph: the graph.
         parts: into how many micro-batches a batch may be split.
     """
@@ -25,7 +25,7 @@ class Specialization:
         self._splits: dict[tuple[torch.Size, ...], tuple[int, Numbers, list[int]]] = {}
 
     def split(self, leaves: Sequence[Tensor]) -> tuple[list[list[Tensor]], Numbers]:
-        """The inputs of each micro-batch, and its numbers."""
+        """The inputs of each micro-batch, and the values of the graph's numbers in it."""
         parts, numbers, _ = self._known(leaves)
         return self.graph.split(leaves, parts), numbers
 
@@ -34,14 +34,13 @@ class Specialization:
         return self._known(leaves)[2]
 
     def _known(self, leaves: Sequence[Tensor]) -> tuple[int, Numbers, list[int]]:
-        """What follows from the shapes: the number of parts, their numbers and their samples."""
-        # worked out once for each form of a batch: what samples and numbers are in its parts
+        """The number of parts of a batch, their numbers and samples; cached by input shapes."""
         shapes = tuple([leaf.shape for leaf in leaves])
         known = self._splits.get(shapes)
         if known is None:
             graph, parts = self.graph, self._parts
             if parts > 1 and not fits(graph, leaves, parts):
-                parts = 1  # its code takes another way for parts of this size
+                parts = 1  # (the graph does not hold for parts of this size)
             slices = graph.split(leaves, parts)
             numbers = tuple([graph.values_of_numbers(graph.sizes(part)) for part in slices])
             known = parts, numbers, [graph.batch_of(part) or 1 for part in slices]

@@ -1,4 +1,4 @@
-"""The calls of networks within a training step: their number decides their random numbers."""
+"""Numbers the calls of networks within a training step; the numbers seed their random layers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,18 +12,18 @@ from lightning_hybrid.stage import draw_number, generators_of_microbatch, microb
 
 
 class StepCalls:
-    """Numbers the calls of one driver.
+    """Numbers the calls of networks on one driver.
 
     Args:
-        seed: of the random numbers inside networks.
+        seed: seed of the random numbers inside networks.
         replica: number of the replica.
-        device: the driver's.
-        follows: whether networks draw what they would on one device: what they draw follows on what
-            the code around them has drawn.
+        device: the driver's device.
+        follows: whether networks draw what they would draw on one device, from the generators of
+            the code around them (``rng="device"``).
 
     Attributes:
         follows: see above.
-        count: differentiable calls in this step so far.
+        count: how many differentiable calls of networks this step has made so far.
     """
 
     def __init__(
@@ -33,28 +33,30 @@ class StepCalls:
         self._seed, self._replica, self._device = seed, replica, device
         self.count = 0
         self._batch = self._streams = self._evaluations = 0
-        # torch holds the frame of a region for as long as it may run the region again
+        # (weak keys: torch keeps a region's frame as long as it may run the region again)
         self._regions: WeakKeyDictionary[object, _Region] = WeakKeyDictionary()
         self._region: _Region | None = None
         self._expected: int | None = None
 
     def begin(self, batch: int) -> None:
-        """A training step begins.
+        """Count calls anew, as a training step begins.
 
         Args:
             batch: how many training batches the run has seen before.
         """
         self._batch, self.count, self._streams = batch, 0, 0
-        self._expected = None  # of a call that has failed
+        self._expected = None  # (it may be left from a call that has failed)
 
     @contextmanager
     def in_region(self, region: tuple[object, bool] | None) -> Iterator[None]:
-        """Inside is a call in a checkpointed region: one that runs again has the same numbers.
+        """Inside, a network is called in a region of activation checkpointing.
+
+        If checkpointing runs the region again, its calls get the same numbers again.
 
         Args:
-            region: it, and whether it runs again; ``None``: there is none.
+            region: torch's frame of the region, and whether it runs again; ``None``: there is none.
         """
-        # regions may be nested, and calls in the outer one go on with its numbers
+        # (regions may be nested)
         before = self._region
         self._region = None
         if region is not None:
@@ -67,13 +69,13 @@ class StepCalls:
             self._region = before
 
     def expect(self, grad: bool) -> int:
-        """The number that the next call will have, for its random numbers."""
+        """Fix the number that the next call will have, and return it."""
         self._expected = None
         self._expected = self.draw_number(grad)
         return self._expected
 
     def draw_number(self, grad: bool) -> int:
-        """The number of the next call, for its random numbers."""
+        """The number of the call that is made now, which seeds its random numbers."""
         if self._expected is not None:
             number, self._expected = self._expected, None
             return number
@@ -83,10 +85,10 @@ class StepCalls:
 
     def _next(self, grad: bool) -> int:
         if grad:
-            # by batch and call alone: a run that is resumed draws what it would have drawn
+            # (by batch and call alone, so that a resumed run draws as an uninterrupted one)
             return draw_number(self._batch, self.count + self._streams)
-        # negative, so that no call in training has its number
-        self._evaluations += 1  # networks that draw without gradients (dropout at test time)
+        # (negative, and so never that of a training call; for dropout at test time and the like)
+        self._evaluations += 1
         return -self._evaluations
 
     def draw_number_ahead(self, batches: int) -> int:
@@ -94,11 +96,14 @@ class StepCalls:
         return draw_number(self._batch + batches, 0)
 
     def note(self) -> None:
-        """A differentiable call of a network was made."""
+        """Count a differentiable call of a network."""
         self.count += 1
 
     def one_stream(self) -> AbstractContextManager[None]:
-        """Inside is one call, whole: this rank draws from the generators that the call has."""
+        """Inside, a call on a whole batch draws random numbers on this rank, seeded by its number.
+
+        With ``follows`` it draws from the generators of the code around it.
+        """
         if self.follows:
             return nullcontext()
         grad = torch.is_grad_enabled()
@@ -107,7 +112,7 @@ class StepCalls:
         return self.generators_of(draw)
 
     def generators_of(self, draw: int) -> AbstractContextManager[None]:
-        """Inside, this rank draws what the first micro-batch of a call draws.
+        """Inside, this rank draws the random numbers of a call's first micro-batch.
 
         Args:
             draw: the number of the call.
@@ -117,7 +122,7 @@ class StepCalls:
 
 
 class _Region:
-    """The numbers of the calls in a checkpointed region, in their order."""
+    """The numbers of the calls in a region of activation checkpointing, in order."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
@@ -125,16 +130,17 @@ class _Region:
         self._place = 0
 
     def enter(self, number: int | None) -> None:
-        """Begin with the first number again where another backward pass runs the region again.
+        """Start from the first number again if another backward pass runs the region again.
 
         Args:
-            number: of the backward pass that runs the region again; ``None``: it runs first.
+            number: number of the backward pass that runs the region again; ``None``: the region
+                runs for the first time.
         """
         if number != self._pass:
             self._pass, self._place = number, 0
 
     def number(self, new: Callable[[], int]) -> int:
-        """The number of the call; ``new`` makes one."""
+        """The number of the next call in the region: a known one, or one that ``new`` makes."""
         if self._pass is None or self._place == len(self._numbers):
             self._numbers.append(new())
             return self._numbers[-1]

@@ -1,24 +1,25 @@
-"""Forwards of later batches, launched early: what makes a schedule a streamed one.
+"""Under a streamed schedule the driver launches the forwards of later batches early.
 
 A worker carries out commands in order, and the driver does not wait for most of them. So the driver
-launches the forward of a later batch early: it tells stage k to run up to ``a_k`` batches ahead
-(:mod:`lightning_hybrid.schedules.streamed`) and sends the inputs along. When the user's
-``training_step`` then calls the network on that batch, the call *collects* what is on its way:
-outputs, loss, logs and step are those of the batch, in its turn.
+*launches* the forward of a later batch early: it tells stage k to run up to ``a_k`` batches ahead
+(:mod:`lightning_hybrid.schedules.streamed`) and sends the inputs to stage 0. When the user's
+``training_step`` then calls the network on that batch, the call *collects* the results: outputs,
+loss, logs and step are those of the batch, in its turn.
 
-**Which inputs?** Those of later batches are known before their ``training_step`` has run only if
-the network is called on tensors of the batch itself. In each step the driver looks which ones these
-are; and when a batch has its turn, the inputs of the real call are compared with what was sent.
-Numbers that the network's Python brings (``self.current_epoch``) are taken to stay what they are;
-where one does not, what was launched with it is given up. (That costs a delayed schedule the very
-delays that it is asked for, so it refuses them.)
+**Which inputs?** The inputs of later batches are known before their ``training_step`` has run only
+if the network is called on tensors of the batch itself. In each step the driver finds out which
+tensors of the batch these are; when a later batch has its turn, the inputs of the real call are
+compared with those that were sent. Numbers that the network's Python passes
+(``self.current_epoch``) are assumed not to change; if one does, the calls that were launched with
+it are given up. (A delayed schedule would lose its delays by that, so it refuses such numbers.)
 
 **What interrupts the stream.** A stage that has run ahead has sent activations that the next stage
-has not been told to take. Whatever else is to run through the stages comes after them, so they are
-given up first, and the batches are launched again in the next step: before a validation, a
-checkpoint (so that a run that is resumed from it, with nothing under way, goes on like the one that
-wrote it), a change of weights by hand. An interruption costs time; of a delayed schedule it also
-means that the stages catch up. It happens at the same places in every run.
+was not told to receive yet. Whatever else is to run through the stages would come behind them on
+the link. So these calls are given up first, and launched again in the next step: before a
+validation, before a checkpoint (a run that is resumed from it starts with no calls under way, and
+the run that wrote it goes on equally), and before a change of weights by hand. An interruption
+costs time; under a delayed schedule it also lets the stages catch up with the newest weights. It
+happens at the same places in every run.
 """
 
 from collections import deque
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
     from lightning_hybrid.driver.driven_network import DrivenNetwork
 
 _CHANGES = 2
-"""So often may a number change between a launch and its turn; then nothing is launched any more."""
+"""After more changes of a number between a launch and its turn, nothing is launched any more."""
 
 
 class Batch(Protocol):
-    """A training batch, as the training step gets it."""
+    """A training batch as ``training_step`` gets it."""
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -54,32 +55,33 @@ class Batch(Protocol):
 
 
 class Batches:
-    """The training batches; this one knows of no later ones."""
+    """The training batches around the current one; this base class knows of none."""
 
     def ahead(self, count: int) -> Batch | None:
-        """The batch so many after the one that is trained on.
+        """The batch that comes ``count`` batches after the current one.
 
         Args:
-            count: 0: that one itself.
+            count: 0 for the current batch itself.
 
         Returns:
-            ``None``: none is trained on now; or it is behind the barrier of the schedule.
+            The batch; ``None``: there is no current batch, or the schedule does not allow that it
+            begins early.
         """
         return None
 
 
 @dataclass(eq=False)
 class Launched:
-    """A call that runs ahead.
+    """A call of a later batch that was launched early.
 
     Attributes:
-        batch: that it is of.
+        batch: the later batch.
         call: the call.
-        command: by which it is told to a stage.
-        graph: that it is a call of.
-        leaves: the inputs as they are in the batch.
-        versions: of them, when their values were sent.
-        told: how many stages, from the first on, have been told.
+        command: the command that has a stage begin it.
+        graph: the captured graph that is called.
+        leaves: the inputs, as tensors of the batch.
+        versions: the version counters of the inputs when their values were sent.
+        told: how many stages, from the first on, have got the command.
     """
 
     batch: Batch
@@ -91,7 +93,11 @@ class Launched:
     told: int = 0
 
     def other(self, leaves: Sequence[Tensor]) -> list[int]:
-        """The numbers of inputs that differ from what was sent when the call was launched."""
+        """The positions of the inputs that differ from those that were sent at the launch.
+
+        Args:
+            leaves: the inputs of the real call.
+        """
         return [
             number
             for number, (mine, theirs, version) in enumerate(
@@ -102,7 +108,7 @@ class Launched:
         ]
 
     def why_other(self, number: int) -> str:
-        """What has happened to an input that is not what was sent."""
+        """Why an input is not the one that was sent, for an error, by its position."""
         given = self.graph.leaves[number]
         if self.leaves[number].dim() == 0:
             return _is_number(given)
@@ -119,11 +125,11 @@ class Launched:
 
 
 class Stream:
-    """The calls of one network that run ahead.
+    """The calls of one network that were launched before the turn of their batches.
 
     Args:
-        network: the network; each of its stages has one device, the last one the driver's.
-        commands: to the workers.
+        network: the network; each of its stages is on one device, the last one on the driver's.
+        commands: sends commands to the workers.
         batches: the training batches.
         say: tells the user something, in one line.
     """
@@ -141,23 +147,23 @@ class Stream:
         self._devices = [rank for copies in placement.devices for rank in copies_of(copies)]
         self._schedule = STREAMED[placement.schedule]
         self._ahead = self._schedule.look_aheads(len(self._devices))
-        self._changes = 0  # of a number, between a launch and its turn
+        self._changes = 0  # how often a number was another one in its turn than at the launch
         self._pending: deque[Launched] = deque()
-        self._called: Batch | None = None  # the network was called on
+        self._called: Batch | None = None  # the last batch that the network was called on
 
     def due(self, key: CallKey, leaves: Sequence[Tensor]) -> Launched | None:
-        """Collect a call that was launched before its turn, if there is one.
+        """Find the launched call whose turn it is: the one for this call of the current batch.
 
         Args:
-            key: of the call.
-            leaves: its inputs.
+            key: the key of the call.
+            leaves: the inputs of the call.
 
         Returns:
-            The call, if it was launched before. Else nothing is under way any more.
+            The launched call; ``None``: there is none, and all launched calls were given up.
 
         Raises:
-            NetworkError: the inputs are not what was sent, or it is the second call in the step.
-                (Where the schedule is exact, another number is no error.)
+            NetworkError: the inputs are not those that were sent (under an exact schedule numbers
+                may differ), or it is the second call in the step, or one without gradients.
         """
         batch = self._batches.ahead(0)
         if batch is not None:
@@ -183,20 +189,20 @@ class Stream:
         leaves: Sequence[Tensor],
         split: Callable[[Sequence[Tensor]], tuple[CallKey, list[Values]]],
     ) -> None:
-        """The call of this batch is on its way: launch those of later ones.
+        """Launch the calls of later batches, once the call of the current batch is under way.
 
         Args:
-            graph: of the call.
-            leaves: its inputs.
-            split: gives the key of a call with other inputs, and its micro-batches.
+            graph: the captured graph of the current batch's call.
+            leaves: the inputs of that call.
+            split: gives for other inputs the key of their call, and its micro-batches.
 
         Raises:
-            NetworkError: an input is no tensor of the batch.
+            NetworkError: an input is no tensor of the batch, or needs a gradient.
         """
         batch = self._batches.ahead(0)
         if batch is None or self._ahead[0] == 0 or self._changes > _CHANGES:
             return
-        # where the inputs lie in this batch is where those of later batches are looked for
+        # (the inputs of later batches are at the same places in these)
         places = [self._place(batch, graph, n, leaf) for n, leaf in enumerate(leaves)]
         try:
             while len(self._pending) < self._ahead[0]:
@@ -205,22 +211,25 @@ class Stream:
                 theirs = None if later is None else _those(later, places, leaves, graph.is_static)
                 if later is None or theirs is None:
                     break
-                # copies: the user may write into the batch while it is on its way
+                # (copies, since the user may write into the batch while they are being sent)
                 key, slices = split([leaf.detach().clone() for leaf in theirs])
                 call, command = self._network.open_call(key, count)
                 versions = [version_of(leaf) for leaf in theirs]
                 self._pending.append(Launched(later, call, command, graph, theirs, versions))
                 self._network.engine.send_inputs(call.key, slices)
-        finally:  # a batch that fails to load leaves those before it under way
+        finally:  # (also if a batch fails to load: those before it are launched)
             self._tell()
 
     def drop(self) -> None:
-        """Give up all that is under way: a rank that has not begun it takes it off its link.
+        """Give up all launched calls.
+
+        The first stage that has not got the command yet takes off its link what the stage before it
+        has sent.
 
         Raises:
-            NetworkError: in the middle of a pass.
+            NetworkError: a pass through the stages is under way.
         """
-        # a worker in the middle of a pass hears no command, so nothing can be taken back
+        # (workers that are in the middle of a pass cannot carry out a command)
         if self._pending and self._commands.workers.passing_now:
             raise self._refused(
                 "a weight or buffer that another rank owns was changed in the middle of a pass "
@@ -233,8 +242,8 @@ class Stream:
             commands: dict[int, Command] = {
                 rank: Drop(forward.network, forward.call) for rank in self._devices[: entry.told]
             }
-            # stages that were told have begun, or will; the next one finds a message
-            # on its link that it never asked for, and takes it off
+            # stages that have the command have begun, or will; the next one has to take the
+            # activations that arrive for it off its link
             next_rank = self._devices[entry.told]
             if entry.told < len(self._devices) - 1:
                 commands[next_rank] = Skip(
@@ -251,7 +260,7 @@ class Stream:
                 self._network.engine.discard(entry.call)
 
     def _tell(self) -> None:
-        """Tell each stage of the batches up to its look-ahead, in order."""
+        """Send each stage the commands of the launched calls up to its look-ahead, in order."""
         for stage, ahead in enumerate(self._ahead[:-1]):
             for count, entry in enumerate(self._pending, 1):
                 if entry.told == stage and count <= ahead:
@@ -259,7 +268,11 @@ class Stream:
                     entry.told += 1
 
     def _count_change(self, name: str) -> None:
-        """A number was another one in the turn of its batch: what was launched was for nothing."""
+        """Count a change of a number since its launch; tell the user if nothing is launched now.
+
+        Args:
+            name: name of the number.
+        """
         self._changes += 1
         if self._changes > _CHANGES:
             self._say(
@@ -270,7 +283,20 @@ class Stream:
             )
 
     def _place(self, batch: Batch, graph: NetworkGraph, number: int, leaf: Tensor) -> int | None:
-        """Which tensor of the batch an input is; ``None``: a number that is none of the batch's."""
+        """Which tensor of the batch an input of the network is.
+
+        Args:
+            batch: the current batch.
+            graph: the captured graph.
+            number: position of the input.
+            leaf: the input.
+
+        Returns:
+            The position of the tensor in the batch; ``None``: a number that is not in the batch.
+
+        Raises:
+            NetworkError: it is another tensor, or needs a gradient.
+        """
         given = graph.leaves[number]
         if leaf.requires_grad:
             raise self._refused(
@@ -281,7 +307,7 @@ class Stream:
             if _is_same(tensor, leaf):
                 return place
         if leaf.dim() == 0:
-            # (an integer is brought only once it has changed, so that no first step shows it)
+            # (an integer becomes an input only after it has changed, so a first step cannot tell)
             if given.number or not self._schedule.delayed:
                 return None
             raise self._refused(_is_number(given))
@@ -292,6 +318,7 @@ class Stream:
         )
 
     def _refuse_several(self, batch: Batch, key: CallKey) -> None:
+        """Refuse a second call of the network in a step, and one without gradients."""
         if not key.grad:
             raise self._refused(
                 "training_step calls the network without gradients too, in the middle of what is "
@@ -317,13 +344,17 @@ def _is_number(given: Leaf) -> str:
 def _those(
     batch: Batch, places: Sequence[int | None], like: Sequence[Tensor], static: bool
 ) -> list[Tensor] | None:
-    """The inputs for a later batch; ``None`` if it has another form than this one.
+    """The inputs of the network for a later batch.
 
     Args:
-        batch: the later one.
-        places: of the inputs among its tensors; ``None``: it is as for this batch.
-        like: the inputs for this batch.
+        batch: the later batch.
+        places: for each input its position among the tensors of a batch; ``None``: the input is the
+            same for all batches.
+        like: the inputs for the current batch.
         static: whether the number of samples must be the same.
+
+    Returns:
+        The inputs; ``None``: the later batch has other shapes or types than the current one.
     """
     tensors = batch.tensors
     if any(place is not None and place >= len(tensors) for place in places):

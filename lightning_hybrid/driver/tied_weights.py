@@ -1,108 +1,82 @@
-"""Parameters that stages of several ranks use (tied weights), on the driver.
+"""Keeps tied weights, parameters that stages of several ranks use, equal on these ranks.
 
 The rank of the earliest stage owns them (never the driver, if a worker uses them too); the others
-borrow. Before a forward the borrowers have the owner's values, and after a backward the owner has
+borrow. Before a forward the borrowers get the owner's values, and after a backward the owner gets
 the borrowers' gradients. What the driver's own stages borrow are proxies
-(:mod:`lightning_hybrid.remote.remote`) and need none.
+(:mod:`lightning_hybrid.remote.remote`), whose values and gradients are sent from device to device
+(:mod:`lightning_hybrid.driver.loans`); what workers borrow of each other is sent through the
+driver.
 
-The driver may also have a copy of a whole stage of workers. Its weights come from the first of
-them, by a group of those two; its gradients are summed with those of all copies
+The driver may also have a copy of a whole stage of workers. The first of these lends it the weights
+in the same way; its gradients are summed with those of all copies
 (:mod:`lightning_hybrid.stage.gradient_averaging`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from lightning_hybrid.comm import signals_deferred
-from lightning_hybrid.comm.protocol import GiveBorrowedGradients, LendWeights, TakeWeights
+from lightning_hybrid.comm.protocol import GiveBorrowedGradients, TakeWeights
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership, Unsettled
 from lightning_hybrid.remote import Kind
-from lightning_hybrid.stage import ReplicaGroup
-
-
-@dataclass(frozen=True)
-class Copied:
-    """A stage of workers that the driver has a copy of.
-
-    Attributes:
-        network: its number.
-        owner: ``pp_rank`` of the worker that lends its weights.
-        names: of these in the LightningModule.
-        group: of all copies.
-    """
-
-    network: int
-    owner: int
-    names: Collection[str]
-    group: ReplicaGroup
 
 
 class Borrowing:
-    """What the ranks of one replica borrow of each other.
+    """Brings borrowers of tied weights the owners' values, and owners the borrowers' gradients.
 
     Args:
-        commands: to the workers.
-        ownership: of their tensors.
-        unsettled: whether there may be gradients to bring.
+        commands: sends commands to the workers.
+        ownership: which worker owns which tensor.
+        unsettled: notes whether borrowers may have gradients.
     """
 
     def __init__(self, commands: Commands, ownership: Ownership, unsettled: Unsettled) -> None:
         self._commands, self._ownership, self._unsettled = commands, ownership, unsettled
         self._here: list[str] = []
-        self._copies: list[Copied] = []
         self._workers: dict[int, list[str]] = {}
         self._current: object = None
 
     def __bool__(self) -> bool:
-        """Whether gradients are brought after a backward."""
+        """Whether any rank borrows a tied weight."""
         return bool(self._here or self._workers)
 
-    @property
-    def used_here(self) -> set[str]:
-        """Names in the LightningModule of what the driver's stages compute with."""
-        return {*self._here, *(name for copied in self._copies for name in copied.names)}
-
     def add(self, names: Sequence[Sequence[str]]) -> None:
-        """Names in the LightningModule, per rank of the replica; the first is the driver."""
+        """Register the tied weights that the ranks borrow.
+
+        Args:
+            names: per rank of the replica, the driver first, their names in the LightningModule.
+        """
         here, *workers = names
         self._here += here
         for worker, borrowed in enumerate(workers, start=1):
             if borrowed:
                 self._workers.setdefault(worker, []).extend(borrowed)
 
-    def add_copy(self, copied: Copied) -> None:
-        """The driver has a copy of a stage."""
-        self._copies.append(copied)
-
     def refresh(self, *, grad: bool) -> None:
-        """Before a forward: send the values of shared parameters from their owners to borrowers.
+        """Send borrowers the owners' values before a forward, unless they have them already.
 
         Args:
-            grad: it is differentiable, so that gradients will arise here.
+            grad: whether the forward is differentiable, so that the driver may get gradients.
         """
-        if not (self or self._copies):
+        remote, loans = self._commands.remote, self._ownership.loans
+        if not (loans or self._workers):
             return
-        remote = self._commands.remote
         if grad:
             remote.note_use(self._here)
         remote.flush()
         if remote.state(Kind.PARAMETER) == self._current:
             return
-        remote.fetch(self._here)
         for worker, names in self._workers.items():
             values = self._ownership.give(Kind.PARAMETER, names)
             self._commands.workers.send(worker, TakeWeights(values.items()))
-        for copied in self._copies:
-            self._commands.workers.send(copied.owner, LendWeights(copied.network))
-            copied.group.lend()
-            remote.adopt(copied.names)
+        loans.bring()
+        remote.adopt(loans.names)
         self._current = remote.state(Kind.PARAMETER)
 
     def settle(self) -> None:
-        """Before gradients are used: add those of the borrowers to the owners'."""
+        """Add the borrowers' gradients to the owners', before gradients are used."""
         if self._workers and self._unsettled.borrowed:
             self._ownership.take(Kind.GRADIENT, self._collect(), add=True)
             self._commands.remote.outdate(Kind.GRADIENT)
@@ -110,7 +84,7 @@ class Borrowing:
 
     @signals_deferred
     def _collect(self) -> Mapping[str, Tensor]:
-        """The gradients that borrowing workers have; they are cleared there."""
+        """Take the gradients of tied weights off the borrowing workers; gives sums by name."""
         found: dict[str, Tensor] = {}
         for answer in self._commands.ask(GiveBorrowedGradients()):
             for name, value in answer.tensors:

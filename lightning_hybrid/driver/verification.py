@@ -1,19 +1,20 @@
-"""Whether stages still compute what the network's Python computes: looked at now and then.
+"""Some calls of a network are compared with what the network's own Python computes.
 
-TorchDynamo asks at each call whether what its graph depends on has changed, but not of everything
-(docs/what_you_can_rely_on.md has the list). What it does not ask, a graph holds for ever. And of
-operations that may do anything it is only tried, on random numbers, that samples do not meet in
-them. So at calls 1, 2, 4, 8, ... of
-a network that is cut its Python runs once more, on this rank and on a copy
-(:mod:`lightning_hybrid.driver.module_copy`), and what both return is compared:
+TorchDynamo's guards compare at each call most, but not all, of the values that a graph depends on
+(docs/what_you_can_rely_on.md has the list). A value that no guard compares stays in the graph as it
+was at the capture. And that samples of a batch do not meet in an operator of unknown effect was
+only tried, on random numbers. So in calls 1, 2, 4, 8, ... of a network that is cut its Python runs
+too, on this rank and on a copy of the module (:mod:`lightning_hybrid.driver.module_copy`), and the
+results are compared:
 
-* on the whole batch, where results do not depend on how it is split: then samples that meet are
-  seen, too;
+* on the whole batch, where results do not depend on how it is split. This shows samples that meet
+  too.
 * else (in training with dropout or batch normalisation) on the first micro-batch, with its random
-  numbers. Where it draws, it also runs on the batch, and on one in which other samples stand in the
-  places of all other micro-batches: what comes of the first one must stay what it is.
+  numbers. With dropout alone the Python also runs twice on a whole batch, the second time with
+  samples of the first micro-batch in the places of all others: the results of the first micro-batch
+  must be the same in both.
 
-It runs before the stages do, so that what it leaves somewhere is what the call leaves there.
+The Python runs before the stages do, so that the effects which remain are those of the call itself.
 """
 
 from collections import Counter
@@ -51,27 +52,28 @@ from lightning_hybrid.stage import generators_of_microbatch, random_state, set_r
 Verify = int | Literal["auto", False]
 
 Made = dict[str, Any] | None
-"""What a call has made, by name; ``None``: it did not run."""
+"""The results of a call by their names, changed attributes included; ``None``: it did not run."""
 
 Kind = tuple[str, bool, bool]
-"""Name of a network, whether gradients are recorded, whether it is in training mode."""
+"""The name of a network, whether gradients are recorded, whether it is in training mode."""
 
 
 class Verification:
-    """Decides which calls are looked at.
+    """Decides which calls are compared with the network's own Python.
 
     Args:
         root: the LightningModule.
-        driver: of this replica.
-        verify: ``"auto"``: calls 1, 2, 4, 8, ...; a number: the first call, and each that comes so
-            many after the last one; ``False``: none.
-        announcements: tells the user what is not looked at, and why.
+        driver: the driver of this replica.
+        verify: ``"auto"``: calls 1, 2, 4, 8, ... of each kind; a number n: calls 1, 1 + n,
+            1 + 2 n, ...; ``False``: none.
+        announcements: tells the user which calls are not compared, and why.
 
     Attributes:
         root: see above.
         driver: see above.
         verify: see above.
-        has_run: in which ways the Python of a kind of calls has run: on the whole batch, or not.
+        has_run: pairs of a kind of calls and of whether its Python has run without an error on the
+            whole batch (True) or on chosen samples (False).
     """
 
     def __init__(
@@ -86,12 +88,12 @@ class Verification:
     def begin(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> "Check | None":
-        """A call begins. Returns what looks at it, if it is its turn.
+        """A check of the call that begins; ``None`` if this call is not to be checked.
 
         Args:
             found: the network.
-            arguments: of the call.
-            keywords: of the call.
+            arguments: positional arguments of the call.
+            keywords: keyword arguments of the call.
         """
         if self.verify is False:
             return None
@@ -100,7 +102,7 @@ class Verification:
             return None
         if found.driven:
             self._counts[kind] += 1
-        number = self._counts[kind] or 1  # a network that is not cut yet may be so in this call
+        number = self._counts[kind] or 1  # (the network may be cut in the middle of this call)
         if not self._is_due(number):
             return None
         return Check(self, found, kind, number, arguments, keywords)
@@ -111,11 +113,11 @@ class Verification:
         return (number - 1) % self.verify == 0
 
     def count(self, check: "Check") -> None:
-        """Count a call of a network that is cut."""
+        """Count a checked call, whose network is cut by now."""
         self._counts[check.kind] = check.number
 
     def give_up(self, check: "Check", reason: str) -> None:
-        """Look no more at calls of a kind, and say why."""
+        """Check no more calls of this kind, and tell the user why."""
         _, learns, training = check.kind
         self._off.add(check.kind)
         self._announcements.say(
@@ -130,15 +132,15 @@ def _calls(learns: bool, training: bool) -> str:
 
 
 class Check:
-    """Looks at one call.
+    """Compares one call with what the network's own Python makes of the same arguments.
 
     Args:
-        verification: decides.
+        verification: decides which calls are compared.
         found: the network.
-        kind: of the call.
-        number: of the call among those of its kind.
-        arguments: of the call.
-        keywords: of the call.
+        kind: the kind of the call.
+        number: number of the call among those of its kind, from 1 on.
+        arguments: positional arguments of the call.
+        keywords: keyword arguments of the call.
     """
 
     def __init__(
@@ -169,17 +171,20 @@ class Check:
     # ------------------------------------------------------------------ before the stages run
 
     def begin_chain(self) -> None:
-        """A chain of graphs is about to be called; it draws from one stream."""
+        """Run the Python of a chain of graphs, before the chain itself is called.
+
+        The whole call draws its random numbers from torch's generators as they are now.
+        """
         self._before, self._start = random_state(self._device), self._own_draws
         with self._or_give_up():
-            self._take((), writes=True)  # (its Python may)
+            self._take((), writes=True)  # (the Python between the graphs may write to weights)
             self._run(draws=False)
 
     def begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
-        """Run the network's own Python, before the stages run.
+        """Run the Python of a network that is one graph, before its stages run.
 
         Args:
-            call: calls them.
+            call: the call of the stages that follows.
             values: the arguments of its graph.
             synchronised: whether batch statistics are those of all replicas.
         """
@@ -198,7 +203,8 @@ class Check:
             )
         if synchronised and mixes:
             raise _Inconclusive("its batch statistics are those of all replicas")
-        # weights are fetched next, and what runs ahead was begun with those of before
+        # calls of later batches that run ahead may have begun with other weights than those that
+        # are fetched next
         self._driver.interrupt()
         parts, _ = call.specialization.split(graph.bind(values))
         self._parts, self._first = len(parts), graph.batch_of(parts[0]) or 0
@@ -211,7 +217,8 @@ class Check:
         self._splits = self._parts > 1 and not mixes and not graph.divided
         draw = self._driver.calls.expect(call.learns(graph.bind(values)))
         self._start = partial(self._driver.calls.generators_of, draw)
-        if graph.divided or self._driver.calls.follows:  # what it draws are this rank's own numbers
+        # (then the network draws from this rank's own generators)
+        if graph.divided or self._driver.calls.follows:
             self._start = self._own_draws
         batched = [
             values[graph.place[leaf.node]]
@@ -222,6 +229,15 @@ class Check:
         self._run(draws=mixes or graph.uses_rng)
 
     def _take(self, batched: Sequence[Tensor], *, writes: bool) -> None:
+        """Fetch the network's weights, and copy the module and the arguments as they are now.
+
+        Args:
+            batched: the tensors whose first dimension is the batch's.
+            writes: whether the forward may change parameters.
+
+        Raises:
+            _Inconclusive: there is no such copy, or it would take too much memory.
+        """
         if not self.found.is_materialized:
             raise _Inconclusive("it is made in configure_model, and whole on no rank")
         found = self.found
@@ -236,14 +252,17 @@ class Check:
         arguments = self._arguments, self._keywords
         try:
             self._copy = ModuleCopy(self._of.root, found.module, *arguments, batched, writes=writes)
-        except Exception as error:  # an object may refuse to be copied in any way it likes
+        except Exception as error:  # (copying an object may raise any error)
             raise _Inconclusive(f"it cannot be copied ({_told(error)})") from error
 
     def _run(self, *, draws: bool) -> None:
-        """Run the network's own Python.
+        """Run the network's own Python on the copy, and keep its results or its error.
 
         Args:
-            draws: what a call makes depends on how the batch is split.
+            draws: whether the results of a call depend on how the batch is split.
+
+        Raises:
+            _Inconclusive: the Python does not run on a copy, or lacks memory.
         """
         assert self._copy is not None
         missing, room = self._copy.missing_bytes(self._device), _free_bytes(self._device)
@@ -253,7 +272,8 @@ class Check:
                 f"{self._device}"
             )
         try:
-            # what does not depend on the split is compared on all samples: it shows if they meet
+            # results that do not depend on the split are compared on all samples, which shows
+            # samples that meet
             if self._parts == 1 or not draws:
                 self._whole, _ = self._python()
                 return
@@ -268,6 +288,11 @@ class Check:
             self._copy.release()
 
     def _try_to_split(self) -> None:
+        """Run the Python on the whole batch, and on one of samples of the first micro-batch.
+
+        :meth:`_compare` requires equal results for the first micro-batch, unless the runs have
+        drawn different amounts of random numbers.
+        """
         self._whole, states = self._python()
         others, same = self._python(self._among_copies)
         if all(map(torch.equal, states, same)):  # else what is drawn depends on values
@@ -275,7 +300,7 @@ class Check:
 
     @contextmanager
     def _or_give_up(self) -> Iterator[None]:
-        """Where nothing can be said of calls of this kind: look no more at them."""
+        """Inside, an `_Inconclusive` error ends this check and all checks of calls of this kind."""
         try:
             yield
         except _Inconclusive as error:
@@ -285,13 +310,13 @@ class Check:
     # ------------------------------------------------------------------ after
 
     def compare(self, result: Any) -> None:
-        """Compare what the stages have given with what the network's own Python gave.
+        """Compare the results of the stages with those of the network's own Python.
 
         Args:
-            result: what it has returned.
+            result: what the call of the stages has returned.
 
         Raises:
-            NetworkError: the network's own Python gives something else, or samples meet.
+            NetworkError: the results differ, the Python raises an error, or samples meet.
         """
         if self._copy is None:
             return
@@ -302,16 +327,24 @@ class Check:
             self._compare(found | self._attributes(self.found.module))
 
     def _compare(self, found: dict[str, Any]) -> None:
+        """Compare results with those of the Python, and if they differ find out why.
+
+        Args:
+            found: by name, the results of the stages.
+
+        Raises:
+            NetworkError: the graph does not hold any more, or samples meet.
+        """
         weights = dict(self.found.module.named_parameters())
         epsilon = epsilon_of((found, weights), self._device)
         if self._part is None:
             apart = _differences(found, self._whole, epsilon)
             if not apart:
                 return
-            # nothing was split, or nothing in which samples meet: the graph itself is another one
+            # the split cannot be the cause: the graph does not hold any more
             if self._parts == 1 or self._divided:
                 raise self._stale(apart)
-            # rounded otherwise in parts, or stale, or samples meet
+            # the cause may be rounding in parts, a graph that does not hold, or samples that meet
             self._part, _ = self._python(self._first_part)
             self._try_to_split()
         apart = _differences(found, self._part, epsilon, part=True)
@@ -321,7 +354,7 @@ class Check:
             raise self._stale(apart)
         if self._others is not None:
             one, other = (first_samples(x, self._part) for x in (self._whole, self._others))
-            # (sums on GPUs may be in another order each time)
+            # (bit for bit on CPUs alone: GPUs may add up in another order each time)
             apart = differences(one, other, epsilon, bits=self._device.type == "cpu")
         if apart:
             raise self._meet(apart)
@@ -331,15 +364,22 @@ class Check:
         return tensor.narrow(0, 0, self._first)
 
     def _among_copies(self, tensor: Tensor) -> Tensor:
-        """Samples of the first micro-batch in the places of all others."""
+        """A batch of equal size in which samples of the first micro-batch replace all others."""
         order = torch.arange(len(tensor), device=tensor.device) % self._first
         return tensor.index_select(0, order)
 
     def _python(self, rows: Rows | None = None) -> tuple[Made, list[Tensor]]:
-        """What the network's own Python makes of the batch, or of some rows for its samples.
+        """Call the network's own Python on the copy.
+
+        Args:
+            rows: chooses samples of the batch; ``None``: all of them.
 
         Returns:
-            That, and the states of torch's generators afterwards.
+            The results by name, and the states of torch's generators after the call.
+
+        Raises:
+            _Inconclusive: the Python does not run on a copy, or lacks memory.
+            Exception: the Python has run before and raises an error now, or writes to parameters.
         """
         assert self._copy is not None
         if rows is not None and not self._copy.is_complete:
@@ -347,21 +387,22 @@ class Check:
         way = self.kind, rows is None
         try:
             module, result, given = self._copy.call(self._device, self._draws(), rows)
-        except Exception as error:  # of the user's code, or for lack of memory
+        except Exception as error:  # (by the user's code, or for lack of memory)
             memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-            # a Python that has run before and fails now has changed, which is what is looked for
+            # if it has run before, the code behaves otherwise now: a difference to report
             if isinstance(error, WritesWeights) or (way in self._of.has_run and not memory):
                 raise
             reason = f"its Python does not run on a copy of it ({_told(error)})"
             raise _Inconclusive(reason) from error
         self._of.has_run.add(way)
-        # (hooks may keep things in the module that was copied; the copy has those of before)
+        # (attributes that the call of the copy has not set are not compared: hooks may set those
+        # of the original module instead)
         set_here = changed(self._attributes(module), self._attributes(self._copy.module))
         return _given(result, given) | set_here, self._end
 
     @contextmanager
     def _draws(self) -> Iterator[None]:
-        """Inside, what is drawn is what the call draws, or its first micro-batch."""
+        """Inside, random numbers are drawn as in the call, or as in its first micro-batch."""
         with self._random.again(), self._start():
             yield
             self._end = random_state(self._device)
@@ -374,13 +415,13 @@ class Check:
             yield
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
-        """What a module and its parts hold beside parameters, buffers and parts."""
+        """By path, values in attributes of a module and its submodules, parameters excepted."""
         held: dict[str, Any] = {}
         for name, part in module.named_modules():
             for key, value in vars(part).items():
                 if key in _OF_ALL_MODULES or isinstance(value, nn.Parameter):
                     continue
-                # (Python between graphs may note the time)
+                # (in a chain of graphs tensors alone: its Python may note the time, for example)
                 if self.found.whole or any(True for _ in tensors_in(value)):
                     held[f"self.{name}.{key}" if name else f"self.{key}"] = value
         return leaves_in(held)
@@ -388,6 +429,7 @@ class Check:
     # ------------------------------------------------------------------ what was found
 
     def _stale(self, found: Sequence[str]) -> NetworkError:
+        """The error that says that the stages compute something else than the Python."""
         return NetworkError(
             f"{self.found.shown} does not compute in its stages what its Python computes: in call "
             f"{self.number} {_calls(*self.kind[1:])} {_listed(found)}.{self._cause()} TorchDynamo "
@@ -400,6 +442,7 @@ class Check:
         )
 
     def _meet(self, found: Sequence[str]) -> NetworkError:
+        """The error that says that results of a sample depend on other samples."""
         return NetworkError(
             f"{self.found.shown}: the samples of a batch meet in call {self.number} "
             f"{_calls(*self.kind[1:])}, and they did not in its first one: with other samples in "
@@ -408,7 +451,7 @@ class Check:
         )
 
     def _cause(self) -> str:
-        """The first operation that the network has otherwise if it is captured anew."""
+        """A sentence that names the first operation that a new capture has otherwise; or empty."""
         if self._copy is None or self._call is None:
             return ""
         graphs: list[NetworkGraph] = []
@@ -425,7 +468,7 @@ class Check:
             finally:
                 capture.close()
 
-        with suppress(Exception):  # there is an error to tell already
+        with suppress(Exception):  # (this only adds detail to an error)
             self._copy.call(self._device, self._draws(), through=captured)
         was = self._call.specialization.graph.layers
         for one, other in zip(was, graphs[0].layers if graphs else ()):
@@ -440,30 +483,30 @@ class Check:
 
 
 def _given(result: Any, given: tuple[Any, ...]) -> dict[str, Any]:
-    """What a call has returned, and its arguments, which it may have changed."""
+    """By name, what a call has returned, and its arguments, which it may have changed."""
     arguments, keywords = given
     return {"output": result, "arguments": arguments, "keywords": keywords}
 
 
 def _differences(found: Any, expected: Made, epsilon: float, *, part: bool = False) -> list[str]:
-    """Those of attributes, too, as far as the copy has set them."""
+    """Differences between results that both have, so of attributes those that the copy has set."""
     known = {key: value for key, value in found.items() if key in (expected or ())}
     return differences(known, expected, epsilon, part=part)
 
 
 _SHARE = 1 / 16
-"""Of the memory that is free: what the weights of other stages may take, if nobody has asked."""
+"""Share of the free memory that weights of other stages may take for a check, with ``"auto"``."""
 
 
 class _Inconclusive(Exception):
-    """Nothing can be said of calls of this kind; the message says why."""
+    """Calls of this kind cannot be compared; the message says why."""
 
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 def _mixes_samples(module: nn.Module, graph: NetworkGraph) -> bool:
-    """Whether a call takes batch statistics, which are those of a micro-batch by agreement."""
+    """Whether a call takes batch statistics, which in a pipeline are those of a micro-batch."""
     norms = (part for part in module.modules() if isinstance(part, BatchNorm))
     if any(norm.training or norm.running_mean is None for norm in norms):
         return True
@@ -475,7 +518,7 @@ def _mixes_samples(module: nn.Module, graph: NetworkGraph) -> bool:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Memory that this rank can still take on its device; ``None``: its host's."""
+    """Bytes that this rank can still take on its GPU; ``None``: its device is the CPU."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,9 +1,9 @@
-"""The weights of all stages of one replica, brought to this rank and from it.
+"""The weights of all stages of one replica are brought to the driver, and from it to the workers.
 
-Where all ranks of a replica share a file system, workers write what they own to files, which the
-driver maps (:mod:`lightning_hybrid.state.tensor_file`); a rank that cannot read the file of another
-one, as on another host, is told so, and the weights travel. What each driver has for itself, its
-own stages and what no network owns, is the same on all replicas (:class:`Replicated`).
+Workers write what they own to files (:mod:`lightning_hybrid.state.tensor_file`), which the driver
+maps. Where it cannot read them, as from another host, the weights are sent as messages.
+:class:`Replicated` has the data-parallel groups by which a driver's own stages, and what no network
+owns, are kept equal on all replicas.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -39,14 +39,14 @@ from lightning_hybrid.state import (
 
 
 class FilesOfWorkers:
-    """What the workers write for their driver.
+    """Has the workers write tensors to files, and reads these.
 
     Args:
-        commands: to the workers.
-        folder: where files are written, if possible.
+        commands: sends commands to the workers.
+        folder: where the files are written, if possible.
 
     Attributes:
-        readable: whether they can be read here; false since one could not be, as on another host.
+        readable: whether this rank can read the files; False once it could not read one.
     """
 
     def __init__(self, commands: Commands, folder: str) -> None:
@@ -54,16 +54,20 @@ class FilesOfWorkers:
         self._commands = commands
 
     def tensors(self, *, at_end: bool = False) -> tuple[dict[int, Ticket], list[Any]] | None:
-        """Their weights and buffers, ``"weights"``; at the end of a run also ``"gradients"``.
+        """Have each worker write the tensors that it owns to a file, and map the files.
+
+        Args:
+            at_end: whether the run ends, so that gradients are written too.
 
         Returns:
-            The tickets of the files by ``pp_rank``, and what is in each; ``None``: they cannot be
-            read here.
+            The tickets of the files by ``pp_rank``, and of each file a dictionary with the tensors
+            by name, under ``"weights"`` (buffers included) and, at the end, ``"gradients"``;
+            ``None``: the files cannot be read here.
         """
         return self._ask(KeepTensors(self.folder, at_end))
 
     def states(self, index: int) -> dict[str, dict[str, Any]] | None:
-        """The states of one of their optimizers, by name of the parameter; ``None``: see above."""
+        """The workers' states of optimizer ``index``, by parameter name; ``None``: not readable."""
         found = self._ask(KeepStates(index, self.folder))
         if found is None:
             return None
@@ -74,24 +78,25 @@ class FilesOfWorkers:
             return None
         answers = [answer.value for answer in self._commands.ask(command)]
         files = None if None in answers else read_files(answers)
-        # a rank on another host can read none of the later files either, so it is asked once
+        # (one failure is enough: a rank on another host cannot read later files either)
         self.readable = files is not None
         return None if files is None else (dict(zip(self._commands.workers.ranks, answers)), files)
 
 
 class Replicated:
-    """The data-parallel groups of all that one driver owns.
+    """The data-parallel groups of all that one driver owns, to average gradients and sync buffers.
 
     Args:
         module: the LightningModule.
-        group: the drivers of all replicas.
-        device: the driver's.
-        trace: where to record.
+        group: the process group of the drivers of all replicas.
+        device: the driver's device.
+        trace: records what the groups do.
 
     Attributes:
-        networks: of each network, in the order of their numbers, the group of this rank's stages.
-        rest: the group of what no network owns: temperatures, loss weights, small networks.
-        here: whether the rest is on the device; until a network is cut all may wait on the CPU.
+        networks: by number of the network, the group of this rank's stages of it.
+        rest: the group of tensors that no network owns: temperatures, loss weights, small networks.
+        here: whether the tensors of the rest have been moved to the device; until a network is cut
+            they may be on the CPU.
     """
 
     def __init__(self, module: nn.Module, group: Group, device: torch.device, trace: Trace) -> None:
@@ -104,11 +109,11 @@ class Replicated:
         self.rest = self._make_rest()
 
     def add(self, replica_group: ReplicaGroup, names: Iterable[str]) -> None:
-        """Register a network that was cut: its tensors belong to a group of stages from here on.
+        """Register a network that was cut, so that its tensors are no part of the rest any more.
 
         Args:
-            replica_group: of this rank's stages.
-            names: in the LightningModule, of the tensors that stages own, on all ranks.
+            replica_group: the group of this rank's stages of the network.
+            names: in the LightningModule, of the tensors that stages on any rank own.
         """
         self.networks.append(replica_group)
         self._cut.update(names)
@@ -116,13 +121,13 @@ class Replicated:
         self.renew_rest()
 
     def settle(self) -> None:
-        """No network will be cut: average all parameters as the driver's own."""
+        """Register that no network will be cut: all parameters are averaged as the driver's own."""
         if not self.here:
             self.here = True
             self.renew_rest()
 
     def renew_rest(self) -> None:
-        """Take in what no network owns now."""
+        """Make the group of the rest anew, from the tensors that no network owns now."""
         self.rest.close()
         self.rest = self._make_rest()
 
@@ -132,6 +137,7 @@ class Replicated:
             replica_group.close()
 
     def _make_rest(self) -> ReplicaGroup:
+        """The group of the tensors that no network owns now, moved to the device if ``here``."""
         cut = self._identities()
         parameters = [p for p in self._module.parameters() if not (id(p) in cut or is_deferred(p))]
         if self.here:
@@ -146,7 +152,7 @@ class Replicated:
         return [b for b in known if not (id(b) in cut or is_deferred(b))]
 
     def _identities(self) -> set[int]:
-        """Of the tensors that networks own, looked up anew, since a buffer may be replaced."""
+        """The ``id`` of each tensor that networks own now (the user's code may replace buffers)."""
         if not self._cut:
             return set()
         named = tensors_of(self._module)
@@ -154,20 +160,20 @@ class Replicated:
 
 
 class Weights:
-    """Parameters and buffers, wherever they are.
+    """Moves parameters and buffers between the driver and the workers that own them.
 
     Args:
         module: the LightningModule.
-        shared: names of what the workers have too.
-        coordinates: this rank.
-        commands: to the workers.
-        ownership: which worker owns what.
-        borrowing: of tied parameters.
-        replicated: what this rank owns.
-        files: of the workers.
+        shared: names of the parameters and buffers that the workers' modules have too.
+        coordinates: the coordinates of this rank.
+        commands: sends commands to the workers.
+        ownership: which worker owns which tensor.
+        borrowing: brings borrowers the values of tied parameters.
+        replicated: the data-parallel groups of what this rank owns.
+        files: reads the files that workers write their tensors to.
 
     Attributes:
-        written: whether a network has changed its buffers or parameters.
+        written: whether the forward of a network has changed its buffers or parameters.
     """
 
     def __init__(
@@ -185,36 +191,39 @@ class Weights:
         self._module, self._coordinates = module, coordinates
         self._commands, self._remote = commands, commands.remote
         self._ownership, self._borrowing, self._replicated = ownership, borrowing, replicated
-        # what a hook makes on this rank alone, the workers do not have
+        # (not the tensors that a hook has made on this rank alone)
         self._shared = frozenset(shared)
-        # what takes the place of one of these in the middle of a run is this rank's alone
+        # (a parameter that replaces one of these in the middle of a run is this rank's alone)
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self.written = False
         self._before: dict[int, int] = {}
 
     def remember(self) -> None:
-        """Note what this rank has, so that `changed` can tell."""
+        """Note the checksums of this rank's weights and buffers, for :attr:`changed`."""
         self._before = self._checksums()
 
     @property
     def changed(self) -> bool:
-        """Whether they are others than when noted, by calls or by the user's code."""
+        """Whether calls or the user's code have changed weights or buffers since `remember`."""
         now = self._checksums().items()
         here = any(self._before.get(identity) != checksum for identity, checksum in now)
         return here or self.written or self._remote.changed_here
 
     def _checksums(self) -> dict[int, int]:
-        """Of what is no proxy, by identity; no version tells of a change through ``data``."""
+        """By ``id``, a checksum of each tensor that is no proxy and has memory.
+
+        Version counters would not do: they do not count changes through ``data``.
+        """
         with as_they_are():
             plain = (t for t in tensors_of(self._module).values() if type(t) in (Tensor, Parameter))
             return {id(t): _checksum(t) for t in plain if not t.is_meta}
 
     def before_forward(self, graph: NetworkGraph, *, grad: bool) -> None:
-        """A forward follows: every stage must have the values that it computes with.
+        """Bring every rank the values that its stages compute with in the forward that follows.
 
         Args:
-            graph: of it.
-            grad: it is differentiable.
+            graph: the captured graph of the forward.
+            grad: whether the forward is differentiable.
         """
         self._remote.adopt_replaced()
         self._borrowing.refresh(grad=grad)
@@ -226,16 +235,16 @@ class Weights:
         """Bring the weights of the workers' stages into the module, where it has room for them.
 
         Args:
-            but: names of those that stay.
+            but: names of the tensors that stay with their owners.
         """
         tensors = self.owned_elsewhere()
         wanted = tensors.keys() - but
         self._fetch([n for n, tensor in tensors.items() if n in wanted and not is_deferred(tensor)])
 
     def leave_inference(self) -> None:
-        """Make ordinary buffers of those that calls in inference mode have replaced.
+        """Make ordinary buffers of inference tensors, by which evaluations have replaced buffers.
 
-        `self.count += 1` leaves on one device the buffer that was there.
+        On one device `self.count += 1` in inference mode changes an ordinary buffer in place.
         """
         for part in self._module.modules():
             _, buffers = tables(part)
@@ -246,12 +255,15 @@ class Weights:
 
     @contextmanager
     def whole(self, *, unread: bool = False, at_once: bool = False) -> Iterator[None]:
-        """Inside, the module holds the weights of all stages; those of workers in their files.
+        """Inside, the module has the weights of all stages, those of workers mapped from files.
+
+        Where the files cannot be read, the weights are sent.
 
         Args:
-            unread: those of workers stay there, and are fetched one by one if they are read.
-            at_once: what is made of them is written before the next step, so that they are unread
-                where files of workers cannot be read here, too.
+            unread: whether weights of workers stay there, and are fetched one by one when they are
+                read.
+            at_once: whether the caller writes them before the next step, so that they may stay on
+                workers whose files cannot be read here.
         """
         values = None if unread else self._mapped()
         if unread or (values is None and at_once):
@@ -265,7 +277,7 @@ class Weights:
 
     @signals_deferred
     def _unread(self) -> dict[str, Tensor]:
-        """What workers own, where it is."""
+        """By name, unread tensors for what workers own, which are fetched when they are read."""
         if not self._ownership.any_network:
             return {}
         self._remote.adopt_replaced()
@@ -275,10 +287,11 @@ class Weights:
             dense = {n: t for n, t in owned.items() if t.layout is torch.strided}
             specs = {name: TensorSpec.of(tensor, gradient=False) for name, tensor in dense.items()}
         unread = {name: self._unread_one(name, spec) for name, spec in specs.items()}
-        # (tensors of another layout are sent: nothing reads a part of them)
+        # (sparse tensors are fetched at once)
         return unread | self._ownership.give(Kind.PARAMETER, [n for n in owned if n not in specs])
 
     def _unread_one(self, name: str, spec: TensorSpec) -> Tensor:
+        """An unread tensor for one that a worker owns; a read after a change there is refused."""
         owned = Owned(self._ownership.rank_of(name), name)
         before = self._remote.state(Kind.PARAMETER)
 
@@ -290,7 +303,7 @@ class Weights:
 
     @signals_deferred
     def _mapped(self) -> dict[str, Tensor] | None:
-        """What workers own, as it is in their files; ``None``: it cannot be read here."""
+        """By name, what workers own, mapped from their files; ``None``: these cannot be read."""
         if not self._ownership.any_network:
             return {}
         self._remote.adopt_replaced()
@@ -301,7 +314,10 @@ class Weights:
         return {name: value for name, value in named if name in elsewhere}
 
     def owned_elsewhere(self) -> dict[str, Tensor]:
-        """What workers own, without layers that the user has removed or replaced since."""
+        """By name, the tensors in the module that workers own.
+
+        Without those of layers that the user's code has removed or replaced since the start.
+        """
         tensors = tensors_of(self._module)
         return {
             name: tensors[name]
@@ -311,7 +327,7 @@ class Weights:
 
     @signals_deferred
     def _fetch(self, names: list[str]) -> dict[str, Tensor]:
-        """Weights of workers, written into the module where it has room for them."""
+        """Fetch weights of workers, and write them into the module where they have memory there."""
         if not self._ownership.any_network:
             return {}
         self._remote.adopt_replaced()
@@ -334,7 +350,7 @@ class Weights:
         self._remote.adopt_fetched()
 
     def everyones(self) -> dict[str, Tensor]:
-        """What all ranks are to have after a run."""
+        """By name, the tensors in the module that all ranks have after a run."""
         return {
             name: tensor
             for name, tensor in tensors_of(self._module).items()
@@ -342,10 +358,10 @@ class Weights:
         }
 
     def hand_out(self, *, but: Collection[str] = ()) -> None:
-        """Give every worker the weights of all stages.
+        """Send every worker the weights and buffers of all ranks.
 
         Args:
-            but: names of those that stay.
+            but: names of the tensors that are not sent.
         """
         everyones = [(name, t) for name, t in self.everyones().items() if name not in but]
         for worker in self._commands.workers.ranks:
@@ -357,7 +373,7 @@ class Weights:
         """Give every replica the buffers of replica 0 (collective over the drivers).
 
         Args:
-            state: only those that training steps read.
+            state: whether only the buffers that training steps read are sent.
         """
         self._commands.tell(SynchronizeBuffers(state))
         for replica_group in self._replicated.networks:
@@ -367,7 +383,7 @@ class Weights:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Of the numbers of a tensor; of one that is not dense, how often it was written to."""
+    """A checksum of the numbers of a tensor; of one that is not dense, its version counter."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return version(tensor)
     numbers = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -375,11 +391,13 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def present_bytes(module: nn.Module, device: torch.device) -> int:
-    """What parameters and buffers took on a device when it was asked for its free memory.
+    """Bytes of a module's tensors that were on a device when its free memory was measured.
+
+    That is 0 on a GPU, whose free memory is measured before weights come to it.
 
     Args:
-        module: that is to be cut.
-        device: of this rank. A GPU is asked before weights come to it.
+        module: the module that is to be cut.
+        device: the device of this rank.
     """
     if device.type != "cpu":
         return 0

@@ -1,4 +1,4 @@
-"""Gradients of one replica, from its backward passes to what the optimizers use."""
+"""Decides when the gradients of a replica are averaged over the replicas."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 
 class ReplicaGradients:
-    """Averages gradients over the replicas, once they are where they belong.
+    """Averages gradients over the replicas, once the owners of parameters have all parts of them.
 
     Args:
-        commands: to the workers.
-        borrowing: brings those of tied parameters to their owners.
-        replicated: what this rank averages itself.
-        calls: of networks, in this step.
-        unsettled: what is not final yet.
+        commands: sends commands to the workers.
+        borrowing: brings gradients of tied parameters to their owners.
+        replicated: the data-parallel groups of what this rank owns.
+        calls: counts the calls of networks in the current step.
+        unsettled: notes which gradients are not averaged yet.
 
     Attributes:
-        synchronize: whether to average; off while gradients accumulate.
+        synchronize: whether to average; False while gradients accumulate.
     """
 
     def __init__(
@@ -42,24 +42,31 @@ class ReplicaGradients:
         self.synchronize = True
 
     def overlap(self) -> bool:
-        """Whether the backward of the one call in this step may average gradients as it goes.
+        """Whether a backward may average gradients while it runs, overlapped with computation.
 
-        With several calls the last of their backwards is not known in advance, and what a penalty
-        on remote parameters adds comes later; then the gradients are averaged when
-        `loss.backward()` is over. Counting calls, and not open ones, gives all replicas the same
-        answer.
+        That is so if the step has made a single call of a network. With several calls it is not
+        known which backward is the last; and gradients of penalties on workers' parameters, and of
+        tied weights, come later. In these cases gradients are averaged when `loss.backward()` is
+        over. All replicas get the same answer.
         """
         alone = not self._commands.remote.in_graph and not self._borrowing
         return self.synchronize and self._calls.count == 1 and alone
 
     def note(self, network: int, *, averaged: bool) -> None:
-        """A backward has added to the gradients of the network of this number."""
+        """Note that a backward has added to the gradients of a network.
+
+        Args:
+            network: number of the network.
+            averaged: whether the backward itself averages them.
+        """
         self._unsettled.note(network, averaged=averaged)
 
     @contextmanager
     def kept_local(self) -> Iterator[None]:
-        """Inside, a backward pass leaves what each replica has found, and nothing to average."""
-        # (torch.autograd.grad gives those of each replica under DDP, too)
+        """Inside, gradients of a backward pass stay those of each replica, and are not averaged.
+
+        As under DDP, where `torch.autograd.grad` gives those of each replica too.
+        """
         synchronize, networks = self.synchronize, set(self._unsettled.networks)
         self.synchronize = False
         self.settle()
@@ -88,22 +95,22 @@ class ReplicaGradients:
             self._unsettled.networks |= networks
 
     def before_backward(self) -> None:
-        """`loss.backward()` comes. Without stages its gradients are final as they come."""
+        """Prepare for `loss.backward()`: without workers, averaging may overlap with it."""
         if self.synchronize and not self._commands.workers.ranks:
             self._replicated.rest.arm()
 
     def settle(self) -> None:
-        """Have the gradients where they belong: those of penalties and of tied parameters."""
+        """Bring gradients of penalties and of tied parameters to the owners of the parameters."""
         self._commands.remote.flush()
         self._borrowing.settle()
 
     @signals_deferred
     def after_backward(self) -> None:
-        """Average over the replicas what the backward passes have not averaged on their way."""
+        """Average the gradients that the backward passes have not averaged while they ran."""
         self.settle()
         if not self.synchronize:
             return
-        # averaging is collective: in other orders the ranks of a group would average other things
+        # (in a fixed order: averaging is collective over the ranks of a group)
         for network in sorted(self._unsettled.networks):
             self._commands.tell(Reduce(network))
             self._replicated.networks[network].reduce()

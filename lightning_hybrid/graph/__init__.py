@@ -1,4 +1,4 @@
-"""A captured network as data: where samples are, partitions, cuts, the code of a stage."""
+"""A captured network as data: where its tensors hold samples, partitions, cuts, code of stages."""
 
 from lightning_hybrid.graph.cut_stages import (
     Stage,

@@ -2,8 +2,8 @@
 
 The run is on fake tensors (shapes without memory), operation by operation: which memory does it
 write to, which results share memory, does it draw random numbers, does it switch a mode, how many
-floating-point operations does it take. Where the run cannot go on, because what follows depends on
-values, nothing is known of the rest, and nothing of the rest is cut.
+floating-point operations does it take. If an operation cannot run without values, nothing is known
+of it and of all that follow, and the network is not cut behind it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Effects:
     """What one operation does beside returning a value.
 
     Attributes:
-        results: memory of what it returns; equal numbers mean shared memory.
-        writes: memory that it changes.
-        random: it draws from torch's generators.
-        ambient: after it, the modes that a cut cannot switch (``vmap`` levels, derivatives in
-            forward mode, inference mode) are as in the beginning.
-        unknown: why all this is not known; ``None``: it is.
-        flops: of convolutions and matrix products, at the captured sizes.
+        results: numbers of the memory of what it returns; equal numbers mean shared memory.
+        writes: numbers of the memory that it changes.
+        random: whether it draws from torch's generators.
+        ambient: whether, after it, the modes that a cut cannot switch (``vmap`` levels,
+            derivatives in forward mode, inference mode) are as at the beginning of the graph.
+        unknown: why all this is not known, in words; ``None``: it is known.
+        flops: floating-point operations of convolutions and matrix products, at the captured sizes.
     """
 
     results: frozenset[int] = frozenset()
@@ -70,12 +70,12 @@ class Annotations:
 
     @property
     def written(self) -> frozenset[int]:
-        """All memory that is changed."""
+        """The numbers of all memory that is changed."""
         return frozenset[int]().union(*(effects.writes for effects in self.of.values()))
 
 
 def annotate(graph: fx.Graph, attributes: Mapping[str, Any]) -> Annotations:
-    """Run a captured graph once on fake tensors.
+    """Find the effects of all operations of a captured graph, by one run on fake tensors.
 
     Args:
         graph: each node has its ``example_value``, as from TorchDynamo.
@@ -104,7 +104,7 @@ FAILURES = (
     *(RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError),
     *(AttributeError, AssertionError, ArithmeticError),
 )
-"""How a run on fake tensors breaks off; nothing else (a time-out, an interrupt) is caught."""
+"""Errors with which a run on fake tensors may break off; others (an interrupt) are not caught."""
 
 
 def _attention_flops(
@@ -112,7 +112,7 @@ def _attention_flops(
 ) -> int:
     """Floating-point operations of attention, from shapes (batch, heads, positions, features).
 
-    As `FlopCounterMode` counts those of the kernels of GPUs: two matrix products for each head.
+    Two matrix products per head, as `FlopCounterMode` counts attention on GPUs.
     """
     batch, heads, positions, features = query
     return 2 * batch * heads * positions * key[2] * (features + value[3])
@@ -155,7 +155,7 @@ class _Run:
             self.found.memory[node] = self._memory(value)
 
     def _effects(self, node: fx.Node, before: tuple[Any, ...]) -> Effects:
-        # differences of what counts and watches over the whole run: the modes stay open
+        # the counter and the watch stay on for the whole run: a node's share is a difference
         counted, self.watch.uses_rng = self.flops.get_total_flops(), False
         writes = self._run(node) | {self._memory(t) for t in self.watch.statistics}
         self.watch.statistics.clear()
@@ -184,7 +184,7 @@ class _Run:
         return {self._memory(t) for t, version in before if _version(t) != version}
 
     def _made(self, example: Any) -> Any:
-        """A fake tensor of the sizes that were captured, in the place of a graph's input."""
+        """A stand-in for an input: a fake tensor of the captured sizes, or the captured number."""
         if isinstance(example, Tensor):
             if example.layout is not torch.strided or example.is_nested:
                 raise NotImplementedError("a sparse or nested tensor")
@@ -201,7 +201,7 @@ class _Run:
         except (NotImplementedError, RuntimeError):  # sparse tensors have none
             self.alive.append(tensor)
             return self.numbers.setdefault(id(tensor), len(self.numbers))
-        self.alive.append(storage)  # an address is only a name while its owner lives
+        self.alive.append(storage)  # the address of a freed storage could be given to another one
         return self.numbers.setdefault(storage_key(storage), len(self.numbers))
 
 
@@ -214,7 +214,7 @@ def _why(error: Exception) -> str:
 
 
 def _plain(number: Any) -> int:
-    """A number at the captured sizes; as if they were 1, of sizes that depend on values."""
+    """A number as an integer, at the captured sizes; sizes that depend on values count as 1."""
     if not is_symbolic(number):
         return int(number)
     known = captured_value(number)
@@ -229,7 +229,7 @@ def _version(tensor: Tensor) -> int | None:
 class _Watch(TorchDispatchMode):
     """Notices random operations, and the statistics that batch normalisation writes.
 
-    (Its schema does not say that it changes them, nor do their version counters.)
+    (Neither the operator's schema nor version counters tell that it writes these.)
     """
 
     def __init__(self) -> None:
@@ -250,14 +250,14 @@ class _Watch(TorchDispatchMode):
 
 
 def _fixed_modes() -> tuple[Any, ...]:
-    """The modes that a stage cannot switch for itself, as it can gradients and autocast."""
+    """The current modes of those that a stage cannot switch (unlike gradients and autocast)."""
     inference, dtype = torch.is_inference_mode_enabled(), torch.get_default_dtype()
     return inference, dtype, functorch_level(), dual_level()
 
 
 @contextmanager
 def modes_restored() -> Iterator[None]:
-    """Undo what a graph that breaks off inside has left switched."""
+    """On exit, restore gradient mode, default type and autocast, which a failed run may change."""
     gradients, default = torch.is_grad_enabled(), torch.get_default_dtype()
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]

@@ -26,9 +26,9 @@ from lightning_hybrid.remote import materialize
 def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
     """``code`` through ``torch.compile``, for each size by itself.
 
-    Inductor has generators of its own, but random layers are to draw what they draw uncompiled. And
-    for free sizes it cannot compile some networks that it can for fixed ones (a 3-D max pooling
-    before a convolution, for instance, in torch 2.13).
+    With torch's generators in place of Inductor's own (``fallback_random``), so that random layers
+    draw what they draw uncompiled. Sizes are fixed since for free ones Inductor cannot compile some
+    networks (a 3-D max pooling before a convolution, for instance, in torch 2.13).
     """
     return torch.compile(code, dynamic=False, options={"fallback_random": True})
 
@@ -41,11 +41,11 @@ class StageCode:
         code: takes tensors of the network, what crosses the cut before it, and numbers; returns a
             list of what crosses the cut after it, or of what the network returns.
         tensors: dotted names, in the network, of the parameters and buffers that it takes.
-        numbers: which of the call's numbers it takes.
-        written: names of those parameters and buffers that it changes.
+        numbers: which of `NetworkGraph.numbers` it takes, by position.
+        written: names of the parameters and buffers that it changes in place.
         layers: (first, after last) number of its layers.
-        beside: names of further parameters and buffers of the modules whose tensors it takes: this
-            graph does not use them, but others will (a count of batches, in training).
+        beside: names of further parameters and buffers of the modules whose tensors it takes, which
+            this graph does not use, but other graphs may (a count of batches, in training).
         checkpointed: whether a part of it is computed again in the backward.
     """
 
@@ -78,8 +78,8 @@ class Stage:
     def __init__(self, code: StageCode, network: nn.Module, device: torch.device) -> None:
         self.written, self.layers, self.tensor_names = code.written, code.layers, code.owned
         self._numbers, self.checkpointed = code.numbers, code.checkpointed
-        # Places and not tensors: the user's code may put another buffer into its module, and the
-        # next call is to take that one.
+        # Places (table of the module, key) and not tensors: the user's code may put another buffer
+        # into its module, and the next call is to take that one.
         self._places = {name: _place(network, name) for name in code.owned}
         self._takes = code.tensors
         self._code, self.device = code.code, device
@@ -87,7 +87,7 @@ class Stage:
         self.compiled = False
 
     def compile_code(self) -> None:
-        """From now on run through ``torch.compile``."""
+        """Make later calls run through ``torch.compile``."""
         if not self.compiled:
             self.compiled = True
             # (AOTAutograd fails to save what the backward of a recurrent layer needs, torch 2.13)
@@ -97,7 +97,7 @@ class Stage:
         """Run the layers of this stage.
 
         Args:
-            values: what crosses the cut before it; for stage 0 what a call brings.
+            values: what crosses the cut before it; for stage 0 the tensors of `NetworkGraph.bind`.
             numbers: the values of the graph's numbers in this call, the same for every stage.
         """
         return self.run_with([*self.taken().values()], values, numbers)
@@ -105,16 +105,16 @@ class Stage:
     def run_with(
         self, tensors: Sequence[Tensor], values: Sequence[Any], numbers: Sequence[Any] = ()
     ) -> list[Any]:
-        """The same with other parameters and buffers, in the order of ``StageCode.tensors``."""
+        """Run the layers with other parameters and buffers, in the order of `StageCode.tensors`."""
         result: list[Any] = self._run(*tensors, *values, *[numbers[n] for n in self._numbers])
         return result
 
     def taken(self) -> dict[str, Tensor]:
-        """By name, the parameters and buffers that a call takes, in the order of `run_with`."""
+        """By name, the parameters and buffers that a call takes, in the order for `run_with`."""
         return {name: self._tensor(name) for name in self._takes}
 
     def changed(self) -> dict[str, Tensor]:
-        """Those of them that a call changes."""
+        """By name, the parameters and buffers that a call changes in place."""
         return {name: tensor for name, tensor in self.taken().items() if name in self.written}
 
     def _tensor(self, name: str) -> Tensor:
@@ -138,7 +138,7 @@ class Stage:
             table[key] = tensor
 
     def move(self, device: torch.device | str) -> None:
-        """Move the network's parameters and buffers that this stage uses."""
+        """Move the network's parameters and buffers that this stage uses to another device."""
         named = (*self.named_parameters(), *self.named_buffers())
         materialize([tensor for _, tensor in named])
         for _, parameter in self.named_parameters():
@@ -197,8 +197,8 @@ def cut(
         boundaries: rising numbers of the partitions that stages 1, 2 ... begin with; none: one
             stage.
         device: where the network was captured; that of the first leaf by default.
-        collects: whether a further stage follows, without layers, which takes the outputs from
-            copies of the one before it.
+        collects: whether to add a last stage without layers, which collects the outputs where
+            several ranks run copies of the stage before it.
 
     Raises:
         NetworkError: the boundaries are out of order or out of range, or outputs cannot travel.
@@ -215,7 +215,7 @@ def cut(
 
 
 def collecting(graph: NetworkGraph) -> list[int]:
-    """Where a stage without layers begins that collects the outputs: behind all layers.
+    """The position behind all layers (in a list), where a stage begins that collects the outputs.
 
     Raises:
         NetworkError: an output cannot travel.
@@ -234,9 +234,9 @@ def cut_at(
 ) -> list[StageCode]:
     """Cut the network before the layers numbered ``positions``; see `cut`."""
     cuts = Cuts(graph)
-    device = device or graph.device  # what is made on it is made on the device of each rank
+    device = device or graph.device  # code that names it gets the device of the rank that runs it
     places = [0, *positions, len(graph.layers)]
-    # what comes in, what crosses each cut, what is returned: a stage may be without layers
+    # what comes in, what crosses each cut, what is returned
     borders = [
         list(graph.inputs),
         *(cuts.crossing(position) for position in positions),
@@ -250,9 +250,9 @@ def cut_at(
 
 
 def _with_what_is_beside(stages: Sequence[StageCode], graph: NetworkGraph) -> list[StageCode]:
-    """The same, with the tensors of their modules that this graph does not use."""
+    """The stages with `StageCode.beside` filled in: tensors that this graph does not use."""
     taken = {name for stage in stages for name in stage.tensors}
-    # the first stage that uses a tensor of a module has all others of it
+    # unused tensors of a module belong to the first stage that uses one of the module's
     home: dict[str, int] = {}
     for number, stage in enumerate(stages):
         for name in stage.tensors:
@@ -298,7 +298,7 @@ def _stage(
 
 
 class _Copier:
-    """Copies layers into the graph of one stage, with the scalars that they need."""
+    """Copies layers of a captured graph, and the scalars that they need, into a stage's graph."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class _Copier:
         # Arithmetic on sizes is copied into each stage that needs it: it costs nothing, and a
         # number that crossed a cut would have to be waited for.
         used = set(outputs)
-        # a tensor that only passes through is not computed here, a number is
+        # a tensor that only passes through the stage is not computed here, a scalar is
         for node in (*nodes, *filter(graph.is_scalar, outputs)):
             used |= graph.behind(node)
         self.tensors = [node for node in graph.tensors if node in used]
@@ -327,18 +327,18 @@ class _Copier:
         self._copies[node] = self.graph.node_copy(node, self._copy)
 
     def enter(self, regions: Open) -> None:
-        """Switch the modes as they are where the stage begins."""
+        """Add operations that switch to the modes (gradients, autocast) where the stage begins."""
         now = switched(self.graph, Open(self.source.differentiable), regions)
         self._copies |= zip(regions.autocasts, now.autocasts)  # a layer may leave such a region
 
     def leave(self, regions: Open) -> None:
-        """Switch them back: the code of another stage, or the user's, comes next on this rank."""
+        """Add operations that switch the modes back for the code that runs next on the rank."""
         own = replace(regions, autocasts=tuple(self._copies[n] for n in regions.autocasts))
         switched(self.graph, own, Open(self.source.differentiable))
 
     def finished(self, outputs: Sequence[fx.Node]) -> fx.Graph:
         """The stage's graph, returning copies of ``outputs``."""
-        # (what came as a tensor goes on as that tensor, and not as the number that was read of it)
+        # (a number that arrived as a tensor is passed on as that tensor)
         self.graph.output(
             [self._copies[n] if n in self._travels_as_tensor else self._copy(n) for n in outputs]
         )

@@ -11,7 +11,9 @@ from lightning_hybrid.graph.source_places import place_of
 
 
 class Cuts:
-    """Cuts of a graph by position: position p lies before layer number p.
+    """What a cut of a graph means at each position: what crosses it, and whether it is allowed.
+
+    Position p lies before layer number p.
 
     Args:
         graph: the captured network.
@@ -39,7 +41,7 @@ class Cuts:
                 if one in self._made:
                     self._last_use[one] = count
         written = graph.written
-        # what only is read may be used on both sides of a cut
+        # a parameter or buffer that is only read may be used on both sides of a cut
         self._spans = {name: span for name, span in spans.items() if name in written}
         self._order = {node: number for number, node in enumerate(graph.graph.nodes)}
         self._memory = self._lives_of_memory(count)
@@ -57,10 +59,11 @@ class Cuts:
         ]
 
     def _lives_of_memory(self, count: int) -> list[tuple[int, int, str]]:
-        """From the first layer that makes it to the last that writes to it, for each memory.
+        """Spans of layers that must not be cut: (first layer, last layer, why in words).
 
-        Results on two ranks are copies of each other: what one rank writes the other would not see.
-        The same for outputs that share memory, which the user may write to.
+        For each memory the span from the layer that makes it to the last that writes to it: on
+        another rank it would be a copy, which does not see the write. Memory that several outputs
+        share must not be cut up to the end, since the user may write to it.
         """
         first: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -95,11 +98,11 @@ class Cuts:
         return sorted(nodes, key=self._order.__getitem__)
 
     def parts_weights(self, position: int) -> bool:
-        """Whether a value that is made of weights alone would cross a cut."""
+        """Whether a value that is computed from weights alone would cross a cut at a position."""
         return any(made < position <= last for made, last in self._made_weights)
 
     def bytes(self, position: int) -> int:
-        """Size of all that crosses, at the captured batch size."""
+        """Bytes that cross a cut at the captured batch size; behind the last layer: the outputs."""
         graph = self.graph
         last = position == len(graph.layers)
         nodes = graph.tensor_outputs if last else self.crossing(position)
@@ -108,7 +111,7 @@ class Cuts:
     def refusal(self, position: int) -> str | None:
         """Why the network may not be cut here; None: it may."""
         layers = self.graph.layers
-        if position == 0:  # where a further graph leaves the stages before this cut without layers
+        if position == 0:  # in a further graph of a network, first stages may have no layers
             return self._does_not_travel(position)
         before = layers[position - 1]
         if position > self._unknown:
@@ -128,7 +131,7 @@ class Cuts:
         crossing = self.crossing(position)
         if not crossing and 0 < position < len(self.graph.layers):
             return "no tensor crosses"
-        # shapes are told to the other rank once, and numbers travel as tensors
+        # a receiver must know shapes beforehand, and links send tensors alone
         numbers = {leaf.node for leaf in self.graph.leaves if leaf.number}
         for node in crossing:
             info = self.graph.info.get(node)

@@ -22,17 +22,17 @@ from lightning_hybrid._torch.symbols import captured_value, expression, is_symbo
 from lightning_hybrid._torch.tensors import is_fake
 
 MASKS = "masks"
-"""In a node's ``meta``: what the mask that it draws is for."""
+"""Key in the ``meta`` of a node that draws a mask: the node that gives the dropout its input."""
 
 _ARGUMENTS = ("input", "p", "training", "inplace")
 _BATCHED: dict[Any, int] = {F.dropout: 0, F.dropout1d: 3, F.dropout2d: 3, F.dropout3d: 5}
-"""Per dropout, from how many dimensions on the first one is that of samples; 0: of elements."""
+"""Per function: 0 if it drops elements; if it drops channels, the least dimensions of a batch."""
 
 
 def with_masks(module: fx.GraphModule) -> fx.GraphModule:
-    """A captured graph with the masks of its dropout as operations of their own.
+    """A copy of a captured graph in which each dropout is split: draw a mask, apply it.
 
-    Dropout whose rate or sizes are not known beforehand stays what it is.
+    A dropout whose rate or sizes are not known beforehand is left as it is.
 
     Args:
         module: from TorchDynamo, with an example value for each node; it is not changed.
@@ -52,11 +52,11 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Unknown(Exception):
-    """A size that is not made of those of inputs in a way that is known here."""
+    """Raised for a size that cannot be computed from sizes of inputs by `_ARITHMETIC`."""
 
 
 class _Drawing:
-    """Draws the masks of one graph, which is changed in place."""
+    """Changes a graph in place: adds the operations that draw its masks, and applies them."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module, self._graph = module, module.graph
@@ -79,7 +79,7 @@ class _Drawing:
                 _apply(node, mask)
 
     def _draw_for(self, region: fx.Node) -> None:
-        """Those of a checkpointed region come first, as what it takes."""
+        """Draw the masks of a checkpointed region before it, and pass them in as arguments."""
         name = str(region.args[0].target)  # type: ignore[union-attr]
         body = _copy(getattr(self._module, name))
         last = [node for node in body.graph.nodes if node.op == "placeholder"][-1]
@@ -94,7 +94,10 @@ class _Drawing:
         setattr(self._module, name, body)
 
     def _mask(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
-        """A new node, before another one, that draws the mask of a node; ``None``: it has none."""
+        """Insert a node before ``before`` that draws the mask of ``node``.
+
+        ``None`` if ``node`` is no dropout, or one whose mask cannot be drawn beforehand.
+        """
         given = _given(node)
         if node.target not in _BATCHED or given.get("training", True) is not True:
             return None
@@ -170,7 +173,7 @@ def _given(node: fx.Node) -> dict[str, Any]:
 
 
 def _apply(node: fx.Node, mask: fx.Node) -> None:
-    """Let a node apply a mask, and draw none."""
+    """Turn a dropout node into one that applies a given mask."""
     given = _given(node)
     batched = _BATCHED[node.target]
     lead = 0 if not batched else 1 + (given["input"].meta["example_value"].dim() >= batched)
@@ -194,13 +197,13 @@ def drawn(
 
     Args:
         channels: whether the dimensions are samples and channels, each of which is kept or dropped.
-        shape: of the mask.
+        shape: the shape of the mask.
         order: its dimensions from the outermost to the innermost in memory.
         rate: the probability that something is dropped.
-        dtype: of what is dropped; torch's numbers depend on it.
-        device: likewise.
+        dtype: of the tensor that dropout is applied to; torch's random numbers depend on it.
+        device: of that tensor; likewise.
     """
-    # laid out in memory as the tensor is: torch hands out its random numbers in that order
+    # laid out in memory like the tensor: torch assigns its random numbers in that order
     ones = torch.ones([shape[dim] for dim in order], dtype=dtype, device=device)
     ones = ones.permute(sorted(range(len(order)), key=order.__getitem__))
     kept = torch.feature_dropout(ones, rate, True) if channels else F.dropout(ones, rate)
@@ -208,14 +211,14 @@ def drawn(
 
 
 def applied(tensor: Tensor, mask: Tensor, rate: float, inplace: bool, channels: int) -> Tensor:
-    """What a dropout returns, as torch computes it.
+    """Apply a mask of dropout to a tensor, with torch's own arithmetic.
 
     Args:
-        tensor: that something is dropped of.
+        tensor: the input of the dropout.
         mask: from `drawn`.
         rate: as there.
-        inplace: change the tensor.
-        channels: of how many of the first dimensions the mask is; 0: of all.
+        inplace: whether to change the tensor in place.
+        channels: how many leading dimensions of the tensor the mask covers; 0: all.
     """
     if channels:
         mask = mask.reshape(*mask.shape[2 - channels :], *[1] * (tensor.dim() - channels))

@@ -2,14 +2,14 @@
 
 TorchDynamo hands over an fx graph of torch operations (:mod:`lightning_hybrid.capture.capture`).
 Its placeholders are parameters, buffers, other tensors and sizes; parameters are arguments like any
-other, so what a placeholder is follows from the objects of a call.
+other, so which of these a placeholder is, is found by comparing the objects that a call passes.
 
 Three kinds of nodes are told apart:
 
-* *layers*: operations on tensors, and those that switch a mode. They run once, in order.
+* *layers*: operations on tensors, and those that switch a mode (autocast). They run once, in order.
 * *scalars*: arithmetic on sizes and on numbers that were read from tensors. They are recomputed in
   each stage that needs them.
-* *numbers*: scalars that follow from the sizes of the inputs alone. The driver knows them.
+* *numbers*: scalars that follow from the sizes of the inputs alone. The driver computes them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_hybrid.graph.rows import Rows, slices
 from lightning_hybrid.graph.source_places import input_name
 
 Sizes = Mapping[Any, int]
-"""The values of size symbols."""
+"""Per symbol of a free size (such as that of the batch), its value in a call."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class TensorInfo:
     Attributes:
         shape: at the captured sizes; empty if it is sparse or nested.
         dtype: its type.
-        free: its shape follows from the sizes of the inputs (and not from values).
-        is_strided: it is neither sparse nor nested.
+        free: whether its shape follows from the sizes of the inputs (and not from values).
+        is_strided: whether it is neither sparse nor nested.
     """
 
     shape: tuple[int, ...]
@@ -62,12 +62,13 @@ class Layer:
     """One operation of the captured network.
 
     Attributes:
-        name: of its node.
+        name: the name of its node.
         node: the operation in the captured graph.
         parts: nodes that take tensors out of what the operation has returned.
-        module: dotted name of the module whose code calls it; empty: the network's own code, or
-            nobody's.
-        is_module: whether that module has no parts: the operation is (a part of) what it computes.
+        module: dotted name of the module whose code calls it; empty: the network itself, or not
+            known.
+        is_module: whether that module has no submodules, so that the operation is (a part of) what
+            the module computes.
         parameters: names of the parameters that it is given.
         buffers: names of the buffers that it is given.
         written: names of the parameters and buffers that it changes in place.
@@ -87,13 +88,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that a call brings: an argument, or what the network's Python holds elsewhere.
+    """An input of the graph that a call provides, no parameter or buffer of the network.
+
+    It is an argument of the call, or what the network's Python holds elsewhere (an attribute).
 
     Attributes:
         node: its placeholder in the graph.
-        rows: where the batch's samples are in it, along which it is split; ``None``: nowhere.
+        rows: where the batch's samples are in it, along which it is split; ``None``: all
+            micro-batches get it whole.
         number: whether it is a Python number that changes between calls, and travels as a tensor.
-        made: whether the driver makes it of the call's inputs, for all samples, before the call.
+        made: whether it is a result of the prologue, which the driver computes for all samples.
     """
 
     node: fx.Node
@@ -103,7 +107,7 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """How the network's code can write it: an argument, or ``self.mask``."""
+        """The expression for it in the network's code, such as ``x`` or ``self.mask``."""
         return input_name(self.node)
 
 
@@ -113,29 +117,32 @@ class NetworkGraph:
 
     Attributes:
         network: the module.
-        graph: from TorchDynamo.
+        graph: the fx graph from TorchDynamo.
         layers: its operations in order.
         tensors: per placeholder of a parameter or buffer of the network, its dotted name.
-        leaves: what a call brings, in the order that stage 0 takes it.
+        leaves: the other inputs (but for sizes), in the order in which stage 0 takes them.
         numbers: scalar nodes whose values follow from sizes; the driver evaluates them.
         outputs: what the graph returns, in order; a node, or a constant.
         written_leaves: leaves that the network changes in place.
-        memory: of each placeholder; see `Effects`.
-        symbols: the sizes that are the batch's, of all inputs of one size; none: no size is free.
+        memory: per node that is a tensor, the number of its memory; equal numbers mean shared
+            memory.
+        symbols: the size symbols that stand for the batch size, which may be a symbol of its own
+            in each input; empty: the batch size is fixed.
         batch: the batch size of the first call.
-        attributes: constants and nested graphs that nodes name.
+        attributes: the constants and nested graphs of ``get_attr`` nodes, by name.
         place: per placeholder, its position among the arguments of the graph.
         info: shape and dtype of every node that is a tensor.
         fingerprint: hash of all nodes with their arguments and shapes, 16 hexadecimal digits.
         guards: what was assumed of the sizes; see `guards_allow`. ``None``: no size is free.
-        shared: parameters and buffers of the network that all ranks have.
+        shared: names of the parameters and buffers of the network that all ranks have.
         differentiable: whether gradients were switched on when it was captured.
         meets: why its batches cannot be split; ``None``: samples do not meet.
-        split_by: that it is known by proof that its samples do not meet, and what the driver
-            computes of it for all samples; in a few words.
-        tried: what was only tried, beside the proof: operations that may do anything, with their
-            modules.
-        divided: whether it is a part of what was captured, and the driver computes the rest.
+        split_by: how it is known that its batches may be split, with the shares of the load that
+            prologue and tail have, in a few words: "proof, tail 0.3%".
+        tried: operations (with their modules) for which there is no proof that they keep samples
+            apart, only a passed trial; see :mod:`lightning_hybrid.graph.row_trial`.
+        divided: whether it is the heavy part of a network, whose prologue and tail the driver
+            computes.
         rows: per tensor output, where the samples are in it; ``None``: it is the same in all
             micro-batches.
     """
@@ -168,18 +175,18 @@ class NetworkGraph:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """The placeholders of what a call brings."""
+        """The placeholders of `leaves`."""
         return tuple(leaf.node for leaf in self.leaves)
 
     @cached_property
     def tensor_outputs(self) -> tuple[fx.Node, ...]:
-        """What the last stage returns as tensors: outputs, and leaves that were written to."""
+        """The tensors that the last stage returns: outputs, and leaves changed in place."""
         wanted = [n for n in self.outputs if isinstance(n, fx.Node) and n in self.info]
         return tuple(dict.fromkeys([*wanted, *(leaf.node for leaf in self.written_leaves)]))
 
     @cached_property
     def sharing_outputs(self) -> frozenset[fx.Node]:
-        """Tensor outputs that show the memory of another one, or of what the call was given."""
+        """Tensor outputs that share memory with another one, or with an input of the graph."""
         made = [n for n in self.tensor_outputs if n in self.memory and n not in self.place]
         counts = Counter(self.memory[n] for n in (*made, *self.place) if n in self.memory)
         return frozenset(node for node in made if counts[self.memory[node]] > 1)
@@ -187,7 +194,7 @@ class NetworkGraph:
     @cached_property
     def scalar_outputs(self) -> tuple[fx.Node, ...]:
         """Outputs that are numbers read from tensors."""
-        # (what follows from sizes the driver computes by itself, without waiting for a stage)
+        # (the driver computes by itself what follows from sizes, without waiting for a stage)
         known = {*self.info, *self.numbers}
         return tuple(
             dict.fromkeys(n for n in self.outputs if isinstance(n, fx.Node) and n not in known)
@@ -205,7 +212,7 @@ class NetworkGraph:
 
     @cached_property
     def parameter_names(self) -> tuple[str, ...]:
-        """Names of the network's parameters, in its order; of one that has several, the first."""
+        """Names of the network's parameters, in its order; of a tied one the first name alone."""
         return tuple(name for name, _ in self.network.named_parameters())
 
     @cached_property
@@ -215,7 +222,7 @@ class NetworkGraph:
 
     @cached_property
     def is_checkpointed(self) -> bool:
-        """Whether activations of a part are not kept, but computed again."""
+        """Whether a part is under activation checkpointing."""
         return any(map(is_region, self.graph.nodes))
 
     @cached_property
@@ -226,7 +233,7 @@ class NetworkGraph:
 
     @cached_property
     def made_of_weights(self) -> frozenset[fx.Node]:
-        """Parameters, and results of operations on nothing else."""
+        """The nodes that are parameters, or results of operations on nothing but parameters."""
         parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
         found = {node for node, name in self.tensors.items() if name in parameters}
         for node in self.graph.nodes:
@@ -236,7 +243,7 @@ class NetworkGraph:
         return frozenset(found)
 
     def behind(self, node: fx.Node) -> set[fx.Node]:
-        """The tensors, numbers and other layers' results that a node takes, through scalars."""
+        """The nodes that a node takes, directly or through scalars, and these scalars."""
         return reached(
             node.all_input_nodes, lambda n: n.all_input_nodes if self.is_scalar(n) else ()
         )
@@ -248,14 +255,14 @@ class NetworkGraph:
         return f"{node.name!r}{module}"
 
     def is_scalar(self, node: fx.Node) -> bool:
-        """Whether a node is recomputed where it is needed."""
+        """Whether a node is a scalar that each stage computes for itself, and none of `numbers`."""
         return bool(node.meta.get("scalar") and not node.meta.get("number"))
 
     # ------------------------------------------------------------------ a call
 
     def bind(self, values: Sequence[Any]) -> list[Tensor]:
-        """What a call brings, as tensors, from the arguments of the graph."""
-        # a number as a tensor: links and specifications know nothing else
+        """The values of `leaves` in a call, as tensors, from the arguments of the graph."""
+        # a Python number too: links between ranks send tensors alone
         found: list[Tensor] = []
         for leaf in self.leaves:
             value = values[self.place[leaf.node]]
@@ -263,17 +270,16 @@ class NetworkGraph:
         return found
 
     def batch_of(self, leaves: Sequence[Tensor]) -> int | None:
-        """The batch size of a call, from the tensors of `bind`; ``None``: it has none.
+        """The batch size of a call, from the tensors of `bind`.
 
-        (Or inputs that had one size in the first call are of several now.)
+        ``None`` if no input has one, or if inputs that had the same in the first call differ now.
         """
-        # (a set: inputs of one call may disagree)
         found = {leaves[number].shape[dim] for number, dim in self._where_batch_is}
         return found.pop() if len(found) == 1 else None
 
     @cached_property
     def _where_batch_is(self) -> list[tuple[int, int]]:
-        """The leaves and dimensions whose size is that of the batch."""
+        """The number of each leaf that has the batch size, with the dimension that has it."""
         found = []
         for number, leaf in enumerate(self.leaves):
             if leaf.rows is not None:
@@ -302,7 +308,7 @@ class NetworkGraph:
         return found
 
     def values_of_numbers(self, sizes: Sizes) -> tuple[Any, ...]:
-        """What the numbers are for these sizes."""
+        """The values of `numbers` for these sizes."""
         return tuple(value_with(node.meta["example_value"], sizes) for node in self.numbers)
 
     def split(self, leaves: Sequence[Tensor], microbatches: int) -> list[list[Tensor]]:
@@ -322,25 +328,25 @@ class NetworkGraph:
         return list(map(list, zip(*columns)))
 
     def returned(self, outputs: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
-        """What the graph returns, from what its last stage does and the values of `numbers`."""
+        """What the graph returns, from the last stage's outputs and the values of `numbers`."""
         found = dict(zip((*self.tensor_outputs, *self.scalar_outputs), outputs, strict=True))
         found |= zip(self.numbers, numbers, strict=True)
         return [found[n] if isinstance(n, fx.Node) else n for n in self.outputs]
 
     def guards_allow(self, sizes: Sizes) -> bool:
-        """Whether the network's Python takes the same way for other sizes."""
+        """Whether the conditions on sizes under which it was captured hold for these sizes."""
         return guards_hold(self.guards, sizes)
 
     @property
     def device(self) -> torch.device:
-        """Where the network was captured; beside tensors on a GPU some may be on the CPU."""
+        """The device that the network was captured on: the CPU only if no input is elsewhere."""
         examples = (node.meta.get("example_value") for node in self.place)
         devices = (e.device for e in examples if isinstance(e, Tensor))
         return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
     @cached_property
     def uncuttable(self) -> str | None:
-        """An operation that runs the user's Python later, and so belongs on the driver."""
+        """The first operation that may run the user's Python later, which only the driver can."""
         for node in self.graph.nodes:
             name = higher_order_name(node.target)
             if name is not None and name not in _TRAVELLING:
@@ -349,7 +355,7 @@ class NetworkGraph:
 
     @cached_property
     def needs_two_samples(self) -> fx.Node | None:
-        """An operation that a single sample cannot go through, or not as several do.
+        """The first operation that a single sample cannot go through, or not as several do.
 
         It drops all dimensions of size 1, that of the batch too; or it is batch normalisation in
         training of one value per channel and sample.
@@ -364,7 +370,7 @@ class NetworkGraph:
 
     @property
     def symbol(self) -> Any:
-        """The size that is the batch's; ``None``: no size is free."""
+        """A size symbol that stands for the batch size; ``None``: the batch size is fixed."""
         return self.symbols[0] if self.symbols else None
 
     @property
@@ -376,8 +382,8 @@ class NetworkGraph:
 def _parts(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
     """The micro-batches' parts of a tensor; each requires a gradient if the tensor does.
 
-    Without gradients being recorded, a view requires one if the tensor behind it does, which need
-    not be so where ``tensor`` is a view itself.
+    Where gradients are switched off, torch gives a view the ``requires_grad`` of the tensor that
+    owns the memory, which can differ from that of ``tensor`` if ``tensor`` is a view itself.
     """
     parts = slices(tensor, rows, sizes)
     if all(part.requires_grad == tensor.requires_grad for part in parts):
@@ -399,7 +405,7 @@ _TRAVELLING = {
     *("wrap", "wrap_with_set_grad_enabled", "wrap_with_autocast", "invoke_subgraph", "out_dtype"),
     *("cond", "map", "map_impl", "scan", "associative_scan", "while_loop", "flex_attention"),
 }
-"""Operations on graphs that mean the same on another rank."""
+"""Operators that take graphs and that any rank can compute: they run none of the user's Python."""
 
 
 def _normalises_one_value(node: fx.Node) -> bool:

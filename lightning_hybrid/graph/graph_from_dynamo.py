@@ -31,16 +31,16 @@ def describe(
     shared: frozenset[str],
     batch_dim: int = 0,
 ) -> NetworkGraph:
-    """Describe what TorchDynamo has captured.
+    """Make a `NetworkGraph` of what TorchDynamo has captured.
 
     Args:
-        module: from TorchDynamo, with an example value for each node.
+        module: the captured graph, with an example value for each node.
         network: the module that was captured.
         names: per placeholder, the name of the parameter or buffer that it is in this call.
         given: identities of the tensors among the arguments of the call, in order.
-        values: what the placeholders are in this call.
+        values: per placeholder its value in this call.
         shared: names of the parameters and buffers that all ranks have.
-        batch_dim: of the first argument.
+        batch_dim: the dimension of the first argument that is the batch's.
     """
     attributes = held_by(module)
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -61,15 +61,19 @@ def describe(
 def _of_batch(
     arguments: Sequence[Sequence[tuple[Any, int]]], dim: int
 ) -> tuple[tuple[Any, ...], int | None]:
-    """The symbols of the batch's size, and what it is.
+    """The size symbols that stand for the batch size, and the batch size.
 
-    It is that of one dimension of the first argument in which it is free, and of the same or an
-    earlier one of all others, if it is equal: TorchDynamo gives each a symbol of its own. (Whether
-    samples are there, and do not meet, is for others to find out.)
+    It is the size in dimension ``dim`` of the first argument where that size is free. A free size
+    of another argument counts too if it is equal, in this or the nearest earlier dimension:
+    TorchDynamo gives each argument a symbol of its own. (Whether they hold samples, and whether
+    samples meet, is found out later.)
 
     Args:
-        arguments: per argument its sizes in the graph, and what they are.
+        arguments: per argument and dimension, the size in the graph and its value in this call.
         dim: the dimension.
+
+    Returns:
+        The symbols, that of the first argument first; and the size, ``None``: no size is free.
     """
     free = [sizes[dim] for sizes in arguments if len(sizes) > dim and is_symbol(sizes[dim][0])]
     same = []
@@ -85,11 +89,11 @@ def _of_batch(
 def describe_part(
     whole: NetworkGraph, graph: fx.Graph, tensors: dict[fx.Node, str]
 ) -> NetworkGraph:
-    """Describe a part of a captured network.
+    """Make a `NetworkGraph` of a part of a captured network.
 
     Args:
-        whole: what was captured.
-        graph: some of its operations, copied.
+        whole: the captured network.
+        graph: copies of some of its operations.
         tensors: per placeholder of a parameter or buffer its name.
     """
     common = whole.network, tensors, whole.shared, whole.symbols, whole.batch
@@ -98,11 +102,11 @@ def describe_part(
 
 @dataclass
 class _Describing:
-    """Builds one `NetworkGraph`, whose attributes of these names it has already.
+    """Builds a `NetworkGraph` from those of its attributes that are known beforehand.
 
     Attributes:
-        graph, attributes, network, tensors, shared, symbols, batch: given.
-        info: found on the way.
+        graph, attributes, network, tensors, shared, symbols, batch: as in `NetworkGraph`.
+        info: likewise; filled in while the nodes are looked at.
     """
 
     graph: fx.Graph
@@ -116,7 +120,7 @@ class _Describing:
 
     def described(self) -> NetworkGraph:
         examples = [n.meta.get("example_value") for n in self.placeholders if n not in self.tensors]
-        # in this order: what a layer, a leaf and the fingerprint are follows from these marks
+        # first, since layers, leaves and the fingerprint depend on the marks that it sets
         for node in self.graph.nodes:
             self._look_at(node)
         effects = annotate(self.graph, self.attributes)
@@ -155,7 +159,7 @@ class _Describing:
 
     @cached_property
     def _childless(self) -> set[str]:
-        """The names of modules without parts; (parametrized weights are made by modules inside)."""
+        """The names of modules without submodules other than those that parametrize weights."""
         modules = self.network.named_modules()
         return {
             name for name, part in modules if {*dict(part.named_children())} <= {_MAKES_WEIGHTS}
@@ -163,7 +167,7 @@ class _Describing:
 
     @cached_property
     def _size_symbols(self) -> set[Any]:
-        """The symbols that are a size of a tensor of the call, which tells their values."""
+        """The symbols that are the size of an input tensor, so that a call tells their values."""
         examples = (node.meta.get("example_value") for node in self.placeholders)
         sizes = (size for e in examples if isinstance(e, Tensor) for size in e.shape)
         return {symbol for size in sizes if is_symbol(size) for symbol in symbols_in(size)}
@@ -187,7 +191,7 @@ class _Describing:
         return TensorInfo(tuple(size or 0 for size in known), example.dtype, None not in known)
 
     def _is_size(self, node: fx.Node) -> bool:
-        """A number among the placeholders that is the size of a tensor of the call."""
+        """Whether a placeholder is a number that follows from the sizes of input tensors."""
         example = node.meta.get("example_value")
         return is_symbolic(example) and set(symbols_in(example)) <= self._size_symbols
 
@@ -205,7 +209,7 @@ class _Describing:
                 continue
             source: Any = node.args[0] if node.target is operator.getitem else None
             # an operation that returns several tensors is one layer with the nodes that take them
-            # out, or a cut could part them, and a tuple does not travel
+            # out: no cut may lie between, since a tuple cannot be sent
             if isinstance(source, fx.Node) and source not in self.info and source in owner:
                 owner[node] = owner[source]
                 parts[owner[source]].append(node)
@@ -250,7 +254,7 @@ class _Describing:
             name: str | None = self._module_names.get(str(key).split("@")[0])
             if name is not None:
                 return name.partition(f".{_MAKES_WEIGHTS}.")[0]
-        # a region that is checkpointed says it by its weights alone
+        # a checkpointed region has no such stack: the innermost module with all of its weights
         used = [self.tensors[n].split(".")[:-1] for n in node.all_input_nodes if n in self.tensors]
         common = itertools.takewhile(lambda column: len({*column}) == 1, zip(*used))
         return ".".join(column[0] for column in common)
@@ -261,8 +265,8 @@ class _Describing:
             if node in self.tensors or node.meta.get("number"):
                 continue
             if node in self.info:
-                # what the arguments do not hold (a mask kept as an attribute) may be split as well:
-                # its size is the batch's only if the code has compared the two
+                # an input that is no argument (a mask kept as an attribute) may be split as well:
+                # it has the symbol of the batch size only if the code has compared the two
                 leaves.append(Leaf(node, rows_of_input(node, self.symbols)))
             else:
                 leaves.append(Leaf(node, None, number=True))
@@ -287,23 +291,26 @@ _MAKES_WEIGHTS = "parametrizations"
 
 
 def rows_of_input(node: fx.Node, symbols: Collection[Any]) -> Rows | None:
-    """Where the samples are in a tensor of a call: in the one dimension of their number.
+    """Where the samples are in an input: in the only dimension that has the batch size.
 
     Args:
         node: a placeholder.
-        symbols: the sizes that are the number of samples.
+        symbols: the size symbols that stand for the batch size.
+
+    Returns:
+        ``None``: no dimension has the batch size alone, or several depend on it.
     """
     example = node.meta["example_value"]
     if not isinstance(example, Tensor) or example.layout is not torch.strided or example.is_nested:
         return None
-    # in two dimensions of that size (a matrix of samples by samples) they would be in neither
+    # with two dimensions of that size (samples by samples) it cannot be split along either
     sizes = [(d, size) for d, size in enumerate(example.shape) if is_symbolic(size)]
     dims = [(d, size) for d, size in sizes if not set(symbols).isdisjoint(symbols_in(size))]
     return Rows(dims[0][0]) if len(dims) == 1 and is_symbol(dims[0][1]) else None
 
 
 def _beside(layer: Layer, other: Layer) -> Layer:
-    """A layer as one of the module that another one is of."""
+    """A copy of ``layer`` that belongs to the module of ``other``."""
     return replace(layer, module=other.module, is_module=other.is_module)
 
 
@@ -321,7 +328,7 @@ _LOOKS = {"size", "item", "dim", "numel", "stride", "__len__", "storage_offset"}
 
 
 def _is_scalar(node: fx.Node, example: Any) -> bool:
-    """Whether a call is arithmetic that can be done again wherever it is needed."""
+    """Whether a call is arithmetic on numbers, which can be repeated wherever it is needed."""
     if example is None or not isinstance(
         example, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool | torch.Size
     ):

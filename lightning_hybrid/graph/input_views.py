@@ -1,7 +1,7 @@
-"""Outputs of a network that show the memory of its inputs: ``return logits, x[:, -1]``.
+"""Outputs of a network that are views of its inputs: ``return logits, x[:, -1]``.
 
-On one device who changes such an output in place changes the input. What comes back from the last
-stage is a copy, so the driver makes the view itself, of the tensor that the call was given.
+On one device a change of such an output in place changes the input. What the last stage sends is a
+copy, so the driver makes the view itself, of the tensor that the call was given.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class InputView:
 
     Attributes:
         output: its number among the tensor outputs of the graph.
-        nodes: what makes it, in order: placeholders, sizes, views.
+        nodes: the nodes that compute it, in order: placeholders, sizes, views.
     """
 
     output: int
     nodes: tuple[fx.Node, ...]
 
     def of(self, graph: NetworkGraph, values: Sequence[Any]) -> Tensor:
-        """Make the view again, of the tensors that a call was given.
+        """The view in a call, made of the tensors that the call was given.
 
         Args:
-            graph: what was captured.
-            values: the arguments of the graph.
+            graph: the captured network.
+            values: the arguments of the graph in this call.
         """
         found = {n: values[graph.place[n]] for n in self.nodes if n in graph.place}
         # the output was captured without a gradient, and is to have none here
@@ -50,14 +50,14 @@ class InputView:
 
 
 def views_of_inputs(graph: NetworkGraph) -> tuple[InputView, ...]:
-    """The outputs of a graph that are views of what its calls bring, and made by views alone."""
+    """The outputs of a graph that are views of an input, made by nothing but views of it."""
     memory = {graph.memory[node] for node in graph.inputs if node in graph.memory}
     effects = {layer.node: layer.effects for layer in graph.layers}
     order = {node: number for number, node in enumerate(graph.graph.nodes)}
     found = []
     for number, node in enumerate(graph.tensor_outputs):
         shown = graph.memory.get(node)
-        # what has a gradient comes from the stages, through which it goes back
+        # an output that needs a gradient comes from the stages, which its backward goes through
         if node in graph.place or shown not in memory or node.meta["example_value"].requires_grad:
             continue
         nodes = sorted(reached([node], lambda n: n.all_input_nodes), key=order.__getitem__)
@@ -72,5 +72,5 @@ def views_of_inputs(graph: NetworkGraph) -> tuple[InputView, ...]:
 
 
 def _looks(effects: Effects, memory: int) -> bool:
-    """Whether an operation does nothing but show this memory, as one tensor or several."""
+    """Whether an operation only returns one or several views of this memory."""
     return effects.unknown is None and not effects.writes and effects.results == {memory}

@@ -13,7 +13,7 @@ from lightning_hybrid.graph.partition import best_place
 
 
 class CannotFollow(Exception):
-    """Raised where a graph needs tensors in another order than the stages have them."""
+    """Raised if a graph uses parameters in another order than stages own them, or has no cut."""
 
 
 def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
@@ -29,8 +29,8 @@ def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
     Raises:
         CannotFollow: there are none, or no cut is allowed there.
     """
-    # Stage by stage from the front: where one may begin has two bounds, by who owns the tensors of
-    # the layers around, and it begins at the best place between them.
+    # Stage by stage from the front: owners of the layers' tensors bound from below and above where
+    # a stage may begin, and it begins at the best place between these bounds.
     cuts = Cuts(graph)
     count = len(graph.layers)
     homes = [_homes(layer.parameters | layer.buffers, owned) for layer in graph.layers]
@@ -68,7 +68,7 @@ def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
 
 
 def _homes(names: frozenset[str], owned: Sequence[frozenset[str]]) -> set[int]:
-    """The stages in which a layer with these tensors can be."""
+    """The stages that own all tensors of a layer; if there are none, those that own some."""
     if not names:
         return set()
     return {stage for stage, own in enumerate(owned) if names <= own} or {

@@ -1,4 +1,4 @@
-"""Whether a batch may go through a network in parts."""
+"""Whether a batch may go through a network in micro-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def why_whole(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) 
     Args:
         graph: the captured network.
         leaves: the tensors of a call; see `NetworkGraph.bind`.
-        microbatches: into how many parts, as in `torch.Tensor.chunk`.
+        microbatches: their number, as in `torch.Tensor.chunk`.
     """
     if graph.is_static:
         return "its code was captured for one batch size only"
@@ -25,12 +25,12 @@ def why_whole(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) 
 
 
 def fits(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> bool:
-    """Whether the captured graph is right for parts of these sizes."""
+    """Whether the captured graph also holds for micro-batches of the sizes that result."""
     return _misfit(graph, leaves, microbatches) is None
 
 
 def _misfit(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
-    """Why the captured graph is not right for the parts of a batch; ``None``: it is."""
+    """Why the captured graph does not hold for the micro-batches of a batch; ``None``: it does."""
     if graph.batch_of(leaves) is None:
         return "its inputs have several batch sizes"
     parts = graph.split(leaves, microbatches)

@@ -22,11 +22,12 @@ from lightning_hybrid.graph.graph import NetworkGraph
 
 @dataclass(frozen=True)
 class Open:
-    """The regions that a place in a graph lies in.
+    """The modes at a place in a graph.
 
     Attributes:
-        gradients: whether they are switched on there.
-        autocasts: what entered the regions with (or without) autocast, the outermost first.
+        gradients: whether they are switched on.
+        autocasts: the nodes that entered the regions of autocast (switched on or off) that the
+            place lies in, the outermost first.
     """
 
     gradients: bool
@@ -34,7 +35,7 @@ class Open:
 
 
 def open_at(graph: NetworkGraph, position: int) -> Open:
-    """The regions around the place before the layer number ``position``."""
+    """The modes before the layer number ``position``."""
     around = Open(graph.differentiable)
     for layer in graph.layers[:position]:
         node = layer.node
@@ -50,15 +51,15 @@ def open_at(graph: NetworkGraph, position: int) -> Open:
 
 
 def switched(code: fx.Graph, now: Open, wanted: Open) -> Open:
-    """Switch modes in the code of a graph from those of one place to those of another.
+    """Append to a graph the operations that switch from the modes ``now`` to those ``wanted``.
 
     Args:
-        code: that is being written.
-        now: the regions that it is in, with its own nodes.
-        wanted: those of a place in the captured graph, with nodes of that.
+        code: the graph, which is being written.
+        now: the modes at its end, with nodes of this graph.
+        wanted: the modes at a place in the captured graph, with nodes of that one.
 
     Returns:
-        The regions that it is in then, with its own nodes.
+        The modes at its end then, with nodes of this graph.
     """
     if now == wanted:
         return now

@@ -83,7 +83,7 @@ def layer_flops(graph: NetworkGraph, layer: Layer) -> int:
     elements = [math.prod(value.shape) for value in values]
     if layer.effects.flops or not _is_recurrent(layer):
         return layer.effects.flops or sum(elements)
-    # recurrent layers are one operation that nobody counts: each parameter works in each step
+    # a recurrent layer is one operation without a count: each parameter works in each step
     # (the outputs have a row of the last dimension for each step of each sample)
     steps = elements[0] // max(values[0].shape[-1], 1)  # of all samples together
     return 2 * steps * sum(graph.network.get_parameter(name).numel() for name in layer.parameters)
@@ -102,17 +102,17 @@ def _is_table(layer: Layer) -> bool:
 
 
 def _same_module(one: Layer, other: Layer) -> bool:
-    """Whether one of two layers is called by the code of a module that the other one is in."""
+    """Whether of the modules that two layers belong to one is, or contains, the other."""
     pairs = zip(_scope(one), _scope(other))
     return all(a == b for a, b in pairs)
 
 
 def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
-    """Numbers of the heavy layers: those that compute with weights, and tables of them.
+    """Numbers of the heavy layers: those that compute with weights, and embedding tables.
 
-    A pointwise layer next to another heavy layer that reads all that it reads is not one by itself:
-    the shortcut of a residual block, or queries, keys and values of an attention. (Layers that
-    share a mask and nothing else are, and so is one within another module.)
+    A pointwise layer does not count if another heavy layer reads all that it reads: the shortcut of
+    a residual block, or the projections to queries, keys and values of attention. (It counts if
+    the two share only some inputs, such as a mask, or if they lie in separate modules.)
     """
     # (a product of two activations, as in attention, is no place to begin a partition: it goes with
     # the projections beside it)
@@ -143,9 +143,10 @@ def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
 
 
 def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[int, str | None]:
-    """The best position to cut from ``first`` to ``last``; with the reason if none is allowed.
+    """The best position for a cut from ``first`` to ``last``, and why none is allowed, or ``None``.
 
-    What is made of weights alone is made where it is used, if that can be had.
+    Best is where no value that is made of weights alone crosses; of these, where the fewest modules
+    are left open; of these, the last one.
     """
 
     def merit(position: int) -> tuple[bool, int, int]:
@@ -163,7 +164,7 @@ def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[
 
 def _open_modules(graph: NetworkGraph, position: int) -> int:
     """How many modules (the network itself not counted) have layers on both sides of a cut."""
-    if not 0 < position < len(graph.layers):  # a network has changed so that a stage has no layers
+    if not 0 < position < len(graph.layers):  # in a further graph a stage may have no layers
         return 0
     one, other = (graph.layers[i] for i in (position - 1, position))
     before, after = _scope(one), _scope(other)
@@ -210,7 +211,7 @@ def find_boundary(partitions: Sequence[NetworkPartition], name: str, prefix: str
     Args:
         partitions: from `network_partitions`.
         name: dotted name of a module: a layer, or one that holds layers ("layer3").
-        prefix: what stands before the names where the user reads them ("net.").
+        prefix: what messages put before the names ("net.").
 
     Raises:
         NetworkError: no partition begins there.
@@ -226,7 +227,7 @@ def find_boundary(partitions: Sequence[NetworkPartition], name: str, prefix: str
         for place, reason in partition.refused:
             if place == name or place.startswith(f"{name}."):
                 raise NetworkError(f"cannot cut before {shown}: {reason}")
-    # no cut is asked for where the network begins
+    # (the network begins with partition 0, where nothing can be cut)
     known = [n for n, number in begins.items() if number > 0]
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.4) or known[:4]
     inside = [prefix + p.name for p in partitions if name in _prefixes(p.modules)]

@@ -1,4 +1,4 @@
-"""What each network partition costs: counted in operations, or measured in seconds."""
+"""What each partition of a network costs: counted in operations, or measured in seconds."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class PartitionProfile:
         activation_bytes: bytes held from forward to backward; when counted: of all that its layers
             return. A tensor that two partitions hold counts in both, so a sum over partitions is an
             upper bound.
-        input_apart_s: seconds of the input part of a backward that is split, which keeps what the
-            rest needs; None: counted only, or the backward cannot be split.
-        weight_apart_s: likewise of its weight part.
+        input_apart_s: seconds of the first part of a split backward, which makes the gradients of
+            inputs and keeps what the rest needs; None: counted only, or it cannot be split.
+        weight_apart_s: likewise of its second part, which makes the gradients of parameters.
         optimizer_bytes: size of the state that the optimizer keeps; see `Profile.with_optimizer`.
         bucket_bytes: size of the copies of its gradients that replicas average; see
             `Profile.averaged`.
-        working_bytes: what its operations take for themselves while they run.
+        working_bytes: bytes that its operations allocate while they run, beside their results.
     """
 
     name: str
@@ -61,16 +61,16 @@ class PartitionProfile:
 
     @property
     def backward(self) -> float:
-        """The same of one backward; counted as two forwards, for inputs and for parameters."""
+        """Seconds of one backward, or where only FLOPs are known those of two forwards."""
         if self.backward_input_s is None or self.backward_weight_s is None:
             return 2.0 * self.flops
         return self.backward_input_s + self.backward_weight_s
 
     @property
     def parts(self) -> tuple[float, float | None]:
-        """Of a backward that is split, its input part and its weight part, in that unit.
+        """The input part and the weight part of a split backward, in seconds or FLOPs.
 
-        The latter is None where it cannot be split.
+        If it cannot be split, the whole backward and None.
         """
         if self.backward_input_s is None or self.backward_weight_s is None:
             return float(self.flops), float(self.flops)
@@ -79,10 +79,10 @@ class PartitionProfile:
         return self.input_apart_s, self.weight_apart_s
 
     def memory_bytes(self, in_flight: int) -> int:
-        """Held while it trains: parameters, gradients, buckets, optimizer state, activations.
+        """Bytes held in training: parameters, gradients, buckets, optimizer state, activations.
 
         Args:
-            in_flight: micro-batches that have gone forward and not yet backward.
+            in_flight: number of micro-batches that have gone forward and not yet backward.
         """
         gradients = self.gradient_bytes + self.bucket_bytes
         kept = self.parameter_bytes + gradients + self.optimizer_bytes
@@ -96,7 +96,7 @@ class Profile:
     Attributes:
         partitions: one entry for each, in order.
         batch: size of the micro-batch that the numbers are for.
-        device: what was measured; ``counted`` when nothing was.
+        device: the device that was measured; ``counted`` when none was.
     """
 
     partitions: tuple[PartitionProfile, ...]
@@ -110,7 +110,7 @@ class Profile:
     def with_optimizer(
         self, partitions: Sequence[NetworkPartition], state_bytes: Mapping[str, int]
     ) -> Self:
-        """The same with the state that an optimizer keeps, in bytes by name of parameter."""
+        """A copy with `optimizer_bytes`, from the bytes of optimizer state per parameter name."""
         sums = [sum(state_bytes.get(name, 0) for name in p.parameters) for p in partitions]
         rows = zip(self.partitions, sums)
         return dataclasses.replace(
@@ -119,7 +119,7 @@ class Profile:
         )
 
     def averaged(self) -> Self:
-        """The same where several replicas average their gradients, in copies of them."""
+        """A copy with `bucket_bytes`, for several replicas, which average copies of gradients."""
         rows = self.partitions
         copies = (dataclasses.replace(row, bucket_bytes=row.gradient_bytes) for row in rows)
         return dataclasses.replace(self, partitions=tuple(copies))
@@ -133,7 +133,7 @@ class Profile:
         """A profile from `record`.
 
         Raises:
-            TypeError, KeyError: it is none.
+            TypeError, KeyError: it is no record of a profile.
         """
         rows = tuple(PartitionProfile(**row) for row in record["partitions"])
         return cls(**{**record, "partitions": rows})
@@ -162,7 +162,7 @@ def count(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> Profil
 
 
 def parameter_bytes(network: nn.Module, names: Sequence[str]) -> dict[str, Any]:
-    """Bytes of the parameters named, and of their gradients, under their names in the profile."""
+    """`parameter_bytes` and `gradient_bytes` of `PartitionProfile`, for the parameters named."""
     found = [network.get_parameter(name) for name in names]
     return {
         "parameter_bytes": sum(p.nbytes for p in found),

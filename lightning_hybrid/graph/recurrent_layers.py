@@ -1,8 +1,8 @@
 """Recurrent layers as operations that are free in the length of their sequences.
 
 To find the shapes of their results TorchDynamo runs torch's own operations step by step, and so
-captures them for one length only. These take the place of torch's while a network is captured; they
-compute with them, and tell the shapes of all steps from one.
+captures them for one length only. The functions here replace torch's while a network is captured:
+they compute with torch's, but to find shapes run a single step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ORIGINAL: dict[str, Any] = {name: getattr(_functions, name, None) for name in _
 
 
 def _instead_of(name: str) -> Callable[..., Any]:
-    """A recurrent layer with the arguments of torch's own operation of this name."""
+    """The replacement of torch's recurrent operation ``name``, with the same arguments."""
 
     def layer(*args: Any) -> Any:
         return _computed(name, args)
@@ -36,13 +36,13 @@ def _instead_of(name: str) -> Callable[..., Any]:
 
 _INSTEAD = {name: _instead_of(name) for name in _NAMES}
 lstm, gru, rnn_tanh, rnn_relu = RECURRENT = tuple(_INSTEAD.values())
-"""All of them, as they stand in captured graphs."""
+"""All replacements, as the nodes of captured graphs call them."""
 
 captured_recurrence = Exchanged(
     lambda: vars(_functions).update(_INSTEAD),
     lambda: [vars(_functions).pop(name) for name in _INSTEAD],
 )
-"""Inside, what captures a recurrent layer keeps the length of its sequences free."""
+"""Inside, the replacements stand in torch's place: captures leave the length of sequences free."""
 
 
 def _computed(name: str, args: tuple[Any, ...]) -> Any:
@@ -55,9 +55,9 @@ def _computed(name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _shapes(name: str, value: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Outputs of all steps, and the last states, without numbers.
+    """The outputs of all steps, and the last states, as tensors without memory.
 
-    They are found by one step, whose types (autocast) and random numbers are those of all steps.
+    One step is run to find their types (autocast), and whether random numbers are drawn.
     """
     time = 1 if args[8] else 0
     outputs, *states = _ORIGINAL[name](value.narrow(time, 0, 1), *args[1:])

@@ -1,7 +1,7 @@
-"""Which operations of a captured network treat samples one by one: followed, not tried.
+"""A proof of which operations of a captured network treat samples one by one.
 
-The graph runs once, operation by operation, on fake tensors (shapes without memory), and below it
-every operator of torch is heard of. Each tensor gets a label that says where the samples are in it
+The graph runs once, operation by operation, on fake tensors (shapes without memory), and a dispatch
+mode sees every operator of torch. Each tensor gets a label that says where the samples are in it
 (:mod:`lightning_hybrid.graph.rows`), from the labels of what it is made of and by the rule of the
 operator (:mod:`lightning_hybrid.graph.row_rules`). What is not known counts as samples that meet.
 """
@@ -56,10 +56,10 @@ _FOLLOWED = {
     *("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"),
     *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
 }
-"""Operations on graphs that do what the graph does, forwards and backwards."""
+"""Operators that take a graph and compute just what it does, forward and backward."""
 
 Source = Callable[[fx.Node], Label]
-"""Where the samples are in what a placeholder is given."""
+"""Gives the label of the input that a placeholder stands for."""
 
 
 @dataclass
@@ -68,12 +68,12 @@ class Followed:
 
     Attributes:
         labels: per node, those of its tensors in order; of a number none.
-        why: per node in which samples meet first, the operator that does it.
-        tried: nodes of which nobody knows what they do (custom operators, code of the user's), and
-            that have passed a trial.
-        prologue: nodes that are made of the inputs alone, and must be computed of all samples.
-        numbers: those that were read from the values of samples.
-        early: nodes that are made of the inputs alone.
+        why: per node in which samples meet first, the operator that makes them meet.
+        tried: nodes that no rule covers (custom operators, ``autograd.Function``), and that have
+            passed a trial.
+        prologue: nodes that are computed from the inputs alone, and must be for all samples.
+        numbers: nodes that are numbers read from the values of samples.
+        early: nodes that are computed from the inputs alone.
     """
 
     labels: dict[fx.Node, tuple[Label, ...]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Followed:
         return MEET in self.labels.get(node, ()) or node in self.numbers
 
     def label(self, node: fx.Node) -> Label:
-        """The label of a node that is one tensor; ``None`` for others too."""
+        """The label of a node that is one tensor; ``None`` for any other node."""
         labels = self.labels.get(node, ())
         return labels[0] if len(labels) == 1 else None
 
@@ -106,10 +106,10 @@ def follow(
     Args:
         graph: each node has its ``example_value``, as from TorchDynamo.
         attributes: constants and nested graphs that its nodes name.
-        symbols: all the sizes that are the number of samples; the first one stands for them.
-        source: of the placeholders.
-        kept: nodes that are computed nowhere but in micro-batches: parameters and buffers, and
-            what writes in place.
+        symbols: all size symbols of the number of samples; the first one is used for all.
+        source: gives the labels of the placeholders.
+        kept: nodes that cannot be in the prologue: parameters and buffers, and what writes in
+            place.
     """
     with as_they_are(), torch.inference_mode(False):
         return _Walk(graph, attributes, symbols, source, kept).found
@@ -126,7 +126,7 @@ class _Walk:
     ) -> None:
         self.found, self._values = Followed(), dict[fx.Node, Any]()
         self._kept, self._early = kept, self.found.early
-        self._sizes: set[fx.Node] = set()  # numbers that are how many entries were picked
+        self._sizes: set[fx.Node] = set()  # nodes that are a number of picked entries
         self._attributes, self._source = attributes, source
         self._run = Labelling(symbols)
         examples = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
@@ -137,12 +137,12 @@ class _Walk:
             for node in graph.nodes:
                 if node.op != "output":
                     self._take(node)
-            for node in self._values:  # what was changed in place later is what it is now
+            for node in self._values:  # again: later writes in place may have changed labels
                 self._note(node)
 
     def _take(self, node: fx.Node) -> None:
         example = node.meta.get("example_value")
-        # (a parameter is not early, so that nothing that is made of weights is)
+        # (a parameter is not early, so nothing computed from weights is)
         if node not in self._kept and self._early.issuperset(node.all_input_nodes):
             self._early.add(node)
         if node.op == "placeholder":
@@ -151,7 +151,7 @@ class _Walk:
             is_tensor = isinstance(example, Tensor)
             self._values[node] = example if is_tensor else self._attributes[str(node.target)]
         elif node.meta.get("scalar"):
-            # (run again, `int(size)` would be the number that it was when it was captured)
+            # (not run: `int(size)` would give the size at the capture as a plain number)
             self._values[node] = example
             unknown = _symbols_of(example) - self._known
             if any(map(self.found.meets, node.all_input_nodes)) or (
@@ -177,7 +177,7 @@ class _Walk:
         if example.layout is not torch.strided or example.is_nested:
             self._run.set(example, MEET)
             return example
-        # a new one: a run may write into it, and the example is TorchDynamo's own
+        # a new tensor: the run may write into it, and the example belongs to TorchDynamo
         value = torch.empty_strided(
             example.shape, example.stride(), dtype=example.dtype, device=example.device
         )
@@ -227,11 +227,11 @@ class _Walk:
         return passed
 
     def _settle(self, node: fx.Node, why: str | None) -> None:
-        """Decide where a node is computed, and whether samples have met in it.
+        """Decide whether the prologue computes a node, or else whether samples have met in it.
 
         Args:
-            node: it has run, and what it returns is labelled by rules.
-            why: samples meet in it, or may.
+            node: a node that has run, and whose results are labelled by rules.
+            why: the reason for which samples meet in it, or may; ``None``: there is none.
         """
         run = self._run
         tensors = [unwrapped(tensor) for _, tensor in tensors_in(self._values[node])]
@@ -246,7 +246,7 @@ class _Walk:
         met = run.draws or why or MEET in map(run.label, tensors)
         if met and self._is_prologue(node, tensors):
             return
-        # (the rules know how many entries were picked)
+        # (numbers of picked entries are no reason: the rules know them)
         meets = any(taken in self.found.numbers - self._sizes for taken in node.all_input_nodes)
         if meets or why != run.why:
             for tensor in tensors:
@@ -255,9 +255,9 @@ class _Walk:
             self.found.why[node] = why
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any, example: Any) -> Any:
-        """Run a node; what it returns is labelled then."""
+        """Run a node, and have its results labelled."""
         run = self._run
-        # (one operation, which only shows its shapes on fake tensors)
+        # (a recurrent layer is one operation with a rule of its own, and is not run)
         if node.target in RECURRENT:
             run.draws = bool(args[5] and args[6])
             for tensor, label in zip(example, recurrent(run, args), strict=True):
@@ -265,7 +265,7 @@ class _Walk:
             return example
         with run:
             value = called(node, args, kwargs)
-        # (padding under autograd returns plain sizes, and tells nobody)
+        # (padding under autograd turns sizes into plain numbers without an error)
         pairs = zip(tensors_in(value), tensors_in(example))
         sizes = [pair for (_, t), (_, e) in pairs for pair in zip(t.shape, e.shape)]
         if any(self._env.replace(symbol).is_number for symbol in run.symbols) or any(
@@ -277,7 +277,7 @@ class _Walk:
     def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
         """Whether the driver can compute a node for all samples, and split what it returns."""
         labels = [self._drawn(node, tensor) for tensor in tensors]
-        is_tensor = isinstance(self._values[node], Tensor)  # (else it is for what takes it apart)
+        is_tensor = isinstance(self._values[node], Tensor)  # (else ask its parts)
         if node not in self._early or not is_tensor or MEET in labels:
             return False
         for tensor, label in zip(tensors, labels):
@@ -286,7 +286,7 @@ class _Walk:
         return True
 
     def _drawn(self, node: fx.Node, tensor: Tensor) -> Label:
-        """The label of what was drawn; a mask of dropout has samples where its tensor has them."""
+        """The label of a result of a node, by its shape; a mask of dropout has its tensor's."""
         label = self.found.label(node.meta[MASKS]) if MASKS in node.meta else None
         if isinstance(label, Rows) and label.plain and self._run.borne_out(label, tensor) is label:
             return label
@@ -295,7 +295,7 @@ class _Walk:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, torch does not log that an operation fails without values, which is no error here."""
+    """Inside, torch's fake tensors log nothing: an operation that needs values is no error here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -305,7 +305,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """Whether a node's backward need not be the derivative of its forward."""
+    """Whether a node may do anything: its backward need not be the derivative of its forward."""
     name = higher_order_name(node.target)
     if is_grouped(node.target):
         return False
@@ -320,17 +320,17 @@ def _symbols_of(value: Any) -> set[Any]:
 
 
 class Labelling(TorchDispatchMode):
-    """Hears of every operator, and labels what it returns.
+    """A dispatch mode that labels the results of every operator.
 
     Args:
-        symbols: all the sizes that are the number of samples.
+        symbols: all size symbols of the number of samples.
 
     Attributes:
-        batch: the symbol that stands for all of them.
+        batch: the symbol that is used for all of them.
         tainted: symbols of sizes and numbers that follow from the values of samples.
-        draws: of the running node: it draws random numbers.
-        reads: likewise: it reads numbers from tensors in which there are samples.
-        why: the first operator in which samples meet.
+        draws: whether the running node draws random numbers.
+        reads: whether it reads numbers from tensors in which there are samples.
+        why: its first operator in which samples meet.
     """
 
     def __init__(self, symbols: Sequence[Any]) -> None:
@@ -339,15 +339,15 @@ class Labelling(TorchDispatchMode):
         self._same = dict.fromkeys(symbols, self.batch)
         self.tainted: set[Any] = set()
         self._labels: dict[int, Label] = {}
-        self._alive: list[Tensor] = []  # an identity is only a name while its owner lives
+        self._alive: list[Tensor] = []  # the `id` of a freed tensor could be given to another
         self._views: dict[int, list[Tensor]] = {}
-        self._roots: dict[int, int] = {}  # per view that has all entries in order: of what
-        self._counts: dict[Any, Any] = {}  # how many entries were picked
+        self._roots: dict[int, int] = {}  # per view with all entries in order: the tensor viewed
+        self._counts: dict[Any, Any] = {}  # per key of picked entries, or of an order: their number
         self._sizes: dict[Any, Any] = {}
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was noted of the node before."""
+        """Reset what is noted of the running node."""
         self.draws = self.reads = False
         self.why: str | None = None
 
@@ -358,7 +358,7 @@ class Labelling(TorchDispatchMode):
         return self._labels.get(id(tensor))
 
     def size(self, number: Any) -> Any:
-        """A size as an expression in which one symbol stands for the batch wherever it occurs."""
+        """A size as an expression in which `batch` stands for every symbol of the batch size."""
         if not is_symbolic(number):
             return sympy.sympify(number)
         return expression(number, self._same)
@@ -372,23 +372,23 @@ class Labelling(TorchDispatchMode):
         return self.batch in free or not free.isdisjoint(self.tainted)
 
     def by_shape(self, tensor: Tensor) -> Label:
-        """The label that the shape of a tensor tells: samples are where the batch's size is."""
+        """The label by the shape of a tensor: samples are in the dimension of the batch size."""
         dims = [d for d, size in enumerate(tensor.shape) if self.depends(size)]
         label = None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
         return self.borne_out(label, tensor)
 
     def picked_by(self, mask: Tensor, count: Any) -> Any:
-        """An object that names the entries which a mask picks, ``count`` of them."""
+        """A key for the entries that a mask picks (`Rows.picked`), ``count`` of them."""
         picked = self._roots.get(id(mask), id(mask)), version(mask)
         size = self._counts.setdefault(picked, self.size(count))
         new = _symbols_of(count)
         self.tainted |= new
-        if self.size(count) != size and len(new) == 1:  # torch has counted them again
+        if self.size(count) != size and len(new) == 1:  # the same mask, counted anew
             self._same[new.pop()] = size
         return picked
 
     def ordered(self, order: Tensor) -> Any:
-        """An object that names this order, equal to itself alone."""
+        """A key for an order (`Rows.picked`), which no other tensor has."""
         self._counts[id(order)] = self.size(order.shape[0])
         return id(order)
 
@@ -409,13 +409,13 @@ class Labelling(TorchDispatchMode):
         self._labels[id(tensor)] = label
 
     def spoil(self, tensor: Tensor) -> None:
-        """Samples have met in a tensor, and in all that shows its memory."""
+        """Note that samples have met in a tensor, and in all that share its memory."""
         self.set(tensor, MEET)
         for other in self._views[_memory(tensor)]:
             self.set(other, MEET)
 
     def _write(self, tensor: Tensor, label: Label) -> None:
-        """What is written into a tensor has its rows where the tensor has them, or all is lost."""
+        """Note a write of values with this label: samples meet if the tensor's does not agree."""
         own = self.label(tensor)
         fits = label == own or (label is None and isinstance(own, Rows) and own.places is None)
         shown = self._views[_memory(tensor)]
@@ -424,7 +424,7 @@ class Labelling(TorchDispatchMode):
                 self.set(other, replace(before, is_sorted=False))
         if isinstance(label, Rows) and label.at(label.dim) == own and label.places != own.places:
             fits = all(other.shape == tensor.shape for other in shown)
-            for other in shown:  # it has places now, and nothing else
+            for other in shown:  # all entries are places now
                 self.set(other, label)
         if label is MEET or not fits:
             self.spoil(tensor)
@@ -452,7 +452,7 @@ class Labelling(TorchDispatchMode):
         name = name_of(func)
         if name in ("view", "alias", "detach") and len(given) == 1:
             self._roots[id(outs[0])] = self._roots.get(id(given[0]), id(given[0]))
-        # 3. What it forgets, what it has spoilt, what it has changed in place.
+        # 3. Results of most operators are not sorted; samples may have met; writes in place.
         if name not in KEEPS_ORDER | {"sort"}:
             labels = [replace(r, is_sorted=False) if isinstance(r, Rows) else r for r in labels]
         if reshapes:
@@ -470,11 +470,11 @@ class Labelling(TorchDispatchMode):
     def _look_at_other_results(
         self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor], result: Any
     ) -> None:
-        """What is written to and not returned, and what is returned and no tensor."""
+        """Note what an operator writes to and does not return, and numbers that it returns."""
         has_samples = any(self.label(t) is not None for t in given)
         if not has_samples:
             return
-        # (of batch statistics each micro-batch has its own by agreement)
+        # (running statistics may be those of a micro-batch, as in every pipeline)
         for argument in schema(func).arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for _, tensor in tensors_in(call[argument.name]):
@@ -491,17 +491,17 @@ class Labelling(TorchDispatchMode):
                 self.tainted |= {s for s in _symbols_of(out) if follows_from_values(s)}
 
     def borne_out(self, label: Label, out: Tensor) -> Label:
-        """The label of a result if its shape agrees with that, else ``MEET``."""
+        """``label`` if the shape of the result agrees with it, else ``MEET``."""
         if label is MEET:
             return MEET
         if out.layout is not torch.strided or out.is_nested:
             return MEET
-        # a rule that is wrong about a shape is wrong about samples: this holds for all of them
+        # a check of all rules: one that is wrong about a shape is wrong about samples
         dims = [d for d, size in enumerate(out.shape) if self.depends(size)]
         if label is None:
             return MEET if dims else None
         if not dims and any(isinstance(s, int) and s == 0 for s in out.shape):
-            return None  # nothing is in it
+            return None  # (it is empty)
         if isinstance(label, Counts):
             return MEET if dims else label
         if dims != [label.dim] or self._changes(label.outer):
@@ -525,19 +525,19 @@ class Labelling(TorchDispatchMode):
         sizes = FACTORIES.get(name, ())
         if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
             return MEET
-        # 3. What has nothing of the samples is the same in all micro-batches.
+        # 3. A result of inputs without samples is the same in all micro-batches.
         grows = any(self.depends(size) for out in outs for size in out.shape)
         if labels <= {None} and not grows:
-            # whatever the operator; but the batch's size must not say which part it takes
+            # whatever the operator; unless a number that follows from the batch says what to take
             return MEET if any(map(self.depends, call.numbers())) else None
-        # 4. What only looks at sizes, and else the rule of the operator.
+        # 4. Operators that only look at sizes; for others their rule.
         if func.namespace == "aten" and name in FACTORIES:
             return [self.by_shape(out) for out in outs]
         if func.namespace == "aten" and name in LIKE:
             like = self.label(call["self"])
             if not isinstance(like, Rows):
                 return MEET
-            plain = Rows(like.dim, like.outer)  # what is empty has no order yet
+            plain = Rows(like.dim, like.outer)  # a new tensor has no order yet
             return plain if self.borne_out(plain, outs[0]) is plain else like.at(like.dim)
         if not self._is_known(name, call, labels):
             return MEET
@@ -547,7 +547,7 @@ class Labelling(TorchDispatchMode):
         return rule(self, call, outs)
 
     def _is_known(self, name: str, call: Call, labels: Collection[Label]) -> bool:
-        """Whether the rule of an operator knows places and counts, if it is given some."""
+        """Whether an operator's rule is right for the `Places` and `Counts` among its inputs."""
         if any(isinstance(one, Counts) for one in labels):
             return name in TAKES_COUNTS | KEEPS_ORDER
         places = [one.places for one in labels if isinstance(one, Rows) and one.places]
@@ -562,7 +562,7 @@ class Labelling(TorchDispatchMode):
         )
 
     def _is_range(self, call: Call, outs: list[Tensor]) -> bool:
-        """Whether it is ``arange(B)``, or that of so many entries of each sample."""
+        """Whether a call is ``arange(B)`` or, with k entries of each sample, ``arange(B * k)``."""
         start, step = call["start"], call["step"]
         whole = (start is None or (type(start) is int and start == 0)) and step in (None, 1)
         if not whole or not outs:

@@ -2,9 +2,9 @@
 
 A rule is given a call on tensors of which at least one has rows, and none in which samples have met
 (:mod:`lightning_hybrid.graph.rows` has these words), and says where the rows of the results are. It
-must look at every tensor and number that the call takes; what it does not know is ``MEET``: samples
-have met, and the batch cannot be split there. An operator
-without a rule is ``MEET`` too, so the table may be incomplete, but must not be wrong.
+must look at every tensor and number that the call takes. Of what it does not know it returns
+``MEET``: samples have met, and the batch cannot be split there. So do operators without a rule: the
+table may be incomplete, but must not be wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Call:
         return [tensor for _, tensor in tensors_in(rest)]
 
     def numbers(self, without: Collection[str] = ()) -> Iterator[Any]:
-        """All numbers that the call takes, sizes too, but those in some arguments."""
+        """All numbers and sizes that the call takes, but for those in the arguments ``without``."""
         for name, value in self.values.items():
             for one in value if isinstance(value, list | tuple) else [value]:
                 if name not in without and (isinstance(one, int | float) or is_symbolic(one)):
@@ -61,7 +61,7 @@ Rule = Callable[["Labelling", Call, Sequence[Tensor]], Label | list[Label]]
 
 @cache
 def divided(one: Any, other: Any) -> Any:
-    """A quotient of two sizes that is a whole number whatever the sizes are, or ``None``."""
+    """The quotient of two sizes if it is whole whatever their symbols stand for, else ``None``."""
     if other == 0:
         return None
     quotient = sympy.cancel(sympy.sympify(one) / other)
@@ -74,14 +74,14 @@ def _rows(f: Labelling, tensor: Tensor) -> Rows | None:
 
 
 def _of_self(f: Labelling, call: Call) -> Rows:
-    """The rows of the one tensor that an operator is given, which has some: see the module."""
+    """The rows of ``self``, which must have some: it is the only tensor of the call."""
     rows = f.label(call["self"])
     assert isinstance(rows, Rows)
     return rows
 
 
 def _block(f: Labelling, tensor: Tensor, rows: Rows) -> Any:
-    """How many entries of its samples' dimension belong to all samples once: B * k of `Rows`."""
+    """The length of one repetition of all samples in their dimension: B * k of `Rows`."""
     return divided(f.size(tensor.shape[rows.dim]), rows.outer)
 
 
@@ -104,7 +104,7 @@ def _all_free(f: Labelling, tensors: Sequence[Tensor]) -> bool:
 
 
 def _dims(call: Call, name: str = "dim") -> list[int]:
-    """The dimensions that an operator is told to work along, counted from 0; told none: all."""
+    """The dimensions that an operator works along, counted from 0; all if it is given none."""
     dim, count = call[name], call["self"].dim()
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(count))
@@ -119,7 +119,7 @@ def pointwise(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def fills(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Operators that write over ``self`` whatever was there (``copy_``, ``uniform_``)."""
+    """Operators that overwrite ``self`` without reading it (``copy_``, ``uniform_``)."""
     label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
     return f.label(call["self"]) if label is FREE and call["self"] is not None else label
 
@@ -193,13 +193,13 @@ def unsqueeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 def squeeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, rows, dims = call["self"], _of_self(f, call), _dims(call)
     if call.overload != "default" and rows.dim in dims:
-        return MEET  # of one sample it would go
+        return MEET  # a single sample's dimension would be dropped
     gone = [d for d in dims if isinstance(tensor.shape[d], int) and tensor.shape[d] == 1]
     return _only_column(rows.at(rows.dim - sum(d < rows.dim for d in gone), places=True), outs[0])
 
 
 def _only_column(rows: Rows, out: Tensor) -> Label:
-    """A label of which only one column holds places, after that column was taken out by itself."""
+    """``rows`` after a view: if only one column has places, the result must be that column."""
     if rows.places is None or rows.places.column is None:
         return rows
     return replace(rows, places=replace(rows.places, column=None)) if out.dim() == 1 else MEET
@@ -217,7 +217,7 @@ def _part(f: Labelling, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> 
 def slicing(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     tensor, rows = call["self"], f.label(call["self"])
     if not isinstance(rows, Rows):
-        return MEET  # as many of a table's entries as there are samples
+        return MEET  # the first B entries of a table that all samples share
     start, step = call["start"], call["step"]
     start = 0 if start is None else start
     if call["dim"] % tensor.dim() == rows.dim:
@@ -228,7 +228,7 @@ def slicing(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 def split(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
     tensor, rows = call["self"], _of_self(f, call)
     if call["dim"] % tensor.dim() == rows.dim:
-        parts = [_part(f, tensor, rows, out, 0) for out in outs]  # (each begins where one ends)
+        parts = [_part(f, tensor, rows, out, 0) for out in outs]  # (a part starts where one ends)
         return MEET if MEET in parts else parts
     return MEET if any(map(f.depends, call.numbers())) else rows
 
@@ -247,11 +247,11 @@ def unbind(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | La
 
 
 def cat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    # (a cache that is still empty is a usual first one)
+    # (an empty tensor is left out: often the first state of a cache)
     tensors = [t for t in call["tensors"] if not _is_nothing(t)]
     rows = [f.label(t) for t in tensors]
     if not all(isinstance(each, Rows) for each in rows):
-        return MEET  # one without the samples has no place beside them
+        return MEET  # a tensor that all samples share does not split with the others
     those = [each for each in rows if isinstance(each, Rows)]
     dim = call["dim"] % tensors[0].dim()
     if len({(each.dim, each.picked) for each in those}) > 1:
@@ -280,16 +280,16 @@ def stack(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 Mixed = Callable[[Call], Iterable[int]]
-"""The dimensions of an argument that an operator works along, by the arguments of a call."""
+"""Gives the dimensions of an argument that an operator works along, from a call."""
 
 
 def within(mixed: Mixed, first: str = "self") -> Rule:
-    """A rule of operators that work along some dimensions of one argument, which stay or go.
+    """The rule of operators that work along some dimensions of one argument (and may drop them).
 
-    What the call takes besides must be the same for all samples.
+    All other tensors of the call must be the same for all samples.
 
     Args:
-        mixed: these dimensions; samples meet if theirs is among them.
+        mixed: gives these dimensions; samples meet if theirs is among them.
         first: the name of the argument.
     """
 
@@ -305,11 +305,11 @@ def within(mixed: Mixed, first: str = "self") -> Rule:
 
 
 along = within(_dims)
-"""Sums, softmax, sorting."""
+"""The rule of sums, softmax, sorting: along the argument ``dim``."""
 
 
 def last(count: int, first: str = "self") -> Rule:
-    """Of operators that work along the last dimensions of an argument, so many."""
+    """The rule of operators that work along the last ``count`` dimensions of an argument."""
     return within(lambda call: range(call[first].dim() - count, call[first].dim()), first)
 
 
@@ -321,13 +321,13 @@ def _padded(call: Call) -> list[int]:
 
 
 def _of_convolution(call: Call) -> range:
-    """A convolution works along all dimensions but the first; without a batch along all."""
+    """The dimensions that a convolution works along: all but the first; without a batch all."""
     name = "input" if call["input"] is not None else "self"
     return range(call[name].dim() - call["weight"].dim() + 1, call[name].dim())
 
 
 def batch_norm(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """Statistics are those of a micro-batch by agreement, so that samples do not meet in them.
+    """Batch statistics are those of a micro-batch by definition, so samples do not meet in them.
 
     Instance normalisation is batch normalisation with the samples among the channels.
     """
@@ -374,7 +374,7 @@ def attention(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] |
     if not isinstance(rows, Rows) or rows.dim > 1 or any(t.dim() != 4 for t in tensors):
         return MEET
     if rows.dim == 1 and any(t.shape[1] != tensors[0].shape[1] for t in tensors):
-        return MEET  # several heads of the query have one of the key
+        return MEET  # (several heads of the query share one of the key)
     masks = [_aligned(f, t, 4) for t in call.others("query", "key", "value")]
     if any(f.label(t) != rows for t in tensors) or not {FREE, rows}.issuperset(masks):
         return MEET
@@ -382,17 +382,17 @@ def attention(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] |
 
 
 def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Rows of a shared table. With ``scale_grad_by_freq`` samples would meet in the backward."""
+    """Rows of a table that samples share; with ``scale_grad_by_freq`` its gradient mixes them."""
     shared = f.label(call["weight"]) is FREE and not call["scale_grad_by_freq"]
     return f.label(call["indices"]) if shared else MEET
 
 
 def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
-    """A recurrent layer (:mod:`lightning_hybrid.graph.recurrent_layers`) and its last states."""
+    """Labels of a recurrent layer's outputs and last states (see `graph/recurrent_layers.py`)."""
     value, states, weights = args[:3]
     states = list(states) if isinstance(states, list | tuple) else [states]
     rows, unpacked = f.label(value), isinstance(weights, list | tuple) and len(args) == 9
-    # (of a packed sequence samples lie in each other's steps; states have samples in dimension 1)
+    # (a packed sequence interleaves the samples; states have samples in dimension 1)
     own = unpacked and rows == Rows(0 if args[8] else 1) and value.dim() == 3
     own = own and all(f.label(state) == Rows(1) for state in states) and _all_free(f, weights)
     return [rows, *[Rows(1) for _ in states]] if own else [MEET, *[MEET for _ in states]]
@@ -402,9 +402,9 @@ def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
 
 
 def spatial(count: int) -> Rule:
-    """A rule of operators that work on the last ``count`` dimensions, such as pooling.
+    """The rule of operators that work on the last ``count`` dimensions, such as pooling.
 
-    All tensors that they are given have the samples in one dimension before those.
+    All tensors of the call must have the samples in the same dimension, before those.
     """
 
     def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -438,7 +438,7 @@ def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
         return MEET
     if call["value"] is not None and f.depends(call["value"]):
         return MEET
-    # each sample writes into itself alone, and all that it writes is its own
+    # each sample writes into its own entries, and indices and values are its own too
     for other in call.others("self"):
         if f.label(other) != rows or f.size(other.shape[rows.dim]) != f.size(
             tensor.shape[rows.dim]
@@ -449,7 +449,7 @@ def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 
 def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
     """The dimensions that an operator indexes by tensors, and these tensors."""
-    if call["indices"] is None:  # `index_select` and the like have one
+    if call["indices"] is None:  # (`index_select` and the like have one index)
         return [call["dim"] % max(call["self"].dim(), 1)], [call["index"]]
     picks = list(call["indices"])
     at = [place for place, pick in enumerate(picks) if pick is not None]
@@ -471,7 +471,7 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor]) -> bool:
-    """Whether one mask has the samples of a tensor where the tensor has them."""
+    """Whether there is one mask, with the same samples as a tensor in the same dimension."""
     rows, own = f.label(tensor), f.label(masks[0])
     if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
         return False
@@ -485,7 +485,7 @@ def _picked_from(
     """The label of ``tensor[...]``, indexed by tensors of integers in the dimensions ``at``."""
     if rows is MEET or any(_is_mask(t) for t in tensors):
         return MEET
-    # NumPy's rule: what the indices make stands where they are, if they are neighbours, else first
+    # NumPy's rule: the dimensions of the indices replace theirs if those are adjacent, else lead
     count = max(t.dim() for t in tensors)
     adjacent = at == list(range(at[0], at[-1] + 1))
     start = at[0] if adjacent else 0
@@ -496,7 +496,7 @@ def _picked_from(
             return MEET
         return found.at(found.dim + start)
     assert isinstance(rows, Rows)
-    if places:  # each sample takes of itself
+    if places:  # each sample picks entries of its own
         picks = tensors[at.index(places[0])]
         where = _aligned(f, picks, count)
         if places != [rows.dim] or not _lead_to(f, picks, tensor) or not isinstance(where, Rows):
@@ -524,7 +524,7 @@ def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
 
 
 def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Into ``tensor[...]``; what is put in must lie where it would be picked from."""
+    """Writing into ``tensor[...]``: the values must have the rows that reading there would give."""
     tensor, value = call["self"], call["source"] if call["values"] is None else call["values"]
     at, tensors = _picks(call)
     rows = f.label(tensor)
@@ -533,7 +533,7 @@ def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     if any(_is_mask(t) for t in tensors):
         if not _is_own_mask(f, tensor, at, tensors) or at[0]:
             return MEET
-        if value.dim() == 0 and f.label(value) is FREE:  # one number at what a mask shows
+        if value.dim() == 0 and f.label(value) is FREE:  # one number wherever the mask is true
             return rows
         own = value.dim() == tensor.dim() - tensors[0].dim() + 1
         shown = Rows(0, picked=f.picked_by(tensors[0], value.shape[0])) if own else None
@@ -542,7 +542,7 @@ def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     count = tensor.dim() - len(at) + max(t.dim() for t in tensors)
     if not isinstance(there, Rows) or value.dim() > count:
         return MEET
-    # (what is added to other numbers is no place)
+    # (places that are added to other numbers are places no more)
     replaces = call["accumulate"] is False
     if replaces and tensor.dim() == 1 and f.is_whole(there.picked, tensor.shape[0]):
         size = f.size(tensor.shape[0])  # `inverse[order] = arange(len(order))`
@@ -562,7 +562,7 @@ def nonzero(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """Sorting along the samples is known of 1-d tensors: the order that samples get has a name."""
+    """Sorting the samples themselves, of 1-d tensors: the results are picked by the new order."""
     tensor, rows = call["self"], _of_self(f, call)
     if rows != Rows(0, rows.outer) or tensor.dim() != 1:
         return along(f, call, outs)
@@ -573,7 +573,7 @@ def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Labe
 
 
 def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    """``places // k``: the sample of a place, where each has k entries one after the other."""
+    """``places // k`` turns places among k entries of each sample into places of samples."""
     rows, by = f.label(call["self"]), call["other"]
     if not isinstance(rows, Rows) or rows.places is None:
         return pointwise(f, call, outs)
@@ -588,7 +588,7 @@ def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def histogram(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    """``histc`` of the numbers by which rows were sorted: how many rows have each of them."""
+    """``histc`` of sorted numbers: how many samples (or entries of samples) have each number."""
     rows, given = f.label(call["self"]), call["min"] == 0 and call["max"] > 0
     return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted and given else MEET
 
@@ -641,22 +641,22 @@ FACTORIES = {
     **dict.fromkeys(("randint", "empty_strided"), ("size", "stride")),
     "new_empty_strided": ("size", "stride"),
 }
-"""Operators that make tensors of one kind of entries, and the arguments that are their sizes."""
+"""Operators that make a tensor of given sizes, and the arguments that are sizes."""
 
 LIKE = {
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
     "randint_like",
 }
-"""The same, after another tensor, whose entries they do not look at."""
+"""Operators that make a tensor of another one's sizes, whose entries they do not read."""
 
 KEEPS_POSITION = {
     *("view", "_unsafe_view", "unsqueeze", "slice", "expand", "_to_copy", "clone", "alias"),
     "detach",
 }
-"""Operators after which places are still places."""
+"""Operators whose results still are places if their input is."""
 
 TAKES_PLACES = {"index", "index_put", "index_select", "index_add", "index_copy", "floor_divide"}
-"""Operators whose rules know what places are."""
+"""Operators whose rules are right for indices that are places."""
 
 TAKES_COLUMNS = {"select", "unbind", "squeeze", "view"}
 """Operators that take the places out of what `nonzero` returns."""
@@ -674,7 +674,7 @@ _ENTRY_BY_ENTRY = {
     *("log_sigmoid_forward", "bitwise_and", "pow", "poisson", "hardshrink", "softshrink"),
 }
 _NOT = {"isin", "equal", "max", "min", "copysign_", "frexp"}
-"""What torch marks as pointwise and is more, or may be."""
+"""Operators that torch tags as pointwise and that may look at other entries too."""
 
 _SPATIAL = {
     "max_pool2d_with_indices": 2, "max_pool3d_with_indices": 3, "avg_pool2d": 2, "avg_pool3d": 3,
@@ -763,7 +763,7 @@ RULES: dict[str, Rule] = {
 
 
 def is_grouped(operator: Any) -> bool:
-    """Whether it is what transformers has in place of torch's operator where that is missing."""
+    """Whether an operator is transformers' substitute for a missing ``grouped_mm`` of torch."""
     return str(operator).startswith("transformers.grouped_mm_fallback")
 
 
@@ -771,7 +771,7 @@ _INPLACE = re.compile(r"(?<=[a-z0-9])_$")
 
 
 def name_of(func: Any) -> str:
-    """The name of an operator, without what says that it works in place."""
+    """The name of an operator, without the trailing underscore of in-place ones."""
     return _INPLACE.sub("", str(schema(func).name).partition("::")[2])
 
 
@@ -780,7 +780,7 @@ def rule_of(func: Any) -> Rule | None:
     if func.namespace != "aten":
         return grouped_matrices if is_grouped(func) else None
     name = name_of(func)
-    # before torch's mark: some of what it calls pointwise has a rule of its own
+    # before torch's tag: some operators that it calls pointwise have a rule of their own
     if name in RULES:
         return RULES[name]
     return pointwise if torch.Tag.pointwise in func.tags and name not in _NOT else None

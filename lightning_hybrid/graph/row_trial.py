@@ -1,10 +1,10 @@
-"""A trial of one operation of which nobody knows whether it treats samples one by one.
+"""A trial of one operation that no rule covers: does it treat samples one by one?
 
 Custom operators and ``torch.autograd.Function`` may do anything, and their backward need not be the
 derivative of their forward. Such an operation is tried by itself, on random numbers of the shapes
-that it is given, small and large ones: forward and backward, on a batch, on its parts, and on a
-batch in which the samples of other parts are others. A trial is no proof, and what has passed it is
-noted.
+that it is given, small and large ones: forward and backward, on a batch, on its two parts, and on a
+batch that has other samples in place of the second part's. A trial is no proof, so what has passed
+one is named to the user.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lightning_hybrid.graph.annotate import FAILURES
 from lightning_hybrid.graph.rows import Label, Rows, joined, slices
 
 _SIZES = [2, 2]
-"""Samples of each part of a trial."""
+"""The number of samples in each part of a trial's batch."""
 _SCALES = (1.0, 1e-3, 1e3, 1e6)
-"""Of the numbers that an operation and its backward are given: some bound what is large."""
+"""Magnitudes of the inputs and incoming gradients to try: some operations clip large numbers."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Trial:
     """An operation, and what it is given.
 
     Attributes:
-        run: computes it.
-        given: its arguments, of tensors without memory.
+        run: computes it, from its arguments.
+        given: its arguments, with tensors without memory.
         labels: of the tensors among them, in order; none of them is ``MEET``.
         results: where the samples are in its results, if it treats them one by one.
-        symbols: the sizes that are the number of samples.
+        symbols: the size symbols that stand for the number of samples.
     """
 
     run: Callable[[Any], Any]
@@ -56,7 +56,7 @@ class Trial:
             torch.default_generator.manual_seed(0)  # (and not those of GPUs)
             try:
                 return self._agrees()
-            except FAILURES:  # it needs other numbers than random ones
+            except FAILURES:  # such as one that refuses random numbers
                 return False
 
     def _agrees(self) -> bool:
@@ -64,7 +64,7 @@ class Trial:
         return all(self._agrees_at(*each) for each in scales)
 
     def _agrees_at(self, inputs: float, incoming: float) -> bool:
-        """Whether it agrees for inputs and incoming gradients of these sizes."""
+        """Whether batch, parts and mixed batch agree, at these magnitudes of the numbers given."""
         one, other = self._batch(inputs), self._batch(inputs)
         parts = list(zip(*map(self._parts, one, self.labels)))
         foreign = zip(*map(self._parts, other, self.labels))
@@ -79,8 +79,8 @@ class Trial:
                 *zip(parts, _SIZES, (0, _SIZES[0])),
             )
         )
-        # (a gradient of what all samples share is a sum over them; there is none to compare of an
-        # input that takes no part)
+        # (the gradient of an input that all samples share is a sum over them; an input that has no
+        # part in the loss has none to compare)
         results = zip(self.results, whole[0], among[0], *(outputs for outputs, _ in found))
         gradients = zip(self.labels, whole[1], among[1], *(inputs for _, inputs in found))
         return all(_is_own(*each) for each in results) and all(
@@ -90,10 +90,16 @@ class Trial:
     def _computed(
         self, tensors: Sequence[Tensor], samples: int, start: int, incoming: float
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What it returns for some samples, and the gradients of what it is given.
+        """The operation's results for some samples, and the gradients of its inputs.
+
+        Args:
+            tensors: its inputs.
+            samples: how many samples they have.
+            start: number of the first of these in the batch.
+            incoming: magnitude of the incoming gradients.
 
         Raises:
-            ValueError: they are not finite, so that they show nothing.
+            ValueError: results are not finite, so that they show nothing.
         """
         # (copies: the next run begins with the same numbers)
         leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
@@ -139,12 +145,12 @@ class Trial:
 
 
 def _size(scale: float, like: Tensor) -> float:
-    """The scale, or the largest number whose square the type of a tensor can hold."""
+    """``scale``, but at most the largest number whose square fits the type of ``like``."""
     return min(scale, math.sqrt(torch.finfo(like.dtype).max))
 
 
 def _weights(output: Tensor, label: Rows, samples: int, start: int) -> Tensor:
-    """A weight in the loss for each sample, all different.
+    """Factors for the entries of an output in the loss, another one for each sample.
 
     With equal weights a gradient that is a mean over samples would look like that of one sample.
     """
@@ -158,7 +164,15 @@ def _weights(output: Tensor, label: Rows, samples: int, start: int) -> Tensor:
 def _is_own(
     label: Label, whole: Tensor, among: Tensor, *parts: Tensor, summed: bool = False
 ) -> bool:
-    """Whether a result of the batch is that of its parts, whatever the other samples are."""
+    """Whether a result of the batch is that of its parts, whatever the other samples are.
+
+    Args:
+        label: where the samples are in it.
+        whole: of the batch.
+        among: of the batch with other samples in the second part.
+        parts: of each part by itself.
+        summed: whether a result that all samples share is a sum over them (a gradient).
+    """
     if not isinstance(label, Rows):
         together = sum(parts[1:], parts[0]) if summed else parts[0]
         return _close(together, whole) and (summed or all(_close(p, whole) for p in parts))
@@ -168,7 +182,7 @@ def _is_own(
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Whether two results differ by rounding."""
+    """Whether two results differ by rounding at most."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():

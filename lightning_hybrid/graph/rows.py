@@ -21,14 +21,14 @@ from torch import Tensor
 class Places:
     """The entries of a tensor of integers are places in a dimension that is the samples'.
 
-    In a micro-batch they are the places in the micro-batch's dimension; good to index with, and for
-    nothing else.
+    A place is an index. In a micro-batch the entries are places in the micro-batch's dimension, so
+    that they are good to index with and for nothing else.
 
     Attributes:
-        outer: of the `Rows` of that dimension.
-        size: of that dimension, an expression.
-        picked: of the `Rows` of that dimension.
-        column: only this column of the tensor's dimension 1 has places; ``None``: all entries are.
+        outer: `Rows.outer` of that dimension.
+        size: the size of that dimension, an expression.
+        picked: `Rows.picked` of that dimension.
+        column: the only column (in dimension 1) that has places; ``None``: all entries are places.
     """
 
     outer: Any
@@ -48,11 +48,12 @@ class Rows:
     Attributes:
         dim: the dimension.
         outer: an integer, or an expression of sizes.
-        places: what the entries are places in, if they are: ``torch.arange(B)``.
+        places: the dimension that the entries are places in, if they are, as in
+            ``torch.arange(B)``.
         picked: what has picked the entries (a mask, an order), if they are not those of all samples
             in order. Each is made of one sample alone, but nobody knows of which; those of two
             tensors are the same only if the same has picked them. A micro-batch picks its own.
-        is_sorted: the entries are the numbers by which ``picked`` has sorted.
+        is_sorted: whether the entries are the sorted numbers from which the order ``picked`` comes.
     """
 
     dim: int
@@ -67,17 +68,17 @@ class Rows:
         return self.places is None and self.picked is None
 
     def at(self, dim: int, *, places: bool = False) -> Rows:
-        """The same samples in another dimension; whether the entries are still places."""
+        """The same samples in another dimension; with ``places``, entries still are places."""
         return replace(self, dim=dim, places=self.places if places else None)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many entries there are of each number, of those by which ``picked`` has sorted.
+    """The label of a histogram of numbers by which entries of samples were sorted.
 
     Attributes:
-        picked: the order.
-        summed: each with those of smaller numbers.
+        picked: the order that the sort gives the samples.
+        summed: whether counts are cumulative: each with those of all smaller numbers.
     """
 
     picked: Any
@@ -92,7 +93,7 @@ MEET = _Meet.MEET
 """Samples have met, or it is not known that they have not."""
 
 Label = Rows | Counts | _Meet | None
-"""``None``: the same in all micro-batches."""
+"""What is known of a tensor's samples; ``None``: it is the same in all micro-batches."""
 
 
 def slices(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
@@ -117,7 +118,10 @@ def slices(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor], rows: Rows) -> Tensor:
-    """The reverse of `slices`; dimensions lie in memory as those of the parts."""
+    """The tensor of a whole batch from those of its micro-batches, the reverse of `slices`.
+
+    Its dimensions have the order in memory that those of the first part have.
+    """
     outer, dim = int(rows.outer), rows.dim
     if outer != 1:
         apart = [part.unflatten(dim, (outer, part.shape[dim] // outer)) for part in parts]

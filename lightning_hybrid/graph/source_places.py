@@ -1,4 +1,4 @@
-"""Where in the user's code an operation of a captured graph is, and what its inputs are there."""
+"""Where the user's code calls an operation of a captured graph, and how it writes its inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIGHTNING = tuple(
 
 
 def place_now() -> str | None:
-    """File and line of the innermost code that runs now and is not torch's, Lightning's or ours."""
+    """File and line of the innermost running code apart from torch, Lightning and this package."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((*_NOT_THE_USERS, *_LIGHTNING)):
             return f"{frame.filename}:{frame.lineno}"
@@ -29,14 +29,14 @@ def place_now() -> str | None:
 
 
 def place_of(node: fx.Node) -> str | None:
-    """File and line of the innermost code that calls an operation and is not torch's or ours."""
+    """File and line of the innermost code, torch's and this package's apart, that calls a node."""
     frames = _FRAME.findall(node.stack_trace or "")
     theirs = [f"{file}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
     return theirs[-1] if theirs else None
 
 
 FAILS = "it fails on these inputs: "
-"""How the reason begins where the network's own code raises an error."""
+"""The beginning of a reason from `reason_in` if the network's own code raises an error."""
 
 _GOT = re.compile(r"got \w+\((['\"])(.*?)\1\)", re.DOTALL)
 _SKIPPED = re.compile(r"function marked as skipped.*?qualname: ([\w.<>]+)", re.DOTALL)
@@ -44,12 +44,12 @@ _CALL = re.compile(r'File "(.+?)", line (\d+), in [^\n]*\n\s*([^\n]+)')
 
 
 def reason_in(text: str) -> str:
-    """What TorchDynamo says in its first line, and the user's line that has caused it.
+    """One line from an error of TorchDynamo: its reason, and the user's line that has caused it.
 
-    (It says much more: the stack twice, with hints and links for those who work on it.)
+    (The error's text has the stack twice, with hints and links for TorchDynamo's developers.)
 
     Args:
-        text: of TorchDynamo's error.
+        text: the text of the error.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     what = lines[0].partition(" (unhinted")[0].rstrip(".") if lines else "no reason is given"
@@ -61,7 +61,7 @@ def reason_in(text: str) -> str:
         what = f"{FAILS}{' '.join(got[2].split()).rstrip('.')}"
     frames = _CALL.findall(text.partition("from user code:")[2] or text)
     theirs = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)]
-    if not theirs:  # all of it is torch's own code: where it is called
+    if not theirs:  # all frames are of torch's own code: name the place that calls it
         place = place_now()
         return what if place is None else f"{what} (called in {place})"
     if any("checkpoint" in code for *_, code in theirs):
@@ -80,7 +80,7 @@ _AS_WRITTEN = (  # from the names in the frame that is captured, which calls the
 
 
 def input_name(placeholder: fx.Node) -> str:
-    """What a graph takes, as the code of the network's `forward` can write it."""
+    """The expression for an input of a graph in the network's `forward`: ``x``, ``self.mask``."""
     name = source_of(placeholder)
     for theirs, written in _AS_WRITTEN:
         name = theirs.sub(written, name)

@@ -1,8 +1,8 @@
-"""The code of a stage as plain data that travels to another process, and becomes a function there.
+"""The code of a stage as plain data, which is sent to another process and becomes a function there.
 
-An ``fx.GraphModule`` does not travel well: unpickling one traces it again, which fails on code that
-torch has not traced in this way (factory functions with symbolic sizes, ``vmap``). So the nodes
-travel, with functions by their qualified names.
+An ``fx.GraphModule`` cannot be sent in general: unpickling one traces it again, which fails on code
+that ``fx`` cannot trace (factory functions with symbolic sizes, ``vmap``). So the nodes are sent,
+with functions by their qualified names.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class _Constant:
 
     Attributes:
         tensor: on the CPU.
-        stays: whether it was there where the graph was captured on another device: operations that
-            take lengths or sizes as tensors want them there.
+        stays: whether it is to stay on the CPU, as it was while other tensors were on another
+            device: operations that take lengths or sizes as tensors want them there.
     """
 
     tensor: Tensor
@@ -75,7 +75,7 @@ class GraphCode:
     """A graph as plain data.
 
     Attributes:
-        nodes: per node its operation, name, target, and pickled arguments.
+        nodes: per node its kind, name, target, and arguments (other nodes as `_NodeName`).
         attributes: what ``get_attr`` nodes name: tensors, nested graphs, values.
     """
 
@@ -89,7 +89,7 @@ class GraphCode:
         Args:
             graph: its nodes are operations of torch and functions that can be found by name.
             attributes: the values of its ``get_attr`` nodes.
-            device: where it runs here; on another rank that rank's device takes its place.
+            device: where the graph was captured; on another rank that rank's device replaces it.
 
         Raises:
             NetworkError: a function cannot be found by its name.
@@ -114,7 +114,7 @@ class GraphCode:
         return cls(tuple(nodes), tuple((name, _travelling(v, device)) for name, v in held))
 
     def graph(self, device: torch.device) -> tuple[fx.Graph, dict[str, Any]]:
-        """The graph again, for a device, and what its ``get_attr`` nodes name."""
+        """The graph as ``fx`` nodes for a device, and the values of its ``get_attr`` nodes."""
         graph = fx.Graph()
         made: dict[str, fx.Node] = {}
 
@@ -133,11 +133,11 @@ class GraphCode:
     def function(
         self, device: torch.device, without: Collection[Callable[..., Any]] = ()
     ) -> Callable[..., Any]:
-        """The graph as a Python function; it forgets each tensor after its last use.
+        """The graph as a Python function, which frees each tensor after its last use.
 
         Args:
             device: where it runs.
-            without: functions that ``torch.compile`` is to call as they are.
+            without: functions that ``torch.compile`` is to leave uncompiled.
         """
         graph, attributes = self.graph(device)
         root = _holder(attributes)
@@ -151,7 +151,7 @@ class GraphCode:
         return lambda *values: forward(root, *values)
 
     def shape(self) -> Hashable:
-        """Equal for graphs that do the same under other names."""
+        """The code without the names of its nodes, to compare graphs that differ in these alone."""
         numbers = {name: index for index, (_, name, *_) in enumerate(self.nodes)}
 
         def leaf(value: Any) -> Any:
@@ -171,7 +171,7 @@ class GraphCode:
         """Check that every argument in the code can be pickled for another rank.
 
         Raises:
-            NetworkError: it holds something that cannot be pickled.
+            NetworkError: an argument cannot be pickled.
         """
         for _, name, target, args, kwargs in self.nodes:
             try:  # one by one, to say which it is
@@ -184,21 +184,21 @@ class GraphCode:
 
 
 def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """A region under activation checkpointing.
+    """Run a region under activation checkpointing.
 
-    TorchDynamo's own operation does not restore the random generators for the second run, since a
-    compiler behind it would take care of them.
+    This replaces TorchDynamo's own operation, which does not restore random generators for the
+    second run: it leaves that to a compiler.
 
     Args:
         body: the region.
-        args: what it takes; the parameters that it reads are among them.
+        args: its inputs, among them the parameters that it reads.
         options: as in `torch.utils.checkpoint.checkpoint`.
     """
     inputs = (a for a in args if isinstance(a, Tensor) and not isinstance(a, nn.Parameter))
     if options.pop("use_reentrant", False) and not any(value.requires_grad for value in inputs):
         with torch.no_grad():  # the reentrant kind gives no gradients then
             return body(*args)
-    # what is given to `checkpoint` must not change until the backward, as counters of batches do
+    # `checkpoint` is given only what cannot change before the backward (counters of batches do)
     kept = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad]
 
     def run(*values: Any) -> Any:
@@ -209,7 +209,7 @@ def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def held_by(module: fx.GraphModule) -> dict[str, Any]:
-    """What the ``get_attr`` nodes of a graph name: constants, nested graphs."""
+    """By name, the values of a graph's ``get_attr`` nodes: constants, nested graphs."""
     names = [str(node.target) for node in module.graph.find_nodes(op="get_attr")]
     return {name: attrgetter(name)(module) for name in names}
 
@@ -254,10 +254,10 @@ def _arrived(value: Any, device: torch.device) -> Any:
 
 
 def qualified_name(function: Any) -> str:
-    """``module:name`` of what a node calls.
+    """``module:name`` of a function that a node calls, by which `function_named` finds it.
 
     Raises:
-        NetworkError: another process would not find it under that name.
+        NetworkError: another process would not find it by any name.
     """
     of_numpy = parts_of_numpy(function)
     if of_numpy is not None:
@@ -285,7 +285,7 @@ _OTHER_PLACES = (
     *("torch", "torch.nn.functional", "torch._C._nn", "torch._C"),
     *("_operator", "torch._numpy"),
 )
-"""Modules that show functions which say that they are from elsewhere."""
+"""Modules that have functions whose ``__module__`` names another one."""
 
 
 def _candidates(function: Any) -> Iterable[str]:
@@ -301,7 +301,7 @@ def _candidates(function: Any) -> Iterable[str]:
         yield f"{known}:{getattr(function, '__name__', name)}"
     head, _, tail = qualified_name_by_fx(function).rpartition(".")
     yield f"{head}:{tail}"
-    # a module may have it under another name than its own (NumPy's power is made of a `pow`)
+    # a module may have it under another name than its `__name__` (NumPy's `power` is a `pow`)
     here = vars(sys.modules.get(module or "", builtins))
     yield from (f"{module}:{other}" for other, value in here.items() if value is function)
 
@@ -310,7 +310,7 @@ _NUMPY = "numpy as torch:"
 
 
 def function_named(name: str) -> Any:
-    """The function of a qualified name.
+    """The function with a name from `qualified_name`.
 
     Raises:
         NetworkError: there is none on this rank.

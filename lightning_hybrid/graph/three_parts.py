@@ -1,7 +1,7 @@
 """A captured network in three parts, so that batches go through it in micro-batches.
 
-* The *prologue* is made of the call's inputs alone and needs all samples: random masks, statistics
-  of the inputs. It runs once, on the driver, and its results are split like inputs.
+* The *prologue* is computed from the call's inputs alone and needs all samples: random masks,
+  statistics of the inputs. It runs once, on the driver, and its results are split like inputs.
 * The *heavy part* treats samples one by one. It goes through the stages in micro-batches.
 * The *tail* is where samples meet, and all that follows from it: losses inside of the network. It
   runs once, on the driver, on what the heavy part has returned for all samples.
@@ -34,23 +34,23 @@ from lightning_hybrid.graph.source_places import place_of
 from lightning_hybrid.graph.stage_code import GraphCode
 
 LIGHT = 0.1
-"""Share of the load that the driver may compute for all samples, beside the stages."""
+"""The largest share of the load that prologue and tail may have together."""
 
 LARGEST_WEIGHT = 2**20
-"""Bytes of a weight that the tail uses: it is sent with every micro-batch."""
+"""Most bytes of a weight that the tail may use, since it is sent with every micro-batch."""
 
 MICROBATCH_STATISTICS = (
     "running_mean",
     "running_var",
     "num_batches_tracked",
 )
-"""Buffers of batch normalisation, whose statistics are those of a micro-batch by agreement."""
+"""Buffers of batch normalisation, which may be written: statistics are a micro-batch's."""
 
 Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 
 
 class Divided:
-    """Runs a captured graph, in three parts if need be.
+    """Runs a captured graph: in three parts if samples meet in it, else whole.
 
     Args:
         graph: as captured.
@@ -58,8 +58,8 @@ class Divided:
         draws: whether the heavy part may draw random numbers, for each micro-batch by itself.
 
     Attributes:
-        heavy: what goes through the stages; all of the network, if samples do not meet in it or if
-            it cannot be divided.
+        heavy: the graph that goes through the stages: the heavy part, or all of the network if
+            samples do not meet in it or if it cannot be divided.
     """
 
     def __init__(self, graph: NetworkGraph, *, divides: bool, draws: bool = True) -> None:
@@ -95,7 +95,7 @@ class Divided:
         graph = self._graph
         if self._plan is None:
             return run(graph, values)
-        # 1. What the driver has by itself: the call's inputs, and what follows from their sizes.
+        # 1. Values that need no computation: the call's inputs, and what follows from their sizes.
         sizes = graph.sizes(graph.bind(values))
         found = {node: values[place] for node, place in graph.place.items()}
         found |= zip(graph.numbers, graph.values_of_numbers(sizes))
@@ -114,14 +114,14 @@ class _Plan:
     """Which nodes are in which of the three parts.
 
     Attributes:
-        followed: what is known of all nodes.
+        followed: where the samples are in all nodes.
         prologue: nodes whose results the heavy part takes, computed for all samples before it.
-        early: these, and what they are made of.
+        early: these, and all nodes that they are computed from.
         tail: nodes that are computed for all samples after it.
-        heavy: nodes of the heavy part, with what they take.
+        heavy: nodes of the heavy part, and all nodes that they are computed from.
         taken: nodes of the heavy part that the tail or the caller takes.
-        tried: what was only tried.
-        summary: of all this, in a few words.
+        tried: operations that passed a trial, as in `NetworkGraph.tried`.
+        summary: how the network is divided, as in `NetworkGraph.split_by`.
     """
 
     followed: Followed
@@ -139,7 +139,7 @@ class _Plan:
 
 def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
     """How a graph is divided, or in words why its batches must stay whole."""
-    # 1. What no division could mend: a second micro-batch would see what the first has changed.
+    # 1. Changes that the next micro-batch would see, which no division could mend.
     for layer in graph.layers:
         where = f"{layer.module}.{layer.name}".removeprefix(".")
         other = [name for name in layer.written if not _is_statistic(graph.network, name)]
@@ -151,11 +151,11 @@ def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
         # each micro-batch would change it anew; the rows of an input are its own
         if leaf.rows is None:
             return f"{leaf.name} is changed in place"
-    # 2. Follow the samples. Taken for samples are all sizes that were equal in the first call, then
-    #    that of the first input alone; a division without a tail is the best.
+    # 2. Follow the samples: first with all sizes as the batch's that were equal in the first call,
+    #    then with that of the first input alone. A division without a tail is the best.
     found: list[_Plan | str] = []
     for symbols in dict.fromkeys((graph.symbols, graph.symbols[:1])):
-        # an input may have this size by accident (weights of as many classes)
+        # an input may have the batch's size by accident (weights of as many classes)
         plan = _divided_by(graph, symbols, draws)
         found.append(plan)
         if not isinstance(plan, str) and not plan.tail:
@@ -181,7 +181,7 @@ def _divided_by(graph: NetworkGraph, symbols: tuple[Any, ...], draws: bool) -> _
 
 
 def _of_input(graph: NetworkGraph, symbols: Collection[Any], node: fx.Node) -> Label:
-    """Where the samples are in what a placeholder is given."""
+    """The label of an input: where its samples are."""
     example = node.meta.get("example_value")
     if node in graph.tensors or not isinstance(example, Tensor):
         return None
@@ -204,20 +204,20 @@ class _Dividing:
         # 1. The tail and the prologue, which the driver computes of all samples.
         outputs = [node for node in self.graph.outputs if isinstance(node, fx.Node)]
         tail = self._tail(outputs)
-        # what is drawn of no weight is drawn in the order of the graph
+        # random numbers that depend on inputs alone are drawn in the prologue, in their order
         drawn = {n for n in tail if n in self.followed.early and self._is_random(n)}
         tail, prologue = tail - drawn, frozenset(self.followed.prologue | drawn)
         early = self._behind(prologue)
         # 2. The heavy part: all that others take of it, and all other layers that treat samples one
         #    by one; these may write (running statistics) though nobody takes what they return.
         wanted = {*outputs, *(taken for node in tail for taken in node.all_input_nodes)}
-        # the driver has inputs, and numbers that follow from sizes, by itself
+        # (inputs, and numbers that follow from sizes, need not come from the heavy part)
         taken = [n for n in wanted - tail - prologue if n in self.graph.tensors or not _is_given(n)]
         taken.sort(key=self.order.__getitem__)
         layers = [n for layer in self.graph.layers for n in (layer.node, *layer.parts)]
         own = [n for n in layers if n not in tail | early and not self.followed.meets(n)]
         heavy = self._behind([*own, *taken], stop=prologue)
-        # 3. Whether that is worth it, and right: what the driver computes, the stages wait for.
+        # 3. Whether that is worth it (stages wait while the driver computes), and right.
         share = self._share(tail | early)
         if share > LIGHT:
             return f"{self._said(tail | prologue)}, and {share:.0%} of the load follows"
@@ -238,7 +238,7 @@ class _Dividing:
         return node in self.layers and self.layers[node].effects.random
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
-        """What a node takes, and what has changed it in place before."""
+        """The nodes that a node takes, and those that wrote to the memory of these before."""
         found = list(node.all_input_nodes)
         for taken in node.all_input_nodes:
             for memory in self._memory(taken):
@@ -254,7 +254,7 @@ class _Dividing:
         return frozenset() if layer is None else layer.effects.results
 
     def _behind(self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-        """These nodes and all nodes that their values are computed from, as far as ``stop``."""
+        """These nodes and all nodes that they are computed from; none of ``stop``, nor beyond."""
         start = (node for node in nodes if node not in stop)
         return reached(start, lambda node: (n for n in self._made_of(node) if n not in stop))
 
@@ -267,7 +267,7 @@ class _Dividing:
         )
 
     def _is_early(self, node: fx.Node) -> bool:
-        """Whether the tail can make a node of the inputs by itself."""
+        """Whether the tail computes a node for itself, from the inputs."""
         early = node in self.followed.early and node not in self.followed.prologue
         return early and not _is_given(node)
 
@@ -279,7 +279,7 @@ class _Dividing:
         is_joined = label is None or (isinstance(label, Rows) and label.plain)
         if self.followed.meets(node) or not is_joined:
             return True
-        # what is neither a tensor nor a number does not come back from stages
+        # stages return nothing but tensors and numbers
         return node not in self.graph.info and not node.meta.get("scalar")
 
     def _problem(self, plan: _Plan) -> str | None:
@@ -307,7 +307,7 @@ class _Dividing:
 
     def _of_draws(self, plan: _Plan) -> str | None:
         """Why these parts would not draw the random numbers that the graph does."""
-        # (the driver draws the prologue's numbers first, whatever stood before them in the graph)
+        # (the driver draws the prologue's numbers first, wherever they are in the graph)
         random = [node for node in self.order if self._is_random(node)]
         own = [node for node in random if node in plan.heavy and node not in plan.early]
         if own and not self._draws:
@@ -330,7 +330,7 @@ class _Dividing:
         return None if effects.ambient else "it is in a transformation of functions"
 
     def _of_taken(self, node: fx.Node) -> str | None:
-        """Why what the heavy part makes cannot be joined for all samples."""
+        """Why a node's results in micro-batches cannot be joined to one for all samples."""
         graph, label = self.graph, self.followed.label(node)
         if isinstance(label, Rows) and not sympify(label.outer).is_Integer:
             return f"samples lie inside of a dimension of {graph.place_of(node)}"
@@ -347,7 +347,7 @@ class _Dividing:
         return sum(load for node, load in loads.items() if node in nodes) / total
 
     def _said(self, nodes: Iterable[fx.Node]) -> str:
-        """That samples meet, first, in one of these nodes or in what they are made of."""
+        """A message that names where samples meet first, in these nodes or those behind them."""
         why = self.followed.why
         node = min(
             (n for n in self._behind(nodes) if n in why),
@@ -366,7 +366,7 @@ class _Dividing:
 
 
 def _label(heavy: NetworkGraph, plan: _Plan, copies: dict[fx.Node, fx.Node]) -> None:
-    """Write into a graph where samples are in what it takes and returns."""
+    """Note in a graph where samples are in inputs and outputs, and that batches may be split."""
     originals = {copy: node for node, copy in copies.items()}  # (clones of weights have none)
 
     def label(node: fx.Node) -> Rows | None:
@@ -384,9 +384,9 @@ class _Beside:
     """The prologue or the tail, which the driver computes like code around the network.
 
     Args:
-        graph: the network.
-        nodes: the part.
-        returned: those of its nodes that others take.
+        graph: the captured network.
+        nodes: the nodes of this part.
+        returned: those of them whose values a call returns.
     """
 
     def __init__(
@@ -415,7 +415,7 @@ class _Beside:
         self._code = GraphCode.of(code, graph.attributes, graph.device).function(graph.device)
 
     def __call__(self, found: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-        """The values of the nodes that it returns, from the values of others."""
+        """The values of the nodes ``returned``, from the values of nodes outside of this part."""
         if not self._returned:
             return {}
         return dict(zip(self._returned, self._code(*[found[n] for n in self._taken])))
@@ -428,9 +428,9 @@ def _is_given(node: fx.Node) -> bool:
 
 
 def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], NetworkGraph]:
-    """What the heavy part takes, in order, and its graph."""
+    """The nodes that the heavy part takes as inputs, in order, and its graph."""
     nodes = list(graph.graph.nodes)
-    # 1. It takes inputs, results of the prologue in their place, and what tells it its sizes.
+    # 1. It takes inputs (also those that tell it sizes) and results of the prologue.
     inputs = {n for n in plan.heavy if n.op == "placeholder"} | {*plan.taken} & {*graph.place}
     inputs |= _with_sizes(graph, plan, inputs)
     code, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -448,12 +448,12 @@ def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], Networ
     returned = []
     for node in plan.taken:
         copy = copies[node]
-        if node in graph.tensors:  # a weight: as an operation of the last stage
+        if node in graph.tensors:  # a weight is the result of an operation of the last stage
             copy = code.call_method("clone", (copy,))
             copy.meta = {"example_value": node.meta["example_value"]}
         returned.append(copy)
     code.output(tuple(returned))
-    # 4. It is described like a captured network, and is one for all that follows.
+    # 4. It is described, and from now on treated, like a captured network.
     tensors = {copies[n]: name for n, name in graph.tensors.items() if n in copies}
     heavy = describe_part(graph, code, tensors)
     _label(heavy, plan, copies)
@@ -474,7 +474,7 @@ def _with_sizes(graph: NetworkGraph, plan: _Plan, inputs: Collection[fx.Node]) -
             needed |= {*symbols_in(example)}
     found: set[fx.Node] = set()
     tensors = [leaf.node for leaf in graph.leaves if not leaf.number]
-    tensors.sort(key=lambda node: node not in inputs)  # those that it has first
+    tensors.sort(key=lambda node: node not in inputs)  # first those it takes anyway
     known: set[Any] = set()
     for node in tensors:
         own = {symbols_in(s)[0] for s in node.meta["example_value"].shape if is_symbol(s)}

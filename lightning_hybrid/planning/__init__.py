@@ -1,4 +1,4 @@
-"""What a run needs: costs of partitions, search, step time, memory, plan."""
+"""Planning: costs of partitions, predicted step times and memory, search for cuts and sizes."""
 
 from lightning_hybrid.planning.chains import best_chain, fair_ends
 from lightning_hybrid.planning.cluster import (

@@ -1,8 +1,9 @@
-"""Profiles on disk, so that every run of the same network on the same machine has the same ones.
+"""Cache of profiles on disk: later runs of a network on the same machine plan with the same ones.
 
-A file holds what it is for in plain text (`describe`) and the profile; its name is a hash of the
-former. Files are replaced whole, so processes do not disturb each other; one that cannot be read is
-measured and written anew; where nothing can be written, nothing is kept.
+A file holds a description of all that the profile depends on (`describe`) and the profile; its name
+is a hash of the description. Files are replaced whole, so processes do not disturb each other. If
+one cannot be read, the profile is measured and written again; if it cannot be written, none is
+kept.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile
 from lightning_hybrid.planning.measure import device_name
 
 FORMAT = 3
-"""Raised when what is measured, or how, changes within a version of this package."""
+"""Number to increase when what is measured, or how, changes within a version of this package."""
 
 
 def cache_folder() -> Path:
-    """``$LIGHTNING_HYBRID_CACHE``, else ``lightning_hybrid`` in the user's folder for caches."""
+    """Folder of the cache: ``$LIGHTNING_HYBRID_CACHE``, else one in the user's cache folder."""
     own = os.environ.get("LIGHTNING_HYBRID_CACHE")
     if own:
         return Path(own)
@@ -43,18 +44,18 @@ def cached(
     leaves: Sequence[Tensor],
     device: torch.device,
 ) -> Profile:
-    """The profile from the disk, or what ``measured()`` returns, which is then kept.
+    """Read the profile from the disk; if there is none, measure it and keep it there.
 
     Args:
-        measured: measures.
-        graph: of the network.
-        partitions: of the graph.
-        leaves: the tensors of `NetworkGraph.bind` for one micro-batch.
-        device: where it is measured.
+        measured: measures the profile.
+        graph: graph of the network.
+        partitions: partitions of the graph.
+        leaves: tensors of `NetworkGraph.bind` for one micro-batch.
+        device: device on which it is measured.
     """
     what = describe(graph, partitions, leaves, device)
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
-    # a home that is nobody's, a file in the way, a full disk: none is a reason to fail
+    # a missing home folder, a file in the way or a full disk must not end the run
     with suppress(OSError, RuntimeError):
         path = cache_folder() / "profiles" / f"{name}.json"
         known = _read(path, what, len(partitions))
@@ -72,7 +73,7 @@ def describe(
     leaves: Sequence[Tensor],
     device: torch.device,
 ) -> dict[str, Any]:
-    """All that a profile depends on, in plain values: a change of any of it is another profile."""
+    """Describe in plain values all that a profile depends on; see `cached` for the arguments."""
     return {
         "format": FORMAT,
         "versions": {name: _version(name) for name in ("lightning-hybrid", "torch")},
@@ -80,7 +81,7 @@ def describe(
         "class": type(graph.network).__qualname__,
         "inputs": [[list(leaf.shape), str(leaf.dtype), list(leaf.stride())] for leaf in leaves],
         "device": _device(device),
-        # kernels are chosen by these: with others the same network takes another time
+        # torch chooses kernels by these settings
         "precision": {
             "autocast": str(autocast_dtype(device)),
             "matmul": torch.get_float32_matmul_precision(),
@@ -92,7 +93,7 @@ def describe(
 
 
 def _network(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> list[str]:
-    """One line for each thing in the network that a time may depend on."""
+    """Lines of text that describe the network: operations, parameters, buffers, partitions."""
     lines = [graph.fingerprint]
     for kind_of, tensors in (
         ("parameter", graph.network.named_parameters()),
@@ -109,7 +110,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         return {"name": device_name(device), "cuda": str(torch.version.cuda)}
     return {
-        # hosts of a cluster share a home folder, and perhaps not their model
+        # hosts of a cluster may share a home folder and have different processors
         "name": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -133,13 +134,13 @@ def _version(package: str) -> str:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The type that autocast computes in at this moment; None: it is off."""
+    """The type in which autocast computes on this device now; None: it is off."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _read(path: Path, what: dict[str, Any], partitions: int) -> Profile | None:
-    """The profile in a file; None: there is none, or it is broken or another's."""
+    """The profile in a file; None: there is no file, it is broken, or has another description."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         profile = Profile.from_record(record["profile"])
@@ -150,7 +151,7 @@ def _read(path: Path, what: dict[str, Any], partitions: int) -> Profile | None:
 
 def _write(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # hosts may share the folder
+    # a name of its own for each process, since hosts may share the folder
     new = path.with_suffix(f".{platform.node()}.{os.getpid()}.new")
     try:
         new.write_text(json.dumps(record, indent=1), encoding="utf-8")

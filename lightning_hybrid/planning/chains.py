@@ -1,10 +1,11 @@
-"""The chain of least step time where the order of the devices is given: a dynamic programme.
+"""Find the chain of least step time for a given order of devices, by dynamic programming.
 
-The step of a chain (see `step_time`) is not a sum and not a maximum over its stages, but built of
-five numbers that grow as stages are put in front, from the last one to the first:
+A chain has one stage per device. Its step time (see `step_time`) is neither a sum nor a maximum
+over its stages, but a function of five numbers that grow as stages are put in front, from the last
+one to the first:
 
     F, f    sum and largest of the forward times and messages
-    B, b    the same backwards
+    B, b    the same of the backward
     W       when the last of the stages so far has stepped, counted from the start of the backward
 
 A step takes F + (M - 1) f + W. So the programme keeps, for every number of stages and every first
@@ -13,10 +14,10 @@ if no stages in front of them can make up for the difference ::
 
     F1 - F2 + (M - 1) max(f1 - f2, 0) + max(W1 - W2, B1 - B2 + (M - 1) max(b1 - b2, 0)) <= 0
 
-and any label whose least possible step is above that of a chain known already is dropped: first one
-with fair shares, then one found by the same programme with few labels per state. The answer is
-optimal; of problems with more than `_SMALL` partitions times devices it is that of the pass with
-few labels, without a proof.
+and any label whose least possible step is above that of a known chain is dropped. Such a chain is
+first one with fair shares, then one found by the same programme with few labels per state. The
+answer is optimal; for problems with more than `_SMALL` partitions times devices it is that of the
+pass with few labels, which need not be optimal.
 """
 
 from collections.abc import Sequence
@@ -41,11 +42,11 @@ def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], f
     """Cut a chain so that a step is as short as possible.
 
     Args:
-        problem: What to place.
+        problem: The partitions and devices.
         order: The device of each stage; each device once.
 
     Returns:
-        For each stage the number after its last partition, and the seconds of a step.
+        For each stage its end, the number after its last partition; and the seconds of a step.
 
     Raises:
         PlanError: no chain in this order keeps every device within its memory.
@@ -54,9 +55,9 @@ def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], f
         raise PlanError(f"order{tuple(order)} must name each of the {problem.m} devices once")
     programme = _Programme(problem, order)
     ends = fair_ends(problem, order)
-    # a good chain first: what cannot beat it is never extended in the full pass
+    # the time of a good chain is a limit, above which the full pass drops labels early
     ends = programme.run(programme.time_s(ends), _FEW) or ends
-    # labels multiply with partitions and with devices; above this the quick pass must do
+    # the number of labels grows with partitions and devices: large problems have no full pass
     if problem.n * problem.m <= _SMALL:
         ends = programme.run(programme.time_s(ends), None) or ends
     step_s = programme.time_s(ends)
@@ -73,25 +74,30 @@ def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], f
 
 
 def fair_ends(problem: StepProblem, devices: Sequence[int]) -> list[int]:
-    """Ends that give every stage about its share of the work; memory is not looked at.
+    """Ends that give every stage a share of the work by its device's speed, whatever its memory.
 
     Args:
-        problem: What to place.
-        devices: Of each stage.
+        problem: The partitions and devices.
+        devices: The device of each stage.
 
     Returns:
-        For each stage the number after its last partition.
+        For each stage its end, the number after its last partition.
     """
     share = np.cumsum([problem.speeds[device] for device in devices])
     work = np.cumsum([0.0, *problem.table.loads])
     wanted = np.searchsorted(work, share / share[-1] * work[-1])
-    steps = np.arange(len(devices))  # a partition at least for each stage
+    steps = np.arange(len(devices))  # with these each stage gets at least one partition
     ends = np.maximum.accumulate(np.maximum(wanted, 1) - steps) + steps
     return [*np.minimum(ends, problem.n - steps[::-1])[:-1].tolist(), problem.n]
 
 
 class _Programme:
-    """The dynamic programme of one problem: its tables, and passes below a limit over them."""
+    """The dynamic programme of one problem: its tables, and passes that search below a time limit.
+
+    Args:
+        problem: The partitions and devices.
+        order: The device of each stage.
+    """
 
     def __init__(self, problem: StepProblem, order: Sequence[int]) -> None:
         self.problem, self.order = problem, list(order)
@@ -103,11 +109,12 @@ class _Programme:
         self.fronts = self._fronts()
 
     def _fronts(self) -> list[Floats]:
-        """Per stage what the stages in front of it take at least, shape (4, n + 1).
+        """For each stage lower bounds of what the stages in front of it take, shape (4, n + 1).
 
-        Row by row, for the partitions before a number: the least sum of forward times and messages,
-        the least possible largest of them, and both backwards. Each is the least by itself, found
-        by a dynamic programme of one number; no chain needs to have all four at once.
+        Column i is for stages in front that hold partitions 0 .. i - 1. The rows are the least sum
+        of forward times and messages, the least possible largest of them, and the same two of the
+        backward. Each is minimised by itself, by a dynamic programme of one number; one chain need
+        not reach all four.
         """
         n, m = self.problem.n, self.problem.m
         nothing = np.where(np.arange(n + 1) == 0, 0.0, np.inf)
@@ -138,16 +145,24 @@ class _Programme:
         return self.problem.step_time_s(ends, self.order)
 
     def run(self, limit_s: float, most: int | None) -> list[int] | None:
-        """The ends of the best chain below a limit, or None; with at most `most` labels a state."""
+        """Search for the best chain of less than `limit_s` seconds.
+
+        Args:
+            limit_s: The time that the chain must beat.
+            most: Most labels that are kept per state; None: all that are not superfluous.
+
+        Returns:
+            The ends of the stages; None: no such chain was found.
+        """
         n, m = self.problem.n, self.problem.m
         furthest = self._furthest(limit_s)
-        # labels[i]: of the stages from the present one on, beginning with partition i
+        # labels[i]: labels of the chains from the current stage on that begin with partition i
         labels: dict[int, Floats] = {n: np.zeros((1, 5))}
-        trace: list[dict[int, tuple[Ints, Ints]]] = []  # per state where each label came from
+        trace: list[dict[int, tuple[Ints, Ints]]] = []  # per state, where each label came from
         for stage in range(m - 1, -1, -1):
             reached: dict[int, Floats] = {}
             sources: dict[int, tuple[Ints, Ints]] = {}
-            # partitions for each of the stages in front, and at least one for this
+            # leave at least one partition for each of the other stages
             starts = [0] if stage == 0 else range(stage, n - (m - 1 - stage))
             for start in starts:
                 ends = [e for e in labels if start < e <= furthest[stage][start]]
@@ -170,10 +185,10 @@ class _Programme:
         return ends
 
     def _furthest(self, limit_s: float) -> list[Ints]:
-        """Per stage and first partition how far it may reach: by its memory, and by a limit.
+        """For each stage and its first partition, the largest end by memory and by the time limit.
 
-        The sums and the largest backward time of all stages are at least those of the whole chain,
-        and what is then left of the limit goes to the M - 1 other micro-batches of the stage.
+        The limit less the lower bounds of the whole chain (both sums, and M - 1 times the largest
+        backward time) leaves a bound of M - 1 times the stage's own forward time.
         """
         total, _, back, slowest = self._fronts_of_all()
         if not np.isfinite(total):  # nothing fits
@@ -191,7 +206,7 @@ class _Programme:
         return furthest
 
     def _fronts_of_all(self) -> Floats:
-        """The least sums and largest times of a whole chain, see `_fronts`."""
+        """The four lower bounds of `_fronts` for a whole chain."""
         n, m = self.problem.n, self.problem.m
         speed = self.problem.speeds[self.order[-1]]
         total, largest, total_back, largest_back = self.fronts[m - 1]
@@ -214,13 +229,26 @@ class _Programme:
         limit_s: float,
         most: int | None,
     ) -> tuple[Floats, Ints, Ints] | None:
-        """The labels of one state, with the end of its stage and the number of the label there."""
+        """Find the labels of one state: a stage that begins with partition `start`.
+
+        Args:
+            stage: Number of the stage.
+            start: Its first partition.
+            ends: The ends that it may have.
+            after: By end, the labels of the stages behind it.
+            limit_s: Labels that cannot lead to a step below this are dropped.
+            most: Most labels to keep; None: all that are not superfluous.
+
+        Returns:
+            The labels; for each the end of the stage; and for each the index, in `after[end]`, of
+            the label that it extends. None: there are no labels.
+        """
         counts = [len(after[end]) for end in ends]
         end = np.repeat(np.asarray(ends), counts)
         before = np.concatenate([np.arange(count) for count in counts])
         labels = self._extended(stage, start, end, np.concatenate([after[e] for e in ends]))
         least = self._least_s(stage, start, labels)
-        # rounding must not make a chain of the same time look like a better one
+        # a chain must be shorter by more than rounding errors
         kept = np.flatnonzero(least < limit_s * (1 - 1e-12))
         if not kept.size:
             return None
@@ -232,7 +260,7 @@ class _Programme:
         return labels[kept], end[kept], before[kept]
 
     def _extended(self, stage: int, start: int, end: Ints, labels: Floats) -> Floats:
-        """The labels with this stage in front, which holds the partitions start .. end - 1."""
+        """Extend labels by a stage in front of them, which holds partitions start .. end - 1."""
         problem, device = self.problem, self.order[stage]
         speed, last = problem.speeds[device], stage == problem.m - 1
         f = (self.forward[end] - self.forward[start]) / speed
@@ -255,7 +283,7 @@ class _Programme:
         return result
 
     def _least_s(self, stage: int, start: int, labels: Floats) -> Floats:
-        """A time below which no chain that ends with these stages can lie; exact for stage 0."""
+        """For each label, a lower bound of the step of chains that end so; exact for stage 0."""
         total, largest, total_back, largest_back = self.fronts[stage][:, start]
         if not np.isfinite(total):  # no chain reaches this state
             return np.full(len(labels), np.inf)
@@ -266,9 +294,9 @@ class _Programme:
 
 
 def _undominated(labels: Floats, more: int) -> Ints:
-    """Numbers of the labels that no other one makes superfluous; of equal ones the first stays.
+    """Indices of the labels that no other one makes superfluous; of equal ones the first stays.
 
-    In blocks: each is compared with what is left of those before it, and within itself.
+    Labels are compared block by block: with those kept of earlier blocks, then with each other.
     """
     kept = np.empty(0, dtype=np.int64)
     for first in range(0, len(labels), _BLOCK):
@@ -276,7 +304,7 @@ def _undominated(labels: Floats, more: int) -> Ints:
         if kept.size:
             block = block[~_beaten(labels[block], labels[kept], more).any(axis=1)]
         beaten = _beaten(labels[block], labels[block], more)
-        mutual = beaten & beaten.T  # equals beat each other: the one in front stays
+        mutual = beaten & beaten.T  # equal labels beat each other: the first one stays
         beaten &= ~(mutual & (np.arange(len(block))[:, None] <= np.arange(len(block))))
         kept = np.concatenate([kept, block[~beaten.any(axis=1)]])
     return kept

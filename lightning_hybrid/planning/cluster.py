@@ -1,4 +1,4 @@
-"""The devices of a run: how fast each is, how much it holds, and which stage it gets."""
+"""The devices of a run: their speeds and memory, and the coordinates that ranks get by them."""
 
 import math
 import statistics
@@ -8,31 +8,32 @@ from dataclasses import dataclass, replace
 from lightning_hybrid.errors import PlanError
 
 TOLERANCE = {"cpu": 0.2, "cuda": 0.05}
-"""Speeds that differ by less than this share count as equal. Processors are shared with whatever
-else the machine does, and a plan should not change with it; nobody shares a GPU."""
+"""Speeds that differ by less than this fraction count as equal. A CPU is shared with other work of
+the machine, with which a plan should not change; a GPU is not shared."""
 CONFIRMED = 0.3
-"""By this share devices that should be equal must differ in a long look as well."""
+"""Equal devices (see `want_second_look`) are taken to differ in speed only if a long measurement
+differs by this fraction too."""
 GRID = 0.05
-"""Speeds are rounded to multiples of this, for the same reason."""
+"""Speeds are rounded to multiples of this, so that a plan does not change with other work."""
 WORTHWHILE = 1.05
-"""Ranks change places only if the devices then do this much more."""
+"""Ranks are reordered only if the devices together then compute faster by this factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one rank says of its device.
+    """Description of the device of one rank.
 
     Attributes:
-        host: name of the machine; ranks with the same one share its memory.
+        host: name of the machine; ranks of one host share its memory.
         name: ``cpu``, or the model of a GPU.
-        memory_bytes: free for this run; on a CPU that of the whole host. None: not known.
-        memory_limits: what limits its process, and bytes left; ranks of one host share those of
-            the same name.
+        memory_bytes: free memory; on a CPU that of the whole host. None: not known.
+        memory_limits: name and bytes left of each limit on the process's memory; ranks of one host
+            share limits of the same name.
         cores: numbers of the host's cores that the process may run on; empty on an accelerator.
         threads: number of threads that compute; 0 on an accelerator.
-        units_per_s: work done in a second by the wall clock; 0: not measured.
-        units_per_own_s: the same by the clock of the profile, which stands still while others have
-            the processor.
+        units_per_s: units of benchmark work per second of wall-clock time; 0: not measured.
+        units_per_own_s: units per second of the clock of the profile, which on a CPU stops while
+            other processes have the processor.
     """
 
     host: str
@@ -47,17 +48,16 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What was measured of it on all ranks, before there is a plan.
+    """Costs of messages, all-reduces and optimizer steps, measured before there is a plan.
 
     Attributes:
         message_s: seconds that a message between two stages adds, with the work around it.
-        reduce_bytes_per_s: of an all-reduce over all ranks, by the size of the tensor.
-        reduce_s: seconds of an all-reduce of nothing.
-        ranks: how many took part in it.
-        update_s_per_byte: seconds of the optimizer step per byte of the parameters that are
-            trained.
-        overlaps: whether an all-reduce runs beside the backward at no cost, as on an accelerator;
-            on a CPU it takes the processor from it.
+        reduce_bytes_per_s: bytes of the tensor per second, of an all-reduce over all ranks.
+        reduce_s: seconds of an all-reduce of an empty tensor.
+        ranks: number of ranks in the measured all-reduces.
+        update_s_per_byte: seconds of the optimizer step per byte of trained parameters.
+        overlaps: whether an all-reduce does not slow down a backward at the same time: on an
+            accelerator it does not, on a CPU it takes processor time.
     """
 
     message_s: float
@@ -68,7 +68,7 @@ class Rates:
     overlaps: bool
 
     def reduced_s(self, size: float, replicas: int) -> float:
-        """Seconds of the all-reduce of `size` bytes over some replicas, as a ring of them does."""
+        """Seconds of a ring all-reduce of `size` bytes over some replicas."""
         if replicas == 1:
             return 0.0
         # a ring of R ranks sends 2 (R - 1) / R of the bytes, and was measured with another R
@@ -78,17 +78,17 @@ class Rates:
     def after_backward(
         self, gradient_bytes: Sequence[float], replicas: int
     ) -> tuple[list[float], list[float]]:
-        """What follows the last backward of each of n partitions.
+        """Seconds of all-reduce and optimizer step for each of n partitions.
 
         Args:
-            gradient_bytes: (n,) size of its gradients.
+            gradient_bytes: (n,) bytes of the gradients of each partition.
             replicas: number of replicas.
 
         Returns:
-            (n,) seconds of the all-reduce, which are empty where it does not overlap, and (n,) of
-            the optimizer step, to which they are then added.
+            (n,) seconds of the all-reduces, and (n,) of the optimizer steps. If all-reduces do not
+            overlap, the first is empty and the second has both.
         """
-        # an all-reduce of nothing takes its time too: once, with the last partition
+        # the constant part of an all-reduce is counted once, with the last partition
         start_s = self.reduced_s(0.0, replicas)
         reduced = [self.reduced_s(size, replicas) - start_s for size in gradient_bytes]
         reduced[-1] += start_s
@@ -100,7 +100,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The devices of all ranks, and the coordinates that the ranks take.
+    """The devices of all ranks, and the coordinates that the ranks get.
 
     Index ``r * stages + k`` in the mesh is ``pp_rank`` k of replica r: 0 is the driver, with the
     last stage, and k has stage k - 1. Rank 0 always has index 0.
@@ -108,11 +108,12 @@ class Cluster:
     Attributes:
         replicas: number of replicas.
         stages: number of ranks of a replica.
-        speeds: by rank; 1 is the device that is profiled, rank 0's, undisturbed.
-        memory_bytes: by rank: what it may take.
-        order: for each index in the mesh its rank.
-        bandwidth_bytes_per_s: of the slowest link between neighbouring stages; None: not measured.
-        rates: what a step takes beside computing; None: not known, and left out of predictions.
+        speeds: speed of each rank's device; 1 is that of rank 0, which is profiled, undisturbed.
+        memory_bytes: by rank, the bytes that it may use; None: not known.
+        order: for each index in the mesh, its rank.
+        bandwidth_bytes_per_s: bandwidth of the slowest link between neighbouring stages; None: not
+            measured.
+        rates: costs of a step beside computing; None: not known, and left out of predictions.
     """
 
     replicas: int
@@ -125,15 +126,15 @@ class Cluster:
 
     @property
     def capacities(self) -> tuple[float, ...]:
-        """Speed by ``pp_rank``: of the slowest of the replicas, since the others wait for it."""
+        """For each ``pp_rank`` the speed of its slowest replica, since the others wait for it."""
         return tuple(min(self.speeds[rank] for rank in ranks) for ranks in self._by_pp_rank())
 
     @property
     def replica_speeds(self) -> tuple[float, ...]:
-        """Speed of each replica; 1 is one whose every device is the slowest of its stage.
+        """Speed of each replica, relative to one made of the slowest device of every stage.
 
-        All replicas have the same stages, so a replica is as fast as the stage whose device has
-        the least to spare.
+        All replicas have the same stages, so that the speed of one is the least ratio, over its
+        stages, of its device's speed to that of the slowest device of the stage.
         """
         chains = zip(*[iter(self.order)] * self.stages)
         slowest = self.capacities
@@ -143,7 +144,7 @@ class Cluster:
 
     @property
     def memory_limits(self) -> tuple[int, ...] | None:
-        """Bytes by ``pp_rank``, of the smallest of the replicas; None: not known of all."""
+        """For each ``pp_rank`` the least memory of its replicas, in bytes; None: not all known."""
         if None in self.memory_bytes:
             return None
         known = [amount or 0 for amount in self.memory_bytes]
@@ -156,13 +157,13 @@ class Cluster:
 def make_cluster(
     devices: Sequence[Device], replicas: int, stages: int, given: Sequence[float] | None
 ) -> Cluster:
-    """Give the ranks their coordinates.
+    """Give the ranks their coordinates, by the speeds of their devices.
 
     Args:
-        devices: of all ranks.
+        devices: devices of all ranks.
         replicas: number of replicas.
-        stages: number of stages.
-        given: relative speeds of the ranks; None: as measured.
+        stages: number of ranks of a replica.
+        given: relative speeds of the ranks, from the user; None: as measured.
 
     Raises:
         PlanError: the given speeds are of another number, or not all finite and positive.
@@ -180,22 +181,22 @@ def make_cluster(
 
 
 COMMUNICATOR_BYTES = 100 * 2**20
-"""What a communicator of NCCL takes of a GPU, as its users report. There are none yet where devices
-are asked for their free memory."""
+"""GPU memory of an NCCL communicator, as users report. It is taken off the free memory of devices,
+which is measured before communicators are made."""
 
 
 def _communicators(replicas: int, stages: int) -> int:
-    """How many a rank has: two for each of its two edges, two with the other replicas."""
+    """Number of NCCL communicators of a rank: two for each of its two edges, two over replicas."""
     return (4 if stages > 1 else 0) + (2 if replicas > 1 else 0)
 
 
 def memory_of_rank(device: Device, devices: Sequence[Device], communicators: int = 0) -> int | None:
-    """Bytes that a rank may take: its share of what ranks of its host have in common.
+    """Bytes that a rank may use: its share of the memory that ranks of its host share.
 
     Args:
-        device: of the rank.
-        devices: of all ranks, and so of those of its host.
-        communicators: how many the rank will have.
+        device: device of the rank.
+        devices: devices of all ranks.
+        communicators: number of NCCL communicators that the rank will have.
     """
     # an accelerator belongs to one rank; the memory of a host is shared by its ranks
     if not device.threads:
@@ -212,10 +213,10 @@ def memory_of_rank(device: Device, devices: Sequence[Device], communicators: int
 
 
 def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:
-    """Check speeds that the user gave; relative to the first rank's, whose device is profiled.
+    """Check speeds that the user gave, and divide them by that of rank 0, which is profiled.
 
     Raises:
-        PlanError: they are of another number than the devices, or not all finite and positive.
+        PlanError: their number is not that of the devices, or one is not finite and positive.
     """
     if len(values) != count:
         raise PlanError(
@@ -234,16 +235,16 @@ def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
-    """Speeds relative to the profile's clock on rank 0, rid of what is only noise.
+    """Speeds relative to rank 0 by the clock of the profile, without measurement noise.
 
-    * Ranks that have to share too few cores share their speed.
-    * Speeds that are nearly those of the fastest so far are one class and share their median.
-    * What is left is rounded.
+    * Ranks that share too few cores all get their mean speed.
+    * Ranks whose speeds are nearly equal (`TOLERANCE`) all get their median.
+    * Speeds are rounded to `GRID`.
     """
-    # the profile is taken on rank 0, by the clock that stands still for others' work
+    # the profile is measured on rank 0, by a clock that stops while other processes run
     own = devices[0].units_per_own_s
     rates = [device.units_per_s / own for device in devices]
-    # who gets a shared core is the scheduler's choice: the mean is what all of them have
+    # how they share the cores is up to the scheduler of the system: the mean is what each can have
     for sharers in _crowded(devices):
         mean = statistics.mean(rates[rank] for rank in sharers)
         rates = [mean if rank in sharers else rate for rank, rate in enumerate(rates)]
@@ -253,7 +254,7 @@ def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
         first = waiting[0]
         tolerance = TOLERANCE["cpu" if devices[first].threads else "cuda"]
         alike = [rank for rank in waiting if rates[rank] >= rates[first] * (1 - tolerance)]
-        # a class of nearly equal devices is one speed, so that a plan does not follow noise
+        # nearly equal devices get one speed, so that a plan does not follow noise
         middle = statistics.median(rates[rank] for rank in alike)
         for rank in alike:
             speeds[rank] = max(1, round(middle / GRID)) * GRID
@@ -262,11 +263,11 @@ def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
 
 
 def want_second_look(devices: Sequence[Device]) -> bool:
-    """Whether a short look was not enough to tell how fast devices are.
+    """Whether devices must be measured again, for longer, since equal ones differ in speed.
 
-    Twins, of one host with the same model, cores and threads, should be equal. What makes them
-    differ is mostly other work that came and went while they were measured; or a quota, and then it
-    is chance how much of it a short look has met.
+    Devices of one host with the same model, cores and threads should be equally fast. Mostly they
+    differ by other work during the measurement; or by a quota of the CPU, of which a short
+    measurement meets more or less by chance.
     """
     return not all(
         _alike(twins, TOLERANCE["cpu" if twins[0].threads else "cuda"])
@@ -275,8 +276,11 @@ def want_second_look(devices: Sequence[Device]) -> bool:
 
 
 def with_second_look(devices: Sequence[Device]) -> list[Device]:
-    """What a long look says: twins that are close to equal then have their mean speed."""
-    # what differs in a long look as well is slower indeed, and keeps its own number
+    """The devices with the speeds of a long measurement; nearly equal ones of a kind get the mean.
+
+    A kind are devices of one host with the same model, cores and threads.
+    """
+    # devices of a kind that differ in a long measurement too differ indeed, and keep their speeds
     means = {
         kind: statistics.mean(device.units_per_s for device in twins)
         for kind, twins in _twins(devices).items()
@@ -289,7 +293,7 @@ def with_second_look(devices: Sequence[Device]) -> list[Device]:
 
 
 def _twins(devices: Sequence[Device]) -> dict[object, list[Device]]:
-    """The devices by kind."""
+    """The devices grouped by host, model, cores and threads."""
     kinds: dict[object, list[Device]] = {}
     for device in devices:
         kinds.setdefault(_kind(device), []).append(device)
@@ -306,15 +310,15 @@ def _alike(devices: Sequence[Device], tolerance: float) -> bool:
 
 
 def _crowded(devices: Sequence[Device]) -> list[list[int]]:
-    """Ranks that may run on the same cores of a host, which are fewer than their threads.
+    """Groups of ranks that may run on the same cores of a host and have more threads than cores.
 
-    Who has a core at a moment is then the scheduler's choice, and would be measured.
+    Their measured speeds depend on how the system's scheduler shares the cores.
     """
     places = [(device.host, device.cores) for device in devices]
     groups = [
         [rank for rank, other in enumerate(places) if other == place]
         for place in dict.fromkeys(places)
-        # an accelerator has no cores, and nobody shares it
+        # an accelerator has no cores, and is not shared
         if place[1]
     ]
     return [
@@ -325,20 +329,23 @@ def _crowded(devices: Sequence[Device]) -> list[list[int]]:
 
 
 def order_ranks(speeds: Sequence[float], replicas: int, stages: int) -> tuple[int, ...]:
-    """For each index in the mesh its rank: replicas of a stage on devices as equal as can be.
+    """Order the ranks so that the replicas of a stage are on devices of similar speed.
 
     All replicas have the same cuts and wait for each other in every step, so a stage is as fast as
-    its slowest replica. What the devices then do together, the sum of those minima over the stages,
-    is largest when they are sorted by speed and dealt out block by block: one block, one stage.
-    Rank 0 keeps index 0, which makes its block the drivers'. If the gain is small, all stay where
-    they are: neighbours in rank are often neighbours in the machine.
+    its slowest replica. The sum of these minima over the stages is largest when devices are sorted
+    by speed and divided into blocks, one for each stage. Rank 0 keeps index 0, which makes its
+    block the drivers'. If the gain is small, the ranks keep their order: neighbours in rank are
+    often neighbours in the machine.
+
+    Returns:
+        For each index in the mesh, its rank.
     """
     as_they_are = tuple(range(replicas * stages))
     ranked = sorted(as_they_are, key=lambda rank: (-speeds[rank], rank))
     blocks = [sorted(ranked[k * replicas : (k + 1) * replicas]) for k in range(stages)]
-    blocks.sort(key=lambda block: block[0])  # rank 0 has index 0
+    blocks.sort(key=lambda block: block[0])  # rank 0 gets index 0
     dealt = tuple(rank for replica in zip(*blocks) for rank in replica)
-    # neighbours in rank are often neighbours in the machine: do not part them for little
+    # neighbours in rank are often neighbours in the machine: keep them for a small gain
     gain = _together(speeds, dealt, stages) / _together(speeds, as_they_are, stages)
     return dealt if gain >= WORTHWHILE else as_they_are
 

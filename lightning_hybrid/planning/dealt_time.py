@@ -1,4 +1,4 @@
-"""The time of a step whose stages have copies, fast: what `simulate_dealt` says of fill-drain."""
+"""The step time of fill-drain with copies of stages: that of `simulate_dealt`, computed faster."""
 
 from functools import lru_cache
 
@@ -9,8 +9,8 @@ from lightning_hybrid.schedules import Copy, collected, deal, make_schedule
 def dealt_s(costs: DealtCosts, microbatches: int) -> float:
     """Seconds of one step of fill-drain, from the first forward to the last optimizer step.
 
-    That of `simulate_dealt`, without events where only neighbouring stages wait for each other:
-    made to be called thousands of times.
+    Equal to that of `simulate_dealt`. If messages go between neighbouring stages only, it is
+    computed by a recurrence, without a simulation of events: searches call it thousands of times.
     """
     copies = costs.copies
     if copies[-1] > 1 or any(target.stage != source.stage + 1 for source, target in costs.edges):
@@ -20,15 +20,15 @@ def dealt_s(costs: DealtCosts, microbatches: int) -> float:
 
 def _fill_drain_s(costs: DealtCosts, copies: tuple[int, ...], microbatches: int) -> float:
     stages = range(len(copies))
-    # plain lists by stage and copy: events and dicts would cost several times the arithmetic
+    # plain lists by stage and copy, which are several times faster than dicts
     clock_s = [[0.0] * count for count in copies]
-    out_s = [[0.0] * count for count in copies]  # when the last message of each has left
-    last_s = [[0.0] * count for count in copies]  # when the last backward of each began
+    out_s = [[0.0] * count for count in copies]  # when the copy's last message has been sent
+    last_s = [[0.0] * count for count in copies]  # when the copy's last computation began
     nothing = 0.0, 0.0
     for forward in (True, False):
         seconds = costs.forward_s if forward else costs.backward_s
         turn = 1 if forward else -1
-        # after the forwards a copy without a micro-batch has nothing to wait for
+        # a copy without a micro-batch does nothing in the backward: its REDUCE begins at once
         last_s = [[*clocks] for clocks in clock_s]
         for number in range(microbatches)[::turn]:
             arrived_s = 0.0
@@ -37,12 +37,12 @@ def _fill_drain_s(costs: DealtCosts, copies: tuple[int, ...], microbatches: int)
                 start_s = last_s[stage][copy] = max(clock_s[stage][copy], arrived_s)
                 end_s = clock_s[stage][copy] = start_s + seconds[stage][copy]
                 other = stage + turn
-                # beyond the ends there is nobody to send to
+                # the first and last stage send to no other one in this direction
                 if not 0 <= other < len(copies):
                     break
                 ends = Copy(stage, copy), Copy(other, number % copies[other])
                 send_s, latency_s = costs.edges.get(ends if forward else ends[::-1], nothing)
-                if send_s:  # what takes no time waits for nothing
+                if send_s:  # a message that takes no time does not wait for earlier ones
                     end_s = max(end_s, out_s[stage][copy])
                     out_s[stage][copy] = end_s + send_s
                 arrived_s = end_s + send_s + latency_s

@@ -1,8 +1,8 @@
-"""How fast a device is, and how much memory it has left.
+"""Describe a device: measure its speed, and look up its free memory.
 
-The benchmark is a matrix product and a pass over memory, in equal parts on a CPU: what layers are
-made of. It counts how often that can be done in a *window* of time, not how long one takes: a
-process that may run half of the time does one as fast as ever, and half as many.
+The unit of work is a matrix product and a pass over memory, of equal time on a CPU, as layers
+consist of such operations. Units are counted in a *window* of time instead of timing one: a process
+that may run half of the time takes no longer for one unit, but does half as many.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ from lightning_hybrid.planning.measure import clock_of, device_name
 from lightning_hybrid.planning.memory_free import host_bytes, memory_limits
 
 WINDOW_S = 0.1
-"""The period of Linux' CPU quotas, and many turns of its scheduler."""
+"""Length of a window: the period of CPU quotas in Linux, and many time slices of its scheduler."""
 WINDOWS = 3
-"""Their median counts."""
+"""Number of windows, of which the median is taken."""
 LONG_S = 2.5
-"""Of a look that bursts of other work do not disturb much: they are over, or met everybody."""
+"""Length of a long measurement, which short bursts of other work disturb little."""
 _PASSES = 2.0
-"""Optimizers go over their parameters more often than the one pass that is timed."""
+"""Passes of an optimizer over its parameters, in units of the pass that is timed."""
 _UPDATES = 4
 
 
 def look_at(device: torch.device, speed: tuple[float, float] = (0.0, 0.0)) -> Device:
-    """What can be said of a device, with what `measure_speed` says of it."""
+    """Describe a device.
+
+    Args:
+        device: device of this process.
+        speed: result of `measure_speed`, if it was measured.
+    """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     on_cpu = device.type == "cpu"
     return Device(
         host=socket.gethostname(),
         name=device_name(device),
-        # all of a host: its ranks are known later, and divide it then
+        # that of the whole host: it is divided when the ranks of the host are known
         memory_bytes=host_bytes() if on_cpu else torch.cuda.mem_get_info(device)[0],
         memory_limits=memory_limits() if on_cpu else (),
         cores=tuple(sorted(cores)) if on_cpu else (),
@@ -48,14 +53,13 @@ def look_at(device: torch.device, speed: tuple[float, float] = (0.0, 0.0)) -> De
 
 
 def measure_speed(device: torch.device, *, long: bool = False) -> tuple[float, float]:
-    """Units of work in a second of a device: by the wall clock, and by the clock of the profile.
+    """Measure units of work per second of a device: by wall clock, and by the profile's clock.
 
-    Takes ``WINDOWS * WINDOW_S``, or ``LONG_S``, and a warm-up. On a host that several ranks share
-    all of them must run it at the same time, or it tells the speed of a machine that they will not
-    have.
+    Takes ``WINDOWS * WINDOW_S``, or ``LONG_S``, and a warm-up. Ranks of one host must all run it at
+    the same time, since they slow each other down in a run.
     """
     unit, clock = _unit(device), clock_of(device)
-    # the first one allocates memory and loads kernels
+    # a warm-up, which allocates memory and loads kernels
     unit()
     clock()
     if long:
@@ -67,18 +71,18 @@ def measure_speed(device: torch.device, *, long: bool = False) -> tuple[float, f
 
 @torch.inference_mode()
 def update_s_per_byte(device: torch.device) -> float:
-    """What the step of an optimizer takes per byte of parameters, which are in no cache.
+    """Measure the seconds of an optimizer step per byte of parameters that are not in a cache.
 
-    Which optimizer it will be is not known before a run: SGD with momentum takes about as long.
+    The optimizer is not known before a run: the result is about that of SGD with momentum.
     """
-    # more than the caches of most CPUs hold
+    # larger than the caches of most CPUs
     parameters, gradients = (torch.zeros(2**22, device=device) for _ in range(2))
     clock = clock_of(device)
     best_s = float("inf")
     for _ in range(_UPDATES):
         start_s = clock()
         parameters.add_(gradients, alpha=-0.1)
-        # the least: other work makes it slower, and nothing makes it faster
+        # the minimum, since other work can only make it slower
         best_s = min(best_s, clock() - start_s)
     return _PASSES * best_s / parameters.nbytes
 
@@ -86,16 +90,18 @@ def update_s_per_byte(device: torch.device) -> float:
 def _window(
     unit: Callable[[], object], clock: Callable[[], float], length_s: float
 ) -> tuple[float, float]:
+    """Count units in a window; units per second by wall clock, and by ``clock``."""
     start_s, start = time.perf_counter(), clock()
     count = 0
     while time.perf_counter() - start_s < length_s:
         unit()
-        clock()  # on an accelerator: until it is done
+        clock()  # waits for the unit on an accelerator
         count += 1
     return count / (time.perf_counter() - start_s), count / (clock() - start)
 
 
 def _unit(device: torch.device) -> Callable[[], object]:
+    """Make the function that computes one unit of work."""
     width, length = (384, 2**22) if device.type == "cpu" else (2048, 2**25)
     a, b = (torch.ones(width, width, device=device) for _ in range(2))
     long = torch.ones(length, device=device)

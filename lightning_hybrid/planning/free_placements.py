@@ -1,10 +1,10 @@
-"""Free placements to be bred: which device has each partition, judged by the time of a step.
+"""Operators of the genetic algorithm for free placements, whose cost is the time of a step.
 
-Genes are the devices of the partitions. Operators change *runs*, stretches of partitions on one
-device, because each change of device is a cut that costs messages: a child takes its parents' genes
-on the two sides of a cut of one of them; a neighbour has a boundary moved, a run given to another
-device, two runs exchanged, or a piece cut out of a run. Every device keeps a partition, and the
-last partition stays on device 0, the driver's.
+A gene is the device of a partition. Operators change *runs*, which are consecutive partitions on
+one device, because each change of device is a cut that costs messages: a child takes its parents'
+genes on the two sides of a cut of one of them; a neighbour has a boundary moved, a run given to
+another device, the devices of two runs exchanged, or a few partitions given to another device.
+Every device keeps a partition, and the last partition stays on device 0, the driver's.
 """
 
 from itertools import pairwise
@@ -23,15 +23,15 @@ class FreePlacements:
         self.problem = problem
 
     def cost(self, genes: Labels) -> float:
-        """Seconds of a step; infinite where a device cannot hold what it has."""
+        """Seconds of a step; infinite if a device has too little memory."""
         return self.problem.step_time_s(*runs(genes))
 
     def random(self, rng: np.random.Generator) -> Labels:
-        """Runs on random devices, between one and three for each device."""
+        """A random placement, with between one and three runs for each device."""
         n, m = self.problem.n, self.problem.m
         count = int(rng.integers(m, min(n, 3 * m) + 1))
-        # where memory is tight most random placements do not fit, and generations would be spent
-        # on finding the first that does
+        # with little memory most random placements do not fit: try some here, since generations
+        # would be spent on finding one that does
         for _ in range(50):
             cuts = np.sort(rng.choice(n - 1, count - 1, replace=False)) + 1
             devices = rng.permutation(np.concatenate([np.arange(m), rng.integers(m, size=count)]))
@@ -41,7 +41,7 @@ class FreePlacements:
         return genes
 
     def cross(self, left: Labels, right: Labels, rng: np.random.Generator) -> Labels:
-        """The one parent before a cut of either, the other one after it."""
+        """A child with the genes of `left` before a cut of either parent, of `right` after it."""
         cuts = [*runs(left)[0][:-1], *runs(right)[0][:-1]]
         if not cuts:
             return left
@@ -49,7 +49,7 @@ class FreePlacements:
         return self._mended([*left[:cut], *right[cut:]], rng)
 
     def neighbour(self, genes: Labels, rng: np.random.Generator) -> Labels:
-        """One change of a boundary, a run, two runs, or a piece of a run."""
+        """A placement with one random change; see the module."""
         ends, devices = runs(genes)
         ends, devices = list(ends), list(devices)
         kind, m = rng.random(), self.problem.m

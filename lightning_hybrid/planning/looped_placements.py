@@ -1,7 +1,7 @@
-"""Loops: v stages per device, the order of the devices repeated; where to cut, and which v.
+"""Find cuts, and the number v of stages per device, for the looped schedule.
 
-There is no dynamic programme for stages that share devices (the step of a loop is no sum over
-them), so cuts are improved one after the other from fair shares, by the simulated step.
+There is no dynamic programme for stages that share devices, since the step time is no sum over
+them. So the search begins with fair shares and moves one cut at a time, by the simulated step.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,17 @@ _MOVES = (-3, -2, -1, 1, 2, 3)
 
 
 def best_loop(problem: StepProblem) -> tuple[list[int], list[int]]:
-    """The loop of least simulated step.
+    """Search for the stages of the looped schedule with the least simulated step time.
 
     Args:
-        problem: What to place.
+        problem: The partitions and devices.
 
     Returns:
-        For each stage the number after its last partition, and its device.
+        For each stage its end, the number after its last partition; and for each its device.
 
     Raises:
-        PlanError: there are not two partitions for each device, or no loop fits into memory.
+        PlanError: there is one device only, or fewer than two partitions per device, or no cuts
+            were found that fit into memory.
     """
     most = min(MOST_ROUNDS, problem.n // problem.m)
     if most < 2 or problem.m < 2:
@@ -38,7 +39,7 @@ def best_loop(problem: StepProblem) -> tuple[list[int], list[int]]:
     best: tuple[float, list[int], list[int]] | None = None
     for rounds in range(2, most + 1):
         devices = list(loop_order(problem.m, rounds))
-        # loops of other rounds have other numbers of cuts: each is improved by itself
+        # each number of rounds has another number of cuts, and a search of its own
         ends = improved(fair_ends(problem, devices), partial(problem.step_time_s, devices=devices))
         step_s = problem.step_time_s(ends, devices)
         if best is None or step_s < best[0]:
@@ -56,8 +57,11 @@ def improved(ends: list[int], step_of: Callable[[Sequence[int]], float]) -> list
     """Move one cut at a time as long as that makes the step shorter.
 
     Args:
-        ends: For each stage the number after its last partition.
-        step_of: From such ends to the seconds of a step.
+        ends: For each stage its end, the number after its last partition.
+        step_of: Gives the seconds of a step with such ends.
+
+    Returns:
+        The improved ends.
     """
     best_s = step_of(ends)
     better = True

@@ -1,7 +1,7 @@
-"""Run the partitions of a network on a real micro-batch, and look at the clock.
+"""Measure the partitions of a network, in time and memory, on a real micro-batch.
 
-Nobody notices: what runs are the captured operations on copies of the weights, so buffers,
-gradients and generators stay what they are, and no hook runs.
+The user's state does not change: the captured operations run on copies of the weights, so buffers,
+gradients and random generators stay what they are, and no hook runs.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from lightning_hybrid.graph import (
 from lightning_hybrid.stage import HookWatch, fresh, input_part, own_copy, stays_on_cpu, with_saved
 
 ENOUGH_S = 0.1
-"""What has been measured for that long is not repeated: its length is known well enough."""
+"""Measurements are not repeated beyond this total of seconds: a long time is known well enough."""
 
 Clock = Callable[[], float]
 Advance = Callable[[int, int], None]
-"""Hears how much is done, and how much there is to do."""
+"""A callback for progress: number of the partition that is measured next, from 1, and of all."""
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock for what runs on a device, in seconds.
+    """The clock for work on a device, in seconds.
 
-    On a CPU with one thread it counts the seconds that this thread has the processor: those do not
-    depend on what else the machine does at the moment, so a profile can be kept and used again.
-    With more threads, and on accelerators (after their queue has run dry), it is the wall clock.
+    On a CPU with one thread it is the processor time of this thread, which does not depend on other
+    work of the machine, so that a profile can be kept and used again. With more threads it is the
+    wall clock; on accelerators too, read when their queued operations have ended.
     """
     if device.type == "cpu":
         return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def dry() -> float:
+        """Wait until the device's queue is empty, then read the wall clock."""
         torch.accelerator.synchronize(device)
         return time.perf_counter()
 
@@ -64,24 +65,24 @@ def measure(
     device: torch.device | None = None,
     advance: Advance | None = None,
 ) -> Profile:
-    """Run each partition, forward and backward, on a real micro-batch.
+    """Measure each partition, forward and backward, on a real micro-batch.
 
-    The size must be the real one: a time is not proportional to it (on a CPU a convolution of a
-    single sample takes a path that is several times slower). Partitions of equal code and sizes
-    are measured once.
+    The micro-batch must have its real size, since times are not proportional to it (on a CPU a
+    convolution of a single sample takes a path that is several times slower). Partitions of equal
+    code and sizes are measured once.
 
     Args:
         graph: the captured network.
         partitions: its partitions.
-        leaves: the tensors of `NetworkGraph.bind` for one micro-batch.
-        repeats: measurements after one that warms up, fewer where they take `ENOUGH_S` together;
-            their median counts.
-        device: where to measure; by default where the network was captured. Partitions go there one
-            by one.
+        leaves: tensors of `NetworkGraph.bind` for one micro-batch.
+        repeats: number of measurements after a warm-up, of which the median is taken; fewer if
+            they take more than `ENOUGH_S` together.
+        device: device to measure on, by default the network's. Partitions are copied there one by
+            one.
         advance: called before each partition with its number, from 1, and that of all.
     """
     device = device or graph.device
-    # layers draw random numbers, which the user's generators must not notice
+    # layers draw random numbers: the user's generators are put back
     forked = [device] if device.type == "cuda" else []
     with (
         torch.inference_mode(False),
@@ -91,7 +92,7 @@ def measure(
         try:
             return _measure(graph, partitions, leaves, repeats, device, advance)
         finally:
-            if device.type != "cpu":  # the stages, and NCCL, want the memory
+            if device.type != "cpu":  # for the stages and NCCL
                 torch.accelerator.empty_cache()
 
 
@@ -112,7 +113,7 @@ def _measure(
         for leaf, value in zip(graph.leaves, map(_outside_inference, fresh(graph, leaves)))
     ]
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
-    # most networks repeat a block: each kind is measured once
+    # results by code and sizes: most networks repeat a block
     known: dict[Hashable, tuple[_Times, int, int]] = {}
     profiles = []
     codes = cut(graph, partitions, range(1, len(partitions)))
@@ -146,7 +147,7 @@ def _measure(
 
 
 def _outside_inference(leaf: Tensor) -> Tensor:
-    """Lightning validates in inference mode, whose tensors no backward may keep."""
+    """A tensor that autograd can keep: a copy of one made in inference mode, as in validation."""
     return leaf.clone() if leaf.is_inference() else leaf
 
 
@@ -155,7 +156,7 @@ def _sizes(tensors: Sequence[Tensor]) -> Hashable:
 
 
 def device_name(device: torch.device) -> str:
-    """What a device is called: the model of a GPU, ``cpu``."""
+    """The model of a GPU, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -163,14 +164,14 @@ def device_name(device: torch.device) -> str:
 
 
 class _Times(NamedTuple):
-    """Median seconds; see `PartitionProfile`.
+    """Median seconds of one partition; see `PartitionProfile`.
 
     Attributes:
-        forward_s: of a forward.
-        backward_input_s: of a backward that only makes the gradients of the inputs.
-        backward_weight_s: what the gradients of the parameters add to that.
-        input_apart_s: of the input part of a backward that is split; ``None``: it cannot be split.
-        weight_apart_s: likewise of its weight part.
+        forward_s: time of a forward.
+        backward_input_s: time of a backward that computes the gradients of the inputs alone.
+        backward_weight_s: time that the gradients of the parameters add to it.
+        input_apart_s: time of the input part of a split backward; ``None``: it cannot be split.
+        weight_apart_s: time of the weight part of a split backward; ``None``: it cannot be split.
     """
 
     forward_s: float
@@ -181,26 +182,26 @@ class _Times(NamedTuple):
 
 
 def _medians(once: Callable[[], tuple[float, ...] | None], repeats: int) -> list[float]:
-    """Of what is measured several times, value by value; empty where there is nothing to see."""
+    """Call ``once`` several times; the median of each of its values, or empty if it gives None."""
     found: list[tuple[float, ...]] = []
     while len(found) < repeats and sum(map(sum, found)) < ENOUGH_S:
         if (times := once()) is None:
             return []
         found.append(times)
-    # a median forgets the one run that something has disturbed
+    # the median is not changed by one run that other work has disturbed
     return [statistics.median(column) for column in zip(*found)]
 
 
 @dataclass(frozen=True)
 class _Partition:
-    """A partition that is measured by itself.
+    """A partition with all that is needed to run it by itself.
 
     Attributes:
-        stage: its code.
+        stage: the partition as a stage.
         tensors: copies of its parameters and buffers.
-        values: what it takes from the partition before it.
-        numbers: all numbers of the call.
-        clock: tells seconds.
+        values: its input activations.
+        numbers: values of the graph's inputs that are Python numbers.
+        clock: clock of the device.
     """
 
     stage: Stage
@@ -210,7 +211,12 @@ class _Partition:
     clock: Clock
 
     def timed(self, repeats: int, device: torch.device) -> tuple[_Times, int, int]:
-        """Median seconds; bytes held between forward and backward; see `working_bytes`."""
+        """Measure the partition.
+
+        Returns:
+            Median times; bytes of the activations held between forward and backward; and bytes that
+            operations take for a moment, see `PartitionProfile.working_bytes`.
+        """
         parameters = [tensor for tensor in self.tensors if tensor.requires_grad]
         held, peak = _Held(self.tensors), PeakMemory(device)
         with_saved(lambda: self._in_one(parameters), held.pack, lambda kept: kept)  # warms up
@@ -219,7 +225,7 @@ class _Partition:
         working = peak.taken() - saved - made  # gradients are counted elsewhere
         working = working if working >= LITTLE_BYTES else 0
         forwards, backwards = _medians(lambda: self._in_one(parameters), repeats)
-        if not parameters or self.stage.layers[0] == 0:  # one kind of gradient alone
+        if not parameters or self.stage.layers[0] == 0:  # only one kind of gradient is computed
             halves = (0.0, backwards) if parameters else (backwards, 0.0, backwards, 0.0)
             return _Times(forwards, *halves), saved, working
         for_inputs = min(_medians(lambda: self._in_one([]), repeats)[1], backwards)
@@ -227,9 +233,9 @@ class _Partition:
         return _Times(forwards, for_inputs, backwards - for_inputs, *apart), saved, working
 
     def _forward(self) -> tuple[float, list[Tensor], list[Any]]:
-        """Seconds of a forward, the inputs that want gradients, and what it returns."""
+        """Run a forward; its seconds, the inputs that require gradients, and the outputs."""
         inputs = [value.detach() for value in self.values]
-        if self.stage.layers[0] > 0:  # nobody wants the gradients of the network's own inputs
+        if self.stage.layers[0] > 0:  # the network's own inputs get no gradients
             inputs = [v.requires_grad_(v.is_floating_point()) for v in inputs]
         start = self.clock()
         outputs = self.stage.run_with(self.tensors, inputs, self.numbers)
@@ -244,13 +250,13 @@ class _Partition:
             return forward_s, 0.0
         ones = [torch.ones_like(result) for result in results]
         start = self.clock()
-        # an input may have no way to the outputs
+        # an input may not contribute to the outputs
         torch.autograd.grad(results, needed, ones, allow_unused=True)
         return forward_s, self.clock() - start
 
     def _in_parts(self) -> tuple[float, float] | None:
         """Seconds of the two parts of a backward; None: it cannot be split."""
-        if self.stage.checkpointed:  # would be computed again for each part
+        if self.stage.checkpointed:  # it would be recomputed for each part
             return None
         with HookWatch() as watch:
             _, wanted, outputs = self._forward()
@@ -271,56 +277,56 @@ class _Partition:
 
 
 def _results(outputs: Sequence[Any]) -> list[Tensor]:
-    """What a backward begins at; a tensor that only passes through has no work to do."""
+    """The outputs at which a backward begins: those that the partition has computed."""
     return [
         o for o in outputs if isinstance(o, Tensor) and o.requires_grad and o.grad_fn is not None
     ]
 
 
 class _Held:
-    """Adds up the memory of the tensors that autograd keeps, parameters left out."""
+    """Adds up the memory of the tensors that autograd saves, without that of ``known`` tensors."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
-        # an address is only a name while its owner lives
+        # the storages are kept alive, since an address may be used again when its owner is freed
         self._kept = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in known}
         self._bytes = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        # autograd saves views, and several of one storage hold it once
+        # several saved views of one storage count once
         if storage.data_ptr() not in self._kept:
             self._kept[storage.data_ptr()] = storage
             self._bytes += storage.nbytes()
         return tensor
 
     def forget(self) -> int:
-        """Let go of the tensors. Returns how many bytes they have."""
+        """Release the tensors. Returns their size in bytes."""
         self._kept.clear()
         return self._bytes
 
 
 # ---------------------------------------------------------------- working memory
 
-# What operations take for themselves while they run, such as the columns of a convolution: kernels
-# allocate it and give it back before they return, so no tensor of a graph shows it.
+# Memory that operations use while they run, such as the columns of a convolution: kernels allocate
+# and free it before they return, so no tensor of a graph shows it.
 
 LITTLE_BYTES = 8 * 2**20
-"""What a process may take with anything that it does first."""
+"""Less than this counts as none: a process may take it with anything that it does first."""
 _PROCESS = Path("/proc/self")
 
 
 class PeakMemory:
-    """The most that a device, or on Linux this process, has taken since this was made.
+    """The peak of memory in use on a device, or on Linux by this process, since this was made.
 
     Args:
-        device: where something follows.
+        device: device of the operations that follow.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._known = device, True
         try:
             self._reset()
-        except (OSError, RuntimeError):  # no Linux; an allocator that does not count
+        except (OSError, RuntimeError):  # not Linux; or an allocator that does not count
             self._known = False
         self._before = self._most()
 
@@ -328,13 +334,13 @@ class PeakMemory:
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
             return
-        # memory that was freed, and not given back, would be taken again unseen
-        with suppress(AttributeError, OSError):  # of glibc
+        # return freed memory to the system: used again, it would not count
+        with suppress(AttributeError, OSError):  # only glibc has it
             ctypes.CDLL(None).malloc_trim(0)
-        (_PROCESS / "clear_refs").write_text("5")  # the most is what there is now
+        (_PROCESS / "clear_refs").write_text("5")  # resets the peak to the memory in use now
 
     def taken(self) -> int:
-        """Bytes beyond what there was at the beginning; 0 where the system does not say."""
+        """Bytes of the peak beyond the memory in use at the beginning; 0 if it is not known."""
         return max(0, self._most() - self._before)
 
     def _most(self) -> int:

@@ -1,4 +1,4 @@
-"""Where a network does not fit: how much is missing on which device, and what would fit."""
+"""Refuse networks that do not fit into memory: say what is missing where, and what would fit."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,18 +10,20 @@ from lightning_hybrid.graph import PartitionProfile, Profile
 from lightning_hybrid.planning.partition_table import PartitionTable
 
 _STEPS = 60
-"""Bisections, after which what is lacking is known to a byte."""
+"""Number of bisections, after which the missing memory is known to a byte."""
 _SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way of spreading a network over the devices of a replica, as a chain of stages.
+    """Sizes with which a network is spread over the devices of a replica, as a chain of stages.
 
     Attributes:
-        stages: one for each device.
-        microbatches: all of which are held at once, without recomputation.
-        recompute: whether the activations of one are held, and the inputs of all.
+        stages: number of stages, one for each device.
+        microbatches: number of micro-batches; without recomputation the activations of all are held
+            at once.
+        recompute: whether stages recompute activations: then those of one micro-batch are held, and
+            the inputs of all.
     """
 
     stages: int
@@ -36,18 +38,18 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A way of spreading a network over devices of given memory.
+    """Whether a network, spread in a way, fits into the memory of devices.
 
     Attributes:
-        way: the way.
-        limits: (m,) bytes that each device may take, by its index in the replica.
+        way: the sizes.
+        limits: (m,) bytes that each device may use, by its index in the replica.
         kept_bytes: (n,) bytes of the parameters, the gradients and the state of the optimizer of
             each partition.
-        activation_bytes: (n,) bytes from forward to backward for the whole batch of a replica;
-            taken to be proportional to the samples.
-        crossing_bytes: what crosses the widest cut for the whole batch.
-        batch: samples, which are the most micro-batches.
-        may_recompute: whether activations may be computed again.
+        activation_bytes: (n,) bytes of activations held for the backward, for the whole batch of a
+            replica; taken to be proportional to the samples.
+        crossing_bytes: bytes that cross the widest cut, for the whole batch.
+        batch: number of samples, which is also the largest number of micro-batches.
+        may_recompute: whether recomputation may be advised.
     """
 
     way: Way
@@ -68,7 +70,7 @@ class Fit:
         *,
         may_recompute: bool = True,
     ) -> "Fit":
-        """Of a network whose table is for a micro-batch of this way."""
+        """Make it of a network's table, whose sizes are for a micro-batch of ``way``."""
         count = way.microbatches
         return cls(
             way=way,
@@ -82,26 +84,26 @@ class Fit:
 
     @cached_property
     def lacks(self) -> list[float]:
-        """(m,) bytes that each device lacks in the chain whose fullest device lacks least."""
+        """(m,) bytes that each device lacks, with the cuts for which the largest lack is least."""
         return least_lacks(self._held, self._room, self._order)
 
     @property
     def fits(self) -> bool:
-        """Whether no device lacks anything, but for rounding."""
+        """Whether there are cuts with which no device lacks memory, but for rounding."""
         ceilings = [size * (1 + SLACK) for size in self._room]
         return _filled(self._held, ceilings, self._order) is not None
 
     @property
     def _held(self) -> list[float]:
-        """Bytes that each partition keeps in training."""
+        """(n,) bytes that each partition holds in training."""
         way = self.way
-        # one stage goes backward with each micro-batch before it begins with the next
+        # a single stage runs the backward of each micro-batch before the next one's forward
         share = 1 / way.microbatches if way.recompute or way.stages == 1 else 1.0
         return [k + share * a for k, a in zip(self.kept_bytes, self.activation_bytes)]
 
     @property
     def _room(self) -> list[float]:
-        """Bytes that each device has left beside the inputs that its stage keeps."""
+        """(m,) bytes that each device has beside the inputs that its stage keeps to recompute."""
         kept_inputs = self.crossing_bytes if self.way.recompute else 0.0
         return [limit - kept_inputs for limit in self.limits]
 
@@ -110,7 +112,7 @@ class Fit:
         return [*range(1, self.way.stages), 0]
 
     def on(self, way: Way, limits: Sequence[float]) -> "Fit":
-        """The same network in another way, on other devices."""
+        """The same network, spread in another way over other devices."""
         return replace(self, way=way, limits=limits)
 
     def __str__(self) -> str:
@@ -126,7 +128,7 @@ class Fit:
 def least_lacks(
     held: Sequence[float], limits: Sequence[float], order: Sequence[int]
 ) -> list[float]:
-    """What devices lack for a chain that is cut where the fullest of them lacks least.
+    """Cut a chain so that the largest lack of memory of a device is least.
 
     Args:
         held: (n,) bytes of each partition.
@@ -134,9 +136,9 @@ def least_lacks(
         order: (m,) the device of each stage.
 
     Returns:
-        (m,) bytes by device; below 0: what is left.
+        (m,) bytes that each device lacks; a negative number is what it has left.
     """
-    # with this much more than it has any device could hold everything
+    # with the upper bound as additional memory, each device could hold all partitions
     low, high = -max(limits), sum(held) - min(0.0, *limits)
     for _ in range(_STEPS):
         middle = (low + high) / 2
@@ -151,32 +153,34 @@ def least_lacks(
 def _filled(
     held: Sequence[float], limits: Sequence[float], order: Sequence[int]
 ) -> list[float] | None:
-    """What devices hold if each in turn takes as much as it can; None: something is left."""
+    """Bytes on each device if each stage in turn takes as much as fits; None: not all fits.
+
+    Each stage gets at least one partition.
+    """
     taken, position = [0.0] * len(limits), 0
     for stage, device in enumerate(order):
-        last = len(held) - (len(order) - 1 - stage)  # the stages behind it need one each
+        last = len(held) - (len(order) - 1 - stage)  # the later stages need one partition each
         begun = position
         while position < last and taken[device] + held[position] <= limits[device]:
             taken[device] += held[position]
             position += 1
-        # a stage without a partition is none
+        # every stage needs a partition
         if position == begun:
             return None
     return taken if position == len(held) else None
 
 
 def what_lacks(tried: Sequence[Fit]) -> str:
-    """Of each number of stages that was tried the nearest: what its devices lack."""
+    """Text of what devices lack: for each number of stages the try that lacks least."""
     nearest: dict[int, Fit] = {}
-    # of many that fail the nearest says most, once for each number of stages
     for fit in sorted(tried, key=_worst):
         nearest.setdefault(fit.way.stages, fit)
     return "; ".join(map(str, [*nearest.values()][:_SHOWN]))
 
 
 def what_would_fit(tried: Sequence[Fit]) -> str:
-    """What to do so that it fits, with numbers, beginning with the nearest of what was tried."""
-    # advice is shortest for what nearly fits
+    """Text of advice with which sizes or devices the network would fit, given what was tried."""
+    # start from the try that lacks least
     nearest = min(tried, key=_worst)
     known = {fit.way for fit in tried}
     found = [way for way in _ways(nearest) if way not in known]
@@ -195,7 +199,7 @@ def what_would_fit(tried: Sequence[Fit]) -> str:
 
 
 def _ways(nearest: Fit) -> Iterator[Way]:
-    """Ways that fit: as many stages and more micro-batches, or more stages."""
+    """Ways that fit: with as many stages, recomputation and more micro-batches; or more stages."""
     stages, microbatches = nearest.way.stages, nearest.way.microbatches
     room = min(nearest.limits)
     # powers of two divide most batches
@@ -210,7 +214,7 @@ def _ways(nearest: Fit) -> Iterator[Way]:
             way = Way(stages=more, microbatches=slices, recompute=recompute)
             if nearest.on(way, [room] * more).fits:
                 yield way
-                most = more - 1  # recomputation is worth its time only for fewer stages
+                most = more - 1  # recomputation is advised only if it saves stages
                 break
 
 
@@ -232,28 +236,27 @@ def check_memory(
     tried: Sequence[Fit] = (),
     contiguous: bool = False,
 ) -> None:
-    """Complain if no placement can hold the network.
+    """Refuse a network that no placement can hold.
 
     Args:
-        profile: of its partitions.
-        needed: bytes that each of them holds.
-        limits: bytes that each device of a replica may take, by its index.
-        held: micro-batches whose activations are held at once.
-        recompute: whether activations are computed again.
-        tried: this way of spreading it, and others that are no alternative.
-        contiguous: whether each device gets one run of partitions, so that the first of `tried`
-            is the only placement.
+        profile: profile of its partitions.
+        needed: bytes that each partition holds in training.
+        limits: bytes that each device of a replica may use, by its index.
+        held: number of micro-batches whose activations are held at once.
+        recompute: whether activations are recomputed.
+        tried: the current way of spreading the network, then others that need not be advised.
+        contiguous: whether the placement is a chain, which must fit as the first of `tried`.
 
     Raises:
-        PlanError: one partition is larger than any device, or all are larger than all devices, or
-            no chain fits; the text says what is missing where, and what would fit.
+        PlanError: one partition is larger than any device, or all are larger than all devices
+            together, or no chain fits; the text says what is missing where, and what would fit.
     """
     again = ", with recompute=True," if recompute else ""
     free = "free beside the inputs that its stages keep" if recompute else "free"
     largest = max(range(len(needed)), key=needed.__getitem__)
     roomiest = max(range(len(limits)), key=limits.__getitem__)
     more = ""
-    # the simplest reason first: it names the one thing to change
+    # the simplest reason first, which names one thing to change
     if needed[largest] > limits[roomiest]:
         problem = (
             f"network partition {profile.partitions[largest].name!r} needs{again} "

@@ -1,7 +1,7 @@
-"""How much memory a process may still take: of its host, and within its limits.
+"""Find how much memory this process may still use: free memory of its host, and its limits.
 
-Limits are those of the groups (cgroups of Linux, both versions) from the one that the process is in
-up to the root, each of which may have one, and that on its address space (``ulimit -v``).
+Limits are those of the process's group and of all groups above it (cgroups of Linux, both
+versions), and that on its address space (``ulimit -v``).
 """
 
 import os
@@ -17,20 +17,21 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 Limit = tuple[str, int]
-"""Whose it is, and bytes that are left. Processes of a host that name the same one share it."""
+"""Name of what has the limit, and bytes left. Processes of a host share limits of one name."""
 
 _FILES = {
-    # the plain counters of version 1 leave out the groups below; those of version 2 do not
+    # files of limit and use, and a prefix of counters in memory.stat: in version 1 those without it
+    # leave out the groups below
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
 
 
 def host_bytes(proc: Path = Path("/proc")) -> int | None:
-    """Bytes that processes of this host may still take together; ``None``: it does not say."""
+    """Bytes that all processes of this host may still use together; ``None``: not known."""
     with suppress(OSError):
         for line in (proc / "meminfo").read_text().splitlines():
-            # with the caches that the system gives up on demand; MemFree leaves them out
+            # it includes caches that the system frees on demand, unlike MemFree
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return None
@@ -39,37 +40,37 @@ def host_bytes(proc: Path = Path("/proc")) -> int | None:
 def memory_limits(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> tuple[Limit, ...]:
-    """The limits of this process.
+    """The limits on the memory of this process, each with what is left.
 
     Args:
-        proc: where Linux tells of processes.
-        cgroups: where it tells of groups.
+        proc: folder with the files of processes in Linux.
+        cgroups: folder with the files of groups.
     """
     return (*_of_groups(proc, cgroups), *_of_address_space(proc))
 
 
 def free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process may still take, alone on its host; ``None``: nothing is known."""
+    """Bytes that this process may still use if no other takes any; ``None``: not known."""
     host, limits = host_bytes(proc), [left for _, left in memory_limits(proc, cgroups)]
     return min(limits if host is None else [host, *limits], default=None)
 
 
 def free_on(device: torch.device) -> int | None:
-    """Bytes that this process may still take on its device; ``None``: nothing is known."""
+    """Bytes that this process may still use on its device; ``None``: not known."""
     return free_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def free_of_host(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process and others of its group may still take together; ``None``: unknown.
+    """Bytes that this process and others of its group may still use together; ``None``: not known.
 
-    A limit on the address space is each process's own.
+    The limit on the address space, which is that of one process, does not count.
     """
     host, groups = host_bytes(proc), [left for _, left in _of_groups(proc, cgroups)]
     return min(groups if host is None else [host, *groups], default=None)
 
 
 def free_addresses(proc: Path = Path("/proc")) -> int | None:
-    """Bytes that this process may still map; ``None``: there is no limit."""
+    """Bytes by which the address space of this process may still grow; ``None``: no limit."""
     return next((left for _, left in _of_address_space(proc)), None)
 
 
@@ -84,18 +85,18 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[Limit]:
         roots = [cgroups / "memory"] if kind else [cgroups, cgroups / "unified"]
         limit, used, prefix = _FILES[1 if kind else 2]
         path = PurePosixPath(group.lstrip("/"))
-        # from inside of a container the path may be that of the host, and the root is its own group
+        # in a container the path may be that on the host, while its own group is at the root
         for root in roots:
             for place in dict.fromkeys(root / part for part in (path, *path.parents)):
                 with suppress(OSError, ValueError):  # no such file, or "max"
                     most = int((place / limit).read_text())
                     free = most - int((place / used).read_text()) + _cached(place, prefix)
-                    if most < 2**60:  # what stands there for no limit in version 1
+                    if most < 2**60:  # version 1 has a larger number if there is no limit
                         yield str(place), max(0, min(free, most))
 
 
 def _cached(place: Path, prefix: str) -> int:
-    """What counts as used and is given back where it is needed: pages of files."""
+    """Bytes of cached pages of files in a group: they count as used, but are freed on demand."""
     names = [f"{prefix}inactive_file", f"{prefix}active_file"]
     with suppress(OSError):
         fields = (line.split() for line in (place / "memory.stat").read_text().splitlines())

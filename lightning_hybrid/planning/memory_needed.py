@@ -1,4 +1,4 @@
-"""What a network holds while it trains, on each device and at most."""
+"""Predict the memory that a network takes in training: per partition, and the peak per rank."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,45 +13,46 @@ from lightning_hybrid.planning.search import PlanSettings
 from lightning_hybrid.schedules import SCHEDULES, STREAMED, Kind, Schedule
 
 DRIVER_BYTES, WORKER_BYTES = 96 * 2**20, 56 * 2**20
-"""What a process takes beside tensors once it was asked what it may take: for TorchDynamo, code of
-stages, process groups, messages. As measured with a network of next to nothing on CPUs."""
+"""Memory beside tensors that a process takes after its free memory was read: for TorchDynamo, code
+of stages, process groups, messages. Measured with a tiny network on CPUs."""
 
 _TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "SGD": lambda o: int(o["momentum"] != 0),
-    "Adam": lambda o: 2 + o["amsgrad"],  # also AdamW, which is one
+    "Adam": lambda o: 2 + o["amsgrad"],  # also of AdamW, a subclass
     "Adamax": lambda o: 2,
     "NAdam": lambda o: 2,
     "RAdam": lambda o: 2,
     "Adadelta": lambda o: 2,
     "Adagrad": lambda o: 1,
-    "Adafactor": lambda o: 0,  # a row and a column
+    "Adafactor": lambda o: 0,  # it keeps a row and a column
     "ASGD": lambda o: 1,
     "RMSprop": lambda o: 1 + (o["momentum"] > 0) + o["centered"],
     "Rprop": lambda o: 2,
     "Muon": lambda o: 1,
 }
-"""Tensors of a parameter's size that torch's optimizers keep for it."""
+"""By optimizer of torch, number of tensors of a parameter's size in its state for the parameter,
+from the options of a parameter group."""
 ASSUMED_TENSORS = 2
-"""The same for all others, as for Adam."""
+"""The number for all other optimizers, that of Adam."""
 
 
 def optimizer_bytes(
     network: nn.Module, optimizers: Iterable[Optimizer], sharers: int = 1
 ) -> dict[str, int]:
-    """State that optimizers will keep, in bytes by name of the network's parameters.
-
-    Nothing runs: before the first step there is no state to look at.
+    """Predict the optimizers' state, which does not exist before the first step.
 
     Args:
-        network: that they train.
-        optimizers: the user's.
-        sharers: replicas that divide it, parameter by parameter; each is taken to get an equal
-            part.
+        network: network that they train.
+        optimizers: the user's optimizers.
+        sharers: number of replicas that divide the state; each is taken to get an equal part.
+
+    Returns:
+        Bytes of state by name of the network's parameters.
     """
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     sizes: dict[str, int] = {}
     for optimizer in optimizers:
-        # subclasses keep what their base keeps
+        # a subclass is taken to keep what its base class keeps
         kinds = [kind.__name__ for kind in type(optimizer).__mro__]
         known = next((_TENSORS[kind] for kind in kinds if kind in _TENSORS), None)
         for group in optimizer.param_groups:
@@ -63,7 +64,7 @@ def optimizer_bytes(
 
 
 def in_flight(schedule: Schedule) -> int:
-    """The most micro-batches that any stage has taken forward and not yet backward."""
+    """The largest number of micro-batches between forward and backward at once, in any stage."""
     most = 0
     for forward, backward in zip(schedule.forward, schedule.backward):
         held = 0
@@ -78,12 +79,12 @@ def in_flight(schedule: Schedule) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """What devices hold of a network.
+    """Memory that a network takes in training.
 
     Attributes:
-        needed: bytes per partition; empty: not known.
-        most: passes of which a partition holds the activations at once.
-        kept_inputs: bytes of inputs of stages that a device keeps beside.
+        needed: bytes that each partition holds; empty: not known.
+        most: number of forwards whose activations a partition holds at once.
+        kept_inputs: further bytes on each device, of stage inputs kept for recomputation.
     """
 
     needed: Sequence[int]
@@ -91,32 +92,33 @@ class Held:
     kept_inputs: int = 0
 
     def room(self, limits: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """What devices with these limits may take beside the inputs that they keep."""
+        """The limits of devices less the inputs that they keep."""
         return limits and tuple(max(0, limit - self.kept_inputs) for limit in limits)
 
 
 def held_in_training(
     table: PartitionTable, settings: PlanSettings, stages: int, microbatches: int, recompute: bool
 ) -> Held:
-    """What each partition holds while a network trains.
+    """Predict the memory that each partition holds in training.
 
     Args:
-        table: of its partitions.
-        settings: what the user has asked for.
+        table: the partitions.
+        settings: options of the user.
         stages: number of devices of a replica.
-        microbatches: their number.
-        recompute: whether stages run their forward again for the backward.
+        microbatches: number of micro-batches.
+        recompute: whether activations are recomputed in the backward.
     """
     widest = round(max(table.cut_bytes, default=0))
     streamed = STREAMED.get(settings.schedule)
-    name = settings.schedule if streamed else "gpipe"  # that of all exact schedules is the same
-    # one stage goes backward with each micro-batch before it begins with the next
+    # schedules that are not streamed hold as many micro-batches as gpipe
+    name = settings.schedule if streamed else "gpipe"
+    # a single stage runs the backward of each micro-batch before the next one's forward
     most = 1 if stages == 1 else in_flight(SCHEDULES[name](2, microbatches))
     kept_inputs = copies = 0  # copies of the weights of a stage
     if recompute:
         most, kept_inputs = 1, most * widest
     if streamed is not None:
-        ahead = streamed.look_aheads(stages)[0]  # of the first stage, which has the most
+        ahead = streamed.look_aheads(stages)[0]  # the first stage's is the largest
         weights = settings.delayed_weights if streamed.delayed else None
         if weights == "recompute":
             kept_inputs = ahead * widest
@@ -129,17 +131,20 @@ def held_in_training(
 
 
 def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int, ...] | None:
-    """What devices may still take beside networks that are placed on them already.
+    """Bytes that devices may use beside networks that are placed on them already.
 
     Args:
         limits: (m,) bytes of each device of a replica; None: not known.
         beside: plans of those networks.
+
+    Returns:
+        (m,) bytes left on each device; None: not known.
     """
     if limits is None:
         return None
     left = list(limits)
     for plan in beside:
-        # recomputation keeps the inputs of its stages, which the rows do not count
+        # with recomputation devices keep inputs of stages too, which are not in the rows
         kept_inputs = plan.microbatches * max((row.cut_bytes or 0 for row in plan.rows), default=0)
         for devices, row in zip(plan.owners, plan.rows):
             for device in devices:
@@ -150,14 +155,16 @@ def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """What ranks hold in a run beside the activations of their stages.
+    """Memory that ranks take in a run beside that of their stages.
 
     Attributes:
-        start_bytes: before the cut: a network that is built in ``__init__`` is whole on each rank.
-        passing_bytes: by name of the partition: the most that is there for a moment, for an
-            operation, or beside its largest parameter.
-        batch_bytes: on the driver: inputs and outputs of all micro-batches, and their gradients.
-        on_cpu: whether processes and tensors share their memory.
+        start_bytes: bytes before the cut, when a network that is built in ``__init__`` is whole on
+            each rank.
+        passing_bytes: by name of the partition, the most bytes used for a moment: by an operation,
+            or by another tensor of the size of its largest parameter.
+        batch_bytes: bytes on the driver for inputs and outputs of all micro-batches, and their
+            gradients.
+        on_cpu: whether stages are on CPUs, so that tensors and the process share the memory.
     """
 
     start_bytes: int
@@ -167,36 +174,35 @@ class Life:
 
 
 def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
-    """A plan whose rows say what the rank of each stage takes at most, and what it may take.
+    """Fill in the peak and the limit of memory in a plan's rows, for the rank of each stage.
 
-    Steps hold the stages, what crosses their cuts (of each micro-batch what was sent until it has
-    come back, two gradients on their way), and, where activations are computed again, the inputs
-    of all micro-batches. For a moment there is more: what operations take for themselves, or once
-    more the largest parameter (a gradient that is added to another one, or what an optimizer
-    divides by), whichever is more. A checkpoint and the end of a run hold no more: what is kept,
-    and a piece of a file, which is one tensor at most.
+    A step holds the stages; tensors that cross their cuts (those sent of all micro-batches, and two
+    gradients in transfer); and with recomputation the inputs of all micro-batches. For a moment
+    there is more: memory that operations use, or another tensor of the size of the largest
+    parameter (a gradient that is added to another one, or an optimizer's divisor), whichever is
+    more. Checkpoints and the end of a run take no more: beside what is kept one tensor at most.
 
     Args:
-        plan: of one network.
-        life: what ranks hold beside.
-        limits: bytes that each device may take; None: not known.
+        plan: plan of one network.
+        life: memory that ranks take beside their stages.
+        limits: bytes that each device may use; None: not known.
     """
     rows = plan.rows
     if any(row.memory_bytes is None for row in rows):
         return plan
-    # all copies of a stage take what the first one takes
+    # the copies of a stage take equal memory: the first one stands for all
     devices = plan.first_devices
     steps, passing = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
     # the driver, device 0, has the batch and the outputs beside its stages
     steps[0] = life.batch_bytes
-    # no cut leads to stage 0: its inputs are the batch, which the driver has
+    # stage 0 has no cut in front of it: its inputs are the batch, counted on the driver
     inputs = [0, *(row.cut_bytes or 0 for row in rows[:-1])]
     for row, taken in zip(rows, inputs):
         crossing = plan.microbatches * (row.cut_bytes or 0) + 2 * max(taken, row.cut_bytes or 0)
         again = plan.microbatches * taken if plan.recompute else 0
         steps[row.device] += (row.memory_bytes or 0) + crossing + again
         sizes = (life.passing_bytes.get(name, 0) for name in row.partitions)
-        # operations run one at a time, so of these the largest counts and not the sum
+        # operations run one at a time, so the largest counts and not the sum
         passing[row.device] = max(passing[row.device], *sizes)
     peaks = {
         device: max(life.start_bytes, steps[device] + passing[device])

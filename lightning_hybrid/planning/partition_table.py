@@ -1,4 +1,4 @@
-"""What is known of the network partitions of a chain: the one record that plans are made of."""
+"""Times and sizes of a network's partitions, from which plans are made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,25 +20,28 @@ from lightning_hybrid.planning.step_time import StepCosts
 class PartitionTable:
     """Times and sizes of n network partitions, in order, at the size of a micro-batch.
 
-    Times are those of a device of capacity 1, in seconds; sizes are in bytes. Lists that are left
-    empty are not known, or not counted; of a split backward both parts are then half of it.
+    Times are those of a device of speed 1, in seconds; sizes are in bytes. Empty lists are not
+    known, or not counted; an empty list for a part of a split backward means half of the backward.
 
     Attributes:
         forward_s: times of the forward of a micro-batch.
-        backward_s: times of its backward.
-        cut_bytes: n - 1 sizes of what crosses the cut after a partition per micro-batch.
-        names: of each partition its first module.
+        backward_s: times of the backward of a micro-batch.
+        cut_bytes: n - 1 sizes of the tensors that cross the cut after a partition, per micro-batch.
+        names: names of the partitions: of the first module of each.
         parameters: numbers of parameter elements.
         layers: numbers of layers.
         reduce_s: times of the all-reduce of gradients over the replicas.
         step_s: times of the optimizer step.
-        memory_bytes: what a partition holds while it trains, its micro-batches in flight included.
-        gradient_bytes: sizes of its gradients.
-        kept_bytes: parameters, gradients and the state of the optimizer.
-        state_bytes: of that the state which replicas divide; empty: each has all of it.
-        activation_bytes: held for each micro-batch between its forward and its backward.
-        input_part_s: times of the input part of a backward that is split, for `zero_bubble`.
-        weight_part_s: times of its weight part, None where it cannot be split.
+        memory_bytes: memory that a partition holds in training, with the activations of all
+            micro-batches that are held at once.
+        gradient_bytes: sizes of the gradients.
+        kept_bytes: sizes of parameters, gradients and optimizer state together.
+        state_bytes: the part of `kept_bytes` that is optimizer state which replicas divide; empty:
+            they do not.
+        activation_bytes: sizes of the activations held between forward and backward, per
+            micro-batch.
+        input_part_s: times of the input part of a split backward, for `zero_bubble`.
+        weight_part_s: times of the weight part of a split backward; None if it cannot be split.
 
     Raises:
         PlanError: lists of unequal length, or a number that is negative or not finite.
@@ -71,7 +74,7 @@ class PartitionTable:
                 raise PlanError(
                     f"{name} has {len(values)} entries, {needed} are needed for {n} partitions"
                 )
-            # most tables are made by searches, of numbers that need no second look
+            # a quick check of all values: searches make many tables
             numbers = values if name not in ("names", "weight_part_s") else [-1]
             if min(numbers, default=0) >= 0 and sum(numbers) < float("inf"):
                 continue
@@ -90,25 +93,26 @@ class PartitionTable:
         seconds: float = 1.0,
         divides_states: bool = False,
     ) -> "PartitionTable":
-        """What a profile says.
+        """Make the table of a profile.
 
         Args:
-            graph: of the network.
-            partitions: of the graph.
-            profile: of the partitions.
-            share: size of the micro-batch, as a share of the profile's.
-            seconds: that a unit of the profile's times is; a FLOP where they were counted.
-            divides_states: whether replicas divide the state of the optimizer.
+            graph: graph of the network.
+            partitions: partitions of the graph.
+            profile: profile of the partitions.
+            share: size of the micro-batch, as a fraction of the profile's.
+            seconds: seconds per unit of the profile's times; the unit is a FLOP if FLOPs were
+                counted instead of times measured.
+            divides_states: whether replicas divide the optimizer state.
         """
         sizes = {name: p.numel() for name, p in graph.network.named_parameters()}
         rows, unit_s = profile.partitions, share * seconds
-        # of a partition whose backward cannot be split there is no weight part
+        # None if the backward of a partition cannot be split
         weights = [row.parts[1] for row in rows]
         return cls(
             names=[partition.name for partition in partitions],
             forward_s=[unit_s * row.forward for row in rows],
             backward_s=[unit_s * row.backward for row in rows],
-            # what the last partition returns crosses no cut
+            # the outputs of the last partition cross no cut
             cut_bytes=[round(share * row.output_bytes) for row in rows[:-1]],
             parameters=[sum(sizes[n] for n in partition.parameters) for partition in partitions],
             layers=[len(partition.layers) for partition in partitions],
@@ -122,46 +126,46 @@ class PartitionTable:
 
     @cached_property
     def loads(self) -> list[float]:
-        """Seconds of the forward and the backward of each partition together."""
+        """Seconds of forward and backward of each partition together."""
         return [f + b for f, b in zip(self.forward_s, self.backward_s)]
 
     @cached_property
     def sums(self) -> dict[str, list[float]]:
-        """For each list of numbers its sums up to each partition, n + 1 numbers; zeros if empty."""
+        """By name of a list, its n + 1 prefix sums, from 0; zeros if the list is empty."""
         names = ("forward_s", "backward_s", "reduce_s", "step_s", "memory_bytes")
         nothing = (0.0,) * len(self.forward_s)
         return {name: [0.0, *accumulate(getattr(self, name) or nothing)] for name in names}
 
     def held_bytes(self, in_flight: int) -> list[int]:
-        """What partitions hold with this many micro-batches between forward and backward."""
+        """Bytes that partitions hold with so many micro-batches between forward and backward."""
         held = zip(self.kept_bytes, self.activation_bytes)
         return [round(kept + in_flight * activation) for kept, activation in held]
 
     def joint(self) -> "PartitionTable":
-        """The same where no backward can be split."""
+        """The table with backwards that cannot be split."""
         return replace(self, weight_part_s=[None] * len(self.forward_s))
 
     def recomputed(self) -> "PartitionTable":
-        """The same where the forward runs again for the backward, which is then one."""
-        # autograd then runs the stage in one go, which leaves no two parts to separate
+        """The table with recomputation: the backward includes a forward, and cannot be split."""
+        # autograd recomputes a stage as one operation, whose backward has no parts
         return replace(self.joint(), backward_s=self.loads)
 
     def averaged(self) -> "PartitionTable":
-        """The same where several replicas average their gradients, in copies of them."""
+        """The table with memory for the buckets in which replicas average gradients."""
         kept = zip(self.kept_bytes, self.gradient_bytes)
         return replace(self, kept_bytes=[size + copy for size, copy in kept])
 
     def divided(self, replicas: int) -> "PartitionTable":
-        """The same where so many replicas divide the states that they may divide."""
+        """The table if this number of replicas divides the optimizer state."""
         kept = [
             size - state * (replicas - 1) / replicas
             for size, state in zip(self.kept_bytes, self.state_bytes)
         ]
-        # what is divided now must not be divided once more
+        # no states are left to divide: a second call must not divide again
         return replace(self, kept_bytes=kept, state_bytes=()) if kept else self
 
     def scaled(self, share: float) -> "PartitionTable":
-        """An estimate for a micro-batch of this share of the samples."""
+        """An estimate of the table for a micro-batch with this fraction of the samples."""
         names = ("forward_s", "backward_s", "cut_bytes", "activation_bytes", "input_part_s")
         return replace(
             self,
@@ -170,14 +174,14 @@ class PartitionTable:
         )
 
     def rows(self, ends: Sequence[int], costs: StepCosts) -> tuple[StagePlan, ...]:
-        """What the stages of a placement hold, take and send.
+        """The rows of a plan: contents, times, memory and traffic of each stage.
 
         Args:
-            ends: For each of S stages the number after its last partition.
-            costs: What the stages take.
+            ends: For each of S stages its end, the number after its last partition.
+            costs: Times of the stages.
         """
         total = sum(self.loads) or 1.0
-        # the last stage sends to no next one
+        # the last stage has no next one to send to
         send_s, latency_s = [*costs.send_s, 0.0], [*costs.latency_s, 0.0]
         cut_bytes, rows = [*self.cut_bytes, 0], []
         for stage, (a, b) in enumerate(pairwise((0, *ends))):
@@ -204,19 +208,19 @@ class PartitionTable:
 
 
 def _total(sizes: Sequence[float], a: int, b: int) -> int | None:
-    """Bytes of the partitions a .. b - 1; None: they are not known."""
+    """Sum of the sizes of partitions a .. b - 1; None: they are not known."""
     return round(sum(sizes[a:b])) if sizes else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalledNetwork:
-    """A network that was called.
+    """A network with the graph and the tensors of its first call.
 
     Attributes:
-        name: its dotted name in the LightningModule.
-        graph: of its first call.
-        partitions: of the graph.
-        leaves: the tensors of that call, or of one of its micro-batches.
+        name: the network's dotted name in the LightningModule.
+        graph: graph of the first call.
+        partitions: partitions of the graph.
+        leaves: input tensors of that call, or of one of its micro-batches.
     """
 
     name: str
@@ -225,11 +229,11 @@ class CalledNetwork:
     leaves: Sequence[Tensor]
 
     def profile(self, device: torch.device, advance: Advance | None = None) -> Profile:
-        """What its partitions take on a device; from the cache of profiles where that is known.
+        """Profile the partitions on a device, or read the profile from the cache.
 
         Args:
-            device: where to measure.
-            advance: hears which partition is measured, from 1, and how many there are.
+            device: device to measure on.
+            advance: called before each partition with its number, from 1, and that of all.
         """
         known = self.graph, self.partitions, self.leaves
         measured = partial(measure, *known, device=device, advance=advance)
@@ -243,13 +247,13 @@ class CalledNetwork:
         *,
         divides_states: bool = False,
     ) -> PartitionTable:
-        """What its partitions take on a device, and what they keep while they train.
+        """The table of the partitions, from their profile on a device.
 
         Args:
-            device: where to measure.
-            state_bytes: what the optimizer will keep, by name of parameter.
+            device: device to measure on.
+            state_bytes: bytes of optimizer state, by name of the parameter.
             advance: see `profile`.
-            divides_states: whether replicas divide the state.
+            divides_states: whether replicas divide the optimizer state.
         """
         profile = self.profile(device, advance).with_optimizer(self.partitions, state_bytes)
         return PartitionTable.of(

@@ -1,4 +1,4 @@
-"""The plan: replicas x stages x micro-batches, the schedule, and which partition goes where."""
+"""The plan: numbers of replicas, stages and micro-batches, schedule, and devices of the stages."""
 
 import json
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules import STREAMED, check_copies
 
 VERSION = 2
-"""Version of the JSON format. In version 1 no stage had copies; it is read as well."""
+"""Version of the JSON format. Version 1, in which no stage has copies, can be read too."""
 _OF_GABRA = "(found by its descents: crossover is not shown to help, docs/allocation.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What one stage holds, for reports.
+    """Contents and predicted costs of one stage, for reports.
 
     Attributes:
         layers: number of layers (nodes of the captured graph).
@@ -28,23 +28,23 @@ class StagePlan:
         parameters: number of parameter elements.
         load: share of the whole network's computation, between 0 and 1.
         device: index of the device within the replica.
-        memory_bytes: held while it trains: parameters, gradients, optimizer state and the
-            activations of the micro-batches in flight; None when nothing was profiled.
-        peak_bytes: the most that the rank of this stage takes from the start of a run to its end,
-            with its other stages; None when nothing was profiled.
-        limit_bytes: what that rank may take; None: not known.
+        memory_bytes: memory of the stage in training: parameters, gradients, optimizer state and
+            the activations of the micro-batches held at once; None when nothing was profiled.
+        peak_bytes: peak of memory of the stage's rank over a run, with its other stages; None when
+            nothing was profiled.
+        limit_bytes: memory that this rank may use; None: not known.
         forward_s: seconds of the forward of a micro-batch; None, like the other times, if not
             predicted.
-        backward_s: seconds of its backward; where that is split, of its input part.
-        weight_s: seconds of the weight part of its backward, where that is split.
-        send_s: seconds in which a micro-batch keeps the link to the next stage, in either
-            direction.
-        latency_s: seconds by which it arrives later than that.
-        reduce_s: seconds of the all-reduce of its gradients over the replicas.
-        step_s: seconds of its optimizer step.
-        cut_bytes: what crosses the cut after it, per micro-batch and direction; 0 after the last
-            stage.
-        gradient_bytes: size of its gradients, which its replicas average in a step.
+        backward_s: seconds of its backward; if that is split, of its input part.
+        weight_s: seconds of the weight part of a split backward.
+        send_s: seconds for which the transfer of a micro-batch occupies the link to the next stage,
+            in either direction.
+        latency_s: further seconds until it arrives.
+        reduce_s: seconds of the all-reduce of the stage's gradients over the replicas.
+        step_s: seconds of the stage's optimizer step.
+        cut_bytes: bytes that cross the cut after the stage, per micro-batch and direction; 0 after
+            the last stage.
+        gradient_bytes: size of the stage's gradients, which replicas average in a step.
     """
 
     layers: int
@@ -66,7 +66,7 @@ class StagePlan:
     gradient_bytes: int | None = None
 
     def without_times(self) -> Self:
-        """The same, where the times are not to be relied on."""
+        """The same row without times."""
         unknown: dict[str, Any] = dict.fromkeys(f.name for f in fields(self) if f.name[-2:] == "_s")
         return replace(self, **unknown)
 
@@ -75,46 +75,44 @@ class StagePlan:
 class Plan:
     """How a network is spread over the devices.
 
-    A plan is a value: it is made by the planner, checked when made, written as JSON, and read by
-    the runtime and the report. It knows no process and no tensor.
+    A plan is plain data: it is made by the planner, checked when made, written as JSON, and read by
+    the runtime and the report. It refers to no process and no tensor.
 
     Attributes:
         replicas: number of chains that each hold the whole network.
         stages: number of stages of a replica.
-        microbatches: number of slices of a replica's batch.
+        microbatches: number of micro-batches of a replica's batch.
         schedule: name of the schedule.
-        cuts: names of the first module of each next stage, as in the network (`stages - 1` of
-            them).
-        devices: device of each stage, counted within the replica. The last stage is the driver's,
-            and the driver is device 0. Under a free placement a device has several stages; of a
-            stage that has copies, the devices of all of them. Empty: stage k on device k + 1, the
-            last on device 0.
-        capacities: relative speed of each device of a replica: that of the slowest of its ranks.
-            Empty: all equal, or not known.
-        data_parallel_sizes: size of the data-parallel group of each stage: `replicas` for all.
-            Empty: filled in.
-        shares: samples that each replica takes of a global batch. Empty: all take as many. Devices
-            that are not alike take unequal ones under `balance="speed"`, which such a plan asks
-            for.
-        ranks: rank of each device, replica by replica: other devices than the first may be the
-            first replica's, but rank 0 drives it. Empty: all in their order.
-        split: numbers of the stages whose backward schedule `zero_bubble` splits. None: of all but
-            the first.
-        recompute: whether stages keep no activations, and run their forward again for the backward.
-        split_by: how it is known that samples do not meet in the network, so that its batches may
-            be split, and what of it is computed for all samples. Empty: batches go whole.
-        tried: operations of which that was only tried, on random numbers.
-        rows: what each stage holds; empty when the network was not profiled.
+        cuts: for each stage but the first, the name in the network of its first module.
+        devices: device of each stage, by index within the replica. The last stage is the driver's,
+            which is device 0. Under a free placement a device may have several stages; a stage that
+            has copies has a tuple of devices. Empty: stage k on device k + 1, the last on device 0.
+        capacities: relative speed of each device of a replica: that of the slowest of its ranks
+            over all replicas. Empty: all equal, or not known.
+        data_parallel_sizes: number of ranks, over all replicas, that have each stage: `replicas`
+            times its copies. Empty: filled in.
+        shares: number of samples that each replica takes of a global batch. Empty: equal numbers.
+            Unequal ones are for devices of different speed, with `balance="speed"`.
+        ranks: rank of each device, replica by replica; the first is 0, which drives the first
+            replica. Empty: 0, 1, 2, ...
+        split: numbers of the stages whose backward is split under schedule `zero_bubble`. None: all
+            but the first.
+        recompute: whether activations are recomputed in the backward instead of being kept.
+        split_by: how it is known that samples do not meet in the network, so that batches may be
+            split into micro-batches, and what of it is computed for all samples together. Empty:
+            batches are not split.
+        tried: operations for which this was not proven but only tried, on random numbers.
+        rows: contents and costs of each stage; empty when the network was not profiled.
         predicted_step_s: predicted seconds of one optimizer step; None when nothing was profiled.
-        objective: what the allocation optimised.
-        allocation: which search chose the cuts: `gabra`, `exact`, `dynamic` (the programme of the
-            shortest step for chains), `merging`, `descent` (for loops), `balanced` (the shortest
-            slowest stage), or `given`.
+        objective: what the allocation has minimised.
+        allocation: search that chose the cuts: `gabra`, `exact`, `dynamic` (the dynamic programme
+            for the shortest step of a chain), `merging`, `descent` (for looped schedules),
+            `balanced` (whose slowest stage is the fastest), or `given`.
         seed: seed of the allocation.
         version: version of the JSON format.
 
     Raises:
-        PlanError: two fields contradict each other; the text holds both.
+        PlanError: two fields contradict each other; the text has both.
     """
 
     replicas: int
@@ -148,7 +146,7 @@ class Plan:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"{name}({value!r}) must be an integer of at least 1")
-        # JSON knows no tuples, and the two defaults depend on `stages`.
+        # lists from JSON become tuples, and defaults that depend on `stages` are filled in
         derived = {
             "cuts": tuple(self.cuts),
             "devices": tuple([_devices_of(stage) for stage in self.devices])
@@ -163,12 +161,12 @@ class Plan:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-        if not self.data_parallel_sizes:  # copies in all replicas
+        if not self.data_parallel_sizes:
             object.__setattr__(self, "data_parallel_sizes", self._group_sizes())
         self._check_lengths()
         self._check_copies()
         self._check_placement()
-        # streams have a recomputation of their own, `delayed_weights='recompute'`
+        # streamed schedules have another option for it, `delayed_weights='recompute'`
         if self.recompute and self.schedule in STREAMED:
             raise PlanError(
                 f"recompute({self.recompute}) is for schedules that finish a batch before the next "
@@ -205,12 +203,12 @@ class Plan:
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """How many devices of a replica have each stage."""
+        """Number of devices of a replica that have each stage."""
         return tuple([len(devices) for devices in self.owners])
 
     @property
     def first_devices(self) -> tuple[int, ...]:
-        """The device of each stage; of copies the driver's, or that of the first."""
+        """The device of each stage; of a stage with copies, the one with the least index."""
         return tuple(map(min, self.owners))
 
     def _group_sizes(self) -> tuple[int, ...]:
@@ -218,7 +216,7 @@ class Plan:
 
     def _check_copies(self) -> None:
         check_copies(self.copies, self.stages, self.schedule)
-        # a device that had a copy and another stage would owe two lists of instructions an order
+        # schedules with copies cannot merge the instructions of several stages on a device
         if max(self.copies) > 1 and sum(self.copies) > self.devices_per_replica:
             raise PlanError(
                 f"devices{self.devices}: where a stage has copies, each device has one stage"
@@ -233,7 +231,7 @@ class Plan:
                 "different ones) and end with 0, the driver's, which owns the last stage, or the "
                 "last copy of it"
             )
-        # neighbouring stages of one device are one stage: a cut between them only costs
+        # cuts between stages of the only device have no use
         if count == 1 and self.stages > 1:
             raise PlanError(
                 f"stages({self.stages}) are all on one device{self.devices}: it needs no cuts"
@@ -243,7 +241,7 @@ class Plan:
                 f"schedule 'zero_bubble' gives each stage a device of its own, and devices"
                 f"{self.devices} are {count} for stages({self.stages}): use schedule 'gpipe'"
             )
-        # of devices and not of ranks: the replicas of a stage wait for the slowest one
+        # one for each device of a replica, and not for each rank
         if self.capacities and len(self.capacities) != count:
             raise PlanError(f"devices({count}) != {len(self.capacities)} capacities")
         if self.shares and (len(self.shares) != self.replicas or min(self.shares) < 1):
@@ -268,12 +266,12 @@ class Plan:
 
     @property
     def devices_per_replica(self) -> int:
-        """Number of devices of a replica: that of the stages, or less where some share one."""
+        """Number of devices of a replica: one for each stage or copy; fewer if stages share one."""
         return len({device for devices in self.owners for device in devices})
 
     @property
     def delays(self) -> tuple[int, ...]:
-        """By how many optimizer steps the weights that each stage computes with are too old."""
+        """For each stage, how many optimizer steps old the weights are that it computes with."""
         streamed = STREAMED.get(self.schedule)
         if streamed is None or not streamed.delayed:
             return (0,) * self.stages
@@ -281,18 +279,18 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Number of devices, and of processes, that the plan takes."""
+        """Number of devices, and so of processes, of the plan."""
         return self.replicas * self.devices_per_replica
 
     def check_network(self, partitions: Sequence[str], shown: str) -> None:
-        """See whether the plan was made for a network, as far as its rows tell.
+        """Check that the plan was made for a network, if it has rows.
 
         Args:
             partitions: names of the network's partitions, in order.
-            shown: how to name the network.
+            shown: name of the network in an error.
 
         Raises:
-            PlanError: its partitions are others; the text says which.
+            PlanError: the rows have other partitions; the text says which.
         """
         planned = [name for row in self.rows for name in row.partitions]
         if not planned or planned == list(partitions):
@@ -307,7 +305,7 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        """The plan as JSON, with the delays of a delayed schedule for those who read the file."""
+        """Write the plan as JSON; the delays of a delayed schedule are added for human readers."""
         delays = {"delays": self.delays} if any(self.delays) else {}
         return json.dumps(asdict(self) | delays, indent=2) + "\n"
 
@@ -324,7 +322,7 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
         if isinstance(record, dict):
-            record.pop("delays", None)  # which follow from the schedule
+            record.pop("delays", None)  # they follow from the schedule
             if record.get("version") == 1:
                 record["version"] = VERSION
         _check_keys(cls, record, "the plan")
@@ -332,10 +330,10 @@ class Plan:
         try:
             for stage, row in enumerate(record.get("rows", ())):
                 _check_keys(StagePlan, row, f"stage {stage} of the plan")
-                # JSON has lists, and plans that are compared need tuples
+                # a tuple in place of JSON's list, so that the plan equals the one written
                 rows.append(StagePlan(**{**row, "partitions": tuple(row["partitions"])}))
             return cls(**{**record, "rows": tuple(rows)})
-        except TypeError as error:  # a number where a list belongs, or the like
+        except TypeError as error:  # for instance a number in place of a list
             raise PlanError(f"the plan has a value of the wrong type: {error}") from error
 
     def save(self, path: str | Path) -> None:
@@ -347,7 +345,7 @@ class Plan:
         """Read a plan from a file.
 
         Raises:
-            PlanError: the file cannot be read, or see `from_json`.
+            PlanError: the file cannot be read, or is refused by `from_json`.
         """
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
@@ -357,20 +355,20 @@ class Plan:
             raise PlanError(f"{path}: {error}") from error
 
     def to_html(self, path: str | Path, trace: str | Path | None = None) -> None:
-        """Write the plan as a page with pictures, which needs nothing but itself.
+        """Write the plan as an HTML page with pictures, in one file.
 
         Args:
             path: The file.
             trace: Folder with the trace of a run of this plan, which is then shown beside the
-                prediction; None: that of ``LIGHTNING_HYBRID_TRACE``, if it has one.
+                prediction; None: that of ``LIGHTNING_HYBRID_TRACE``, if there is one.
         """
-        # the page draws plans, so it imports this module
+        # here, since that module imports this one
         from lightning_hybrid.planning.plan_page import plan_page
 
         Path(path).write_text(plan_page(self, trace), encoding="utf-8")
 
     def table(self) -> list[dict[str, str | int | float]]:
-        """One row per stage for a report; a plan without rows lists devices and replicas only."""
+        """A table with a line per stage, as dictionaries; without rows only devices, replicas."""
         devices = [d if isinstance(d, int) else ", ".join(map(str, d)) for d in self.devices]
         shape = zip(devices, self.data_parallel_sizes)
         table: list[dict[str, str | int | float]] = [
@@ -400,16 +398,16 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of one optimizer step; infinite where nothing was profiled."""
+        """Predicted seconds of one optimizer step; infinite when nothing was profiled."""
         return float("inf") if self.predicted_step_s is None else self.predicted_step_s
 
     @property
     def traffic_bytes(self) -> tuple[float, ...] | None:
-        """What a rank of each stage sends in a step; None: not known.
+        """Bytes that a rank of each stage sends in a step; None: not known.
 
-        Activations to the next stage, their gradients to the one before (those of the network's
-        inputs left out, between stages of one device likewise), and its part of a ring all-reduce
-        over the replicas.
+        They are the activations to the next stage, gradients to the one before, and its part of a
+        ring all-reduce over the replicas. Messages with the network's inputs, and those between
+        stages of one device, do not count.
         """
         rows, sent = self.rows, []
         cuts = [row.cut_bytes for row in rows]
@@ -421,14 +419,14 @@ class Plan:
         ]
         groups = zip(self.copies, self.data_parallel_sizes)
         for before, after, row, (copies, owners) in zip([0, *crossing], crossing, rows, groups):
-            # a ring sends all but its own share twice: once to add up, once to hand out
+            # in a ring of n ranks each sends (n - 1) / n of the bytes twice
             ring = 2 * (owners - 1) / owners * (row.gradient_bytes or 0)
-            # the first copy has as many micro-batches as any
+            # that of the first copy, which has the most micro-batches
             sent.append(-(-self.microbatches // copies) * (before + after) + ring)
         return tuple(sent)
 
     def without_times(self) -> Self:
-        """The same without predictions, for loads that were counted and not measured."""
+        """The same plan without predicted times, for costs that were counted and not measured."""
         rows = tuple(row.without_times() for row in self.rows)
         return replace(self, rows=rows, predicted_step_s=None)
 
@@ -460,7 +458,7 @@ class Plan:
         for row in rows:
             table.add_row(*row.values())
         text = StringIO()
-        # Plain text wherever it ends up: in a log file, in a notebook, in an error message.
+        # no colours: it may end up in a log file, a notebook or an error message
         Console(file=text, width=120, color_system=None, force_jupyter=False).print(table)
         return f"{head}\n{text.getvalue()}"
 
@@ -469,7 +467,7 @@ class Plan:
 
 
 def cells(plan: Plan) -> list[dict[str, str]]:
-    """The table of a plan as texts."""
+    """The cells of a plan's table, formatted as texts."""
 
     def cell(name: str, value: str | int | float) -> str:
         if isinstance(value, str):
@@ -480,10 +478,10 @@ def cells(plan: Plan) -> list[dict[str, str]]:
 
 
 def _devices_of(stage: int | Sequence[int]) -> int | tuple[int, ...]:
-    """The devices of a stage, as a plan has them: of one copy its number alone."""
+    """A stage's entry in `Plan.devices`: a number for one copy, a tuple for several."""
     if isinstance(stage, int):
         return stage
-    # one spelling for one copy: else a plan would not equal itself after JSON
+    # one form for one copy, so that plans can be compared
     return stage[0] if len(stage) == 1 else tuple(stage)
 
 
@@ -492,12 +490,13 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first of some names."""
+    """The first three of some names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more or "none"
 
 
 def _check_keys(cls: type[Any], record: Any, where: str) -> None:
+    """Refuse a record from JSON that has not the fields of a dataclass."""
     if not isinstance(record, dict):
         raise PlanError(f"{where} must be a JSON object, not {record!r}")
     known = {field.name for field in fields(cls)}

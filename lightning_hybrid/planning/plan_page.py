@@ -1,7 +1,7 @@
-"""The page of a plan: its table, a step of every device, loads, memory, the network with its cuts.
+"""Make the HTML page of a plan: table, timeline of a step, loads, memory, network with its cuts.
 
-What is known only where a plan is made (runners-up, speed-ups for other numbers of devices) is
-added by the caller.
+Sections with more than the plan itself has (alternatives, speed-ups for other numbers of devices)
+are added by the caller.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,18 +53,19 @@ def plan_page(
     limits: Sequence[float] | None = None,
     more: Sequence[Section] = (),
 ) -> str:
-    """The page as HTML, with nothing from elsewhere.
+    """Make the page as HTML, in one file.
 
     Args:
-        plan: What to show.
-        trace: Folder of the trace of its run; None: that of the environment, if it has one.
-        title: Of the page.
+        plan: The plan.
+        trace: Folder of the trace of a run of the plan; None: that of ``LIGHTNING_HYBRID_TRACE``,
+            if there is one.
+        title: Title of the page.
         notes: Sentences below the title.
         limits: Bytes that each device of a replica can hold.
-        more: Sections at the end.
+        more: Further sections, at the end.
 
     Raises:
-        PlanError: the trace is of something else.
+        PlanError: the trace is not of this plan.
     """
     head = plan.describe().splitlines()[:2]
     summary = "".join(paragraph(text) for text in (*head, *notes))
@@ -83,15 +84,15 @@ def plan_page(
 
 
 def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
-    """A step of each device of a replica, as predicted.
+    """The predicted step of each device of a replica, as spans of time by name of the device.
 
-    Empty where no times are known, or a step is not over before the next one begins.
+    Empty if no times are known, or for streamed schedules, whose steps overlap.
     """
     rows = plan.rows
     times = [(row.forward_s, row.backward_s) for row in rows]
     if not times or any(None in pair for pair in times) or plan.schedule not in SCHEDULES:
         return {}
-    # a step of a stream begins before the one before it is over: there is no picture of one
+    # under a streamed schedule steps overlap, so that there is no picture of a single one
     if plan.schedule in STREAMED:
         return {}
     spans: dict[int, list[Span]] = {device: [] for device in _devices(plan)}
@@ -108,9 +109,8 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
             number = event.instruction.microbatch
             span = _span(plan, event.stage, kind, number, event.start_s, event.end_s)
             spans[plan.owners[event.stage][event.copy]].append(span)
-    # a device steps for all of its stages when the last of them has its gradients
+    # a device steps all of its stages, one after the other, when the last one has its gradients
     for device, found in spans.items():
-        # optimizers of one device run one after the other
         step_s = sum(row.step_s or 0.0 for row in _rows(plan, device))
         start_s = max((span.end_s for span in found), default=0.0)
         if step_s:
@@ -120,7 +120,7 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
 
 
 def _costs(plan: Plan) -> StepCosts:
-    """What the stages of a plan with times take."""
+    """The times of the stages of a plan."""
 
     def times(name: str, rows: Sequence[StagePlan] = plan.rows) -> list[float]:
         return [getattr(row, name) or 0.0 for row in rows]
@@ -154,7 +154,7 @@ def _timelines(plan: Plan, measured: Sequence[Work]) -> str:
         _, kind, number, start_s, end_s = work
         span = Span(start_s=start_s, end_s=end_s, kind=kind, label=str(number), hint=hint)
         lanes[_name(plan, work.device)].append(span)
-    # prediction and measurement on one axis can be compared by eye
+    # prediction and measurement have one scale, so that they can be compared by eye
     both = [span for found in (predicted, lanes) for spans in found.values() for span in spans]
     length_s = max([plan.predicted_step_s or 0.0, *(span.end_s for span in both)])
     text = ""
@@ -219,7 +219,7 @@ def _network(plan: Plan) -> str:
     for stage, (row, following) in enumerate(pairwise([*plan.rows, None])):
         if row is None:
             continue
-        # how a stage's load divides over its partitions is not kept: they are drawn alike
+        # a plan has no loads of single partitions: those of a stage are drawn equal
         each = row.load / max(1, len(row.partitions))
         cut = ""
         if following is not None and row.cut_bytes is not None:
@@ -246,12 +246,12 @@ def _devices(plan: Plan) -> list[int]:
 
 
 def _rows(plan: Plan, device: int) -> list[StagePlan]:
-    """Of the stages that a device has."""
+    """The rows of the stages that a device has."""
     return [row for row, devices in zip(plan.rows, plan.owners) if device in devices]
 
 
 def _shares(plan: Plan) -> bool:
-    """Whether stages share devices."""
+    """Whether a device has several stages."""
     return plan.devices_per_replica < plan.stages
 
 

@@ -1,6 +1,6 @@
-"""From a captured network to a plan: profile its partitions, choose the cuts.
+"""Plan a captured network: profile its partitions and choose the cuts.
 
-What the user leaves open is chosen here: the schedule, and whether forwards run twice.
+If the user leaves them open, the schedule and whether to recompute activations are chosen here too.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,28 +32,29 @@ from lightning_hybrid.planning.search import AUTO, PlanSettings, Replica, plan_s
 from lightning_hybrid.schedules import STREAMED
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
-"""What a link between two ranks is taken to carry where it was not measured. It weighs the bytes
-that cross a cut against the seconds of computation; gloo is 10 Gbit/s, NCCL a PCIe bus."""
+"""Bandwidth of a link between two ranks, assumed if it was not measured: for gloo about that of
+10 Gbit/s Ethernet, for NCCL that of a PCIe bus. The search weighs messages against computation by
+it."""
 
 MARGIN = 0.05
-"""Share of a step that another schedule must save to be taken in place of fill-drain. Predictions
-are not better than that: they do not know the time between two instructions, and the others have
-more of these."""
+"""Fraction of the predicted step time that another schedule must save to be chosen in place of
+fill-drain. Predictions are not more exact: they leave out the time between two instructions, of
+which the other schedules have more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where a network is to be placed.
+    """The devices that a network is to be placed on.
 
     Attributes:
         replicas: number of replicas.
-        stages: number of devices of a replica; of stages, where they have copies.
+        stages: number of devices of a replica; if stages have copies, number of stages.
         backend: ``"gloo"`` or ``"nccl"``.
-        device: where to measure.
-        cluster: the devices; None: they are taken to be equal, and large enough.
-        beside: plans of the networks that are on these devices already, and keep their memory.
-        present_bytes: of the network, which each device had when it was asked what it may take, and
-            gives back where another one owns it.
+        device: device to measure on.
+        cluster: the devices; None: they are taken to be equal, and to have enough memory.
+        beside: plans of the networks that are on these devices already, and use memory.
+        present_bytes: bytes of the network itself that each device had in use when its free memory
+            was read, and that are freed where another rank owns them.
     """
 
     replicas: int
@@ -66,15 +67,15 @@ class Site:
 
     @property
     def limits(self) -> tuple[int, ...] | None:
-        """Bytes that each device of a replica may take of the network; None: not known."""
+        """Bytes that each device of a replica may use for the network; None: not known."""
         limits = None if self.cluster is None else self.cluster.memory_limits
-        # what is in use by this network itself was counted as taken when devices were asked
+        # the network itself was in memory when free memory was read: add its size again
         left = remaining(limits, self.beside)
         return left and tuple(limit + self.present_bytes for limit in left)
 
     @property
     def rates(self) -> Rates | None:
-        """What a step takes beside computing; None: not known."""
+        """Costs of a step beside computing; None: not known."""
         return None if self.cluster is None else self.cluster.rates
 
 
@@ -87,26 +88,26 @@ def make_plan(
     optimizers: Sequence[Optimizer] | None = None,
     advance: Advance | None = None,
 ) -> Plan:
-    """Measure the partitions on a real micro-batch and let the allocation choose the cuts.
+    """Profile the partitions on a real micro-batch and let the allocation choose the cuts.
 
-    With given cut points nothing is measured: the loads are counted, the time is not predicted.
+    With given cut points nothing is measured: FLOPs are counted, and times are not predicted.
 
     Args:
-        network: with the tensors of a micro-batch.
-        microbatches: their number.
-        settings: what the user has asked for.
+        network: the network, with the tensors of a micro-batch.
+        microbatches: number of micro-batches.
+        settings: options of the user.
         site: the devices.
-        optimizers: that will train it; None: it is not trained in this run, so that it needs room
-            for its parameters alone.
-        advance: hears which partition is measured, from 1, and how many there are.
+        optimizers: optimizers that train the network; None: it is not trained in this run, so that
+            only its parameters need memory.
+        advance: called before each partition is measured with its number, from 1, and that of all.
 
     Raises:
         NetworkError: a cut point is unknown, or the network may not be cut there.
-        PlanError: the network cannot be placed on that many devices.
+        PlanError: the network cannot be placed on these devices.
     """
     graph, trains, first = network.graph, optimizers is not None, None
     if isinstance(settings.allocation, tuple):
-        # where cuts are given nothing is compared: to measure would cost seconds for no decision
+        # cuts are given, so there is nothing to decide by measured times
         first = _first_of_stages(network, settings.allocation)
         profile = count(graph, network.partitions)
     else:
@@ -115,10 +116,10 @@ def make_plan(
         sharers = site.replicas if settings.shards_states else 1
         state_bytes = optimizer_bytes(graph.network, optimizers, sharers)
         profile = profile.with_optimizer(network.partitions, state_bytes)
-        # gradients are averaged in buckets, copies that one replica does not need
+        # averaging needs buckets, which take memory of the size of the gradients
         averages = site.replicas > 1 or settings.has_copies
         profile = profile.averaged() if averages else profile
-    # the driver has the batch, and what the network makes of it
+    # the driver holds the batch, the network's outputs and their gradients
     passed = sum(leaf.nbytes for leaf in network.leaves) + 2 * profile.partitions[-1].output_bytes
     batch_bytes = microbatches * passed if trains else 0
     rates = site.rates if trains else None
@@ -127,7 +128,7 @@ def make_plan(
     if rates is not None:
         reduce_s, step_s = rates.after_backward(table.gradient_bytes, site.replicas)
         table = replace(table, reduce_s=reduce_s, step_s=step_s)
-        # copies average with each other too, so each stage has a ring of its own length
+        # copies of a stage average too, so the number of ranks differs from stage to stage
         rings = [site.replicas * copies for copies in settings.copies]
         after = [rates.after_backward(table.gradient_bytes, owners) for owners in rings]
         replica = replace(replica, after=after)
@@ -142,7 +143,7 @@ def make_plan(
     )
     if not profile.is_measured:  # counted loads say nothing of times
         return plan.without_times()
-    # without training nothing grows after the start, so there are no peaks to tell
+    # without training memory does not grow, so that no peaks are given
     if not trains:
         return plan
     sizes = {name: p.nbytes for name, p in graph.network.named_parameters()}
@@ -162,11 +163,11 @@ def make_plan(
 def _replica(
     site: Site, settings: PlanSettings, microbatches: int, batch_bytes: int, profile: Profile
 ) -> Replica:
-    """The devices of a site, with what they have left for their stages."""
+    """The devices of a site as the search takes them, with memory that is free for stages."""
     limits, cluster, rates = site.limits, site.cluster, site.rates
     if settings.has_copies:
         limits = limits and tuple(map(int, of_slowest(limits, owners_of(settings.copies))))
-    # any stage may hold the partition whose operations take the most
+    # any device may get the partition whose operations use the most memory
     working = max(row.working_bytes for row in profile.partitions)
     return Replica(
         replicas=site.replicas,
@@ -185,12 +186,12 @@ def _replica(
 
 
 def _table(network: CalledNetwork, profile: Profile, *, trains: bool) -> PartitionTable:
-    """What the search knows of each partition."""
+    """The table of the partitions for the search."""
     table = PartitionTable.of(network.graph, network.partitions, profile)
-    if not trains:  # nothing is kept but the parameters
+    if not trains:  # only parameters are kept
         sizes = [row.parameter_bytes for row in profile.partitions]
         return replace(table, kept_bytes=sizes, activation_bytes=[0] * len(sizes))
-    if not profile.is_measured:  # counted activations are no measure of memory
+    if not profile.is_measured:  # memory is not known from counted FLOPs
         return replace(table, kept_bytes=(), activation_bytes=())
     return table
 
@@ -206,17 +207,27 @@ def _check(
     *,
     trains: bool,
 ) -> None:
-    """Complain if no placement can hold the network, with what would fit.
+    """Refuse the network if no placement can hold it, with advice; see :func:`check_memory`.
+
+    Args:
+        profile: profile of the partitions.
+        settings: options of the user.
+        batch: number of samples of a replica's batch.
+        table: table of the partitions.
+        limits: bytes that each device may use.
+        held: memory that the partitions take.
+        way: the sizes that are tried.
+        trains: whether the network is trained.
 
     Raises:
-        PlanError: see :func:`check_memory`.
+        PlanError: no placement can hold it.
     """
     tried: list[Fit] = []
-    # of streams another number of micro-batches is no alternative
+    # for streamed schedules no other number of micro-batches is advised
     if settings.schedule not in STREAMED:
         ways = [way, replace(way, recompute=False)] if way.recompute else [way]
         tried = [Fit.of(table, way, limits, batch, may_recompute=trains) for way in ways]
-    # cuts that were given are taken as they are, whether they fit or not
+    # given cuts are not compared with other chains
     searched = isinstance(settings.allocation, str)
     check_memory(
         profile,
@@ -230,13 +241,13 @@ def _check(
 
 
 def _first_of_stages(network: CalledNetwork, cut_points: Sequence[str]) -> list[str]:
-    """The first partition of each next stage of a network, where the user has given cut points.
+    """The names of the partitions at which stages begin, but the first, by the given cut points.
 
     Raises:
-        NetworkError: one is unknown, or the network may not be cut there.
+        NetworkError: a cut point is unknown, or the network may not be cut there.
     """
     prefix = f"{network.name}." if network.name else ""
-    # with several networks each has its own; one that names none of them is an error below
+    # of several networks each takes those with its name; without any, an unknown one raises below
     mine = [point for point in cut_points if point.startswith(prefix)]
     points = [point.removeprefix(prefix) for point in mine or cut_points]
     parts, prefix = network.partitions, prefix if mine else ""
@@ -253,16 +264,16 @@ def plan_within(
     measured: bool = True,
     cut_points: Sequence[str] | None = None,
 ) -> Plan:
-    """Plan stages that fit into memory, with what the user has left open chosen.
+    """Plan stages that fit into memory; choose the schedule and recomputation if they are open.
 
     Args:
-        table: of the partitions, with what they keep and what their activations take.
-        settings: what the user has asked for.
+        table: the partitions, with kept memory and that of activations.
+        settings: options of the user.
         replica: the devices.
-        check: complains in its own words where nothing fits; it gets the table, the limits, what
-            is held, the way that is tried, and whether the network is trained.
-        trains: whether there is a backward.
-        measured: whether times are known.
+        check: called before each search, to raise its own error if nothing can fit; it gets the
+            table, the limits, the memory held, the sizes, and whether the network is trained.
+        trains: whether the network is trained.
+        measured: whether times were measured.
         cut_points: see :func:`plan_stages`.
 
     Raises:
@@ -280,7 +291,7 @@ def plan_within(
         planned = replace(table, memory_bytes=held.needed)
         if recompute:
             planned = planned.recomputed()
-        elif settings.compiled:  # the backward of a compiled stage cannot be split
+        elif settings.compiled:  # a compiled stage has a backward that cannot be split
             planned = planned.joint()
         beside_inputs = replace(replica, memory_limits=held.room(limits))
         plan = plan_by_schedule(
@@ -304,28 +315,28 @@ def plan_within(
 def plan_by_schedule(
     schedule: str, plan_with: Callable[[str], Plan], *, contiguous: bool, measured: bool
 ) -> Plan:
-    """Make a plan, with a schedule that is chosen if it is not given.
+    """Make a plan with the given schedule, or choose one under `auto`.
 
-    Delayed schedules are never chosen: they train another model. Nor are streamed ones, which ask
-    something of the training step that no plan can know.
+    Fill-drain is compared with `zero_bubble` or `looped`. Delayed schedules are never chosen, since
+    they change the training; nor are streamed ones, whose demands on the training step a plan
+    cannot check.
 
     Args:
-        schedule: Its name, or `auto`.
+        schedule: Name of the schedule, or `auto`.
         plan_with: Makes the plan with the schedule of this name.
-        contiguous: Whether each device is to have one stage. So may its backward be split; several
-            stages may be in a loop.
-        measured: Whether times are known. Else fill-drain is taken.
+        contiguous: Whether each device has one stage: then `zero_bubble` is tried, else `looped`.
+        measured: Whether times were measured; otherwise fill-drain is taken.
     """
     if schedule != AUTO:
         return plan_with(schedule)
-    # fill-drain exists for every network and has the fewest instructions: others must beat it
+    # the default, which is possible for every network and has the fewest instructions
     best = plan_with("gpipe")
-    # one stage has no bubble to shorten, and counts are no seconds to compare
+    # one stage has no bubble to shorten, and counted FLOPs are no seconds to compare
     if best.stages == 1 or not measured:
         return best
     try:
         other = plan_with("zero_bubble" if contiguous else "looped")
-    except PlanError:  # too few partitions for a loop
+    except PlanError:  # for instance too few partitions for `looped`
         return best
     return other if other.step_s < (1 - MARGIN) * best.step_s else best
 
@@ -335,16 +346,14 @@ def plan_within_memory(
     plan_with: Callable[[bool], Plan],
     limits: Sequence[int] | None = None,
 ) -> Plan:
-    """Make a plan, of stages that compute their activations again where that is faster, or needed.
+    """Make a plan, and under `auto` choose recomputation if it is needed for memory, or faster.
 
-    It can be faster where memory alone says where the cuts are: with more room they are where the
-    stages take equally long.
+    It can be faster if memory determines the cuts: with recomputation stages can be balanced.
 
     Args:
-        recompute: Whether they do; `auto`: where without it no placement is found, or one that is
-            slower.
+        recompute: Whether activations are recomputed, or `auto`.
         plan_with: Makes the plan, with recomputation or without.
-        limits: Bytes that each device may take; None: not known.
+        limits: Bytes that each device may use; None: not known.
 
     Raises:
         PlanError: There is no placement.
@@ -352,7 +361,7 @@ def plan_within_memory(
     if isinstance(recompute, bool):
         return plan_with(recompute)
     try:
-        # a forward that runs twice is a third more to compute, so this comes first
+        # without it first: a second forward is about a third more to compute
         plan = plan_with(False)
     except PlanError:
         return plan_with(True)
@@ -366,11 +375,11 @@ def plan_within_memory(
 
 
 def _is_tight(plan: Plan, limits: Sequence[int]) -> bool:
-    """Whether memory may have said where the cuts are: one more stage of a device fits nowhere.
+    """Whether memory may have determined the cuts: a device is more than half full.
 
     Args:
-        plan: to look at.
-        limits: as `plan_stages` takes them: where stages have copies, by stage, the last one first.
+        plan: the plan.
+        limits: bytes that each device may use; if stages have copies, by stage, the last one first.
     """
     held = [0] * len(limits)
     for stage, row in enumerate(plan.rows):

@@ -1,4 +1,4 @@
-"""From a table of the partitions to a plan: choose the cuts, predict the step."""
+"""Make a plan from a table of the partitions: choose the cuts and predict the step time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,36 +32,36 @@ Method = Literal["gabra", "exact", "merging"]
 AUTO = "auto"
 
 _MOST_CALLS = 5_000
-"""Simulated steps that the search for a free placement may take."""
+"""Most step times that the search for a free placement computes."""
 
 _STREAM = 64
-"""Micro-batches that stand for a stream of batches, which is bound by its slowest stage like
-fill-drain of many."""
+"""Number of micro-batches with which cuts for streamed schedules are searched: the time of a stream
+of batches is determined by its slowest stage, as that of fill-drain with many micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What the user has asked for.
+    """Options of the user for plans.
 
     Attributes:
         schedule: name of the schedule, or ``"auto"``.
         allocation: how the cuts are chosen, ``"gabra"``, ``"exact"`` or ``"merging"``; or cut
             points as named in the LightningModule. `merging` has a rule of its own and no
             objective, and takes the devices to be equal; see `allocation.merging`.
-        objective: what the choice optimises. `step` is the predicted step. Contiguous stages are
-            then cut by a dynamic programme, whatever the method, and the plan says so; free ones
-            are bred by `gabra`, and the best chain is taken where it is no worse. `profit` needs
-            limits, which profiled devices don't have; the capacities are then scaled to hold the
-            network with a quarter to spare.
-        seed: of the genetic algorithm.
-        contiguous: whether each device gets one run of partitions. Else it may get several, and
-            each run is a stage: then the plan has as many stages as the allocation has runs.
-        recompute: whether stages keep no activations, and run their forward again; ``"auto"``: if
-            nothing else fits.
-        compiled: whether stages are compiled, whose backward is one.
-        delayed_weights: what the backward of a batch computes with under a delayed schedule.
-        shards_states: whether replicas divide the state of the optimizer.
-        copies: of each stage; empty: each has one.
+        objective: what the search optimises. With `step` it is the predicted step time: contiguous
+            stages are then cut by a dynamic programme, whatever the method (the plan says so), and
+            free placements are searched by `gabra`, unless the best chain is as fast. `profit`
+            needs capacities as limits of work, which profiled devices do not have: speeds are
+            scaled so that they hold the network with a quarter to spare.
+        seed: seed of the genetic algorithm.
+        contiguous: whether each device gets consecutive partitions, which form one stage. Else it
+            may get several such runs, each of which is a stage.
+        recompute: whether activations are recomputed; ``"auto"``: if nothing else fits, or if it is
+            faster.
+        compiled: whether stages are compiled; then backwards cannot be split.
+        delayed_weights: weights of the backward under a delayed schedule.
+        shards_states: whether replicas divide the optimizer state.
+        copies: number of copies of each stage; empty: each has one.
     """
 
     schedule: str = "gpipe"
@@ -77,26 +77,26 @@ class PlanSettings:
 
     @property
     def has_copies(self) -> bool:
-        """Whether any stage has several."""
+        """Whether any stage has several copies."""
         return max(self.copies, default=1) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """The devices of a replica, and what they do with a batch.
+    """The devices of a replica, as the search takes them.
 
     Attributes:
         replicas: number of replicas, which are all alike.
-        stages: number of devices of each, and of its stages if those are contiguous. With copies
-            that of the stages.
+        stages: number of devices of a replica, each of which has one stage if they are contiguous.
+            If stages have copies, number of stages.
         microbatches: number of micro-batches.
         capacities: relative speeds of the devices; None: all equal. Device 0 is the driver's and
             gets the last stage.
-        bandwidth_bytes_per_s: speed of the links between the devices.
-        latency_s: their latency.
-        memory_limits: what each device may hold, a hard limit; None: no limit. With copies of each
-            stage, the driver's first.
-        after: of stages with copies, what follows the last backward.
+        bandwidth_bytes_per_s: bandwidth of the links between the devices.
+        latency_s: latency of these links.
+        memory_limits: bytes that each device may hold, a hard limit; None: no limit. If stages have
+            copies, one limit for each stage, that of the last stage first.
+        after: for stages with copies, times of all-reduce and optimizer step.
     """
 
     replicas: int = 1
@@ -119,30 +119,30 @@ def plan_stages(
     """Choose where to cut a chain of network partitions, and predict the time of a step.
 
     The prediction holds for the network alone, without the user's code; the all-reduce and the
-    optimizer step are in it as far as they are given.
+    optimizer step are part of it if the table has their times.
 
     Args:
-        table: What is known of the partitions.
-        settings: What the user has asked for, with the schedule chosen.
+        table: Times and sizes of the partitions.
+        settings: Options of the user; the schedule is not `auto`.
         replica: The devices.
-        cut_points: Names of the first partition of each next stage, instead of a search; each
-            device has one. They are taken and predicted even where they do not fit.
+        cut_points: Names of the partitions at which stages begin, but the first, in place of a
+            search. They are taken even if the stages do not fit into memory.
 
     Raises:
-        PlanError: more stages than partitions, an unknown or misplaced cut point or schedule, or no
-            placement.
+        PlanError: more stages than partitions, an unknown or misplaced cut point, an unknown
+            schedule, or no placement.
     """
     schedule, stages, given = settings.schedule, replica.stages, replica.capacities
     speeds = [1.0] * stages if given is None else list(given)
     if settings.has_copies and given is not None:
-        # the other copies of a stage wait for its slowest one: that is all the cuts need to know
+        # the copies of a stage wait for the slowest one, whose speed is used for the cuts
         speeds = of_slowest(given, owners_of(settings.copies))
     _check_shape(stages, len(table.names), speeds, settings)
     problem = StepProblem(
         table=table,
         speeds=speeds,
         links=Links.equal(stages, replica.bandwidth_bytes_per_s, replica.latency_s),
-        # a stream has no end: many micro-batches make the fill and the drain negligible
+        # a stream has no fill and drain, which are negligible with many micro-batches
         microbatches=_STREAM if schedule in STREAMED else replica.microbatches,
         memory_limits=replica.memory_limits or (),
     )
@@ -170,7 +170,7 @@ def plan_stages(
         capacities=capacities,
         rows=table.rows(ends, costs),
         predicted_step_s=predicted_s,
-        # cuts of copied stages are chosen by their simulated step alone
+        # stages with copies are always cut by their simulated step
         objective="step" if settings.has_copies else settings.objective,
         allocation=chosen_by,
         seed=settings.seed,
@@ -181,14 +181,14 @@ def plan_stages(
 def _cuts(
     problem: StepProblem, settings: PlanSettings, cut_points: Sequence[str] | None
 ) -> tuple[list[int], StepCosts, str]:
-    """The ends of the stages, what those take, and which search found them."""
+    """Choose the cuts: the ends of the stages, their costs, and the name of the search."""
     splits, names = settings.schedule == "zero_bubble", problem.table.names
     if cut_points is not None:
         ends, devices = _given_for(settings.schedule, names, cut_points, problem.m)
         costs = (split_costs if splits else StepProblem.costs)(problem, ends, devices)
         return ends, costs, "given"
     ends, devices, chosen_by = _best(problem, settings)
-    # cuts that were good without a split may not be with one: halves of a backward end sooner
+    # improve the cuts, which were found without split backwards
     if splits:
         return *best_split_chain(problem, ends, devices), chosen_by
     return ends, problem.costs(ends, devices), chosen_by
@@ -197,12 +197,12 @@ def _cuts(
 def _cuts_of_copies(
     problem: CopiedStages, settings: PlanSettings, cut_points: Sequence[str] | None
 ) -> tuple[list[int], str]:
-    """The ends of stages with copies, and which search found them.
+    """Choose the cuts of stages with copies: their ends, and the name of the search.
 
     Raises:
         PlanError: the schedule is not fill-drain, a cut point is wrong, or no cuts fit.
     """
-    # no search for cuts knows the step of a dealt schedule with split backwards
+    # the search cannot predict split backwards of stages with copies
     if settings.schedule != "gpipe":
         raise PlanError(
             f"stages with copies{problem.copies} are planned with schedule 'gpipe', not "
@@ -234,7 +234,7 @@ def _check_shape(
 
 
 def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:
-    """Seconds of a step, or of a batch in the stream."""
+    """Predicted seconds of a step; under a streamed schedule, from one batch to the next."""
     if schedule not in STREAMED:
         return fill_drain_s(costs, microbatches)
     return batch_s(STREAMED[schedule], costs, microbatches)
@@ -243,10 +243,10 @@ def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:
 def _given_for(
     schedule: str, names: Sequence[str], cut_points: Sequence[str], stages: int
 ) -> tuple[list[int], list[int]]:
-    """The ends and devices of stages that begin where the user has said."""
+    """The ends and devices of stages with the user's cut points."""
     if schedule != "looped":
         return _given(names, cut_points, stages), _order(stages)
-    # each round visits every device once: with a rest some would miss a turn
+    # every device must get the same number of stages
     rounds, rest = divmod(len(cut_points) + 1, stages)
     if rest or rounds < 2:
         raise PlanError(
@@ -257,7 +257,7 @@ def _given_for(
 
 
 def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list[int]:
-    """The ends of the stages whose next ones begin with the partitions named."""
+    """The ends of stages with cut points, which are names of partitions at which stages begin."""
     for name in cut_points:
         if name not in names:
             close = get_close_matches(name, names[1:], n=4, cutoff=0.4) or names[1:5]
@@ -275,9 +275,9 @@ def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list
 
 
 def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list[int], str]:
-    """The ends of the stages, their devices, and which search found them."""
+    """Search for cuts: the ends of the stages, their devices, and the name of the search."""
     if settings.schedule == "looped":
-        # whatever the method: none of them knows the step of stages that share devices
+        # whatever the method is, since none of them can predict the step of this schedule
         return *best_loop(problem), "descent"
     if settings.allocation == "merging":
         return _merged(problem, settings), _order(problem.m), "merging"
@@ -290,16 +290,16 @@ def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list
 def _shortest_step(
     problem: StepProblem, method: Literal["gabra", "exact"], settings: PlanSettings
 ) -> tuple[list[int], list[int], str]:
-    """The ends of the stages, their devices, and which search found them."""
+    """Search for the shortest step: ends of the stages, their devices, and name of the search."""
     order = _order(problem.m)
     ends, chain_s = list[int](), float("inf")
     try:
-        # where no chain fits a free placement may: a device can take several small runs
+        # if no chain fits, a free placement may, since a device can take several small runs
         ends, chain_s = best_chain(problem, order)
     except PlanError as error:
         if settings.contiguous:
             raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
-    # a chain is solved exactly, so nothing is left to breed
+    # only free placements need another search than that for chains
     if settings.contiguous or problem.m == 1:
         return ends, order, "dynamic"
     if method == "exact":
@@ -307,7 +307,7 @@ def _shortest_step(
             "no exact solver knows the step of a free placement: use allocation='gabra', or "
             "objective='makespan'"
         )
-    # small problems are searched to the end long before the limit
+    # small problems need fewer evaluations than the limit
     calls = min(_MOST_CALLS, 50 * problem.n * problem.m)
     try:
         genes, history = evolve(FreePlacements(problem), settings.seed, Breeding(evaluations=calls))
@@ -315,20 +315,20 @@ def _shortest_step(
         if not ends:
             raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
         return ends, order, "dynamic"
-    # of two equal placements the chain sends less and is easier to read
+    # a chain that is as fast is preferred: it sends less and is easier to read
     if chain_s <= history[-1]:
         return ends, order, "dynamic"
     return *runs(genes), "gabra"
 
 
 def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
-    """The ends of the stages that are left when the most expensive cuts are closed."""
+    """The ends of the stages by `merging`, which joins partitions at the most expensive cuts."""
     if not settings.contiguous:
         raise PlanError(
             "allocation='merging' leaves one run of partitions for each device: use "
             "contiguous=True, or allocation='gabra'"
         )
-    # it closes the dearest cuts and looks at nothing else, memory included
+    # it looks at the costs of cuts alone, so memory is checked afterwards
     ends = merge(problem.table.loads, _cut_costs(problem), problem.m)
     if not problem.fits(ends, _order(problem.m)):
         raise PlanError(
@@ -345,11 +345,11 @@ def _allocated(
     objective: Literal["makespan", "profit"],
     settings: PlanSettings,
 ) -> tuple[list[int], list[int]]:
-    """The ends of the stages, and their devices; neighbouring runs of a device are one stage."""
+    """Search by `allocate` for makespan or profit: the ends of the stages, and their devices."""
     loads, speeds = problem.table.loads, problem.speeds
     capacities = list(speeds)
     if objective == "profit":
-        # Eq. 5 fills capacities: without some room to spare every placement would be the same
+        # Eq. 5 fills capacities: there must be room to spare for placements to differ
         room = max(1.25 * sum(loads) / sum(speeds), max(loads) / min(speeds))
         capacities = [speed * room for speed in speeds]
     limited = bool(problem.ceilings)
@@ -374,11 +374,11 @@ def _allocated(
 
 
 def _cut_costs(problem: StepProblem) -> list[float]:
-    """Seconds of a cut after each partition: activations cross it, and gradients of their size."""
-    seconds_per_byte = problem.links.seconds_per_byte[0][0]  # the links of a plan are equal
+    """Seconds that a cut after each partition costs, for activations and gradients of one size."""
+    seconds_per_byte = problem.links.seconds_per_byte[0][0]  # all links are taken to be equal
     return [2 * size * seconds_per_byte for size in problem.table.cut_bytes]
 
 
 def _order(stages: int) -> list[int]:
-    """The device of each stage of a chain: the driver, 0, has the last."""
+    """The device of each stage of a chain: 1, 2, ..., and the driver's, 0, for the last."""
     return [*range(1, stages), 0]

@@ -1,4 +1,4 @@
-"""How many samples of a global batch each replica takes, by its speed."""
+"""Divide the samples of a global batch over replicas by their speed (`balance="speed"`)."""
 
 import heapq
 from collections.abc import Sequence
@@ -6,18 +6,19 @@ from operator import truediv
 
 
 def deal(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Whole samples in proportion to speeds: each goes to the replica that would finish it first.
+    """Give each replica whole samples about in proportion to its speed.
 
-    Each replica gets one at least. With fewer samples in all, no replica gets more than before.
+    Each gets at least one; each further sample goes to the replica that would finish it first. With
+    fewer samples in all, no replica gets more than before.
 
     Args:
-        samples: in the global batch, as many as there are replicas or more.
-        speeds: (R,) of the replicas, relative to each other.
+        samples: number of samples of the global batch, at least one per replica.
+        speeds: (R,) relative speeds of the replicas.
 
     Returns:
-        (R,) samples of each replica.
+        (R,) number of samples of each replica.
     """
-    # nobody ends with less than the whole part of its quota of what is left after one sample each
+    # a start that the rule below reaches in any case: the whole part of each replica's quota
     quota = max(0, samples - len(speeds)) / sum(speeds)
     shares = [max(1, int(quota * speed)) for speed in speeds]
     finish = [((n + 1) / speed, r) for r, (n, speed) in enumerate(zip(shares, speeds))]
@@ -30,16 +31,16 @@ def deal(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def batch_sizes(samples: int, batch: int, replicas: int, *, drop_last: bool) -> list[int]:
-    """Sizes of the global batches of an epoch, each of one sample per replica at least.
+    """Sizes of the global batches of an epoch, each of at least one sample per replica.
 
-    Where the samples that are left are fewer than the replicas, the last batch takes as many of the
-    one before as it lacks.
+    If fewer samples than replicas are left for the last batch, it gets the missing ones from the
+    batch before.
 
     Args:
-        samples: of the epoch, as many as there are replicas or more.
-        batch: size of a global batch: two samples per replica or more.
+        samples: number of samples of the epoch, at least one per replica.
+        batch: size of a global batch, at least two samples per replica.
         replicas: number of replicas.
-        drop_last: whether the samples that do not fill a batch are left out.
+        drop_last: whether samples that do not fill a batch are left out.
     """
     whole, left = divmod(samples, batch)
     sizes = [batch] * whole
@@ -51,14 +52,16 @@ def batch_sizes(samples: int, batch: int, replicas: int, *, drop_last: bool) -> 
 
 
 def without_the_slowest(batch: int, speeds: Sequence[float]) -> tuple[int, float]:
-    """How many of the fastest replicas take the most samples a second, links left out.
+    """Find how many of the fastest replicas train on the most samples per second.
+
+    Communication is left out.
 
     Args:
-        batch: samples of a replica in a step, on average.
-        speeds: (R,) of the replicas.
+        batch: mean number of samples of a replica in a step.
+        speeds: (R,) relative speeds of the replicas.
 
     Returns:
-        Their number, and how many times as many samples a second they take as all replicas.
+        Number of these replicas, and the ratio of their samples per second to those of all.
     """
     ranked = sorted(speeds, reverse=True)
     rates = [

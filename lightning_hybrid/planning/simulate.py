@@ -1,8 +1,8 @@
-"""Time a schedule: its own instruction lists, event by event.
+"""Simulate a step of a schedule: time its instruction lists event by event.
 
-Two things have no counterpart where each stage has one device. A device that feeds several copies
-has one way out: its messages leave one after the other, to whomever they go. And the gradients of a
-stage travel when the last of its copies has begun its last backward.
+If stages have copies, two rules are added: a device that sends to several copies sends one message
+at a time, to whichever copy; and the all-reduce of a stage's gradients begins when the last of its
+copies has begun its last backward.
 """
 
 from collections import defaultdict, deque
@@ -25,22 +25,23 @@ from lightning_hybrid.schedules import (
 
 Edge = tuple[Copy, Copy]
 Order = Iterable[tuple[Copy, Instruction, Copy]]
-"""Instructions in a possible order: whose each is, and the copy at the other end of a message."""
+"""Instructions in an order in which they may run: each with the copy of a stage that runs it, and
+the copy at the other end if it is a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An instruction and when it ran.
+    """An instruction with its simulated start and end.
 
     A send lasts while its message is on the link, a receive while the device waits for it, a
-    reduction while gradients travel. Only forward, backward and weight keep the device busy.
+    REDUCE during the all-reduce. Only forward, backward and weight keep the device busy.
 
     Attributes:
         stage: number of the stage that runs it.
-        instruction: what is run.
-        start_s: seconds from the start of the forward pass.
-        end_s: likewise, when it is over.
-        copy: of the stage, that runs it.
+        instruction: the instruction.
+        start_s: its start, in seconds from the start of the forward pass.
+        end_s: its end, in seconds from the start of the forward pass.
+        copy: number of the stage's copy that runs it.
     """
 
     stage: int
@@ -55,7 +56,7 @@ class Timeline:
     """One step of a replica, as simulated.
 
     Attributes:
-        events: all that was run, in the order in which the simulation took it.
+        events: the instructions, in the order in which they were simulated.
         makespan_s: seconds from the start of the forward pass until the last device has stepped.
     """
 
@@ -65,18 +66,19 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class DealtCosts:
-    """What the parts of a step take, in seconds.
+    """Times of the parts of a step whose stages have copies, in seconds.
 
     Attributes:
         forward_s: by stage and copy, forward of one micro-batch.
-        backward_s: likewise, its backward; where that is split, the input part.
-        weight_s: likewise, the weight part where it is split.
-        step_s: likewise, the optimizer step.
+        backward_s: by stage and copy, backward of one micro-batch; if it is split, the input part.
+        weight_s: by stage and copy, the weight part of a split backward; 0: not split.
+        step_s: by stage and copy, the optimizer step.
         reduce_s: by stage, the all-reduce of its gradients over its copies in all replicas.
-        edges: by the copies at both ends, in the direction of the forward pass, how long a
-            micro-batch keeps the sender's way out, and how much later it is there; gradients take
-            the same on their way back. Inputs go from the driver to copies of stage 0, outputs from
-            copies of the last stage to the driver. Edges that are left out take nothing.
+        edges: by the copies at both ends, in the direction of the forward pass: for how long the
+            message of a micro-batch occupies the sender's link, and how much later it arrives.
+            Gradients take the same times on their way back. Inputs go from the driver to copies of
+            stage 0, outputs from copies of the last stage to the driver. Edges that are left out
+            take no time.
     """
 
     forward_s: Sequence[Sequence[float]]
@@ -88,12 +90,15 @@ class DealtCosts:
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """How many copies each stage has."""
+        """Number of copies of each stage."""
         return tuple(map(len, self.forward_s))
 
     @classmethod
     def alike(cls, costs: StepCosts, copies: Sequence[int]) -> "DealtCosts":
-        """Those of a chain whose copies of a stage are alike; `reduce_s` is over all owners."""
+        """Costs in which the copies of a stage have equal times, from those of the stages.
+
+        `costs.reduce_s` must be the all-reduces over the copies in all replicas.
+        """
 
         def each(seconds: Sequence[float]) -> list[list[float]]:
             return [[value] * count for value, count in zip(seconds, copies)]
@@ -114,18 +119,18 @@ class DealtCosts:
 
 
 def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
-    """Execute the lists of a schedule on clocks instead of devices.
+    """Simulate a step of a schedule whose stages have no copies.
 
-    A device runs one instruction after the other; one with several stages runs their lists merged
-    into one. Sends cost the sender nothing; the messages from one device to another travel one at a
-    time, and the two directions don't disturb each other. What stages on one device hand each other
-    is there at once. The all-reduce of a stage runs beside its last backward (or its weight part)
-    and ends no earlier than this; those of a device follow each other. `step_time.fill_drain_s`
-    gives the same makespan of fill-drain in a fraction of the time.
+    A device runs one instruction at a time; the lists of several stages on a device are merged.
+    Sends take none of the sender's time; the messages from one device to another are transferred
+    one at a time, and the two directions are independent. Messages between stages of one device
+    take no time. The all-reduce of a stage begins with its last backward (or weight part) and
+    overlaps it; all-reduces of one device run one after the other. `step_time.fill_drain_s` gives
+    the same makespan for fill-drain in a fraction of the time.
 
     Args:
-        schedule: What to run.
-        costs: What its stages take.
+        schedule: The schedule.
+        costs: Times of its stages.
 
     Raises:
         PlanError: the costs are those of another number of stages, devices are left out, or the
@@ -137,8 +142,8 @@ def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
         raise PlanError(
             f"devices{places} must name one of 0, 1 ... for each of {schedule.stages} stages"
         )
-    # The backward list of a device simply follows its forward list: the driver starts the backward
-    # pass when its forward is over, and all others wait for its gradients.
+    # The backward list of a device follows its forward list: the driver begins the backward pass
+    # when its forward pass is over, and all others wait for its gradients.
     order = _order(
         (
             (Copy(stage, 0), step)
@@ -152,13 +157,13 @@ def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
 
 
 def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
-    """Execute dealt lists, where each copy has a device of its own.
+    """Simulate a step of a schedule whose stages have copies, each on a device of its own.
 
-    Where each stage has one copy, the times are those of `simulate`.
+    If each stage has one copy, the times are those of `simulate`.
 
     Args:
-        dealt: The lists, of `collected` copies.
-        costs: Of the stages with layers.
+        dealt: The schedule, with the stage that `collected` may add.
+        costs: Times of the stages with layers.
 
     Raises:
         PlanError: the costs are those of other copies, or the lists cannot be run.
@@ -171,11 +176,11 @@ def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
 
 
 def dealt_order(dealt: DealtSchedule, copies: tuple[int, ...]) -> Order:
-    """A possible order of dealt lists, for `simulate_order`.
+    """An order in which the instructions of a schedule with copies may run, for `simulate_order`.
 
     Args:
-        dealt: The lists, of `collected` copies.
-        copies: Of the stages with layers.
+        dealt: The schedule, with the stage that `collected` may add.
+        copies: Numbers of copies of the stages with layers.
     """
     collects = copies != dealt.copies
     lists = (dealt.forward, dealt.backward)
@@ -186,13 +191,14 @@ def dealt_order(dealt: DealtSchedule, copies: tuple[int, ...]) -> Order:
 def _order(
     steps: Iterable[tuple[Copy, Instruction]], peer: Callable[[Copy, Instruction], Copy]
 ) -> Order:
+    """Add to each instruction the other end of its message (itself if it is no message)."""
     for place, step in steps:
         travels = step.kind.is_send or step.kind.is_receive
         yield place, step, peer(place, step) if travels else place
 
 
 def simulate_order(order: Order, costs: DealtCosts) -> Timeline:
-    """Execute instructions of copies that have a device each."""
+    """Simulate a step from its instructions in order; each copy of a stage has its own device."""
     copies = [Copy(stage, n) for stage, count in enumerate(costs.copies) for n in range(count)]
     devices = {place: device for device, place in enumerate(copies)}
     # the stage that collects the outputs is on the driver, as is the last copy
@@ -201,12 +207,13 @@ def simulate_order(order: Order, costs: DealtCosts) -> Timeline:
 
 
 class _Run:
-    """A simulated step: clocks of the devices, and of the links between them.
+    """State of a simulated step: clocks of the devices, and of the links between them.
 
     Args:
-        costs: what the stages take.
-        devices: of each copy.
-        one_way_out: whether messages of a device to different ones wait for each other.
+        costs: times of the stages.
+        devices: device of each copy.
+        one_way_out: whether a device sends one message at a time, to whichever device; else one at
+            a time to each device.
     """
 
     def __init__(
@@ -220,18 +227,18 @@ class _Run:
         }
         self._clock_s = [0.0] * (max(devices.values()) + 1)
         self._link_free_s = defaultdict[tuple[int, int], float](float)
-        # by source and target, when the messages on their way arrive, in order
+        # by source and target, arrival times of the messages that are sent and not received
         self._arrivals_s = defaultdict[Edge, deque[float]](deque)
-        self._ready_s = [0.0] * len(costs.reduce_s)  # when a stage's gradients may travel
+        self._ready_s = [0.0] * len(costs.reduce_s)  # when a stage's all-reduce may begin
         self._reduces: list[tuple[Copy, Instruction]] = []
         self._events: list[Event] = []
 
     def timeline(self, order: Order) -> Timeline:
-        """Execute instructions; then come the all-reduces and the optimizer steps."""
+        """Simulate the instructions, then all-reduces and optimizer steps."""
         for place, step, other in order:
             self._take(place, step, other)
         reduced_s, steps_s = [0.0] * len(self._clock_s), [0.0] * len(self._clock_s)
-        # an all-reduce waits for all copies: when it begins is known when all have come to it
+        # an all-reduce begins when all copies have reached it, which is known now
         for place, step in self._reduces:
             device = self._devices[place]
             start_s = max(self._ready_s[place.stage], reduced_s[device])
@@ -243,12 +250,12 @@ class _Run:
 
     def _take(self, place: Copy, step: Instruction, other: Copy) -> None:
         device, kind = self._devices[place], step.kind
-        collects = place.stage == len(self._ready_s)  # and has no layers
+        collects = place.stage == len(self._ready_s)  # the stage without layers
         start_s = self._clock_s[device]
         if kind is Kind.REDUCE:
             if not collects:
                 self._ready_s[place.stage] = max(self._ready_s[place.stage], start_s)
-                # the others may not have come to it yet: when it begins is known at the end
+                # other copies may reach it later: its start is known at the end
                 self._reduces.append((place, step))
             return
         if kind.computes:
@@ -262,15 +269,15 @@ class _Run:
         self._events.append(Event(place.stage, step, start_s, end_s, place.number))
 
     def _send(self, place: Copy, other: Copy, start_s: float, back: bool) -> tuple[float, float]:
-        """When a message leaves and when it arrives."""
+        """Simulate a send: the start of its transfer, and its arrival."""
         source, target = self._devices[place], self._devices[other]
         edge = (other, place) if back else (place, other)
         send_s, latency_s = self._costs.edges.get(edge, (0.0, 0.0))
-        # stages of one device hand each other tensors as they are
+        # messages within a device take no time
         if source == target:
             return start_s, start_s
         link = (source, source if self._one_way_out else target)
-        if send_s:  # what takes no time waits for nothing
+        if send_s:  # a message that takes no time does not wait for earlier ones
             start_s = max(start_s, self._link_free_s[link])
             self._link_free_s[link] = start_s + send_s
         return start_s, start_s + send_s + latency_s

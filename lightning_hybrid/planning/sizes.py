@@ -1,14 +1,15 @@
-"""How many replicas, of how many stages, with how many micro-batches: the shortest time of a batch.
+"""Choose numbers of replicas, stages and micro-batches for the shortest predicted time per batch.
 
 Every replica takes a batch of its own, as under DDP, so that R replicas train on R batches in a
 step; or the user's code divides the batch by the number of replicas, and they train on one. What is
-compared is therefore the predicted time of a step for each of its batches: that of an epoch, up to
-a constant. (N devices, R replicas of S devices each, R S = N, M micro-batches, B samples in the
-batch of a replica alone.)
+compared is therefore the predicted time of a step divided by its number of batches: the time of an
+epoch, up to a constant. (N devices, R replicas of S devices each, R S = N, M micro-batches, B
+samples in the batch of a single replica.)
 
-A network is measured only at the sizes of micro-batches that may win: from what it takes at size B,
-the time of any other size is estimated as proportional (which is optimistic on a device that likes
-large batches), and a candidate whose estimate is behind the best measured one is left there.
+A network is profiled only for micro-batches that may be the best: from its profile for size B, the
+time for any other size is estimated as proportional (which is optimistic, since devices are more
+efficient with large batches), and sizes whose estimate is worse than the best measured ones are not
+profiled.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,19 +27,19 @@ from lightning_hybrid.planning.search import PlanSettings, Replica
 from lightning_hybrid.planning.shares import deal
 
 SPARE = 0.1
-"""Share of a device's memory that chosen sizes leave free, where they can: what a step holds is
-predicted, and what the process and other code take besides is not known."""
+"""Fraction of a device's memory that chosen sizes leave free if they can: what a step holds is
+predicted, and what the process and other code take is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The devices of all ranks, and what they need to speak to each other.
+    """The devices of all ranks, and costs of communication between them.
 
     Attributes:
         devices: one entry for each rank.
         capacity: relative speeds that the user gave; None: as measured.
-        bandwidth_bytes_per_s: of a link between two stages.
-        rates: what a step takes beside computing.
+        bandwidth_bytes_per_s: bandwidth of a link between two stages.
+        rates: costs of a step beside computing.
     """
 
     devices: tuple[Device, ...]
@@ -47,15 +48,16 @@ class Machine:
     rates: Rates
 
     def cluster(self, replicas: int, stages: int) -> Cluster:
-        """The devices as so many replicas of so many devices."""
+        """The devices, divided into `replicas` replicas of `stages` devices."""
         cluster = make_cluster(self.devices, replicas, stages, self.capacity)
         bandwidth = self.bandwidth_bytes_per_s
         return replace(cluster, rates=self.rates, bandwidth_bytes_per_s=bandwidth)
 
 
 WORTHWHILE = 0.95
-"""Stages are taken only where they are predicted to take at most this share of the time of
-replicas alone: a prediction is off by some percent, and replicas change nothing in the numbers."""
+"""Several stages are chosen only if they are predicted to take at most this fraction of the time of
+replicas of one stage: predictions are off by some percent, and replicas alone train exactly as
+under DDP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class Sizes:
     Attributes:
         replicas: number of replicas.
         stages: number of devices of a replica.
-        microbatches: number of slices of a replica's batch.
+        microbatches: number of micro-batches of a replica's batch.
     """
 
     replicas: int
@@ -81,16 +83,15 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Sizes, and what a step is predicted to take with them.
+    """Sizes with the predicted time of a step.
 
     Attributes:
-        sizes: replicas, stages and micro-batches.
-        step_s: predicted seconds of a step, all networks together.
-        divided: into how many parts a batch is divided over the replicas; 1: each takes a whole
-            one.
-        recompute: whether stages run their forward again for the backward, since it does not fit
-            otherwise.
-        shares: samples that each replica takes in a step; empty: all take as many.
+        sizes: numbers of replicas, stages and micro-batches.
+        step_s: predicted seconds of a step, for all networks together.
+        divided: number of parts into which the user's code divides a batch over the replicas; 1:
+            each takes a whole one.
+        recompute: whether activations are recomputed, since the network does not fit otherwise.
+        shares: number of samples that each replica takes in a step; empty: equal numbers.
     """
 
     sizes: Sizes
@@ -101,24 +102,25 @@ class Candidate:
 
     @property
     def batches(self) -> float:
-        """How many batches the replicas take in a step."""
+        """Number of batches on which the replicas train in a step."""
         return self.sizes.replicas / self.divided
 
     @property
     def batch_s(self) -> float:
-        """Seconds for each of the batches that the replicas take in a step."""
+        """Predicted seconds of a step divided by its number of batches."""
         return self.step_s / self.batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was chosen, and what was not.
+    """The chosen sizes, and alternatives.
 
     Attributes:
-        best: the shortest time of a batch; replicas alone have an advance, see :data:`WORTHWHILE`.
-        others: the best of each other number of stages, the shortest first; estimates where those
-            are far behind.
-        alone_s: predicted seconds of a batch on one of the devices.
+        best: the sizes with the shortest time of a batch; one stage is preferred by
+            :data:`WORTHWHILE`.
+        others: the best sizes for each other number of stages, the fastest first; those that are
+            much slower are estimated only.
+        alone_s: predicted seconds of a batch on a single device.
     """
 
     best: Candidate
@@ -126,7 +128,7 @@ class Choice:
     alone_s: float
 
     def describe(self) -> str:
-        """What was chosen, what it is predicted to take, and the runners-up."""
+        """A text for the user: the chosen sizes, their predicted time, and the next best ones."""
         best = self.best
         lines = [
             f"Chosen for {best.sizes.replicas * best.sizes.stages} devices: {best.sizes}. "
@@ -160,27 +162,29 @@ def _seconds(value: float) -> str:
 
 
 def _rated(candidate: Candidate) -> float:
-    """The time of a batch; replicas alone get an advance."""
+    """The time of a batch by which sizes are compared; one stage is preferred."""
     return candidate.batch_s * (WORTHWHILE if candidate.sizes.stages == 1 else 1.0)
 
 
 @dataclass
 class Prediction:
-    """What steps take, for all sizes that devices may have.
+    """Predicts step times for all sizes that the devices allow, and chooses the best sizes.
 
     Attributes:
         machine: the devices.
-        networks: per network, what gives its parts for a number of micro-batches; it may measure.
-        batch: samples in the batch of a replica that is alone.
-        divided: into how many parts that is divided when there are so many replicas.
-        splits: whether batches may be split into so many micro-batches, more than one.
-        asked: number of micro-batches that the user wants; None: it is chosen too.
-        settings: what the user has asked for.
-        present_bytes: of the networks, which each device had when it was asked what it may take,
-            and gives back where another one owns it.
+        networks: for each network a function from the number of micro-batches to the table of its
+            partitions, which may measure them.
+        batch: number of samples in the batch of a single replica.
+        divided: function from the number of replicas to the number of parts into which the user's
+            code divides that batch.
+        asked: number of micro-batches that the user has set; None: it is chosen too.
+        splits: function that tells whether batches may be split into a number of micro-batches.
+        settings: options of the user.
+        present_bytes: bytes of the networks that each device had in use when its free memory was
+            read, and that are freed where another rank owns them.
         by_speed: whether replicas take samples by their speed.
-        spare: share of the memory of the devices that is left free.
-        short: what lacks in the sizes that do not fit.
+        spare: fraction of the devices' memory that is left free.
+        short: for the sizes that did not fit, what devices lack.
     """
 
     machine: Machine
@@ -197,18 +201,18 @@ class Prediction:
     short: list[Fit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # both are asked for each of the sizes, and may measure or run the user's code
+        # cached, since they may measure or run the user's code
         self.networks = [cache(network) for network in self.networks]
         self.divided = cache(self.divided)
 
     def choose(self, allowed: Callable[[int, int], bool] = lambda replicas, stages: True) -> Choice:
-        """The sizes with the shortest predicted time of a batch.
+        """Choose the sizes with the shortest predicted time of a batch.
 
         Args:
-            allowed: whether numbers of replicas and stages may be taken.
+            allowed: function that tells whether numbers of replicas and stages may be chosen.
 
         Raises:
-            PlanError: no sizes are allowed, or the devices cannot hold the network in any of them.
+            PlanError: no sizes are allowed, or the network fits with none of them.
         """
         count = len(self.machine.devices)
         possible = [s for s in self.sizes() if allowed(s.replicas, s.stages)]
@@ -218,7 +222,7 @@ class Prediction:
             )
         try:
             known, guesses = self._compared(possible)
-        # a tight fit is better than none
+        # nothing fits with memory to spare: try without
         except PlanError:
             self.spare = 0.0
             self.short.clear()
@@ -233,19 +237,19 @@ class Prediction:
         return Choice(best=best, others=tuple(others.values()), alone_s=self.alone_s())
 
     def _compared(self, possible: Sequence[Sizes]) -> tuple[list[Candidate], list[Candidate]]:
-        """The candidates that were measured, up to where none can be better; estimates of all."""
+        """Compare sizes: those that were measured, until no other can be better; and estimates."""
         guesses: list[Candidate] = []
         known: list[Candidate] = []
         problem = PlanError("")
         for sizes in possible:
             try:
                 guesses.append(self.estimated(sizes))
-            except PlanError as error:  # they cannot hold it
+            except PlanError as error:  # the network does not fit
                 problem = error
-        # measuring takes seconds, estimating none: the most promising are measured first
+        # measuring takes seconds: begin with the best estimates
         guesses.sort(key=_rated)
         for guess in guesses:
-            # estimates are optimistic, so what is behind by its estimate stays behind
+            # estimates are optimistic, so the rest would not be better when measured
             if known and _rated(guess) >= min(map(_rated, known)):
                 break
             try:
@@ -258,20 +262,20 @@ class Prediction:
 
     @property
     def whole(self) -> int:
-        """Micro-batches of one stage, which takes its batches as the user wants, else whole."""
+        """Number of micro-batches if there is one stage: the user's, else 1."""
         return self.asked or 1
 
     def batch_of(self, replicas: int) -> int:
-        """Samples in the batch of each of so many replicas."""
+        """Number of samples in the batch of each of `replicas` replicas."""
         return max(1, self.batch // self.divided(replicas))
 
     def sizes(self) -> list[Sizes]:
-        """All sizes that use all devices."""
+        """All sizes to compare: numbers of replicas, stages and micro-batches on all devices."""
         found, devices = [], len(self.machine.devices)
         for stages in (s for s in range(1, devices + 1) if devices % s == 0):
             replicas, numbers = devices // stages, [self.whole]
             if self.asked is None and stages > 1:
-                # slices of two samples at least, if that can be: single ones may take a slow path
+                # micro-batches of two samples at least, if possible: one may take a slow path
                 batch = self.batch_of(replicas)
                 limit = max(batch // 2, min(batch, 2))
                 tried = (m for m in sorted({2, stages, 2 * stages, 4 * stages}) if m <= limit)
@@ -280,28 +284,31 @@ class Prediction:
         return found
 
     def measured(self, sizes: Sizes) -> Candidate:
-        """A step, from what networks take at that size of the micro-batch.
+        """Predict a step from profiles of the networks at this size of the micro-batch.
 
         Raises:
-            PlanError: the devices cannot hold them.
+            PlanError: the networks do not fit.
         """
         slices = sizes.microbatches * self.divided(sizes.replicas)
-        # a batch that cannot be cut cannot be measured in parts
+        # a batch that cannot be split cannot be measured in parts
         if slices > sizes.microbatches and not self.splits(slices):
             return self.estimated(sizes)
         return self._candidate([network(slices) for network in self.networks], sizes)
 
     def estimated(self, sizes: Sizes) -> Candidate:
-        """The same, from what they take whole."""
+        """Predict a step from profiles for a single replica of one stage, scaled to the sizes.
+
+        Raises:
+            PlanError: the networks do not fit.
+        """
         share = self.whole / (sizes.microbatches * self.divided(sizes.replicas))
         return self._candidate(
             [network(self.whole).scaled(share) for network in self.networks], sizes
         )
 
     def alone_s(self) -> float:
-        """Seconds of a step on one device, however much it holds."""
+        """Predicted seconds of a step on one device, whatever its memory."""
         parts = [network(self.whole) for network in self.networks]
-        # memory is left out: this is what to compare with, and no choice
         computed = sum(self.whole * sum((*p.forward_s, *p.backward_s)) for p in parts)
         trained = sum(sum(p.gradient_bytes) for p in parts)
         return computed + self.machine.rates.update_s_per_byte * trained
@@ -321,19 +328,20 @@ class Prediction:
     def _dealt(
         self, networks: Sequence[PartitionTable], sizes: Sizes, cluster: Cluster
     ) -> Candidate:
-        """A step in which replicas take samples by their speed: it ends with the last of them.
+        """Predict a step in which replicas take samples by their speed; it ends with the slowest.
 
-        Each replica is planned as if it might have cuts of its own. All have the same, for the
-        slowest device of each stage; where chains are not in proportion, a step takes longer.
+        Each replica is planned as if it could have other cuts. In a run all have the same cuts, for
+        the slowest device of each stage; if the speeds of replicas are not in proportion, a step
+        takes longer than predicted.
         """
         batch = self.batch_of(sizes.replicas)
         shares = deal(max(sizes.replicas, sizes.replicas * batch), cluster.replica_speeds)
-        # shares differ, so the last replica to end is not known before all are planned
+        # shares differ, so which replica ends last is known when all are planned
         found: list[list[Plan]] = []
         for replica, share in enumerate(shares):
             mine = cluster.order[replica * sizes.stages : (replica + 1) * sizes.stages]
             parts = [each.scaled(share / batch) for each in networks]
-            # what the slowest has room for, all are given
+            # memory limits are those of the smallest device over all replicas
             limits = self._limits(cluster)
             found.append(self._plans(parts, sizes, [cluster.speeds[r] for r in mine], limits))
         slowest = max(found, key=lambda plans: sum(plan.step_s for plan in plans))
@@ -352,32 +360,32 @@ class Prediction:
         capacities: Sequence[float],
         room: tuple[int, ...] | None,
     ) -> list[Plan]:
-        """A plan for each network, on the same devices.
+        """Plan each network, all on the same devices.
 
         Args:
-            networks: what a micro-batch takes.
-            sizes: of the run.
-            capacities: speeds of the devices of a replica.
-            room: bytes that each of them may take; None: not known.
+            networks: tables of the networks, for a micro-batch.
+            sizes: sizes of the run.
+            capacities: relative speeds of the devices of a replica.
+            room: bytes that each of these devices may use; None: not known.
         """
         plans: list[Plan] = []
-        # replicas that divide states hold less the more there are
+        # replicas may divide the optimizer state
         networks = [each.divided(sizes.replicas) for each in networks]
         for parts in networks if sizes.replicas == 1 else [each.averaged() for each in networks]:
-            # one with too few parts for the stages stays on the driver
+            # a network with fewer partitions than stages stays on the driver
             here = sizes if len(parts.names) >= sizes.stages else replace(sizes, stages=1)
             plans.append(self._plan(parts, here, capacities, remaining(room, plans)))
         return plans
 
     def _limits(self, cluster: Cluster) -> tuple[int, ...] | None:
-        """What each device may take, but for what is spared."""
+        """Bytes that each device may use, less those that are left free."""
         limits = cluster.memory_limits
         return limits and tuple(
             round((1 - self.spare) * (limit + self.present_bytes)) for limit in limits
         )
 
     def why_nothing_fits(self) -> PlanError | None:
-        """What lacks in the sizes that were looked at, and what would fit; None: nothing lacks."""
+        """The error with what devices lack and what would fit; None: memory was not the reason."""
         short = [fit for fit in self.short if not fit.fits]
         if not short:
             return None
@@ -415,7 +423,7 @@ class Prediction:
         except PlanError:
             recompute = self.settings.recompute if stages > 1 else False
             again = [recompute] if isinstance(recompute, bool) else [True, False]
-            # the message says of each way that was tried what lacks there
+            # note what devices lack in each way that was tried, for the error
             for each in again if limits is not None else []:
                 way = Way(stages=stages, microbatches=sizes.microbatches, recompute=each)
                 batch = self.batch_of(sizes.replicas)

@@ -1,8 +1,7 @@
-"""Which stages' backwards to split: those where the shorter drain is worth the longer backward.
+"""Choose the stages whose backward is split under `zero_bubble`, by the predicted step time.
 
 A split backward takes `input_s + weight_s`, which may be more than a joint one (batch
-normalisation, for one, makes the same sums for both parts). So the stages are tried one by one, by
-the simulated step.
+normalisation, for instance, computes the same sums for both parts). So it is tried stage by stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +19,13 @@ def best_split_chain(
     """Improve the cuts of a chain for backwards that may be split.
 
     Args:
-        problem: What was placed.
-        ends: For each stage the number after its last partition: the best ones without a split.
-        devices: Of each stage; each has its own.
+        problem: The partitions and devices.
+        ends: For each stage its end, the number after its last partition, of a good chain without
+            split backwards.
+        devices: The device of each stage; all differ.
 
     Returns:
-        The ends, and what the stages take, some of them split.
+        The ends, and the costs of the stages, of which some have a split backward.
     """
 
     def step_s(moved: Sequence[int]) -> float:
@@ -38,10 +38,10 @@ def best_split_chain(
 
 
 def split_costs(problem: StepProblem, ends: Sequence[int], devices: Sequence[int]) -> StepCosts:
-    """What the stages take where those are split for which it pays, with the cuts as they are."""
+    """The costs of stages with given cuts, with backwards split where the step gets shorter."""
     joint = problem.costs(ends, devices)
     bounds = zip(pairwise((0, *ends)), devices)
-    # the first stage hands nothing on: nobody waits for its gradients
+    # the first stage is not split: no stage waits for its gradients
     parts = [None, *(_parts(problem, a, b, device) for (a, b), device in list(bounds)[1:])]
 
     def costs(chosen: frozenset[int]) -> StepCosts:
@@ -55,15 +55,15 @@ def split_costs(problem: StepProblem, ends: Sequence[int], devices: Sequence[int
         return fill_drain_s(costs(chosen), problem.microbatches)
 
     may = [stage for stage, part in enumerate(parts) if part]
-    # one change at a time ends in a local optimum: two starts are two chances
+    # a search by single changes may end in a local optimum, so two starts are tried
     starts = (frozenset[int](), frozenset(may))
     return costs(min((_toggled(start, may, step_s) for start in starts), key=step_s))
 
 
 def _parts(problem: StepProblem, a: int, b: int, device: int) -> tuple[float, float] | None:
-    """Seconds of both parts of the backward of a stage; None: it cannot be split."""
+    """Seconds of the input and the weight part of a stage's backward; None: it cannot be split."""
     table, speed = problem.table, problem.speeds[device]
-    # parts that were not measured apart are taken to be equal
+    # parts that were not measured are taken to be equal
     half_s = [backward_s / 2 for backward_s in table.backward_s]
     weights = (table.weight_part_s or half_s)[a:b]
     known = [weight_s for weight_s in weights if weight_s is not None]
@@ -75,7 +75,11 @@ def _parts(problem: StepProblem, a: int, b: int, device: int) -> tuple[float, fl
 def _toggled(
     chosen: frozenset[int], may: Sequence[int], step_s: Callable[[frozenset[int]], float]
 ) -> frozenset[int]:
-    """Split one stage more, or one less, as long as that makes the step shorter."""
+    """Split one stage more, or one less, as long as the step gets shorter.
+
+    Returns:
+        The stages that are split.
+    """
     best_s, better = step_s(chosen), True
     while better:
         better = False

@@ -1,4 +1,4 @@
-"""The problem that `objective="step"` solves: which run of partitions on which device, and when?"""
+"""The problem of `objective="step"`: place partitions on devices so that a step is shortest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ class Links:
     """The links between the devices of a replica, as m x m tables; the diagonal is not used.
 
     Attributes:
-        seconds_per_byte: (m, m) seconds that a byte keeps the link from one device to another.
-        latency_s: (m, m) seconds by which a message arrives later than that.
+        seconds_per_byte: (m, m) seconds for which a byte occupies the link from one device to
+            another.
+        latency_s: (m, m) further seconds until a message arrives.
     """
 
     seconds_per_byte: Sequence[Sequence[float]]
@@ -25,7 +26,7 @@ class Links:
 
     @classmethod
     def equal(cls, devices: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> "Links":
-        """The same between any two devices."""
+        """Equal links between any two devices."""
         return cls(
             seconds_per_byte=[[1 / bandwidth_bytes_per_s] * devices] * devices,
             latency_s=[[latency_s] * devices] * devices,
@@ -36,17 +37,18 @@ class Links:
 class StepProblem:
     """n network partitions in a row, m devices, M micro-batches, run as fill-drain.
 
-    A placement is a list of runs: the number after the last partition of each (`ends`, rising, the
-    last one n) and its device. Neighbouring runs are on different devices.
+    A placement is a list of runs of consecutive partitions, given by the number after the last
+    partition of each (`ends`, rising, the last one n) and by its device (`devices`). Neighbouring
+    runs are on different devices.
 
     Attributes:
-        table: what is known of the partitions; their optimizer steps and their computations are
-            those of a device of speed 1.
-        speeds: (m,) of the devices; device 0 is the driver's, which has the last partition.
-        links: between the m devices.
-        microbatches: M, slices of a replica's batch.
-        memory_limits: (m,) bytes that a device takes; empty: no limit. They bind where the table
-            says what partitions hold.
+        table: times and sizes of the partitions; computations and optimizer steps are timed for a
+            device of speed 1.
+        speeds: (m,) speeds of the devices; device 0 is the driver's, which has the last partition.
+        links: links between the m devices.
+        microbatches: M, number of micro-batches of a replica.
+        memory_limits: (m,) bytes that a device may hold; empty: no limit. They have an effect only
+            if the table has `memory_bytes`.
 
     Raises:
         PlanError: there are fewer partitions than devices, or not one limit >= 0 for each device.
@@ -66,7 +68,7 @@ class StepProblem:
         for device, limit in enumerate(self.memory_limits):
             if not 0 <= limit < float("inf"):
                 raise PlanError(f"memory_limits[{device}] is {limit}: a number >= 0 is needed")
-        # every device must have a part: one without would still be waited for
+        # every device must get a partition
         if self.n < self.m:
             raise PlanError(f"{self.n} partitions cannot give each of {self.m} devices one")
 
@@ -80,13 +82,13 @@ class StepProblem:
 
     @cached_property
     def ceilings(self) -> list[float]:
-        """The memory limits, with the rounding they forgive; empty: none binds."""
-        # a limit means nothing where it is not known what is held
+        """The memory limits with a tolerance for rounding; empty: there are none to observe."""
+        # without known memory of partitions limits cannot be checked
         known = self.memory_limits if self.table.memory_bytes else ()
         return [limit * (1 + SLACK) for limit in known]
 
     def held(self, ends: Sequence[int], devices: Sequence[int]) -> list[float]:
-        """Bytes that each device holds of a placement; zeros where they are not known."""
+        """Bytes that each device holds in a placement; zeros if they are not known."""
         held, sums = [0.0] * self.m, self.table.sums["memory_bytes"]
         for (a, b), device in zip(pairwise((0, *ends)), devices):
             held[device] += sums[b] - sums[a]
@@ -99,7 +101,7 @@ class StepProblem:
         return all(h <= c for h, c in zip(self.held(ends, devices), self.ceilings))
 
     def costs(self, ends: Sequence[int], devices: Sequence[int]) -> StepCosts:
-        """What the parts of a step take, by run."""
+        """The times of the parts of a step, for each run."""
         bounds = list(pairwise((0, *ends)))
 
         def per_run(name: str) -> list[float]:
@@ -117,13 +119,13 @@ class StepProblem:
             devices=devices,
             send_s=[self.table.cut_bytes[end - 1] * rates[i][j] for end, (i, j) in edges],
             latency_s=[latency[i][j] for _, (i, j) in edges],
-            # the network between replicas is no faster on a fast device
+            # an all-reduce does not depend on the speed of the device
             reduce_s=per_run("reduce_s"),
             step_s=computed("step_s"),
         )
 
     def step_time_s(self, ends: Sequence[int], devices: Sequence[int]) -> float:
-        """Predicted seconds of a step; infinite where a device cannot hold its runs."""
+        """Predicted seconds of a step; infinite if a device cannot hold its runs."""
         if not self.fits(ends, devices):
             return float("inf")
         return fill_drain_s(self.costs(ends, devices), self.microbatches)

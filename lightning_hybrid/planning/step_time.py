@@ -1,4 +1,4 @@
-"""The time of a whole step, fast: what `simulate` says of fill-drain, without its events.
+"""Compute the time of a step of fill-drain by a formula, as `simulate` does by events, but faster.
 
 Letters: S stages, M micro-batches, f_k and b_k seconds of forward and backward of stage k for one
 micro-batch, c_k seconds in which such a message occupies the link after stage k, l_k its latency.
@@ -11,13 +11,13 @@ to s and m times the largest of them. With sums over what lies in between ::
     backward  E_k = T + sum_{i >= k} b_i + sum_{i >= k} (c_i + l_i) + (M - 1) max_{i >= k}(b, c)
     step      max_k ( max(E_k, E_k - b_k + reduce_k) + step_k )
 
-The all-reduce of a stage runs beside its last backward. That takes O(S): where only a cut moves,
-there is nothing left to save. A stage whose backward is split hands a micro-batch on after b_k and
-takes the next one after b_k + w_k: w_k is in the maximum and not in the sum, and the stage ends w_k
-later, beside which its gradients travel.
+The all-reduce of a stage overlaps its last backward. This takes O(S). A stage whose backward is
+split sends a micro-batch on after b_k and takes the next one after b_k + w_k: w_k is in the maximum
+and not in the sum, and the stage ends w_k later, which its all-reduce overlaps.
 
-**Stages that share devices** (loops, free placements) take turns in the order of their ticks, see
-`schedules.merged`. The recursion goes through the (stage, micro-batch) pairs in that order: O(S M).
+**Stages that share devices** (looped schedules, free placements) take turns in the order of their
+ticks, see `schedules.merged`. The recursion goes through the (stage, micro-batch) pairs in that
+order: O(S M).
 """
 
 from collections.abc import Sequence
@@ -28,25 +28,25 @@ from lightning_hybrid.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What the parts of a step take, by stage. All in seconds.
+    """Times of the parts of a step, by stage, in seconds.
 
     Lists that are left empty are filled with zeros.
 
     Attributes:
         forward_s: (S,) forward of one micro-batch.
-        backward_s: (S,) its backward.
+        backward_s: (S,) backward of one micro-batch.
         devices: (S,) device of each stage, counted from 0; the last stage is the driver's.
-        send_s: (S - 1,) how long a micro-batch occupies the link after a stage, in either
-            direction.
-        latency_s: (S - 1,) how much later it is there.
+        send_s: (S - 1,) for how long the message of a micro-batch occupies the link after a stage,
+            in either direction.
+        latency_s: (S - 1,) further time until it arrives.
         reduce_s: (S,) all-reduce of the gradients of a stage over its replicas.
         step_s: (S,) optimizer step of a stage.
-        weight_s: (S,) weight part of the backward where that is split, and then `backward_s` is its
-            input part; 0: not split. For stages that have a device each.
+        weight_s: (S,) weight part of a split backward, of which `backward_s` is then the input
+            part; 0: not split. Only if no stages share a device.
 
     Raises:
-        PlanError: a list has not one entry for each stage or cut, or a backward is split though its
-            stage shares its device.
+        PlanError: a list has not one entry for each stage or cut, or a backward is split though
+            stages share a device.
     """
 
     forward_s: Sequence[float]
@@ -67,7 +67,7 @@ class StepCosts:
                 object.__setattr__(self, name, (0.0,) * needed)
             elif len(given) != needed:
                 raise PlanError(f"{name} has {len(given)} entries, {needed} are needed: {given}")
-        # a weight part fills the time in which a stage waits; on a shared device another one does
+        # the formula for shared devices has no weight parts
         if any(self.weight_s) and len(set(self.devices)) < stages:
             raise PlanError(
                 f"weight_s{tuple(self.weight_s)} splits backwards of stages that share devices, "
@@ -81,8 +81,8 @@ _MAY_BE_EMPTY = ("send_s", "latency_s", "reduce_s", "step_s", "weight_s")
 def fill_drain_s(costs: StepCosts, microbatches: int) -> float:
     """Seconds of one step of fill-drain, from the first forward to the last optimizer step.
 
-    The same as `simulate(gpipe(S, M), costs).makespan_s`, and with `weight_s` as that of
-    `zero_bubble` with these stages split, without events: made to be called thousands of times.
+    Equal to `simulate(gpipe(S, M), costs).makespan_s`, or with `weight_s` to that of `zero_bubble`
+    with these stages split; but fast enough to be called thousands of times.
     """
     if len(set(costs.devices)) == len(costs.devices):
         return _chain_s(costs, microbatches)
@@ -90,9 +90,10 @@ def fill_drain_s(costs: StepCosts, microbatches: int) -> float:
 
 
 def _chain_s(costs: StepCosts, microbatches: int) -> float:
+    """Seconds of a step if every stage has its own device."""
     more = microbatches - 1
     crossing = sum(costs.send_s) + sum(costs.latency_s)
-    # the first micro-batch takes the sum of all times, each further one the largest of them
+    # the first micro-batch takes the sum of all times, each further one their maximum
     start = sum(costs.forward_s) + crossing + more * max(*costs.forward_s, *costs.send_s, 0.0)
     backward = longest = finish = 0.0
     edges = (*zip(costs.send_s, costs.latency_s), (0.0, 0.0))
@@ -106,14 +107,15 @@ def _chain_s(costs: StepCosts, microbatches: int) -> float:
 
 
 def _shared_s(costs: StepCosts, microbatches: int) -> float:
+    """Seconds of a step if stages share devices."""
     there = range(len(costs.devices))
     back = there[::-1]
     clocks = _Clocks(costs, microbatches)
     clocks.run(costs.forward_s, there)
     last_start_s = clocks.run(costs.backward_s, back)
-    # a device has one optimizer, which steps when all of its stages have their gradients
+    # a device steps its optimizer when all of its stages have their gradients
     reduced, steps = [0.0] * clocks.devices, [0.0] * clocks.devices
-    for stage in back:  # the all-reduces of a device follow each other
+    for stage in back:  # all-reduces of a device run one after the other
         device = costs.devices[stage]
         reduced[device] = max(last_start_s[stage], reduced[device]) + costs.reduce_s[stage]
         steps[device] += costs.step_s[stage]
@@ -121,7 +123,7 @@ def _shared_s(costs: StepCosts, microbatches: int) -> float:
 
 
 class _Clocks:
-    """When devices and links are free again, of stages that share devices."""
+    """Times at which devices and links are free again, for stages that share devices."""
 
     def __init__(self, costs: StepCosts, microbatches: int) -> None:
         self.costs, self.microbatches = costs, microbatches
@@ -130,21 +132,21 @@ class _Clocks:
         self.link_s = [[0.0] * self.devices for _ in self.device_s]  # from one device to another
 
     def run(self, seconds: Sequence[float], way: range) -> list[float]:
-        """Take all micro-batches through the stages, forward or backward.
+        """Run all micro-batches through the stages, forward or backward.
 
         Args:
-            seconds: of a micro-batch, by stage.
-            way: numbers of the stages in their order on the way.
+            seconds: seconds of a micro-batch, by stage.
+            way: numbers of the stages in the order in which a micro-batch passes them.
 
         Returns:
-            When the last micro-batch begins, by stage.
+            By stage, when its last micro-batch begins.
         """
         device_s, microbatches, last_start_s = self.device_s, self.microbatches, [0.0] * len(way)
         arrived_s = [[0.0] * microbatches for _ in range(len(way) + 1)]
         places = [self._place(stage, stage + way.step, seconds[stage]) for stage in way]
         for tick in range(len(way) + microbatches - 1):
             ready = range(max(0, tick - microbatches + 1), min(len(way) - 1, tick) + 1)
-            # within a tick a device takes its stages by their numbers, also on the way back
+            # within a tick a device runs its stages by rising number, in the backward too
             for place in ready[:: way.step]:
                 device, taken_s, there, links, send_s, latency_s = places[place]
                 number = tick - place
@@ -165,10 +167,20 @@ class _Clocks:
     def _place(
         self, stage: int, target: int, taken_s: float
     ) -> tuple[int, float, int, list[float], float, float]:
-        """Of a stage its device, its seconds, and where its messages go, over which link."""
+        """Look up what a tick needs of a stage.
+
+        Args:
+            stage: the stage.
+            target: the stage that gets its messages.
+            taken_s: seconds of a micro-batch.
+
+        Returns:
+            Its device, `taken_s`, the target's device, when the links of its device are free, and
+            seconds and latency of a message.
+        """
         devices, cut = self.costs.devices, min(stage, target)
         here = devices[stage]
-        if not 0 <= target < len(devices):  # the last on the way sends nothing
+        if not 0 <= target < len(devices):  # the last stage of the pass sends nothing
             return here, taken_s, here, [], 0.0, 0.0
         sent = self.costs.send_s[cut], self.costs.latency_s[cut]
         return here, taken_s, devices[target], self.link_s[here], *sent

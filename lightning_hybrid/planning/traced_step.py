@@ -1,4 +1,4 @@
-"""A training step out of the trace of a run, to be shown beside what was predicted.
+"""Read a training step from the trace of a run, to be shown beside the prediction.
 
 The files are those of `LIGHTNING_HYBRID_TRACE`, see `lightning_hybrid.stage.trace`.
 """
@@ -18,14 +18,14 @@ _NAME = re.compile(r"(?:.*\s)?(forward|backward|weight) (\d+)")
 
 
 class Work(NamedTuple):
-    """A forward or a backward of a micro-batch, as traced.
+    """A computation for a micro-batch in a trace.
 
     Attributes:
-        device: its number within the replica.
+        device: index of the device within the replica.
         kind: `forward`, `backward` or `weight`.
-        number: of the micro-batch.
-        start_s: when it begins, in seconds; of a whole step: since its first forward began.
-        end_s: likewise, when it is over.
+        number: number of the micro-batch.
+        start_s: its start in seconds; in the result of `measured_step` since the step began.
+        end_s: its end in seconds, counted alike.
     """
 
     device: int
@@ -36,14 +36,14 @@ class Work(NamedTuple):
 
 
 def measured_step(plan: Plan, folder: str | Path | None) -> list[Work]:
-    """A step of median length of the first replica, from its first forward on; empty: no trace.
+    """Find a step of median length of the first replica in a trace; empty: there is no trace.
 
     Args:
-        plan: What was run.
-        folder: Of the trace; None: that of the environment, if there is one.
+        plan: The plan of the run.
+        folder: Folder of the trace; None: that of `LIGHTNING_HYBRID_TRACE`, if it is set.
 
     Raises:
-        PlanError: a folder was given, and it has no trace of a step of such a plan.
+        PlanError: a folder was given that has no trace of a step with this plan.
     """
     asked = folder is not None
     folder = folder or os.environ.get(VARIABLE)
@@ -58,8 +58,8 @@ def measured_step(plan: Plan, folder: str | Path | None) -> list[Work]:
                 "environment, and give the plan of that run"
             )
         return []
-    steps = steps[1:] or steps  # the first one warms up
-    # a median is not moved by a step that waited for something else
+    steps = steps[1:] or steps  # without the first one, which is a warm-up
+    # the median is not changed by single steps that were disturbed
     steps.sort(key=_length_s)
     chosen = steps[len(steps) // 2]
     begin = min(work.start_s for work in chosen)
@@ -69,7 +69,7 @@ def measured_step(plan: Plan, folder: str | Path | None) -> list[Work]:
 
 
 def _expected(plan: Plan) -> int:
-    # steps that an evaluation or the end of the trace has cut short have fewer
+    # number of computations of a whole step
     return (2 * plan.stages + len(plan.split or ())) * plan.microbatches
 
 
@@ -78,7 +78,7 @@ def _length_s(step: list[Work]) -> float:
 
 
 def _work(plan: Plan, folder: Path) -> list[Work]:
-    """All work of the ranks of replica 0, in the order of time."""
+    """All computations of the ranks of replica 0 in a trace, in the order of time."""
     found = []
     for path in folder.glob("rank*.json"):
         try:
@@ -86,18 +86,18 @@ def _work(plan: Plan, folder: Path) -> list[Work]:
             device = _device(events)
             if device is not None and device < plan.devices_per_replica:
                 found += [work for event in events for work in _from_event(event, device)]
-        except (OSError, ValueError, KeyError, TypeError):  # another program's file
+        except (OSError, ValueError, KeyError, TypeError):  # a file of another program
             continue
     return sorted(found, key=lambda work: work.start_s)
 
 
 def _device(events: list[dict[str, Any]]) -> int | None:
-    """The place of a rank within replica 0 by the title of its trace; None: of another replica."""
+    """The device index of a rank of replica 0, by the title of its trace; None: another replica."""
     title = next(event["args"]["name"] for event in events if event["ph"] == "M")
     match = re.match(r"rank (\d+) \((\w+), replica (\d+)(?:, stage (\d+))?\)", title)
     if match is None or match[3] != "0":
         return None
-    # the driver is device 0 whatever its stage; a worker in a chain is told by its own
+    # the driver is device 0; a worker of a chain has its stage in the title
     if match[2] == "driver":
         return 0
     return int(match[4]) + 1 if match[4] is not None else int(match[1])
@@ -112,10 +112,10 @@ def _from_event(event: dict[str, Any], device: int) -> list[Work]:
 
 
 def _steps(works: list[Work]) -> list[list[Work]]:
-    """Training steps: runs of forwards, each with the backwards that follow.
+    """Divide computations into training steps: forwards and the backwards that follow them.
 
-    Forwards of an evaluation before them are left out: there are as many as backwards, whose weight
-    parts are extra.
+    A step has as many forwards as backwards (weight parts not counted); more forwards before it are
+    those of an evaluation, and left out.
     """
     steps = []
     forwards: list[Work] = []

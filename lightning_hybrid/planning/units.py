@@ -1,4 +1,4 @@
-"""Quantities with their unit, as people write them: `16 GB`, `100 Gbit/s`, `5 us`."""
+"""Read and write quantities with their unit: `16 GB`, `100 Gbit/s`, `5 us`."""
 
 import math
 import re
@@ -16,7 +16,7 @@ UNITS: dict[str, dict[str, float]] = {
     | {f"{p}bit/s": f / 8 for p, f in _PREFIXES.items()},
     "latency": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
 }
-"""For each quantity its units, as multiples of byte, FLOP/s, byte/s or second."""
+"""By quantity, its units, as multiples of byte, FLOP/s, byte/s or second."""
 _EXAMPLES = {
     "memory": "'16 GB'",
     "compute": "'15.7 TFLOP/s'",
@@ -30,9 +30,9 @@ def parse(quantity: str, value: Any, where: str) -> float:
     """Read a number with its unit.
 
     Args:
-        quantity: What it is: a key of `UNITS`.
-        value: What was written, such as `"16 GB"`.
-        where: Its place, for the error.
+        quantity: A key of `UNITS`.
+        value: The text, such as `"16 GB"`.
+        where: Where it was written, for the error.
 
     Returns:
         The value in bytes, FLOP/s, bytes per second or seconds.
@@ -45,7 +45,7 @@ def parse(quantity: str, value: Any, where: str) -> float:
     match = _NUMBER.fullmatch(str(value))
     try:
         number, unit = (float(match[1]), match[2]) if match else (math.nan, "")
-    except ValueError:  # two points, for instance
+    except ValueError:  # for instance a number with two points
         number, unit = math.nan, ""
     if math.isnan(number):
         raise PlanError(f"{where} is {value!r}, which is no {quantity}: write {example}")
@@ -63,7 +63,7 @@ def parse(quantity: str, value: Any, where: str) -> float:
 
 def spell(quantity: str, value: float) -> str:
     """Write a value with the largest decimal unit that leaves a number of at least 1."""
-    # decimal units alone: data sheets of memory and links have them
+    # decimal units only, as in data sheets of memory and links
     units = {u: f for u, f in UNITS[quantity].items() if "i" not in u and u != "µs"}
     fitting = [unit for unit, factor in units.items() if value >= factor * (1 - 1e-12)]
     unit = max(fitting, key=units.__getitem__) if fitting else min(units, key=units.__getitem__)

@@ -1,4 +1,4 @@
-"""Processes start, find each other, are watched, and end."""
+"""The processes of a run: their start, how they find each other, failures, and their end."""
 
 from lightning_hybrid.process.device_survey import look_around
 from lightning_hybrid.process.faults import (

@@ -1,8 +1,8 @@
-"""The processes that a script starts as ranks: they end with it, and it sees who has ended.
+"""The processes that a script starts as ranks: kill them when it ends, notice those that ended.
 
-Once all ranks have met, connections tell who is gone. Before, a rank that imports would wait for
-the store of a process that was killed, for as long as a store may take to begin; while it imports
-it cannot look after anything. So a shell does (:func:`keep_ranks`).
+Once all ranks have met, a closed connection tells that a rank is gone. Before that, a started rank
+would wait for the store of a script that was killed, and while it imports it cannot check. So a
+shell beside the script watches it (:func:`keep_ranks`).
 """
 
 import os
@@ -15,7 +15,7 @@ from contextlib import suppress
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.process.faults import GRACE_S
 
-# reads a line from the process that has started it; finds the end of its pipe if that is gone
+# waits for a line from the process that has started it; kills the ranks if its pipe closes instead
 _KEEPER = (
     'read -r met || { echo "Ranks that have not met yet end (processes $*): the process that has '
     'started them is gone." >&2; kill -9 "$@" 2>/dev/null; }'
@@ -23,14 +23,14 @@ _KEEPER = (
 
 
 class Children:
-    """The processes that this one has started, by whichever Trainer, for all Trainers."""
+    """The ranks that this process has started, shared by all its Trainers."""
 
     processes: Sequence["subprocess.Popen[bytes]"] = ()
-    failed = ""  # the class of the error with which the last run has failed, here
+    failed = ""  # class of the error that this process got from the last run, if that has failed
 
 
 def not_caught() -> str:
-    """The text for a process that ends because it did not catch an error that others caught."""
+    """The reason for the end of a process that did not catch an error that this one caught."""
     return (
         f"it did not catch the {Children.failed} of an earlier run, which this process has caught. "
         "`except` holds on every rank if the class of the error stands at the top of a module; one "
@@ -39,10 +39,10 @@ def not_caught() -> str:
 
 
 def miss_nobody() -> None:
-    """After a run that failed: a process that has ended with it will not come to the next one.
+    """Refuse a further run after a failed one if a started process has ended by the failure.
 
     Raises:
-        RemoteError: there is such a process.
+        RemoteError: such a process would be missing in the run.
     """
     ended = next((child for child in Children.processes if child.poll()), None)
     if Children.failed and ended is not None:
@@ -53,10 +53,10 @@ def miss_nobody() -> None:
 
 
 def leave_nobody() -> None:
-    """At the end of a script that failed: kill the children that do not end by themselves.
+    """At the end of a script that failed, kill started processes that do not end by themselves.
 
-    They notice the end of this process by its closed connections, so that it cannot wait for
-    them; another one does, which has none of these open.
+    They notice the end of this process by its closed connections, so it must not wait for them
+    itself: a forked process, which closes its copies of the connections, does.
     """
     children = [child for child in Children.processes if child.poll() is None]
     if not Children.failed or not children or not hasattr(os, "fork") or os.fork():
@@ -80,20 +80,22 @@ def _exists(pid: int) -> bool:
 
 
 class _Keeper:
+    """The shell of :func:`keep_ranks`, while it runs."""
+
     process: "subprocess.Popen[bytes] | None" = None
 
 
 def keep_ranks(children: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """See to it that started ranks end with this process, however it ends, until `have_met`."""
+    """Start a shell that kills the started ranks if this process ends before `have_met`."""
     if not children:
         return
     command = ["sh", "-c", _KEEPER, "sh", *(str(child.pid) for child in children)]
-    with suppress(OSError):  # a system without a shell goes without
+    with suppress(OSError):  # nothing watches on a system without a shell
         _Keeper.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def have_met() -> None:
-    """All ranks have met: connections tell who is gone, and scripts may end one by one."""
+    """End the shell of :func:`keep_ranks`: all ranks have met, and notice each other's end."""
     keeper, _Keeper.process = _Keeper.process, None
     if keeper is not None:
         keeper.communicate(b"met\n")

@@ -1,6 +1,6 @@
-"""All ranks look at their devices at the same time, and hear what the others have seen.
+"""Survey of the machine: all ranks measure devices and links together and exchange the results.
 
-What they see is kept for as long as the process: a script that trains several times plans each time
+The results are kept for the life of the process: a script that trains several times plans each time
 with the same numbers.
 """
 
@@ -25,28 +25,28 @@ from lightning_hybrid.planning import (
 )
 
 LINK_BYTES = 4 * 2**20
-"""What is sent to see how fast a link is."""
+"""Bytes of the messages that measure a link."""
 LINK_REPEATS = 4
 _MESSAGE_S = {"gloo": 2e-4, "nccl": 5e-5}
-"""What the Python around a message between two stages takes, on both sides together."""
+"""Seconds that Python takes for a message between two stages, both ranks together."""
 _UNMEASURED = {"nccl": (2e10, 1e10, 1e-4)}
-"""Taken for granted where links are not measured before there are stages: bytes/s of a link and of
-an all-reduce, seconds of an empty all-reduce."""
+"""Assumed for backends whose links are not measured before there are stages: bytes/s of a link and
+of an all-reduce, and seconds of an empty all-reduce."""
 
 
 def devices_of_all(
     world: Group, device: torch.device, given: Sequence[float] | None
 ) -> list[Device]:
-    """What all ranks say of their devices; every rank calls this together.
+    """Describe the devices of all ranks, with speeds unless given; all ranks call this together.
 
     Args:
         world: group of all ranks.
-        device: of this rank.
-        given: relative speeds of the ranks; None: measure them.
+        device: device of this rank.
+        given: relative speeds of the ranks, from the user; None: measure them.
     """
     if given is not None:
         return gather_objects(world, look_at(device))
-    meet(world)  # those on one host must feel each other
+    meet(world)  # measure at the same time: ranks on one host slow each other down
     devices = gather_objects(world, look_at(device, measure_speed(device)))
     if not want_second_look(devices):
         return devices
@@ -57,11 +57,11 @@ def devices_of_all(
 
 
 class _Seen:
-    """What this process has seen, and of which group and device.
+    """The last survey of this process.
 
     Attributes:
-        machine: what was found; ``None``: nobody has looked.
-        key: number of ranks, device, backend and given speeds that it holds for.
+        machine: its result; ``None``: there was none.
+        key: number of ranks, device, backend and given speeds for which it holds.
     """
 
     machine: Machine | None = None
@@ -71,13 +71,13 @@ class _Seen:
 def look_around(
     world: Group, device: torch.device, backend: str, given: tuple[float, ...] | None
 ) -> Machine:
-    """What is known of a machine before there are any sizes; every rank calls this together.
+    """Survey the machine before sizes are chosen; all ranks call this together.
 
     Args:
-        world: gloo over all ranks.
-        device: of this rank.
-        backend: of the tensors between ranks, ``"gloo"`` or ``"nccl"``.
-        given: relative speeds of the ranks; None: measure them.
+        world: gloo group of all ranks.
+        device: device of this rank.
+        backend: backend of tensors between ranks, ``"gloo"`` or ``"nccl"``.
+        given: relative speeds of the ranks, from the user; None: measure them.
     """
     key = world.size(), device, backend, given
     if _Seen.machine is None or _Seen.key != key:
@@ -99,7 +99,7 @@ def _look_around(
 
 
 def _rates(world: Group, device: torch.device, backend: str) -> Rates:
-    """What a step takes beside computing, as all ranks see it; they call this together."""
+    """Measure what a step takes beside computing; all ranks call this together and agree on it."""
     known = _UNMEASURED.get(backend)
     bandwidth, reduce_s = known[1:] if known else _reduction(world, device)
     reduce_s = _steady(reduce_s)
@@ -115,12 +115,12 @@ def _rates(world: Group, device: torch.device, backend: str) -> Rates:
 
 
 def _steady(value: float) -> float:
-    """The nearest quarter power of two, so that a plan does not change with noise."""
+    """Round to the nearest power of 2**(1/4), so that a plan does not change with noise."""
     return float(2.0 ** (round(4 * log2(value)) / 4))
 
 
 def _link(world: Group, device: torch.device) -> float:
-    """Bytes/s of the slowest link of a ring of all ranks, while all are in use."""
+    """Measure the slowest link of a ring of all ranks, while all are in use; in bytes/s."""
     size, rank = world.size(), world.rank()
     load = torch.zeros(LINK_BYTES // 4, device=device)
     other = torch.empty_like(load)
@@ -136,7 +136,7 @@ def _link(world: Group, device: torch.device) -> float:
 
 
 def _reduction(world: Group, device: torch.device) -> tuple[float, float]:
-    """Bytes/s of an all-reduce over all ranks, and seconds of an empty one."""
+    """Measure the all-reduce over all ranks: bytes/s, and seconds of an empty one."""
     load = torch.zeros(LINK_BYTES // 4, device=device)
 
     def reduce(tensor: Tensor) -> None:
@@ -149,7 +149,7 @@ def _reduction(world: Group, device: torch.device) -> tuple[float, float]:
 
 
 def _best_s(world: Group, action: Callable[[], None]) -> float:
-    """The least time of some, since a busy machine only ever makes one longer."""
+    """The shortest of several measurements: a busy machine can only make one longer."""
     best_s = float("inf")
     for _ in range(1 + LINK_REPEATS):
         meet(world)

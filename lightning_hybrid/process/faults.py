@@ -1,4 +1,4 @@
-"""The first error of a run, on every rank: who fails writes it down, who follows reads it."""
+"""Find the first error of a run on every rank, through the store: the first to fail writes it."""
 
 import os
 import signal
@@ -28,28 +28,28 @@ from lightning_hybrid.comm import (
 )
 
 GRACE_S = 8.0
-"""How long the ranks of a failed run may take to say why and to end, before they are killed."""
+"""How long, in seconds, ranks of a failed run may take to report and end before they are killed."""
 
 _KEY = "fault"
 _LOOK_EVERY_S = 1.0
 _WITNESS_DELAY_S, _LATE_DELAY_S = 0.5, 2.0
 _MEETING, _READING_S = timedelta(seconds=2), 0.2
-_STORE_S = 3.0  # its host may be the rank that died, or that does not answer
+_STORE_S = 3.0  # how long to wait for the store, whose host may be dead or stopped
 _TRIES = 3
 
 T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """All ranks, as one of them knows them: it may have coordinates in a mesh, or not yet."""
+    """What one rank needs to speak to all others, whether or not sizes are known yet."""
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank."""
+        """The coordinates of this rank."""
 
     @property
     def store(self) -> Store:
-        """The one of all ranks."""
+        """The store that all ranks share."""
 
     @property
     def world(self) -> Group:
@@ -57,19 +57,19 @@ class Ranks(Protocol):
 
 
 def first_fault(ranks: Ranks | None, error: BaseException, where: str) -> Failure | None:
-    """Report a failure of this rank.
+    """Write a failure of this rank to the store, unless another rank has failed before.
 
     Args:
-        ranks: all of them; ``None`` before they have met.
-        error: what was raised.
-        where: this rank.
+        ranks: all ranks; ``None`` before they have met.
+        error: what this rank has raised.
+        where: name of this rank.
 
     Returns:
-        What another rank has failed with before, or told this one; ``None``: this is the first, or
-        the first one on another rank was the same.
+        The failure of another rank that came first, or that ``error`` stands for; ``None``: this
+        one is the first, or is equal to the first one.
     """
     told, mine = told_text(error) is not None, Failure.of(error, where)
-    if is_loss(error):  # gloo's own error, from under Lightning, is of no use on other ranks
+    if is_loss(error):  # a lost connection is of no use as an exception on other ranks
         mine = replace(mine, packed="")
     if ranks is not None:
         if not told and is_unnamed_loss(error):
@@ -86,9 +86,11 @@ def first_fault(ranks: Ranks | None, error: BaseException, where: str) -> Failur
 
 
 def _let_the_nearest_speak(ranks: Ranks, peer: str | None) -> None:
-    """When one rank stops, those who wait for it and those who wait for them give up together.
+    """After a time-out, wait so that a rank that has waited for the stopped one reports first.
 
-    Each says that it is here; who has waited for one of these does not know the cause.
+    When one rank stops, those that wait for it and those that wait for these time out together.
+    Each writes to the store that it lives; one whose ``peer`` has done so does not know the cause,
+    and waits for longer.
     """
 
     def wait_if_it_lives() -> None:
@@ -101,7 +103,7 @@ def _let_the_nearest_speak(ranks: Ranks, peer: str | None) -> None:
 
 
 def read_fault(ranks: Ranks) -> Failure:
-    """What the rank that failed first has reported."""
+    """Read the failure that the first rank to fail has written to the store."""
     return _read(ranks.store, "another rank has failed")
 
 
@@ -111,7 +113,10 @@ def _read(store: Store, otherwise: str) -> Failure:
 
 
 def _within_time(ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) -> T:
-    """Ask the store. A client of one whose process has stopped would wait for ever."""
+    """Call ``ask``, a request to the store, in a thread; ``otherwise`` if it takes too long.
+
+    If the process of the store has stopped, a request would wait for ever.
+    """
     answers: list[T] = []
 
     def run() -> None:
@@ -119,21 +124,21 @@ def _within_time(ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) 
             answers.append(ask())
 
     thread = BackgroundThread(run, "hybrid-asks", awaited=True)
-    with suppress(MemoryError):  # there is no answer then
+    with suppress(MemoryError):  # no memory for a thread: there is no answer
         thread.start()
         thread.join(limit_s)
     return answers[0] if answers else otherwise
 
 
 class Watch:
-    """Ends a process that is busy with the user's code while the run has failed elsewhere.
+    """A thread that kills this process if it does not end soon after the run has failed elsewhere.
 
-    A rank that talks to others hears of it there. One that loads data or draws figures for an
-    hour would be an orphan for as long.
+    A rank that exchanges messages learns of a failure by them. One that runs the user's code for an
+    hour, such as loading data, would go on for as long.
 
     Args:
-        rank: how to name this rank.
-        store: of the run.
+        rank: name of this rank.
+        store: store of the run.
     """
 
     def __init__(self, rank: str, store: Store) -> None:
@@ -144,17 +149,17 @@ class Watch:
         self._thread.start()
 
     def serve(self) -> None:
-        """What becomes of the run, a worker hears from its driver, however long that may take.
+        """Ignore recorded failures from here on: this rank is a worker, whose driver reports them.
 
-        It is alone only when rank 0, and with it the store, is gone: that ends last. Its driver may
-        then be gone, too, and not every wait of a worker hears of it.
+        It is still killed if the host of the store, rank 0, is gone: that ends last, so the driver
+        may be gone too, and not every wait of a worker notices that.
         """
         self._serves = True
 
     def close(self) -> None:
-        """Stop the watch: this rank ends by itself, or was told by others."""
+        """End the thread: this rank ends by itself, or has heard of the failure from others."""
         self._over.set()
-        self._thread.join(_STORE_S)  # longer only where the store does not answer
+        self._thread.join(_STORE_S)  # with a limit, since the thread may wait for the store
 
     def _run(self) -> None:
         cause = None
@@ -173,7 +178,7 @@ class Watch:
         os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
     def _failed(self) -> Failure | None:
-        """What has failed elsewhere: what a rank has recorded, or the host of the store itself."""
+        """The failure that a rank has recorded, or the loss of the store's host; else ``None``."""
         for _ in range(_TRIES):
             try:
                 failed = self._store.check([_KEY]) and not self._serves
@@ -181,7 +186,7 @@ class Watch:
             except RuntimeError:  # the connection is broken, or its other end is gone
                 if _answers(self._store):
                     with suppress(RuntimeError):
-                        broken: Any = self._store  # torch's types do not know of `clone`
+                        broken: Any = self._store  # torch's type stubs lack `clone`
                         self._store = broken.clone()
                         continue
                 if self._over.wait(_LOOK_EVERY_S):
@@ -190,7 +195,10 @@ class Watch:
 
 
 def _answers(store: Store) -> bool:
-    """Whether the host of a store takes connections. A client tries for minutes, with noise."""
+    """Whether the host of a store accepts connections.
+
+    Tried by a plain socket: a client of the store would try for minutes, and print warnings.
+    """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
@@ -203,21 +211,21 @@ def _answers(store: Store) -> bool:
 
 
 def say_at_next_meeting(ranks: Ranks) -> None:
-    """Let this rank, which has failed, take part in the next :func:`meet` of all ranks as failed.
+    """Take part in the next :func:`meet` of all ranks as a failed rank, and wait a moment for them.
 
-    Those that wait there already hear of it so. A rank that comes to it when this process has ended
-    finds it gone.
+    Ranks that wait there learn of the failure. One that comes when this process has ended finds the
+    connection closed.
     """
     fail_next_meeting(ranks.world, _MEETING)
-    time.sleep(_READING_S)  # this rank may host the store that they read now
+    time.sleep(_READING_S)  # stay a moment: this rank may host the store that they read now
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether ``error`` only says that a peer is gone (from us, or from gloo under Lightning)."""
+    """Whether ``error``, ours or one of gloo's or NCCL's, only says that a peer is lost."""
     return isinstance(error, ConnectionLost) or is_gone(error) or is_late(error)
 
 
 def is_unnamed_loss(error: BaseException) -> bool:
-    """Whether somebody is gone and this rank cannot tell who: a direct neighbour can."""
+    """Whether ``error`` says that a peer is lost, but not which one."""
     named = isinstance(error, ConnectionLost) and error.peer is not None
     return is_loss(error) and not named

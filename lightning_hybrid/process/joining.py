@@ -1,9 +1,9 @@
-"""How a process joins the others: one store, then the group of all ranks, then the mesh.
+"""Join the other ranks: first one store, then the group of all ranks, then the mesh.
 
-The first two need no sizes (:func:`gather`); the mesh is for replicas and stages that are known
-(:func:`join`), which may be as late as the set-up of a run. What this process has joined is kept
-between Trainers: a second run uses the same group of all ranks, and with the same sizes the same
-mesh. The store ends with the process that has opened it.
+The first two need no sizes (:func:`gather`); the mesh needs the numbers of replicas and stages
+(:func:`join`), which may be known as late as in the set-up of a run. All are kept between Trainers:
+a second run uses the same group of all ranks, and with the same sizes the same mesh. The store ends
+with the process that hosts it.
 """
 
 import atexit
@@ -24,25 +24,25 @@ from lightning_hybrid.process.starts import of_this_start
 LETTING_GO_S = 0.2
 """How long a process waits, in seconds, between the last operation of its groups and its end.
 
-Gloo says that an operation is over a moment before its thread has let go of it. A script that ends
-within that moment takes the interpreter away from the thread, and C++ aborts the process: 18 of 170
-that ended right after an all-reduce did so (torch 2.13), none of 45 that waited for 50 ms. Torch
-has no call that waits for the thread, and leaves such processes to crash:
-https://github.com/pytorch/pytorch/issues/190489."""
+Gloo reports that an operation is over a moment before its thread has released it. If the
+interpreter ends within that moment, C++ aborts the process: 18 of 170 that ended right after an
+all-reduce did so (torch 2.13), none of 45 that waited for 50 ms. Torch has no call that waits for
+the thread: https://github.com/pytorch/pytorch/issues/190489."""
 
 MEETING_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how all ranks find each other, the same on each of them but for ``serve``.
+    """Where and how all ranks find each other; all but ``serve`` is equal on all ranks.
 
     Attributes:
         address: host of the store.
         port: port of the store.
         hosts: number of hosts.
         serve: whether this rank hosts the store (rank 0, unless the launcher's agent already does).
-        outlives: whether the store outlives the ranks: the agent does, and may start them again.
+        outlives: whether the launcher's agent hosts the store: it outlives the ranks, and the agent
+            may start them again.
     """
 
     address: str
@@ -53,11 +53,11 @@ class Meeting:
 
 
 def make_store(meeting: Meeting, timeout: timedelta = MEETING_TIMEOUT) -> dist.TCPStore:
-    """Host the store on the interface that the run needs, or connect to it.
+    """Host the store, on the network interface that the run needs, or connect to it.
 
     Args:
-        meeting: where it is.
-        timeout: how long to wait for the others.
+        meeting: address of the store, and whether this rank hosts it.
+        timeout: how long to wait for the other ranks.
     """
     address, port = meeting.address, meeting.port
     if not meeting.serve:
@@ -67,18 +67,18 @@ def make_store(meeting: Meeting, timeout: timedelta = MEETING_TIMEOUT) -> dist.T
 
 
 def _store_beside(size: int, meeting: Meeting) -> dist.TCPStore:
-    """A store where a default group of all ranks exists, which is closed.
+    """Make the store if a default group of all ranks exists, and destroy that group.
 
-    A launcher such as Ray has made it, or the script. Its own store may have the port that all
-    were given, so this one gets another, which ranks hear over the group. Inside of a run the
-    default group is that of the drivers.
+    A launcher such as Ray has made it, or the script. Its store may use the port of ``meeting``, so
+    this store gets another port, which is broadcast over the group. The group is destroyed since
+    during a run the default group is that of the drivers.
 
     Args:
         size: number of ranks.
-        meeting: where they would meet without it.
+        meeting: where the ranks would meet without such a group.
 
     Raises:
-        HybridError: others are in it.
+        HybridError: the group has another number of ranks.
     """
     if dist.get_world_size() != size:
         raise HybridError(
@@ -100,17 +100,17 @@ def _store_beside(size: int, meeting: Meeting) -> dist.TCPStore:
 _LOOK_EVERY_S = 0.05
 
 Survey = Callable[[Group], Cluster]
-"""Looks at all devices over the group of all ranks."""
+"""A function that surveys all devices, over the group of all ranks."""
 
 
 @dataclass(frozen=True)
 class Everyone:
-    """All ranks, who have met but may have no sizes yet.
+    """What a rank has when all ranks have met, before sizes need be known.
 
     Attributes:
-        coordinates: this rank, as it stands before anything is known of the devices.
-        store: of all ranks.
-        world: gloo over all ranks, for what comes before and after a run.
+        coordinates: coordinates of this rank; joining a mesh may change them.
+        store: store that all ranks share.
+        world: gloo group of all ranks, for barriers and broadcasts before and after a run.
     """
 
     coordinates: Coordinates
@@ -120,11 +120,11 @@ class Everyone:
 
 @dataclass(frozen=True)
 class Joined:
-    """What a process has joined.
+    """What a rank has when it has joined a mesh.
 
     Attributes:
-        mesh: its groups.
-        cluster: the devices of all ranks; ``None``: nobody has looked.
+        mesh: the process groups of this rank.
+        cluster: the devices of all ranks; ``None``: there was no survey.
     """
 
     mesh: Mesh
@@ -135,12 +135,12 @@ class _Process:
     """What this process keeps between Trainers.
 
     Attributes:
-        store: that all runs use; ``None``: no run yet.
-        everyone: all ranks, as they have met last.
-        joined: the mesh of the last run; ``None``: there is none, or it was left.
-        key: what the mesh was made for; empty: it is not used again.
-        generation: number of groups and meshes made so far, part of their names.
-        failed: whether the last run has: then all ranks meet anew.
+        store: store that all runs use; ``None``: no run yet.
+        everyone: the last meeting of all ranks.
+        joined: the mesh of the last run; ``None``: there is none, or it was closed.
+        key: arguments of :func:`join` for which the mesh was made; empty: it is not used again.
+        generation: number of groups and meshes made so far, which is part of their names.
+        failed: whether the last run has failed: then all ranks meet anew.
     """
 
     store: dist.Store | None = None
@@ -152,17 +152,17 @@ class _Process:
 
 
 def has_met() -> bool:
-    """Whether this process has threads, groups and all else that a first run begins with."""
+    """Whether this process has met the other ranks, and so has threads, groups and a store."""
     return _Process.everyone is not None
 
 
 def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
-    """Meet all other ranks: as in the last run, unless that has failed.
+    """Meet all other ranks; keeps the group of the last run, unless that has failed.
 
-    All ranks run the same script, so all count the same generations and agree on the names.
+    All ranks run the same script, so they count the same generations and agree on names of groups.
 
     Args:
-        coordinates: this rank; of its sizes only their product must be right.
+        coordinates: coordinates of this rank; only the product of their sizes must be right.
         meeting: where the ranks meet.
     """
     size = coordinates.replicas * coordinates.ranks_per_replica
@@ -174,7 +174,8 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
         known.world.close()
     if _Process.store is None:
         atexit.register(_end)
-        atexit.register(time.sleep, LETTING_GO_S)  # before the groups are closed
+        # exit functions run in reverse order: the sleep comes before the groups are closed
+        atexit.register(time.sleep, LETTING_GO_S)
         met = dist.is_initialized()
         _Process.store = _store_beside(size, meeting) if met else make_store(meeting)
         if meeting.outlives:
@@ -190,10 +191,12 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int) -> None:
-    """After a failure: a group would wait for a rank that has not caught it, and has ended.
+    """Wait for all ranks after a failed run, and notice those that have ended by the failure.
+
+    Making a group would wait for them in vain.
 
     Raises:
-        RemoteError: there is one.
+        RemoteError: a rank that this process has started has ended.
     """
     store.set(f"back {rank}", "")
     deadline = time.monotonic() + MEETING_TIMEOUT.total_seconds()
@@ -213,16 +216,17 @@ def join(
     survey: Survey | None = None,
     capacity: Hashable = None,
 ) -> Joined:
-    """Join the mesh: that of the last run if it had the same shape, else a new one.
+    """Join the mesh: that of the last run if it had the same arguments, else a new one.
 
     Args:
-        everyone: all ranks.
-        coordinates: this rank.
-        backend: for tensors between stages and between replicas, as ``process_group_backend``.
-        timeout: of those tensors' links.
-        device: of this rank.
-        survey: looks at the devices of all ranks, and may give ranks other coordinates.
-        capacity: what the survey was told; another one needs another mesh.
+        everyone: the meeting of all ranks.
+        coordinates: coordinates of this rank.
+        backend: the option ``process_group_backend``, for tensors between stages and replicas.
+        timeout: time-out of the mesh's groups.
+        device: device of this rank.
+        survey: surveys the devices of all ranks, by which ranks may get other coordinates.
+        capacity: relative speeds that the user has given to the survey; with others a new mesh is
+            made.
     """
     key = (coordinates, backend, timeout, survey is None, capacity)
     if _Process.joined is not None and _Process.key == key:
@@ -239,7 +243,7 @@ def join(
 
 
 def _leave_mesh() -> None:
-    """Give up the mesh of the last run, if there is one."""
+    """Close the mesh of the last run and the default group, if there are any."""
     if _Process.joined is not None:
         _Process.joined.mesh.shutdown()
         if dist.is_initialized():
@@ -248,7 +252,7 @@ def _leave_mesh() -> None:
 
 
 def _end() -> None:
-    """At the end of the process: close the groups, as torch asks for (NCCL complains, else)."""
+    """Close all groups at the end of the process, without which NCCL prints warnings."""
     _leave_mesh()
     if _Process.everyone is not None:
         _Process.everyone.world.close()
@@ -256,7 +260,10 @@ def _end() -> None:
 
 
 def forget() -> None:
-    """After a failure the links hold half-sent messages: the next run makes new ones."""
+    """Give up the mesh after a failure, since its links may hold half-sent messages.
+
+    The next run meets anew and makes another one.
+    """
     _Process.failed = True
     if _Process.joined is not None and _Process.key:
         _Process.key = ()

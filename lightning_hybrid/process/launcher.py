@@ -1,12 +1,12 @@
-"""Launchers that part drivers and workers.
+"""Launchers: start one process per device, and let workers serve their driver.
 
 Every rank runs the Trainer up to ``strategy.setup``, or the function of ``fabric.launch`` up to
 ``fabric.setup``. There a worker leaves by :class:`Parted`, which is caught here; it serves its
 driver until the run is over, and its call of ``fit/validate/test/predict/launch`` then returns with
 the driver's results.
 
-The first error of a run is put on top everywhere: a rank that fails writes it to the common
-store, one that merely lost a peer reads it from there, and a worker speaks after its driver.
+Every rank of a failed run shows the first error: the rank that fails first writes it to the common
+store, a rank that has merely lost a peer reads it from there, and workers print after their driver.
 """
 
 import atexit
@@ -60,10 +60,12 @@ _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceb
 
 
 class Parted(BaseException):
-    """Takes a worker from ``strategy.setup`` to its launcher; no ``except Exception`` stops it.
+    """Raised on a worker in ``strategy.setup``, to leave the Trainer for the launcher.
+
+    A ``BaseException``, so that no ``except Exception`` catches it.
 
     Args:
-        serve: serves the driver until the run is over, and returns its results.
+        serve: function that serves the driver until the run is over, and returns its results.
     """
 
     def __init__(self, serve: Callable[[], Results]) -> None:
@@ -72,39 +74,39 @@ class Parted(BaseException):
 
 
 class Launched(Protocol):
-    """What the launchers ask of a strategy."""
+    """The methods of a strategy that launchers call."""
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank stands."""
+        """The coordinates of this rank."""
 
     def hide_ranks(self) -> None:
-        """The run is over: the environment speaks of all processes again."""
+        """After a run, put back environment variables of ranks: they number all processes again."""
 
     def finish(self, returned: Any) -> None:
-        """On a driver: end the run, in which the Trainer has returned this."""
+        """On a driver, end the run, whose function has returned ``returned``."""
 
     def fail(self, error: BaseException) -> Failure | None:
-        """This rank fails: tell the others.
+        """Tell the other ranks that this one has failed.
 
         Returns:
-            The failure that came first, on another rank; ``None``: it is this one.
+            The failure of another rank that came first; ``None``: this one is the first.
         """
 
 
 class Part:
-    """What is launched in every process: the user's function, and serving on a worker.
+    """The function launched in every process: the user's function, then serving on a worker.
 
     Args:
-        strategy: knows where this process stands.
-        function: what the drivers run, and workers until they part.
+        strategy: the strategy of this process.
+        function: function that drivers run, and workers until they raise :class:`Parted`.
     """
 
     def __init__(self, strategy: Launched, function: Callable[..., Any]) -> None:
         self._strategy, self._function = strategy, function
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run the function, or serve the driver that does."""
+        """Run the function; on a worker serve the driver, and return what it has returned."""
         _ErrorFromElsewhere.forget()
         strategy = self._strategy
         try:
@@ -126,25 +128,25 @@ class Part:
         return self._function(*arguments, **keywords)
 
     def _served(self, results: Results) -> Any:
-        """On a worker, after the run: what it returns."""
+        """The value that a worker returns after the run."""
         return results.value()
 
 
 class TrainerPart(Part):
-    """The Trainer's function, and serving on a worker.
+    """As :class:`Part`, for a method of a Trainer.
 
     Args:
-        function: a bound method of the Trainer. (The strategy is found through it: the launchers
-            that pickle keep its identity.)
+        function: a bound method of the Trainer. (The strategy is found through it, so that the two
+            stay together when a launcher pickles them.)
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run the function, or serve the driver that does."""
+        """Run the function; on a worker serve the driver, and return what it has returned."""
         trainer = cast(MethodType, self._function).__self__
-        if not isinstance(trainer, Trainer):  # unpickled where another package was chosen
+        if not isinstance(trainer, Trainer):  # this process uses Lightning's other package
             raise HybridError(OTHER_PACKAGE)
         self._trainer, self._strategy = trainer, cast(Launched, trainer.strategy)
         return super().__call__(*arguments, **keywords)
@@ -152,7 +154,7 @@ class TrainerPart(Part):
     def _run(self, arguments: Any, keywords: Any) -> Any:
         try:
             return super()._run(arguments, keywords)
-        except TunerExit:  # no fault: a tuner has seen enough
+        except TunerExit:  # no failure: a tuner ends the run when it has its result
             end_run(self._trainer)
 
     def _served(self, results: Results) -> Any:
@@ -162,14 +164,14 @@ class TrainerPart(Part):
 
 
 def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
-    """Raise ``error``, or what came first if that was on another rank."""
+    """Report ``error`` to all ranks; raise it, or the failure of another rank that came first."""
     if is_loss(error) and not isinstance(error, ConnectionLost):
-        # from a collective of Lightning or torchmetrics, whose text does not say who is lost
+        # from a collective of Lightning or torchmetrics, whose text does not name the lost rank
         error = connection_lost(ANOTHER_REPLICA, cast(RuntimeError, error))
     first = strategy.fail(error)
     Children.failed = type(error).__name__
-    lost = is_loss(error)  # one line says all, a traceback nothing
-    if isinstance(error, KeyboardInterrupt | SystemExit):  # from outside: handled by the Trainer
+    lost = is_loss(error)  # its traceback is of no use: one line is printed
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # these are the Trainer's to handle
         raise error
     if first is None and not lost:
         error.add_note(f"(raised on {strategy.coordinates})")
@@ -179,14 +181,14 @@ def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
         first = Failure(str(error).strip().splitlines()[0])
     raised = error if told_text(error) == first.text else first.exception()
     Children.failed = type(raised).__name__
-    # a worker's traceback is printed by its driver, which it has told
+    # a driver prints the traceback that a worker has sent it, the worker one line
     told = raised is error and strategy.coordinates.is_driver
     _ErrorFromElsewhere.prepare(
         raised, strategy.coordinates, first.text, whole=told, at_once=told or witness
     )
     if raised is error:
         raise error
-    raise raised from raised.__cause__  # and not from what this rank has noticed of it
+    raise raised from raised.__cause__  # not chained to this rank's own, later error
 
 
 def _part(function: Callable[..., Any]) -> Part:
@@ -197,7 +199,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
     """Starts the script once per device, as Lightning does for ``ddp``.
 
     Attributes:
-        before_start: is called before other processes are started, and may refuse it.
+        before_start: called before other processes are started; may raise to prevent it.
     """
 
     before_start: Callable[[], None] = staticmethod(lambda: None)
@@ -222,8 +224,8 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
             Children.processes = self.procs
             atexit.register(leave_nobody)
         set_num_threads(self.num_processes)
-        # Lightning's own observer may kill this process in the same instant as a child ends,
-        # before it has said why
+        # in place of Lightning's observer, which may kill this process at the moment when a child
+        # ends, before this process has reported the failure
         observer = _Observer(Children.processes)
         observer.start()
         try:
@@ -234,15 +236,15 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """Processes cannot be copied, and whoever copies a Trainer wants none."""
+        """The state for a copy or a pickle, without the started processes."""
         return vars(self) | {"procs": []}
 
 
 def _require_script() -> None:
-    """The other ranks run the same file.
+    """Check that the script has a file, which the other ranks run.
 
     Raises:
-        HybridError: there is none.
+        HybridError: it has none.
     """
     main = sys.modules["__main__"]
     if main.__spec__ is None and (getattr(main, "__file__", None) or "<").startswith("<"):
@@ -255,18 +257,21 @@ def _require_script() -> None:
 
 
 class _AllProcesses:
-    """A strategy as the launcher asks for it: about all processes, and not about replicas."""
+    """A strategy whose ``num_processes`` and ``local_rank`` count all processes, not drivers alone.
+
+    Lightning's launcher starts that many.
+    """
 
     def __init__(self, strategy: ParallelStrategy, num_processes: int) -> None:
         self._asked, self.num_processes = strategy, num_processes
 
     @property
     def local_rank(self) -> int:
-        """Set by the launcher in each process; it takes the results of number 0."""
+        """The number that the launcher has set in this process; number 0 returns the results."""
         return int(os.environ["LOCAL_RANK"])
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # it is being unpickled
+        if name.startswith("__"):  # unpickling asks for these before there is `_asked`
             raise AttributeError(name)
         return getattr(self._asked, name)
 
@@ -275,10 +280,10 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
     """Spawns or forks one process per device.
 
     Args:
-        strategy: what is launched.
-        start_method: how processes are made.
-        num_processes: how many, on this host.
-        coordinates_of: where the process of this local rank stands.
+        strategy: the strategy that is launched.
+        start_method: how processes are started.
+        num_processes: number of processes on this host.
+        coordinates_of: function that gives the coordinates of the process with a local rank.
     """
 
     def __init__(
@@ -299,22 +304,22 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
         trainer: Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Start a process per device and return the result of the first.
+        """Start a process per device, run ``function`` in each, and return the first one's result.
 
         Raises:
-            RemoteError: a process was killed, or ended by itself.
+            RemoteError: a process was killed, or ended without an exception.
         """
         try:
             with chosen_in_children():
                 return super().launch(_part(function), *args, trainer=trainer, **kwargs)
         except ProcessExitedException as error:
-            # torch ends the others before they can say whom they miss
+            # name the rank here: torch ends the others before they can report it
             lost = self._coordinates_of(error.error_index)
             raise RemoteError(f"Lost {lost}: {error}") from error
 
 
 class _Observer(BackgroundThread):
-    """Sees to it that this process is not in a run for long after a child has failed."""
+    """A thread that kills this process and its children if the run does not end after one fails."""
 
     def __init__(self, children: Sequence["subprocess.Popen[bytes]"]) -> None:
         super().__init__(self._watch, "hybrid-observer")
@@ -323,12 +328,12 @@ class _Observer(BackgroundThread):
         self._after_a_failure = bool(Children.failed)
 
     def close(self) -> None:
-        """The run is over."""
+        """End the thread: the run is over."""
         self._over.set()
         self.join()
 
     def _watch(self) -> None:
-        """Until all children have ended well, or one has not."""
+        """Wait until all children have ended; kill the rest if one has failed and they stay."""
         while True:
             codes = [child.poll() for child in self._children]
             if any(codes):
@@ -351,20 +356,23 @@ class _Observer(BackgroundThread):
 
 
 class _Mark:
-    """Lives as long as the error that carries it; most errors take no weak references."""
+    """An object kept in an attribute of an error, to notice by a weak reference that it is gone.
+
+    Most errors take no weak references themselves.
+    """
 
 
 class _ErrorFromElsewhere:
-    """What this process prints of an error that came from another rank, if nobody catches it.
+    """A ``sys.excepthook`` that prints a short text for one error that came from another rank.
 
-    As ``sys.excepthook`` it stays no longer than the error, which it does not keep alive: with an
-    error live its frames, and with them the network and a batch.
+    It does not keep the error alive, since its frames keep the network and a batch alive, and is
+    removed when the error is gone.
 
     Args:
         error: the error.
-        text: what to print.
-        delay_s: for as long another rank, which prints more, may print first.
-        usual: the hook that prints every other error.
+        text: text to print if nobody catches the error.
+        delay_s: seconds to wait, so that another rank, which prints more, prints first.
+        usual: the hook that was set before, which prints every other error.
     """
 
     def __init__(
@@ -388,14 +396,14 @@ class _ErrorFromElsewhere:
     def prepare(
         cls, error: BaseException, here: Coordinates, first: str, *, whole: bool, at_once: bool
     ) -> None:
-        """Should ``error`` stay uncaught: print it after the one that came first.
+        """Set the hook that prints the text for ``error`` if it is not caught.
 
         Args:
-            error: of this rank.
-            here: this rank.
-            first: the text of the first failure, a traceback.
-            whole: print all of it; else another rank does, and a line reminds of it.
-            at_once: do not wait for another rank to print first.
+            error: the error that this rank raises.
+            here: coordinates of this rank.
+            first: text of the first failure, with a traceback.
+            whole: whether to print all of ``first``; else one line, since another rank prints it.
+            at_once: whether to print without waiting for another rank to print first.
         """
         own = first.startswith(str(here))
         if whole:
@@ -410,10 +418,10 @@ class _ErrorFromElsewhere:
 
     @staticmethod
     def forget() -> None:
-        """The error was caught: the script goes on."""
+        """Remove the hook: the error was caught, and the script goes on."""
         if isinstance(sys.excepthook, _ErrorFromElsewhere):
             sys.excepthook._leave()
 
     def _leave(self) -> None:
-        if sys.excepthook is self:  # else somebody has put another hook around it
+        if sys.excepthook is self:  # else other code has set a hook since
             sys.excepthook = self.usual

@@ -1,4 +1,4 @@
-"""What a driver's run leaves for the later lines of the script on its workers.
+"""Give workers the results of the driver's run, for later lines of the script.
 
 A worker has run neither the loops nor the callbacks. It gets what the driver's run has returned
 and logged, and the plain data (numbers, texts, lists, tensors) that the run has changed in the
@@ -44,11 +44,11 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan
 
 LIMIT_BYTES = 16 * 2**20
-"""An attribute larger than this is a data set or the like, and stays where it is."""
+"""Largest attribute, pickled, that is sent: a larger one is a data set or the like."""
 
-# what has an identity: a copy of it on another rank would be a second one
+# objects with an identity: on another rank there must be no copy of them
 _NOT_PLAIN = (nn.Module, nn.Parameter, Optimizer, DataLoader, Trainer, Strategy, Callback, Logger)
-# of a class, what a run may count in: not its code
+# types of class attributes that a run may change, such as counters; not methods
 _COUNTS = (int, float, str, list, dict, set, deque, Tensor)
 _FRAMEWORKS = (
     *("lightning", "pytorch_lightning", "lightning_fabric", "torch", "lightning_hybrid"),
@@ -59,11 +59,11 @@ _Key = tuple[str, str]  # owner ("module", "callback 0"), attribute
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """The results of a driver, of whatever has begun its run.
+    """The results of a driver's run that a Trainer and Fabric have in common.
 
     Attributes:
         returned: what the run returns, pickled; see :meth:`value`.
-        random: states of the generators, so that later draws are the same on all ranks.
+        random: states of the random generators, so that later draws are the same on all ranks.
         trained: by name, whether a parameter requires gradients.
         modes: by name, whether a module is in training mode.
         plans: the plans of the networks, by name; filled in by the strategy.
@@ -77,12 +77,12 @@ class Results:
 
     @classmethod
     def of(cls, module: nn.Module, returned: Any, **more: Any) -> Self:
-        """Those of a run that went well.
+        """Collect the results of a run that has ended without an error.
 
         Args:
-            module: that was trained.
+            module: the module of the run.
             returned: what the run returns.
-            more: the attributes of a subclass.
+            more: values for the attributes of a subclass.
         """
         return cls(
             returned=_pickled_or_why_not(returned),
@@ -93,7 +93,7 @@ class Results:
         )
 
     def adopt(self, module: nn.Module) -> None:
-        """On a worker: have the generators and flags of its driver."""
+        """On a worker, set random generators, ``requires_grad`` and modes as on the driver."""
         set_random_states(dict(self.random))
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(self.trained.get(name, parameter.requires_grad))
@@ -101,14 +101,14 @@ class Results:
             part.training = self.modes.get(name, part.training)
 
     def value(self) -> Any:
-        """What the run returns on this rank: a copy of what it returns on the driver.
+        """A copy of what the run returns on the driver, for a worker to return.
 
-        ``None`` with a warning where there can be no copy: of an open file, of an instance of a
-        class that was made in a function.
+        ``None`` with a warning if it cannot be pickled: an open file, an instance of a class that
+        was made in a function.
         """
         try:
             return pickle.loads(self.returned)
-        except Exception as error:  # the reason for what could not be pickled, or a class's own
+        except Exception as error:  # also raised by the pickle of something that has none
             warnings.warn(
                 "What this run returns cannot be copied to other ranks, and is None on this one, "
                 f"which is no driver ({type(error).__name__}: {error}). Return tensors, numbers "
@@ -123,17 +123,19 @@ class TrainerResults(Results):
     """The results of a driver's Trainer.
 
     Attributes:
-        callback_metrics: the Trainer's.
-        logged_metrics: likewise.
-        progress_bar_metrics: likewise.
-        attributes: changed plain data by owner and name, each pickled.
-        loops: the state of the fit loop (epoch, step).
-        batches: how many there were, by loop.
+        callback_metrics: the Trainer's attribute of this name.
+        logged_metrics: the Trainer's attribute of this name.
+        progress_bar_metrics: the Trainer's attribute of this name.
+        attributes: attributes with plain data that the run has changed, by owner and name, each
+            pickled.
+        loops: state of the fit loop (epoch, step).
+        batches: numbers of batches of each loop.
         state: the Trainer's state.
-        should_stop: the Trainer's.
-        loaders: what is known of those of each loop; see :func:`loaders_of`.
-        schedulers: what is known of the learning-rate schedulers.
-        adopted: on a worker, which of the attributes it has taken.
+        should_stop: the Trainer's attribute of this name.
+        loaders: for each loop stand-ins of its loaders, or ``None``; see :func:`loaders_of`.
+        schedulers: fields of each learning-rate scheduler's configuration, with a stand-in for the
+            scheduler.
+        adopted: on a worker, which of ``attributes`` it has taken.
     """
 
     callback_metrics: Mapping[str, Tensor]
@@ -150,13 +152,13 @@ class TrainerResults(Results):
 
 
 class Snapshot:
-    """The plain data of a Trainer's surroundings when drivers and workers part."""
+    """Digests of the plain data of a Trainer's module, callbacks and loggers before a run."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._digests = {key: _digest(data) for key, data in _plain_data(trainer)}
 
     def changes(self, trainer: Trainer) -> dict[_Key, bytes]:
-        """What is different now, pickled."""
+        """The attributes that are new or have changed since, each pickled."""
         return {
             key: data
             for key, data in _plain_data(trainer)
@@ -165,7 +167,7 @@ class Snapshot:
 
 
 def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> TrainerResults:
-    """On a driver: the results of a run that went well."""
+    """On a driver, collect the results of a run that has ended without an error."""
     cpu = torch.device("cpu")
     return TrainerResults.of(
         trainer.lightning_module,
@@ -189,19 +191,19 @@ def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Traine
 
 
 def _described(loaders: Any, what: str) -> Any:
-    """Stand-ins in the structure of the loaders."""
+    """Make stand-ins of loaders, in the same structure of dictionaries and lists."""
     if isinstance(loaders, Mapping):
         return {key: _described(value, f"{what}[{key!r}]") for key, value in loaders.items()}
     if isinstance(loaders, list | tuple):
         return [_described(value, f"{what}[{i}]") for i, value in enumerate(loaders)]
     length = None
-    with suppress(Exception):  # an iterable may have none, and say so in any way it likes
+    with suppress(Exception):  # an iterable without a length may raise anything
         length = len(loaders)
     return StandIn(what, _numbers(loaders), length)
 
 
 def _scheduler(config: LRSchedulerConfig, index: int) -> dict[str, Any]:
-    """The fields of a configuration, its scheduler as a stand-in."""
+    """The fields of a scheduler's configuration, with a stand-in in place of the scheduler."""
     scheduler = config.scheduler
     state: dict[str, Any] = {}
     for key, value in scheduler.state_dict().items():
@@ -224,14 +226,16 @@ def _numbers(thing: Any) -> dict[str, Any]:
 
 
 def _pickled_or_why_not(returned: Any) -> bytes:
-    """A pickle of ``returned``, or one that raises the reason why there is none."""
+    """Pickle ``returned``; if that fails, a pickle whose loading raises the reason."""
     try:
         return pickle.dumps(move_data_to_device(returned, torch.device("cpu")), protocol=5)
-    except Exception as error:  # an object may refuse to be pickled in any way it likes
+    except Exception as error:  # objects may raise anything when they are pickled
         return pickle.dumps(_Unpicklable(f"{type(error).__name__}: {error}"))
 
 
 class _Unpicklable:
+    """An object whose pickle raises a ``PicklingError`` with the reason when it is loaded."""
+
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
@@ -244,7 +248,13 @@ def _refuse(reason: str) -> Any:
 
 
 def adopt_results(trainer: Trainer, results: TrainerResults, before: Snapshot) -> None:
-    """On a worker: what its driver has collected, but for what this rank has changed itself."""
+    """On a worker, take the driver's results, but for attributes that this rank has changed itself.
+
+    Args:
+        trainer: the worker's Trainer.
+        results: the driver's results.
+        before: the worker's own data before the run.
+    """
     trainer.callback_metrics.update(results.callback_metrics)
     trainer.logged_metrics.update(results.logged_metrics)
     trainer.progress_bar_metrics.update(results.progress_bar_metrics)
@@ -264,10 +274,13 @@ def adopt_results(trainer: Trainer, results: TrainerResults, before: Snapshot) -
 
 
 def _refuse_unless_known(batches: float) -> None:
-    """On a worker, in place of a train loader: the number of its batches is the driver's.
+    """On a worker, called in place of loading training data to count its batches.
+
+    Args:
+        batches: number of training batches of the driver's last fit; infinite: there was none.
 
     Raises:
-        HybridError: there was no fit to know it from.
+        HybridError: the number is not known, since there was no fit.
     """
     if batches == math.inf:
         raise HybridError(
@@ -277,14 +290,15 @@ def _refuse_unless_known(batches: float) -> None:
 
 
 def adopt_attributes(trainer: Trainer, results: TrainerResults) -> None:
-    """On a worker: the driver's attributes, again after this rank's own ``teardown`` hooks.
+    """On a worker, set the attributes of ``results.adopted`` to the driver's values.
 
-    They need what the run has left, and the driver's have been counted already.
+    Called before and after this rank's own ``teardown`` hooks: these may read what the run has
+    left, and the driver's values have the effects of its own hooks already.
     """
     owners = dict(_owners(trainer))
     for owner, name in results.adopted:
         if owner in owners:
-            with suppress(Exception):  # a class may refuse to be made again in any way it likes
+            with suppress(Exception):  # a class may raise anything when it is unpickled
                 _put(owners[owner], name, pickle.loads(results.attributes[owner, name]))
 
 
@@ -292,7 +306,7 @@ def _put(owner: Any, name: str, value: Any) -> None:
     if not isinstance(owner, type):
         vars(owner)[name] = value
         return
-    here = vars(owner).get(name)  # code of the user's may hold the container itself
+    here = vars(owner).get(name)  # changed in place, since the user's code may refer to it
     if isinstance(here, list) and isinstance(value, list):
         here[:] = value
     elif isinstance(here, dict | set) and type(here) is type(value):
@@ -303,7 +317,7 @@ def _put(owner: Any, name: str, value: Any) -> None:
 
 
 def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """What has attributes of interest: instances, and the user's classes that they are of."""
+    """Objects whose attributes are sent, by name: :func:`_instances`, and their user classes."""
     classes: dict[type, None] = {}
     for name, owner in _instances(trainer):
         yield name, owner
@@ -339,19 +353,19 @@ def _is_of_interest(owner: Any, name: str, value: Any) -> bool:
         return isinstance(value, _COUNTS) and not name.startswith("_")
     if isinstance(owner, Callback):
         return True
-    if isinstance(owner, Logger):  # versions and paths; a worker's own writers write nothing
+    if isinstance(owner, Logger):  # versions and paths
         return isinstance(value, str | int | Path)
-    # in modules a private name is the framework's, but for the hyper-parameters; flags are set by
-    # `train()` and `eval()` for all modules together
+    # in modules private names are the framework's, but for the hyper-parameters; `training` is
+    # set for all modules by `Results.adopt`
     return name == "_hparams" or not (name.startswith("_") or name == "training")
 
 
 def _pickled(value: Any) -> bytes | None:
-    """A pickle of plain data; ``None``: it is not plain data, or too much of it."""
+    """Pickle plain data; ``None`` if it is not plain, or larger than the limit."""
     file = _LimitedFile()
     try:
         _PlainPickler(file, protocol=5).dump(value)
-    except Exception:  # an object may refuse to be pickled in any way it likes
+    except Exception:  # objects may raise anything when they are pickled
         return None
     return file.getvalue()
 
@@ -361,6 +375,8 @@ def _digest(data: bytes) -> bytes:
 
 
 class _LimitedFile(BytesIO):
+    """A file in memory that raises when more than ``LIMIT_BYTES`` are written."""
+
     def write(self, data: Any) -> int:
         if self.tell() + memoryview(data).nbytes > LIMIT_BYTES:
             raise OverflowError
@@ -368,16 +384,16 @@ class _LimitedFile(BytesIO):
 
 
 class _PlainPickler(pickle.Pickler):
-    """Refuses what has an identity; tensors travel by way of the CPU."""
+    """Pickles plain data: refuses modules, optimizers and the like; tensors become bytes."""
 
     def persistent_id(self, value: object) -> None:
         if isinstance(value, _NOT_PLAIN):
             raise pickle.PicklingError(type(value).__name__)
 
     def reducer_override(self, value: Any) -> Any:
-        """A tensor as its numbers, on the CPU and without a graph; everything else as usual.
+        """Pickle a tensor as its numbers, on the CPU and without a graph; all else as usual.
 
-        (As torch pickles it there are addresses in it, so that equal tensors have other digests.)
+        (Torch's own pickle contains addresses, so that equal tensors have different digests.)
         """
         if isinstance(value, Tensor):
             flat = value.detach().cpu().contiguous().reshape(-1)
@@ -396,17 +412,16 @@ def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
 
 
 class StandIn:
-    """Knows the plain data of a loader or a scheduler that the driver alone has.
+    """Stands on a worker for a loader or a scheduler that only the driver has.
 
-    Later lines of a script may ask any rank for them. Everything but their plain data is refused
-    with the place where it is: a rank that does something else than the others would leave these
-    waiting.
+    It has their plain data, which later lines of a script may read on any rank; all other use is
+    refused by an error that says where the object is.
 
     Args:
-        what: it stands for, as the script asks for it.
-        values: plain attributes.
-        length: what ``len`` gives; ``None``: it has none.
-        state: what ``state_dict()`` gives; ``None``: it has none.
+        what: expression by which the script gets the object, for the error.
+        values: attributes with numbers and texts.
+        length: the object's length; ``None``: it has none.
+        state: the object's ``state_dict()``; ``None``: it has none.
     """
 
     def __init__(
@@ -419,7 +434,7 @@ class StandIn:
         self._what, self._values, self._length, self._state = what, values, length, state
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python asks, as to pickle it
+        if name.startswith("__"):  # asked for by Python itself, for instance to pickle it
             raise AttributeError(name)
         if name in self._values:
             return self._values[name]
@@ -459,15 +474,15 @@ class StandIn:
 
 
 class LoadersElsewhere:
-    """In place of Lightning's combined loader.
+    """Stands on a worker for Lightning's combined loader.
 
     Args:
-        iterables: the stand-ins, in the structure of the loaders.
+        iterables: stand-ins of the loaders, in their structure of dictionaries and lists.
     """
 
     def __init__(self, iterables: Any) -> None:
         self.iterables = iterables
 
     def _state_dicts(self) -> list[Any]:
-        """Nothing: only drivers write checkpoints, and a worker has no loaders."""
+        """No states for a checkpoint: a worker has no loaders, and writes none."""
         return []

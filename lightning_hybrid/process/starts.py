@@ -1,8 +1,9 @@
-"""A store that outlives the ranks: an agent of torchrun hosts it, and starts ranks again with it.
+"""Separate the starts of a run in a store that outlives the ranks.
 
-They find there what the ranks before them have written, first of all the addresses of processes
-that have ended. No variable has a number of the start that is the same everywhere: each agent
-counts the failures of its own host (``TORCHELASTIC_RESTART_COUNT``), and torch opens no new store.
+An agent of torchrun hosts the store, and may start all ranks again. They would find there what the
+ranks before them have written, such as the addresses of processes that have ended. No environment
+variable numbers the starts alike on all hosts: each agent counts the failures of its own host
+(``TORCHELASTIC_RESTART_COUNT``).
 """
 
 import time
@@ -18,19 +19,19 @@ _OFFER = "start"
 
 
 def of_this_start(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """What the ranks that were started together have for themselves of a store.
+    """A part of the store, under a prefix, for the ranks that were started together.
 
-    Rank 0 offers a name, the others answer with one of theirs, and rank 0 confirms these: so
-    nobody takes an offer of a rank 0 that has ended, nor an answer of a rank that has.
+    Rank 0 offers a name for the prefix, the others answer with names of their own, and rank 0
+    confirms these: so no rank takes an offer or an answer of a rank that has ended.
 
     Args:
-        store: that all ranks reach, those of earlier starts too.
-        rank: this one.
+        store: the store, which ranks of earlier starts have used too.
+        rank: number of this rank.
         size: number of ranks.
         timeout: how long to wait for the others.
 
     Raises:
-        RemoteError: some have not come.
+        RemoteError: some ranks have not answered.
     """
     mine, deadline = uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:

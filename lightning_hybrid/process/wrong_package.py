@@ -1,6 +1,7 @@
-"""Where both packages of Lightning are imported, the Trainer of the other one is told so.
+"""Refuse the strategy's names, with advice, in the package of Lightning that is not used.
 
-It would only answer that it does not know the name of the strategy.
+Lightning exists as ``lightning`` and as ``pytorch_lightning``. If both are imported, the Trainer of
+the other one would only say that it does not know the name of the strategy.
 """
 
 import sys
@@ -17,7 +18,7 @@ OTHER_PACKAGE = (
     f"lightning_hybrid, and `{CHOSEN}` after both or not at all; or set the environment "
     f"variable {VARIABLE}={OTHER}."
 )
-"""The text of the refusal."""
+"""Text of the error for a Trainer of the package that is not used."""
 
 
 def refuse_in_other_package(names: Iterable[str]) -> None:

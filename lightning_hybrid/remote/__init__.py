@@ -1,4 +1,4 @@
-"""Tensors that live elsewhere, or not yet: proxies, what is fetched when, deferred weights."""
+"""Tensors whose numbers are on other ranks, in files or not made yet: proxies, deferred tensors."""
 
 from lightning_hybrid.remote.deferral import Deferral, has_loaded
 from lightning_hybrid.remote.deferred import (

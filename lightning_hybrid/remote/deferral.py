@@ -1,8 +1,8 @@
-"""Builds a network without memory: deferred tensors, and how their numbers are made.
+"""Builds a network of deferred tensors, without memory, and makes their numbers when needed.
 
-Inside `Deferral.building` every new tensor is on the meta device and a `Tape` takes down what is
-done to it; random generators go on as on one device (the numbers are drawn into scratch memory and
-dropped). Afterwards the module's parameters and buffers are deferred
+Inside `Deferral.building` every new tensor is on the meta device, and a `Tape` records the
+operations on it; random generators advance as on one device (the numbers are drawn into scratch
+memory and dropped). Afterwards the module's parameters and buffers are deferred
 (:mod:`lightning_hybrid.remote.deferred`), and playing the tape makes their numbers.
 """
 
@@ -38,7 +38,7 @@ from lightning_hybrid.remote.unread import is_unread
 
 
 def has_loaded(tensor: Any) -> bool:
-    """Whether a tensor has been loaded from a checkpoint and waits for the rank that owns it."""
+    """Whether a deferred tensor was loaded from a checkpoint here, for the rank that owns it."""
     deferral: Deferral | None = getattr(tensor, "_maker", None)
     if deferral is None:
         return False
@@ -47,10 +47,10 @@ def has_loaded(tensor: Any) -> bool:
 
 
 class Deferral(Maker):
-    """What is known of the deferred tensors of one LightningModule.
+    """The maker of the deferred tensors of one LightningModule.
 
     Args:
-        device: where one device would make the numbers.
+        device: the device on which a run on one device would make the numbers.
     """
 
     on_one_rank = True
@@ -70,11 +70,13 @@ class Deferral(Maker):
 
     @contextlib.contextmanager
     def loading(self, module: nn.Module, *, outlined: bool) -> Iterator[None]:
-        """Inside, what is written to tensors comes from a checkpoint.
+        """Inside, a checkpoint is loaded into a module with deferred tensors.
 
         Args:
-            module: the LightningModule, whose tensors may be on other ranks after an earlier run.
-            outlined: another rank has the numbers; else other ranks lack them: see `has_loaded`.
+            module: the LightningModule; other ranks may own some of its tensors after an earlier
+                run.
+            outlined: whether another rank has loaded the numbers; else `has_loaded` is true of the
+                tensors that are loaded here.
         """
         away = self._bring_back(module)
         with self._noting(marking=not outlined):
@@ -86,16 +88,25 @@ class Deferral(Maker):
 
     @contextlib.contextmanager
     def _noting(self, *, marking: bool = False) -> Iterator[None]:
+        """Inside, operations on tensors without memory are recorded on the tape.
+
+        Args:
+            marking: whether tensors that are written to are marked as loaded.
+        """
         self.active, self.tape.marking = True, marking
         try:
-            # one hears of what Python asks of a tensor, the other of each operation below autograd
+            # (one answers what Python reads of tensors, the other records what autograd calls)
             with _Answers(self), _Recorder(self):
                 yield
         finally:
             self.active = self.tape.marking = False
 
     def _bring_back(self, module: nn.Module) -> list[tuple[Tensor, str, str]]:
-        """Let tensors that other ranks have be written to here. Returns what they were."""
+        """Let tensors that other ranks own be written to here.
+
+        Returns:
+            These tensors, each with its name and where its numbers were.
+        """
         away: list[Any] = [tensor for _, tensor in _state(module) if is_offloaded(tensor)]
         before = [(tensor, tensor._full_name, tensor._where) for tensor in away]
         for tensor, name, _ in before:
@@ -104,7 +115,7 @@ class Deferral(Maker):
         return before
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        # what the tape plays is not to be noted down a second time
+        # (so that the operations that the tape plays are not recorded again)
         before, self.playing = self.playing, True
         try:
             return self.tape.real([self.tape.view(tensor) for tensor in tensors])
@@ -123,10 +134,15 @@ class Deferral(Maker):
         self._shown.setdefault(self.tape.view(tensor).key, []).append(weakref.ref(tensor))
 
     def _take(self, module: nn.Module) -> None:
+        """Make deferred tensors of a module's parameters and buffers that the tape has recorded.
+
+        Other tensors in the module get their memory and numbers now, if they are not computed from
+        parameters.
+        """
         state = {id(t): (name, t) for name, t in _state(module)}
         with as_they_are():
             for name, tensor in state.values():
-                # (one that is deferred already may have got other memory by what was loaded)
+                # (also those deferred already: loading may have put them into other memory)
                 deferred = is_deferred(tensor) and not is_offloaded(tensor)
                 ours = deferred or type(tensor) in (nn.Parameter, Tensor)
                 if ours and self.tape.knows(tensor):
@@ -134,9 +150,9 @@ class Deferral(Maker):
             for name, tensor in (*state.values(), *_attributes(module)):
                 if not is_deferred(tensor) and self.tape.knows(tensor):
                     if tensor.grad_fn is None:
-                        # a class of its own, or neither parameter nor buffer: small, as a rule
+                        # (of a class of its own, or neither parameter nor buffer: mostly small)
                         swap_memory(tensor, ordinary(tensor, self.numbers([tensor])[0]))
-                    else:  # a weight computed of others, before each forward
+                    else:  # (a weight that is computed from others before each forward)
                         self.open(tensor, name)
 
 
@@ -155,7 +171,10 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Answers(TorchFunctionMode):
-    """While building: tensors seem to be on the device, and their numbers can be asked for."""
+    """While a module is built, answers for tensors without memory what Python reads of them.
+
+    They seem to be on the device of the deferral, and their numbers are made when they are read.
+    """
 
     def __init__(self, deferral: Deferral) -> None:
         super().__init__()
@@ -177,7 +196,7 @@ class _Answers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What moves a tensor to where it seems to be already must not copy it."""
+        """Move a tensor, which stays without memory if it seems to be on that device already."""
         if not isinstance(args[0], Tensor) or not self._deferral.tape.knows(args[0]):
             return func(*args, **kwargs)
         home = self._deferral.device
@@ -196,7 +215,7 @@ class _Answers(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """While building: what is done to tensors goes to the tape."""
+    """While a module is built, runs operations on tensors without memory, and records them."""
 
     def __init__(self, deferral: Deferral) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -211,15 +230,16 @@ class _Recorder(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation: without memory if it makes tensors or has arguments without memory."""
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
-        if any(map(is_unread, tensors)):  # of a checkpoint; they have no memory either
+        if any(map(is_unread, tensors)):  # (of a checkpoint: the tape reads them when it is played)
             lifted = rebuild((args, kwargs), lambda v: self._tape.lift(v) if is_unread(v) else v)
             return self._run(func, *lifted)
         names = {argument.name for argument in schema(func).arguments}
-        # (`new_empty` and its like are given a tensor, and make another one all the same)
+        # (`new_empty` and the like have a tensor among their arguments, and make another one)
         makes = "device" in names and (not tensors or schema(func).name.startswith("aten::new_"))
         if not makes and not any(tensor.is_meta for tensor in tensors):
-            if _is_meta(kwargs.get("device")):  # `device=weight.device`
+            if _is_meta(kwargs.get("device")):  # (as by `device=weight.device`)
                 kwargs = {**kwargs, "device": self._tape.device}
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
@@ -234,6 +254,14 @@ class _Recorder(TorchDispatchMode):
     def _without_memory(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
     ) -> Any:
+        """Run an operation on the meta device, and record it on the tape.
+
+        Args:
+            func: the operation.
+            args: its arguments.
+            kwargs: its keywords.
+            written: those of its arguments that it writes to.
+        """
         given = rebuild((args, kwargs), lambda v: self._tape.lift(v) if _has_memory(v) else v)
         noted = rebuild(given, lambda v: self._tape.view(v) if isinstance(v, Tensor) else v)
         places = [self._tape.view(tensor) for tensor in written]
@@ -249,15 +277,15 @@ class _Recorder(TorchDispatchMode):
         if draws(func, args, kwargs):
             generator = kwargs.get("generator") or _default_generator(self._tape.device)
             random = generator, generator.get_state()
-            # what is drawn after this must be what one device draws after it
+            # (so that later operations draw what they would draw on one device)
             self._draw(func, noted, places)
-        # a change of size alone is in the tensor object, and the memory holds what it held
+        # (a change of size or strides alone leaves the memory as it is)
         if torch.Tag.inplace_view not in func.tags:
             self._tape.record(func, noted, results, places, random)
         return returned
 
     def _draw(self, func: Any, noted: tuple[Any, Any], written: list[View]) -> None:
-        """Let the generator go on: draw the numbers and drop them."""
+        """Advance the random generator as an operation does: draw its numbers and drop them."""
         fills = schema(func).name in _FILLS
 
         def real(value: Any) -> Any:
@@ -278,7 +306,18 @@ class _Recorder(TorchDispatchMode):
         written: list[Tensor],
         reason: Exception | None = None,
     ) -> Any:
-        """Run an operation that needs numbers, or writes to a real tensor."""
+        """Run an operation on real tensors, made for those without memory, and do not record it.
+
+        Args:
+            func: the operation, which needs numbers or writes to a real tensor.
+            args: its arguments.
+            kwargs: its keywords.
+            written: those of its arguments that it writes to.
+            reason: the error that it has raised on the meta device, if it was tried there.
+
+        Raises:
+            DeferredError: it writes to a tensor without memory.
+        """
         if any(tensor.is_meta for tensor in written):
             raise DeferredError(
                 f"{func} in configure_model changes a weight in a way that cannot be put off until "
@@ -295,6 +334,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of an operation that it writes to."""
     given = dict(zip((argument.name for argument in schema(func).arguments), args)) | kwargs
     found: list[Tensor] = []
     for argument in schema(func).arguments:
@@ -319,7 +359,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 _ON_META = {"device": "meta", "generator": None, "pin_memory": None}
-"""What an operation is given instead where it runs without memory."""
+"""The keywords with which an operation runs without memory."""
 
 _FILLS = {
     f"aten::{name}_"
@@ -328,4 +368,4 @@ _FILLS = {
         "bernoulli",
     )
 }
-"""Random operations that do not look at what they overwrite."""
+"""Random operations that overwrite a tensor without reading it."""

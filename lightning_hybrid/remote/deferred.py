@@ -1,20 +1,20 @@
-"""Parameters and buffers that have no memory on this rank, for a network that is whole on none.
+"""Deferred tensors and vacant tensors, two kinds of parameters and buffers without memory here.
 
-A deferred tensor is the object that it will stay, of a class that intercepts the operations on it
-(:mod:`lightning_hybrid.remote.intercepted`). How its numbers are made is known to its *maker*
+**Deferred** tensors serve networks that are too large for one rank. Such a tensor stays the same
+object when it gets memory; its class intercepts the operations on it
+(:mod:`lightning_hybrid.remote.intercepted`). Its *maker* knows how its numbers are made
 (:class:`lightning_hybrid.remote.deferral.Deferral`).
 
-* Looking (size, type, device) costs nothing.
-* Reading makes the numbers in temporary memory. So even a whole network runs, slowly.
-* What is written to, and what enters a graph, is materialized for good.
-* `materialize` makes the tensors of a stage; `offload` marks those that another rank has. Reading
+* Reading its size, type or device costs nothing.
+* Reading its numbers makes them in temporary memory. So even a whole network runs, slowly.
+* A tensor that is written to, or enters autograd's graph, gets its memory and numbers for good.
+* `materialize` makes the tensors of a stage; `offload` marks those that another rank owns. Reading
   one of these is an error that says where it is.
 
-Parameters that have given their memory back while another rank trains them.
-
-A vacant one is the object that it was, with its size and type, and an empty storage. Nothing may
-compute with it: many operations on CPUs would read at address 0. So it is a proxy to the user's
-code, which fetches the numbers first, or on a rank where no code of the user's runs.
+**Vacant** parameters have freed their memory while another rank trains them. Such a parameter stays
+the same object, with its size and type, and has an empty storage. Nothing may compute with it: many
+operations on CPUs would read at address 0. So on the driver it is a proxy, which fetches the
+numbers before they are read; on workers no code of the user's runs.
 """
 
 from __future__ import annotations
@@ -50,55 +50,55 @@ from lightning_hybrid.remote.intercepted import (
 
 
 class Maker:
-    """Knows how the numbers of deferred tensors are made: base of those that do.
+    """Base class of makers, which know how the numbers of deferred tensors are made.
 
     Attributes:
-        active: whether the module is being built: then operations are noted down.
-        on_one_rank: whether only the rank that owns a tensor will have it.
+        active: whether the module is being built, while operations are recorded and not run.
+        on_one_rank: whether the rank that owns a tensor is the only one that will have it.
     """
 
     active = on_one_rank = False
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The numbers that tensors without memory would have; views of one share memory."""
+        """Make the numbers of deferred tensors; results for views of one memory share memory."""
         raise NotImplementedError
 
     def settle(self, tensor: Tensor, value: Tensor) -> None:
-        """Let a tensor, and all that show the same memory, have that of ``value``."""
+        """Make ordinary tensors of a tensor and its views, in the memory of ``value``."""
         raise NotImplementedError
 
     def open(self, tensor: Tensor, name: str) -> None:
-        """Make a deferred tensor of one without memory, which this one knows."""
+        """Make a deferred tensor of a tensor on the meta device whose numbers this maker knows."""
         raise NotImplementedError
 
     def make(self, tensor: Tensor) -> None:
-        """Give a tensor, and all that show the same memory, memory for good."""
+        """Give a deferred tensor, and its views, memory and numbers for good."""
         self.settle(tensor, self.numbers([tensor])[0])
 
     def pickled(self, tensor: Tensor) -> Any:
-        """What pickles a tensor in its own way; ``None``: as an ordinary one."""
+        """What ``__reduce_ex__`` returns for a tensor; ``None``: as for an ordinary tensor."""
         return None
 
 
 class _Deferred(Intercepted):
-    """What both classes of deferred tensors have in common."""
+    """Base of the two classes of deferred tensors."""
 
     _maker: Maker | None
-    """``None``: another rank has the tensor"""
+    """``None``: another rank has the tensor."""
     _full_name: str
     _where: str
     _trained_elsewhere: bool = False
-    """for code of the user's, which looks for its gradient here"""
+    """Whether the gradient is on another rank, so that the user's code must not read it here."""
 
     @classmethod
     def operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deferred = list(intercepted_in((args, kwargs), _Deferred))
-        # the module is being built: a mode below this one notes the operation down
+        # (while a module is built, a dispatch mode records the operation)
         if any(tensor._maker is not None and tensor._maker.active for tensor in deferred):
             with as_they_are():
                 return func(*args, **kwargs)
         if func in GRADIENTS:
-            # (optimizers, and what moves a whole module, look at all gradients and pass over none)
+            # (optimizers and methods of modules read all gradients, and skip those that are None)
             if args[0]._trained_elsewhere and not _reads_all(sys._getframe(2)):
                 raise _elsewhere(args[0], "The gradient of ")
             with as_they_are():
@@ -135,34 +135,38 @@ class _Deferred(Intercepted):
 
 
 class DeferredTensor(_Deferred, Tensor):  # type: ignore[misc]
-    """A buffer without memory on this rank, or a tensor in the memory of a deferred one."""
+    """A buffer without memory on this rank, or a view of a deferred tensor."""
 
 
 class DeferredParameter(_Deferred, nn.Parameter):  # type: ignore[misc]
-    """A parameter."""
+    """A parameter without memory on this rank."""
 
 
 def _reads_all(frame: FrameType) -> bool:
+    """Whether code in a frame reads the gradients of all parameters, whatever their rank."""
     place, caller = _place(frame), frame.f_back
     if place == "torch.nn.modules.module" and caller is not None:
-        if frame.f_code.co_name == "zero_grad":  # Lightning's, as a fit begins
+        # (Lightning clears all gradients at the start of a fit; a call by the user's code is
+        # refused)
+        if frame.f_code.co_name == "zero_grad":
             return _place(caller).startswith(("lightning.", "pytorch_lightning."))
         return True
     return place.startswith("torch.optim")
 
 
 def _place(frame: FrameType) -> str:
+    """The name of the module that the code of a frame is in."""
     name: str = frame.f_globals.get("__name__", "")
     return name
 
 
 def is_deferred(tensor: Any) -> bool:
-    """Whether a tensor has no memory on this rank."""
+    """Whether a tensor is a deferred one."""
     return isinstance(tensor, _Deferred)
 
 
 def is_offloaded(tensor: Any) -> bool:
-    """Whether another rank has made a tensor, and this one has not."""
+    """Whether a tensor is a deferred one that another rank owns."""
     return isinstance(tensor, _Deferred) and tensor._maker is None
 
 
@@ -177,10 +181,10 @@ def is_of_one_rank(tensor: Any) -> bool:
 
 
 def materialize(tensors: Iterable[Tensor]) -> None:
-    """Give tensors their memory and numbers, for good; made ones stay as they are.
+    """Give deferred tensors among these their memory and numbers, for good.
 
     Raises:
-        DeferredError: another rank has one.
+        DeferredError: another rank owns one.
     """
     for tensor in tensors:
         if isinstance(tensor, _Deferred):
@@ -192,7 +196,7 @@ def materialize(tensors: Iterable[Tensor]) -> None:
 
 @contextlib.contextmanager
 def materialized(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, tensors have their memory and numbers; changes of them are lost."""
+    """Inside, deferred tensors have memory and numbers; changes of them are lost at the end."""
     with contextlib.ExitStack() as stack:
         for tensor in tensors:
             if isinstance(tensor, _Deferred):
@@ -202,7 +206,7 @@ def materialized(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
-    """Inside, a deferred tensor has the memory of ``value``."""
+    """Inside, a deferred tensor is an ordinary one in the memory of ``value``."""
     before = show(tensor, value)
     try:
         yield
@@ -211,10 +215,10 @@ def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
 
 
 def materialize_here(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Give tensors their memory here, whoever had them before.
+    """Give deferred tensors memory here, also those that another rank owns.
 
     Returns:
-        Those whose numbers are on another rank and must still come.
+        The tensors of another rank, whose numbers have yet to be received.
     """
     missing = []
     for tensor in tensors:
@@ -229,27 +233,27 @@ def materialize_here(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor: its own, or those that it would have, in memory of their own."""
+    """The numbers of a tensor, detached; those of a deferred one in new memory."""
     return tensor.numbers() if isinstance(tensor, _Deferred) else tensor.detach()
 
 
 def offload(tensor: Any, name: str, where: str) -> None:
-    """Free a tensor's memory: another rank owns it from here on.
+    """Free a tensor's memory, and make it a deferred tensor that another rank owns.
 
     Args:
         tensor: a parameter or buffer.
-        name: in the LightningModule.
-        where: says which rank has it.
+        name: its name in the LightningModule.
+        where: which rank owns it, in the words of errors.
     """
     with as_they_are():
         if not isinstance(tensor, _Deferred):
-            # on the meta device sizes, strides and types can still be asked for, at no cost
+            # (on the meta device, where it keeps its size, strides and type)
             swap_memory(tensor, ordinary(tensor, like(tensor, "meta")))
         defer(tensor, None, name, where)
 
 
 def like(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A new tensor with the size and strides of another one, with no numbers in it."""
+    """A new uninitialised tensor with the size, strides and type of another one."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
@@ -257,12 +261,12 @@ _ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred", "_trained_else
 
 
 class Before(NamedTuple):
-    """What a tensor was before it got other memory.
+    """The memory, class and attributes that a tensor had before it got other memory.
 
     Attributes:
-        memory: a tensor that has its memory for so long.
-        kind: its class.
-        attributes: what it carried because it was deferred.
+        memory: a tensor that holds the tensor's former memory.
+        kind: the tensor's former class.
+        attributes: those of its attributes by which it was a deferred tensor.
     """
 
     memory: Tensor
@@ -271,7 +275,11 @@ class Before(NamedTuple):
 
 
 def exchange(tensor: Any, other: Tensor) -> Before:
-    """Give a tensor the memory of another one; it stays the same object, with its own class."""
+    """Swap the memory of a tensor with that of another one; it keeps its identity and class.
+
+    Returns:
+        What :func:`restore` needs to undo it.
+    """
     attributes = {name: vars(tensor)[name] for name in _ATTRIBUTES if name in vars(tensor)}
     with as_they_are():
         swap_memory(tensor, other)
@@ -280,18 +288,26 @@ def exchange(tensor: Any, other: Tensor) -> Before:
 
 
 def clear_attributes(tensor: Any) -> None:
-    """Take away what a tensor carries because it is deferred, or was."""
+    """Delete the attributes by which a tensor is, or was, a deferred one."""
     for name in _ATTRIBUTES:
         vars(tensor).pop(name, None)
 
 
 def defer(tensor: Any, maker: Maker | None, name: str, where: str) -> None:
-    """Make a deferred tensor of one that has no memory; it stays the same object."""
+    """Make a deferred tensor of one on the meta device; it stays the same object.
+
+    Args:
+        tensor: the tensor.
+        maker: knows its numbers; ``None``: another rank owns it.
+        name: its name in errors.
+        where: where its numbers are, in the words of errors.
+    """
     tensor.__class__ = DeferredParameter if isinstance(tensor, nn.Parameter) else DeferredTensor
     tensor._maker, tensor._full_name, tensor._where = maker, name, where
 
 
 def _elsewhere(tensor: Any, what: str = "") -> DeferredError:
+    """The error for a read of a tensor that another rank owns, or (``what``) of its gradient."""
     if not tensor._where.startswith("on "):
         return DeferredError(
             f"{what}{tensor._full_name!r} is {tensor._where}. Load a checkpoint into the module."
@@ -305,17 +321,21 @@ def _elsewhere(tensor: Any, what: str = "") -> DeferredError:
 
 
 def show(tensor: Any, value: Tensor) -> Before:
-    """Make an ordinary tensor of one, deferred or not, with this memory."""
+    """Make an ordinary tensor, in the memory of ``value``, of one that may be deferred.
+
+    Returns:
+        What :func:`restore` needs to undo it.
+    """
     before = exchange(tensor, ordinary(tensor, value))
     with as_they_are():
         tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
-        # a tensor with memory is still one that other ranks lack, and `is_of_one_rank` has to tell
+        # (for `is_of_one_rank`: other ranks still lack this tensor)
         tensor._was_deferred = True
     return before
 
 
 def restore(tensor: Any, before: Before) -> None:
-    """Undo :func:`exchange`, and what has come after it (:func:`show`, :func:`defer`)."""
+    """Undo :func:`exchange`, and :func:`show` or :func:`defer` that have followed it."""
     with as_they_are():
         swap_memory(tensor, before.memory)
         tensor.__class__ = before.kind
@@ -327,7 +347,7 @@ def restore(tensor: Any, before: Before) -> None:
 
 
 class _Computes(BaseException):
-    """Raised by `_OnlyLooks` where an operation needs numbers or writes to a tensor."""
+    """Raised by `_OnlyLooks` if an operation reads the numbers of a tensor or writes to it."""
 
 
 class _OnlyLooks(TorchDispatchMode):
@@ -339,7 +359,7 @@ class _OnlyLooks(TorchDispatchMode):
         described = schema(func)
         aliases = [returned.alias_info for returned in described.returns]
         views = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
-        # a view that autograd knows of must show real memory, which its gradient belongs to
+        # (a view in autograd's graph needs real memory, since its gradient belongs to the tensor)
         tracked = torch.is_grad_enabled() and described.name != "aten::detach"
         with as_they_are():
             wanted = tracked and any(t.requires_grad for _, t in tensors_in((args, kwargs)))
@@ -349,10 +369,13 @@ class _OnlyLooks(TorchDispatchMode):
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: list[Any]) -> Any:
+    """Run an operation on the numbers of deferred tensors.
+
+    The numbers are temporary, unless the operation writes to them or autograd records it.
+    """
     with as_they_are():
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in deferred)
-    # autograd will hold this very tensor, so it has memory for good
-    if trains:
+    if trains:  # (autograd refers to the tensors themselves)
         materialize(deferred)
         return func(*args, **kwargs)
     for tensor in deferred:
@@ -363,7 +386,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred:
         versions = [version(value) for value in values]
         of = {id(tensor): value for tensor, value in zip(deferred, values)}
         back = {id(value): tensor for tensor, value in zip(deferred, values)}
-        # the operation runs on the numbers; where it returns one, its tensor takes the place again
+        # (an operation may return one of its arguments: the deferred tensor is put in its place)
         args, kwargs = rebuild((args, kwargs), lambda v: of.get(id(v), v))
     result = func(*args, **kwargs)
     with as_they_are():
@@ -376,7 +399,10 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred:
 
 
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``to``, ``cpu``, ``cuda`` give the tensor itself: it has no memory on any device yet."""
+    """The result of ``to``, ``cpu`` or ``cuda``: the tensor itself, unless its type changes.
+
+    It has no memory on any device yet, so there is nothing to move.
+    """
     tensor = args[0]
     with as_they_are():
         dtype = tensor.dtype
@@ -386,7 +412,7 @@ def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _same_memory(result: Any, deferred: list[Any]) -> Any:
-    """Make tensors of a result deferred that show the memory of a deferred one, in place."""
+    """Make deferred tensors of those in a result that are views of a deferred one."""
     for _, tensor in tensors_in(result):
         if type(tensor) is Tensor and tensor.is_meta:
             key = storage_key(tensor.untyped_storage())
@@ -406,13 +432,13 @@ SEEMING: Mapping[Any, Callable[[torch.device], Any]] = {
     Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
     Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
 }
-"""Answers about the place of a tensor that has no memory."""
+"""What reading the device of a deferred tensor gives, by the device that it seems to be on."""
 
 NUMBERS = {
     Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.item, Tensor.data_ptr, Tensor.__format__,
     Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
 }  # fmt: skip
-"""Methods that look past torch's operations at the memory itself."""
+"""Methods that read the memory of a tensor by no operator of torch."""
 
 MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
 
@@ -428,7 +454,7 @@ _Deferred.looks = LOOKS | {
 
 
 def is_vacant(tensor: Any) -> bool:
-    """Whether a tensor has given its memory back."""
+    """Whether a tensor has freed its memory, by :func:`vacate`."""
     with as_they_are():
         if is_deferred(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
             return False
@@ -436,9 +462,9 @@ def is_vacant(tensor: Any) -> bool:
 
 
 def vacate(tensor: Tensor) -> None:
-    """Give a tensor's memory back, unless something else shows it, or a graph refers to it.
+    """Free a tensor's memory, unless another tensor shares it or autograd's graph refers to it.
 
-    What is not contiguous keeps it: TorchDynamo cannot look at such a tensor without memory.
+    A tensor that is not contiguous keeps its memory, without which TorchDynamo cannot capture it.
     """
     with torch.no_grad(), as_they_are():
         if is_deferred(tensor) or tensor.layout is not torch.strided or not tensor.is_contiguous():
@@ -446,17 +472,17 @@ def vacate(tensor: Tensor) -> None:
         if is_vacant(tensor) or is_shared(tensor) or is_held(tensor) or tensor.is_inference():
             return
         empty = torch.empty_like(tensor)
-        # (`data` below keeps the object, which modules, optimizers and the user's code hold)
+        # (by `data`, so that it stays the object that modules and optimizers refer to)
         empty.untyped_storage().resize_(0)
         tensor.data = empty
 
 
 def occupy(tensor: Tensor, device: torch.device | None = None) -> None:
-    """Give a vacant tensor memory again, with no numbers in it.
+    """Give a vacant tensor memory again, uninitialised.
 
     Args:
-        tensor: a tensor.
-        device: where; ``None``: where it was.
+        tensor: any tensor; one that is not vacant stays as it is.
+        device: where the memory is; ``None``: where it was before.
     """
     if is_vacant(tensor):
         with torch.no_grad(), as_they_are():
@@ -468,20 +494,20 @@ _LOST = "not here: its rank has failed, or could not hand it over"
 
 
 def give_up(tensor: Tensor, name: str) -> None:
-    """Nobody will bring the numbers of a vacant tensor: from now on reading it is an error."""
+    """Make a vacant tensor one whose reading is an error, since its numbers will not be fetched."""
     if is_vacant(tensor):
         offload(tensor, name, _LOST)
 
 
 def take_again(tensors: Iterable[Tensor], *, empty: bool) -> None:
-    """Before another run: have memory for what :func:`give_up` has left without numbers.
+    """Give tensors memory again, before another run, for which :func:`give_up` was called.
 
     Args:
-        tensors: any.
-        empty: whether the numbers come from another rank.
+        tensors: any tensors; others stay as they are.
+        empty: whether their numbers will come from another rank.
 
     Raises:
-        DeferredError: they do not.
+        DeferredError: there is such a tensor, and not ``empty``.
     """
     for tensor in tensors:
         if isinstance(tensor, _Deferred) and tensor._where == _LOST:

@@ -1,7 +1,7 @@
-"""A network with deferred tensors, as TorchDynamo can look at it: with sizes, and no numbers.
+"""Lets TorchDynamo capture a network whose weights are not here, by tensors without memory.
 
-Where a network is captured as a chain of graphs, the Python between two of them must not compute
-with such tensors. Whatever it would read there is noticed.
+Where a network is captured as a chain of graphs, the Python between two of them must not read
+weights without memory: :func:`watched` and :func:`emptied` notice if it does.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from lightning_hybrid.remote.deferred import Before, is_deferred, like, restore,
 
 
 class Hollow:
-    """Shows tensors that have no memory here, or wait elsewhere, as TorchDynamo can look at them.
+    """A context in which TorchDynamo can capture a module with tensors that are not on its device.
 
-    Inside, each such tensor is an ordinary one on ``device``, with its size and an empty storage:
-    enough to capture a network. Nothing may compute with it: torch refuses indices, matrix products
-    and convolutions, but many operations on CPUs do not look and read at address 0. It stays the
-    same object, and looks the same each time.
+    Inside, each parameter and buffer that is deferred, or on another device, is an ordinary tensor
+    on ``device`` with its size and an empty storage, which is enough to capture the network.
+    Nothing may compute with it: torch refuses some operations, but many on CPUs would read at
+    address 0. It stays the same object, and has the same empty tensor each time.
 
     Args:
-        module: whose parameters and buffers they are.
+        module: the module with these parameters and buffers.
         device: where the network runs.
     """
 
@@ -50,7 +50,7 @@ class Hollow:
                 waits = is_deferred(tensor) or tensor.device != self._device
             if waits:
                 self._shown.append((tensor, show(tensor, self._empty(tensor))))
-        # what has its memory here keeps it
+        # (once all tensors are here, they stay here)
         self._needed = bool(self._shown)
 
     def __exit__(self, *_: object) -> None:
@@ -59,7 +59,7 @@ class Hollow:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside, the tensors have the memory that they had before."""
+        """Inside, the tensors are what they are outside of this context."""
         self.__exit__()
         try:
             yield
@@ -67,30 +67,30 @@ class Hollow:
             self.__enter__()
 
     def shown_of(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of the tensors that have no memory here now."""
+        """The names of those of some tensors that are shown without memory now."""
         shown = {id(tensor) for tensor, _ in self._shown}
         return [name for name, tensor in tensors.items() if id(tensor) in shown]
 
     def _empty(self, tensor: Tensor) -> Tensor:
-        # the same empty tensor at each call: TorchDynamo would take another one for a change
+        # (the same empty tensor in each call: TorchDynamo would take another one for a change)
         known = self._kept.get(id(tensor))
         if known is None or known[0] is not tensor:
             with as_they_are():
                 empty = like(tensor, self._device)
-            if empty.is_contiguous():  # others cannot be captured without memory
+            if empty.is_contiguous():  # (TorchDynamo cannot capture others without memory)
                 empty.untyped_storage().resize_(0)
             known = self._kept[id(tensor)] = tensor, empty
         return known[1]
 
 
 _NO_NUMBERS = re.compile("detach|alias|view|.*_like|new_.*")
-"""Operations that need no numbers. Torch refuses all other views of an empty storage."""
+"""Names of operations that read no numbers. (Torch refuses other views of an empty storage.)"""
 
 
 class NoMemory(BaseException):
-    """A tensor without memory was to be read or written; the text says which, and by what.
+    """An operation was to read or write a tensor without memory; the text names both.
 
-    No ``Exception``: the user's code, out of which it comes, may catch those and go another way.
+    It is raised in the user's code, and is no ``Exception``, so that this code does not catch it.
     """
 
 
@@ -98,15 +98,15 @@ class NoMemory(BaseException):
 def watched(
     tensors: Mapping[str, Tensor], read: set[str], absent: Collection[str] = ()
 ) -> Iterator[None]:
-    """Inside, note which tensors' numbers the operations need that run outside of a graph.
+    """Inside, note which tensors are read or written by operations outside of captured graphs.
 
     Args:
-        tensors: by name.
-        read: where their names are noted.
-        absent: the names of those that have no numbers here.
+        tensors: the tensors to watch, by name.
+        read: the set to which names of tensors that are read or written are added.
+        absent: names of the tensors that have no memory here.
 
     Raises:
-        NoMemory: out of an operation that computes with an absent one.
+        NoMemory: an operation reads or writes an absent tensor.
     """
     with as_they_are():
         strided = {n: t for n, t in tensors.items() if t.layout is torch.strided}
@@ -117,23 +117,23 @@ def watched(
 
 @contextmanager
 def emptied(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, these tensors have no memory; an operation that would read or write one raises.
+    """Inside, tensors have no memory, and an operation that would read or write one raises.
 
-    Torch itself refuses some of them only: many operations on CPUs read at address 0. Sizes and new
-    tensors of the same size are allowed, and so is TorchDynamo, which sees them as ever.
+    Torch itself refuses some of these operations, but many on CPUs would read at address 0. Reading
+    sizes, making new tensors of the same size, and captures by TorchDynamo are allowed.
 
     Args:
-        tensors: by the name that errors give.
+        tensors: the tensors, by the names that errors give.
 
     Raises:
-        NoMemory: an operation needs the numbers of such a tensor, or NumPy does.
+        NoMemory: an operation, or NumPy, needs the numbers of such a tensor.
     """
     data = [(tensor, tensor.data) for tensor in tensors.values()]
     with torch.no_grad(), as_they_are():
         for tensor, _ in data:
             empty = torch.empty_like(tensor)
             empty.untyped_storage().resize_(0)
-            refuse_pointer(empty)  # for NumPy, which no mode sees
+            refuse_pointer(empty)  # (against NumPy, whose reads no dispatch mode sees)
             tensor.data = empty
     try:
         with watched(tensors, set(), tensors):
@@ -149,7 +149,13 @@ def emptied(tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at the arguments of every operation outside of graphs."""
+    """A dispatch mode that checks the arguments of every operation outside of captured graphs.
+
+    Args:
+        names: by storage, the names of the watched tensors.
+        read: the set to which names of tensors that are read or written are added.
+        absent: names of the tensors that have no memory.
+    """
 
     def __init__(self, names: Mapping[int, str], read: set[str], absent: Collection[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -157,7 +163,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """TorchDynamo, which captures nothing under other modes, captures under this one."""
+        """Tell TorchDynamo to capture under this mode, as it does under no other."""
         return True
 
     def __torch_dispatch__(
@@ -170,12 +176,15 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def check(self, operation: str, tensors: Iterable[Tensor]) -> None:
-        """Note these tensors, or raise."""
+        """Note the watched ones among the arguments of an operation.
+
+        Raises:
+            NoMemory: one of them has no memory.
+        """
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 continue
             name = self._names.get(storage_key(tensor.untyped_storage()))
-            # on CPUs many operations do not look, and would read at address 0
             if name in self._absent:
                 raise NoMemory(f"{operation!r} needs the numbers of {name!r}")
             if name is not None:
@@ -184,7 +193,7 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def _watched_printing(watch: _Watch) -> Iterator[None]:
-    """Torch prints a tensor with all modes off, so this class is changed for as long."""
+    """Inside, printing a tensor is checked too, which dispatch modes do not see."""
     original: Any = Tensor.__repr__
 
     def watched_repr(tensor: Tensor, **kwargs: Any) -> Any:

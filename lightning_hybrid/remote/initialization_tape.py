@@ -1,8 +1,8 @@
-"""What makes the numbers of tensors that have no memory yet, operation by operation.
+"""Records the operations that initialise tensors without memory, to make their numbers later.
 
-A network built under a `Tape` has all its weights on the meta device. The tape holds, per piece of
-memory (a storage), the operations that write to it, with the state that the random generator had;
-playing them again gives the numbers that one device has, for one storage at a time.
+A network built under a `Tape` has all its weights on the meta device. The tape holds, per storage,
+the operations that write to it, with the state that the random generator had; playing them gives
+the numbers that one device has, for one storage at a time.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferred import is_deferred, like, value_of
 
 _SNAPSHOT_BYTES = 2**20
-"""Real tensors up to this size are copied when an operation on the tape reads them."""
+"""Real tensors up to this size are copied when a recorded operation reads them."""
 
 _MAPPED_BYTES = 2**20
-"""From this size on memory is taken from the system piece by piece."""
+"""From this size on, each piece of memory is a mapping of its own; see :func:`memory_for`."""
 
 _WHOLE = {
     f"aten::{name}" for name in ("normal_", "uniform_", "fill_", "zero_", "copy_", "exponential_")
 }
-"""Operations after which nothing is left of what the memory held before."""
+"""Operations that overwrite the whole tensor."""
 
 
 @dataclass(frozen=True)
 class View(Token):
-    """A tensor without memory: the storage that it lies in, and where in it.
+    """The place of a tensor without memory: its storage, and the part of the storage.
 
     Attributes:
-        key: number of the storage, which names it while it lives.
-        size: its shape.
-        stride: steps of the dimensions, in elements.
-        offset: from the start of the storage, in elements.
-        dtype: of its elements.
+        key: number of the storage, unique while the storage exists.
+        size: shape of the tensor.
+        stride: its strides, in elements.
+        offset: its offset from the start of the storage, in elements.
+        dtype: its type.
     """
 
     key: int
@@ -54,18 +54,19 @@ class View(Token):
     dtype: torch.dtype
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """The same view of real memory."""
+        """The tensor with this place in a real storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A real tensor that an operation has read.
+    """A real tensor that a recorded operation reads.
 
     Attributes:
-        tensor: a copy of it, or itself if it is larger than `_SNAPSHOT_BYTES`, or has no memory.
-        version: torch's count of its changes when it was read; ``None``: it is not checked.
+        tensor: a copy of it; or itself, if it is larger than `_SNAPSHOT_BYTES` or is deferred.
+        version: its version counter at the recording, to notice later changes; ``None``: it is a
+            copy, or cannot be checked.
     """
 
     tensor: Tensor
@@ -73,6 +74,7 @@ class Constant:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Constant:
+        """The constant for a tensor, as its numbers are now."""
         if is_deferred(tensor):
             return cls(tensor, None)
         tensor = tensor.detach()
@@ -81,6 +83,11 @@ class Constant:
         return cls(tensor, None if tensor.is_inference() else version(tensor))
 
     def value(self) -> Tensor:
+        """The numbers of the tensor at the recording.
+
+        Raises:
+            DeferredError: they have changed since.
+        """
         if self.version is not None and version(self.tensor) != self.version:
             raise DeferredError(
                 f"a tensor of size {tuple(self.tensor.shape)} was copied into a weight in "
@@ -92,18 +99,18 @@ class Constant:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on the tape.
+    """A recorded operation.
 
     Attributes:
-        function: the operation; or a constant, whose numbers it brings.
-        arguments: by position, with a `View` for each tensor without memory.
-        keywords: arguments by name, likewise.
-        results: where the tensors that it returns lie; None: in memory that it was given.
+        function: the operation; or a constant, whose numbers the step puts into the result.
+        arguments: its arguments by position, with a `View` for each tensor without memory.
+        keywords: its arguments by name, likewise.
+        results: the places of the tensors that it returns; None: in a storage that existed before.
         reads: keys of the storages whose numbers it needs.
         writes: keys of the storages that it changes or makes.
-        replaces: key of the storage of whose former numbers nothing is left.
-        generator: what it draws random numbers from; ``None``: nothing.
-        state: that the generator had before it.
+        replaces: key of the storage that it overwrites as a whole without reading it.
+        generator: the generator from which it draws random numbers; ``None``: it draws none.
+        state: the state that the generator had before it.
     """
 
     function: Any
@@ -117,7 +124,7 @@ class Step:
     state: Tensor | None = None
 
     def run(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Tensor]:
-        """Run the operation on real tensors, with the random numbers of its turn."""
+        """Run the operation on real tensors, with the random numbers that it drew originally."""
         if isinstance(self.function, Constant):
             return [self.function.value()]
         with _generator_at(self.generator, self.state):
@@ -126,17 +133,21 @@ class Step:
 
 
 class Tape:
-    """The operations that made tensors without memory, in their order.
+    """Records operations on tensors without memory, and plays them to make the numbers.
 
     Args:
-        device: the device that the numbers are made on, as on one device.
+        device: the device on which the numbers are made.
+
+    Attributes:
+        device: see above.
+        marking: whether tensors that are written to are marked; see :meth:`is_marked`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._steps: list[Step] = []
         self._writers: dict[int, list[int]] = {}
-        # a key is only a name while its storage lives
+        # (kept, since a key is unique only while its storage exists)
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._marked: set[int] = set()
         self.marking = False
@@ -144,7 +155,7 @@ class Tape:
     # ------------------------------------------------------------------ recording
 
     def view(self, tensor: Tensor) -> View:
-        """Where a tensor on the meta device lies."""
+        """The place of a tensor on the meta device."""
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         self._storages.setdefault(key, storage)
@@ -164,7 +175,7 @@ class Tape:
         return self.view(tensor).key in self._marked
 
     def lift(self, tensor: Tensor) -> Tensor:
-        """A tensor without memory that has the numbers of a real one."""
+        """A new tensor without memory whose numbers will be those of a real one."""
         twin = like(tensor, "meta")
         view = self.view(twin)
         nothing: frozenset[int] = frozenset()
@@ -179,14 +190,15 @@ class Tape:
         written: Sequence[View],
         random: tuple[torch.Generator, Tensor] | None,
     ) -> None:
-        """Write down an operation.
+        """Record an operation.
 
         Args:
             function: the operation.
-            given: its arguments, with a `View` for each tensor without memory.
-            results: what it returned on the meta device.
-            written: its arguments that it writes to.
-            random: the generator that it draws from, and that one's state before.
+            given: its arguments and keywords, with a `View` for each tensor without memory.
+            results: the tensors that it has returned on the meta device.
+            written: those of its arguments that it writes to.
+            random: the generator that it draws from, and the state of that before; ``None``: it
+                draws no random numbers.
         """
         arguments, keywords = given
         reads = _keys(given)
@@ -195,7 +207,7 @@ class Tape:
         made = tuple(place if place.key not in known else None for place in places)
         writes = {view.key for view in written} | {place.key for place in made if place}
         if not writes:
-            return  # a view of what there is
+            return  # (it only makes a view)
         replaces = None
         if len(written) == 1 and schema(function).name in _WHOLE and self._covers(written[0]):
             reads = _keys((arguments[1:], keywords))
@@ -208,6 +220,7 @@ class Tape:
         )  # fmt: skip
 
     def _covers(self, view: View) -> bool:
+        """Whether a view has as many bytes as its storage."""
         numbers = torch.Size(view.size).numel()
         return numbers * view.dtype.itemsize == self.bytes_behind(view)
 
@@ -221,7 +234,7 @@ class Tape:
     # ------------------------------------------------------------------ playing
 
     def real(self, views: Sequence[View]) -> list[Tensor]:
-        """Make the numbers behind some views; views of one storage share their memory."""
+        """Make the tensors with these places, with numbers; those in one storage share memory."""
         memory: dict[int, torch.UntypedStorage] = {}
         with torch.no_grad(), torch.inference_mode(False):
             for number in self._needed({view.key for view in views}):
@@ -229,11 +242,16 @@ class Tape:
             return [self._look(view, memory) for view in views]
 
     def _needed(self, keys: set[int]) -> list[int]:
-        """Numbers of the steps that decide what some storages hold, in order."""
-        waiting: list[int] = []  # negative, since the latest comes first
+        """Positions of the steps whose results some storages depend on, in order.
+
+        Args:
+            keys: keys of the storages.
+        """
+        waiting: list[int] = []  # negative positions, so that the heap gives the latest step first
         found: list[int] = []
 
         def want(key: int, before: int) -> None:
+            # wait for the last step before another one that writes to the storage
             writers = self._writers.get(key, [])
             place = bisect.bisect_left(writers, before)
             if place:
@@ -243,17 +261,23 @@ class Tape:
             want(key, len(self._steps))
         while waiting:
             number = -heapq.heappop(waiting)
-            # several later steps wanted it: equal numbers leave the heap one after the other
+            # (it is there several times if several later steps depend on it)
             if found and found[-1] == number:
                 continue
             found.append(number)
             step = self._steps[number]
-            # what is overwritten as a whole need not be made before
+            # (the former numbers of a storage that is overwritten as a whole are not needed)
             for key in step.reads | step.writes - {step.replaces}:
                 want(key, number)
         return found[::-1]
 
     def _play(self, step: Step, memory: dict[int, torch.UntypedStorage]) -> None:
+        """Run a step on real memory.
+
+        Args:
+            step: the step.
+            memory: the real storages that were made so far, by key; is added to.
+        """
         arguments, keywords = rebuild(
             (step.arguments, step.keywords),
             lambda value: self._look(value, memory) if isinstance(value, View) else value,
@@ -265,7 +289,7 @@ class Tape:
             fits = tensor.untyped_storage().nbytes() == self._storages[view.key].nbytes()
             if same and fits and not isinstance(step.function, Constant):
                 memory[view.key] = tensor.untyped_storage()
-            else:  # a constant is not ours to write to; or the meta device has another layout
+            else:  # (a constant must not be written to; or the layout is not that on meta)
                 self._look(view, memory, tensor.device).copy_(tensor)
 
     def _look(
@@ -274,6 +298,7 @@ class Tape:
         memory: dict[int, torch.UntypedStorage],
         device: torch.device | None = None,
     ) -> Tensor:
+        """The real tensor with this place, in a storage of ``memory``, or in a new one."""
         if view.key not in memory:
             size = self.bytes_behind(view)
             memory[view.key] = memory_for(size, device or self.device)
@@ -281,14 +306,15 @@ class Tape:
 
 
 def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
-    """Memory that goes back to the system as soon as nobody has it.
+    """A storage whose memory goes back to the system as soon as it is dropped.
 
-    C's allocator gives back only what lies at the end of its heap. A network's weights, made and
-    dropped one after the other between small objects that live on, would stay in the process.
+    C's allocator returns only memory at the end of its heap. Weights that are made and dropped one
+    after the other, between small objects that are kept, would stay in the process. So on CPUs
+    large storages are mappings of their own.
 
     Args:
-        size: in bytes.
-        device: where; only the CPU's memory is C's.
+        size: its size in bytes.
+        device: its device.
     """
     if device.type != "cpu" or size < _MAPPED_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.UntypedStorage(size, device=device)
@@ -297,7 +323,7 @@ def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
 
 
 def _keys(value: Any) -> set[int]:
-    """The storages that the tensors in nested arguments lie in."""
+    """The keys of the storages of the views in nested arguments."""
     found = set[int]()
     rebuild(value, lambda leaf: found.add(leaf.key) if isinstance(leaf, View) else None)
     return found
@@ -305,11 +331,10 @@ def _keys(value: Any) -> set[int]:
 
 @contextlib.contextmanager
 def _generator_at(generator: torch.Generator | None, state: Tensor | None) -> Iterator[None]:
-    """Inside, a generator goes on from a state that it had."""
+    """Inside, a generator starts from a state; afterwards it is as it was before."""
     if generator is None or state is None:
         yield
         return
-    # numbers are made whenever somebody needs them, in the middle of other draws
     now = generator.get_state()
     generator.set_state(state)
     try:

@@ -1,10 +1,10 @@
-"""Tensor objects whose class is asked before each operation of torch.
+"""Tensors of a class that intercepts each operation of torch on them.
 
-What lives on another rank (:mod:`lightning_hybrid.remote.proxy`) and what has no memory yet
-(:mod:`lightning_hybrid.remote.deferred`) stays the same object in modules and optimizers, with its
-shape and ``requires_grad``; only its class changes. Operations that do not look at the numbers
-(:data:`LOOKS`, and those that a class adds) run as they are; a class handles all others. Copies and
-pickles are ordinary tensors.
+Such classes are those of proxies (:mod:`lightning_hybrid.remote.proxy`) and of deferred tensors
+(:mod:`lightning_hybrid.remote.deferred`). A tensor that becomes one stays the same object in
+modules and optimizers, with its shape and ``requires_grad``; only its class changes. Operations
+that do not read the numbers (:data:`LOOKS`, and those that a class adds) run as on ordinary
+tensors; the class handles all others. Copies and pickles are ordinary tensors.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from lightning_hybrid._trees import tensors_in
 
 
 class Intercepted:
-    """Base of the classes that intercept the operations on their tensors.
+    """Base of the tensor classes that intercept operations.
 
     Attributes:
-        looks: operations that run as on ordinary tensors.
+        looks: the operations that run as on ordinary tensors, since they do not read the numbers.
     """
 
     looks: ClassVar[frozenset[Any]]
@@ -36,11 +36,11 @@ class Intercepted:
 
     @classmethod
     def operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that has a tensor of this class among its arguments."""
+        """Run an operation, not one of ``looks``, with a tensor of this class as an argument."""
         raise NotImplementedError
 
     def numbers(self) -> Tensor:
-        """What the tensor holds, without gradient; it may share memory with it."""
+        """The values of the tensor, detached; they may be in its own memory."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -53,18 +53,18 @@ class Intercepted:
 
 
 def ordinary(like: Any, value: Tensor) -> Tensor:
-    """``value`` as an ordinary parameter or tensor, whichever ``like`` is."""
+    """``value`` as an ordinary parameter if ``like`` is a parameter, else as it is."""
     with as_they_are():
         return nn.Parameter(value, like.requires_grad) if isinstance(like, nn.Parameter) else value
 
 
 def intercepted_in(values: Any, kind: type) -> Iterator[Any]:
-    """The tensors of a class in nested arguments."""
+    """The tensors of a class in nested arguments of an operation."""
     return (tensor for _, tensor in tensors_in(values) if isinstance(tensor, kind))
 
 
 def getters(*names: str) -> set[Any]:
-    """How torch names the reading of these properties of tensors."""
+    """The functions by which torch reads these properties of tensors."""
     return {getattr(Tensor, name).__get__ for name in names}
 
 
@@ -88,4 +88,4 @@ LOOKS = frozenset(
         torch.numel,
     }
 )
-"""Operations that have nothing to do with the numbers, nor with where they are."""
+"""Operations that depend neither on the numbers of a tensor nor on its device."""

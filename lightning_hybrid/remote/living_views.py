@@ -1,7 +1,8 @@
-"""Tensors that show the memory of others: taken before those became another rank's, and used later.
+"""Finds tensors of the user's code that are in the memory of parameters and buffers.
 
-``data``, ``detach()``, slices, the values of a state dict: Python knows of all its objects, so they
-are found wherever the user's code keeps them.
+Such a view (``data``, ``detach()``, a slice, a value of a state dict) may have been taken before
+another rank became the owner of the tensor, and be used later. Python's garbage collector lists all
+objects, so views are found wherever the user's code keeps them.
 """
 
 import gc
@@ -17,38 +18,38 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.remote.deferred import is_deferred
 
 View = tuple[Tensor, Tensor]
-"""A view, and whose memory it shows."""
+"""A view, and the parameter or buffer in whose memory it is."""
 
 
 def views_of(network: nn.Module) -> list[View]:
-    """What code has taken of the parameters and buffers of a network."""
+    """The views of a network's parameters and buffers that code has taken, deferred ones aside."""
     tensors = (*network.parameters(), *network.buffers())
     with as_they_are():
         return living_views(tensor for tensor in tensors if not is_deferred(tensor))
 
 
 def living_views(tensors: Iterable[Tensor]) -> list[View]:
-    """What shows the memory of tensors.
+    """Find all views of some tensors among the objects of this process.
 
-    What is part of a graph of autograd is left out: it belongs to a step that has begun.
+    Views in autograd's graph are left out, since they belong to a step that has begun.
 
     Args:
-        tensors: strided ones are looked at.
+        tensors: the tensors; sparse ones are left out.
 
     Returns:
-        Each view, with the first of the tensors that it is a part of; one that is larger, with each
-        of those whose memory it shows.
+        Each view with the first of the tensors that it is a part of; a larger one with each tensor
+        whose memory it overlaps.
     """
-    # A look at all objects is the only way. A tensor tells how many others show its memory, not
-    # which; a write through `data` leaves no trace in its version counter; and a read of an old
-    # view leaves none at all, but would give numbers that no rank has any more.
+    # There is no other way than to look at all objects: a tensor tells how many others share its
+    # memory, not which; and a write through `data`, or a read, leaves no trace in the version
+    # counter, so that a stale view could not be noticed when it is used.
     owners: dict[int, list[Tensor]] = {}
     for tensor in filter(_is_strided, tensors):
         if is_shared(tensor):
             owners.setdefault(storage_key(tensor.untyped_storage()), []).append(tensor)
-    if not owners:  # as nearly always: to look at all objects takes a tenth of a second
+    if not owners:  # (as nearly always; looking at all objects takes a tenth of a second)
         return []
-    # (other objects may compute what they give as ``__class__``)
+    # (`type`, not `isinstance`, which asks an object for its ``__class__`` and may run its code)
     living = (candidate for candidate in gc.get_objects() if type(candidate) is Tensor)
     plain = (t for t in living if not t.requires_grad and _is_strided(t))
     pairs = ((t, owners.get(storage_key(t.untyped_storage()), ())) for t in plain)
@@ -56,22 +57,26 @@ def living_views(tensors: Iterable[Tensor]) -> list[View]:
 
 
 def _shown(view: Tensor, owners: Sequence[Tensor]) -> list[Tensor]:
+    """The first owner that a view is a part of; if there is none, all that it overlaps."""
     whole = [owner for owner in owners if _lies_in(view, owner)]
     return whole[:1] or [owner for owner in owners if _overlap(view, owner)]
 
 
 def _lies_in(view: Tensor, owner: Tensor) -> bool:
-    """Whether all that a tensor shows is memory of another one, in the same storage."""
+    """Whether a tensor is inside of the memory of another one, in the same storage."""
     (first, end), (owner_first, owner_end) = _extent(view), _extent(owner)
     return owner_first <= first and end <= owner_end
 
 
 def in_one_memory(tensors: Mapping[str, Tensor], wanted: Iterable[str]) -> tuple[str, str] | None:
-    """A wanted tensor and another one in its memory, one of them a parameter, if there are any.
+    """Find a wanted tensor that overlaps another one in memory, if one of them is a parameter.
 
     Args:
-        tensors: by name; one object may have several.
-        wanted: names among them.
+        tensors: the tensors by name; one object may have several names.
+        wanted: names of some of them.
+
+    Returns:
+        The names of the wanted tensor and of the other one; ``None``: there is no such pair.
     """
     by_memory: dict[int, dict[int, str]] = {}
     for name, tensor in tensors.items():
@@ -89,14 +94,14 @@ def in_one_memory(tensors: Mapping[str, Tensor], wanted: Iterable[str]) -> tuple
 
 
 def refuse_one_memory(module: nn.Module, names: Iterable[str]) -> None:
-    """Two tensors in one memory, of which another rank is to own one.
+    """Refuse two tensors in one memory, one of them a parameter, if another rank is to own one.
 
     Args:
         module: the LightningModule.
-        names: of what other ranks are to own.
+        names: names of the tensors that other ranks are to own.
 
     Raises:
-        NetworkError: one of them shares its memory with another parameter.
+        NetworkError: there are two such tensors.
     """
     everything = (
         *module.named_parameters(remove_duplicate=False),
@@ -115,10 +120,15 @@ def refuse_one_memory(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def refuse_larger(view: Tensor, owner: Tensor, name: str) -> None:
-    """What shows the memory of a tensor that another rank is to own, and more.
+    """Refuse a view that is larger than the tensor that another rank is to own.
+
+    Args:
+        view: the view.
+        owner: the tensor.
+        name: name of the tensor.
 
     Raises:
-        NetworkError: it does.
+        NetworkError: the view is not inside of the tensor's memory.
     """
     if not _lies_in(view, owner):
         raise NetworkError(
@@ -135,7 +145,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Its first byte in its storage, and that behind its last."""
+    """The positions in its storage of a tensor's first byte and of the byte behind its last."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()

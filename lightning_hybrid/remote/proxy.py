@@ -1,8 +1,9 @@
-"""Tensors of another rank that look like tensors of this one.
+"""The classes of proxies: tensors that another rank owns and that look like tensors of this one.
 
-The class of a proxy intercepts the operations on it (:mod:`lightning_hybrid.remote.intercepted`):
-the table of its source (:class:`~lightning_hybrid.remote.remote_source.Remote`) is asked before the
-values are used, and told when they have changed.
+The class of a proxy intercepts the operations on it (:mod:`lightning_hybrid.remote.intercepted`).
+Before its values are used, it has the table of its source
+(:class:`~lightning_hybrid.remote.remote_source.Remote`) fetch them, and it tells the table when
+they have changed.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from lightning_hybrid.remote.remote_source import Remote
 
 
 class _Proxy(Intercepted):
-    """What both classes of proxies have in common."""
+    """Base of the two classes of proxies."""
 
     _source: Remote
 
@@ -43,12 +44,13 @@ class _Proxy(Intercepted):
         with as_they_are():
             for proxy in proxies:
                 proxy._source.table.read(proxy._source)
-            # whatever the operation was: a write shows in the version counter
+            # (a write by any operation shows in the version counter)
             before = [version(proxy) for proxy in proxies]
             result = func(*args, **kwargs)
             for proxy, count in zip(proxies, before):
                 written = func in _NORMS and not isinstance(proxy, RemoteParameter)
-                written |= proxy.is_inference() and func not in _Proxy.looks  # nobody counts those
+                # (inference tensors have no version counter)
+                written |= proxy.is_inference() and func not in _Proxy.looks
                 if written or version(proxy) != count or func == _SET_DATA:
                     proxy._source.table.touch(proxy._source)
             if torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(result)):
@@ -62,19 +64,24 @@ class _Proxy(Intercepted):
 
 
 class RemoteTensor(_Proxy, Tensor):
-    """A buffer, a gradient, or memory shared with one of these or with a parameter."""
+    """A proxy of a buffer or a gradient, or a view of a proxy."""
 
 
 class RemoteParameter(_Proxy, nn.Parameter):
-    """A parameter that another rank owns."""
+    """A proxy of a parameter."""
 
 
 _made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-"""By identity, as long as they live: tensors do not compare as keys have to."""
+"""By ``id``, all proxies that exist (tensors cannot be keys themselves, as they do not compare)."""
 
 
 def make_proxy(tensor: Any, source: Remote) -> Tensor:
-    """Make a proxy of a tensor; it stays the same object."""
+    """Make a proxy of a tensor, which stays the same object.
+
+    Args:
+        tensor: the tensor.
+        source: the tensor of another rank whose values it shows.
+    """
     tensor.__class__ = RemoteParameter if isinstance(tensor, nn.Parameter) else RemoteTensor
     tensor._source = source
     proxy: Tensor = tensor
@@ -83,45 +90,48 @@ def make_proxy(tensor: Any, source: Remote) -> Tensor:
 
 
 def proxies() -> list[Tensor]:
-    """All that were made and live, wherever the user's code keeps them; some may be plain again."""
+    """All tensors that were made proxies and still exist; some may be ordinary again."""
     return list(_made.values())
 
 
 def make_plain(tensor: Any) -> None:
-    """Make an ordinary tensor of a proxy."""
-    # one with several names is made plain once
+    """Make an ordinary tensor of a proxy; other tensors stay as they are."""
     plain: dict[type, type] = {RemoteParameter: nn.Parameter, RemoteTensor: Tensor}
     tensor.__class__ = plain.get(type(tensor), type(tensor))
     vars(tensor).pop("_source", None)
 
 
 def read_now(tensor: Tensor) -> Tensor:
-    """What a tensor without gradient holds now, as an ordinary tensor that asks nobody later."""
+    """The present values of a proxy as an ordinary tensor; other tensors are returned as they are.
+
+    A proxy that requires a gradient is returned as it is, too.
+    """
     if not isinstance(tensor, _Proxy) or tensor.requires_grad:
         return tensor
     return tensor.numbers()
 
 
 def source_of(tensor: Any) -> Remote | None:
-    """What a proxy asks; ``None``: it is none."""
+    """The source of a proxy; ``None``: the tensor is no proxy."""
     return tensor._source if isinstance(tensor, _Proxy) else None
 
 
 def _enter_graph(proxies: Sequence[Any]) -> None:
+    """Tell the tables of parameters among proxies that autograd has recorded their use."""
     for proxy in proxies:
         if isinstance(proxy, RemoteParameter) and proxy.requires_grad:
             proxy._source.table.enter_graph(proxy._source)
 
 
 def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
-    """Make a result that shows the memory of a proxy a proxy too (``data``, ``detach()``, views).
+    """Make a proxy of a result that is in the memory of a proxy (``data``, ``detach()``, views).
 
-    Inside of a graph it stays as it is: there a view counts its changes for the parameter too.
+    A view in autograd's graph stays as it is: its changes show in the parameter's version counter.
     """
     if type(result) is not Tensor or is_wrapped(result):
         return result
     if not result.requires_grad and result.layout is torch.strided:
-        # (an empty tensor has the address 0, and shares it with every other one)
+        # (all empty tensors have the address 0)
         address = result.untyped_storage().data_ptr()
         for proxy in proxies:
             if address and address == proxy.untyped_storage().data_ptr():
@@ -130,7 +140,7 @@ def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
 
 
 def hook_refused(name: str) -> HybridError:
-    """What to raise where a hook cannot reach the gradient of a parameter."""
+    """The error for a hook on a parameter whose gradient is on another rank."""
     return HybridError(
         f"A hook was put on parameter {name!r} in the middle of a run, but another rank owns it "
         "and its gradient arises there. Put hooks on parameters in __init__, setup or "
@@ -146,7 +156,7 @@ _NORMS = {
     *(F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm),
     *(torch.native_batch_norm, torch.cudnn_batch_norm, torch.miopen_batch_norm),
 }
-"""They change running statistics, and the version counters of these do not tell."""
+"""Operations that change running statistics without counting it in their version counters."""
 
 _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 _GRADIENT: Any = Tensor.grad

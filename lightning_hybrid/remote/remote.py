@@ -1,22 +1,22 @@
-"""What other ranks own, as the user's code on the driver sees it.
+"""Proxies on the driver for the weights, buffers and gradients that workers own.
 
-The weights, buffers and gradients of the earlier stages live on the workers, but users read and
-change them in the middle of a run as on one device: they log norms, clip by hand, clear gradients,
-average or load weights, add a penalty over all parameters. So on the driver those parameters and
-buffers become *proxies*: the same objects, of a class that intercepts every operation on them.
+The user's code on the driver reads and changes these in the middle of a run as on one device: it
+logs norms, clips by hand, clears gradients, averages or loads weights, adds a penalty over all
+parameters. So on the driver the workers' parameters and buffers become *proxies*: the same objects,
+of a class that intercepts every operation on them.
 
-* Reading fetches what the worker has now, once until it changes there: the first tensor alone,
-  with the second all of them, since who reads two mostly reads all.
-* A change in place travels back before the next command to the workers; so do changes through a
-  view (seen by the version counter), through ``data`` and ``detach()`` (proxies themselves), and
+* Reading fetches the worker's values, once until they change there: the first tensor alone, with
+  the second all others, since code that reads two mostly reads all.
+* A change in place is sent to the worker before the next command; so are changes through a view
+  (noticed by the version counter), through ``data`` and ``detach()`` (proxies themselves), and
   buffers that were replaced.
-* ``parameter.grad`` is a proxy on the worker's gradient; setting and clearing it travels too. Who
-  keeps a gradient that is cleared keeps its values.
-* A parameter may enter the graph (a penalty). Its gradient then arises on the driver and is added
-  to the worker's before anything uses that.
+* ``parameter.grad`` is a proxy of the worker's gradient; setting and clearing it is sent too. A
+  cleared gradient that code still refers to keeps its values.
+* A parameter may enter autograd's graph (a penalty). Its gradient is then on the driver, and is
+  added to the worker's before that is used.
 
-Copies and pickles are ordinary tensors. Nothing here costs anything until a proxy is used, but a
-look at its class by torch; our own code looks at the tensors as they are (:func:`as_they_are`).
+Copies and pickles are ordinary tensors. A proxy that is not used costs nothing. Code of this
+package reads the tensors without interception (:func:`as_they_are`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -45,20 +45,21 @@ from lightning_hybrid.remote.unread import is_unread, left_unread
 
 
 class RemoteTensors:
-    """The proxies of one driver.
+    """All proxies of one driver, with what is needed to fetch and send their values.
 
-    Each kind has an *age*, which ends when the owners change what they have.
+    For each kind of tensors an *age* counts how often the owners have changed them; a tensor that
+    was fetched in an earlier age is stale.
 
     Args:
-        owners: of the tensors.
-        device: of this rank. To the user's code all of them are there; those that nobody has read
-            may be on the CPU still.
+        owners: reads and sets the tensors on the ranks that own them.
+        device: the device of this rank. Proxies seem to be on it; those that were never read may
+            still be on the CPU.
 
     Attributes:
-        device: that one.
-        places: of the parameters and buffers in the module.
-        gradients: of the parameters.
-        in_graph: whether a proxy has entered the graph of this step.
+        device: the device of this rank.
+        places: the parameters and buffers in the module that are proxies.
+        gradients: the gradients of the parameters.
+        in_graph: whether a proxy has entered autograd's graph in this step.
         changed_here: whether code on this rank has changed a parameter or buffer.
     """
 
@@ -74,9 +75,9 @@ class RemoteTensors:
             self, owners, self._tensors[Kind.PARAMETER], self._tensors[Kind.GRADIENT]
         )
         self._busy = False
-        self._at_hand = False  # see at_hand
+        self._at_hand = False  # whether code runs inside of `at_hand`
         self._writes = 0
-        self._here: list[Remote] = []  # what has memory that it may give back
+        self._here: list[Remote] = []  # parameters with memory that may be freed
         self._brought: dict[str, Tensor] = {}
         self.in_graph = self.changed_here = False
 
@@ -91,35 +92,35 @@ class RemoteTensors:
 
         Args:
             module: the LightningModule.
-            names: of what other ranks own.
-            here_too: names of buffers that stages of this rank use as well. What is here is what
-                the owner has: they are constants (a network is not cut between two uses of a
-                buffer that it changes), or running statistics of a copied stage, which each copy
-                updates alike.
-            views: what code has taken of them, see :func:`living_views`. (They are sent before
-                this, and messages on their way show their memory, too.)
+            names: names of the tensors that other ranks own.
+            here_too: names of those buffers that stages of this rank use as well. Their values here
+                are always those of the owner: they are constants (a network is not cut between two
+                uses of a buffer that it changes), or running statistics of a copied stage, which
+                each copy updates alike.
+            views: tensors of the user's code that show their memory (see :func:`living_views`),
+                found before the weights were sent, since messages show their memory too.
 
         Raises:
             NetworkError: one shares its memory with another parameter, or with a larger tensor.
         """
         self._here_too.update(here_too)
         self.places.add(module, names, views)
-        # what this step has computed before, it has computed with ordinary tensors
+        # (this step may have computed with any of them already, when they were ordinary tensors)
         self.gradients.in_graph |= self._tensors[Kind.PARAMETER]
         self.in_graph = True
 
     def vacate(self, but: Collection[str] = ()) -> None:
-        """Give the memory of parameters back: they have it for as long as they are read.
+        """Free the memory of parameters; a read fetches them until their owners change them.
 
         Args:
-            but: names of those that stages of this rank compute with.
+            but: names of the parameters that stages of this rank compute with.
         """
         named = self._tensors[Kind.PARAMETER].items()
         self._here = [remote for name, remote in named if name not in but]
         self._leave()
 
     def _leave(self) -> None:
-        """Of parameters that have memory: give it back where nothing needs it."""
+        """Free the memory of parameters that were fetched, unless something else refers to it."""
         left = []
         for remote in self._here:
             vacate(remote.value)
@@ -130,14 +131,14 @@ class RemoteTensors:
         self._here = left
 
     def begin_step(self) -> None:
-        """A training step begins, with nothing in its graph."""
+        """Note at the start of a training step that no proxy is in autograd's graph."""
         if self.in_graph:
             self.gradients.in_graph.clear()
         self.in_graph = False
 
     def close(self) -> None:
-        """Make ordinary tensors of all proxies again."""
-        # (the places forget their tensors, and gradients are put on them after that)
+        """Make ordinary tensors of all proxies again, with the gradients that were brought."""
+        # (a copy, since the places forget their tensors)
         parameters = dict(self._tensors[Kind.PARAMETER])
         self.places.close()
         for name, remote in parameters.items():
@@ -153,7 +154,7 @@ class RemoteTensors:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, there are no proxies: for code of ours that looks at a whole network."""
+        """Inside, proxies are ordinary tensors, for code that looks at a whole network."""
         self.flush()
         self.places.hide()
         try:
@@ -163,10 +164,10 @@ class RemoteTensors:
 
     @contextmanager
     def showing(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, parameters and buffers are ordinary tensors with these numbers.
+        """Inside, parameters and buffers of workers are ordinary tensors with given values.
 
         Args:
-            values: by name.
+            values: the values by name; an unread one makes an unread tensor of the parameter.
         """
         with self.suspended(), torch.no_grad(), ExitStack() as stack:
             found = [remote for remote in self.places.all() if remote.name in values]
@@ -175,25 +176,25 @@ class RemoteTensors:
             for remote in found:
                 if remote in in_memory:
                     remote.value.data = values[remote.name]
-                elif not is_deferred(remote.value):  # one that is tied is there twice
+                elif not is_deferred(remote.value):  # (a tied one has been handled by another name)
                     stack.enter_context(left_unread(remote.value, remote.name, values[remote.name]))
             try:
                 yield
             finally:
-                for tensor, data in reversed(before):  # one that is tied is there twice
+                for tensor, data in reversed(before):  # (reversed, since a tied one is there twice)
                     tensor.data = data
 
-    # -- what an optimizer that steps whole does
+    # -- for an optimizer that steps as a whole
 
     @contextmanager
     def at_hand(self, names: Iterable[str]) -> Iterator[None]:
-        """Inside, parameters and their gradients are here, as ordinary tensors.
+        """Inside, parameters of workers and their gradients are ordinary tensors on this rank.
 
-        Afterwards the owners get the parameters (code that writes through ``data`` leaves no
-        trace of it), and the gradients that have visibly changed.
+        Afterwards all of these parameters are sent back (a change through ``data`` could not be
+        noticed), and the gradients whose version has changed.
 
         Args:
-            names: of parameters of other ranks.
+            names: names of the parameters.
         """
         self.flush()
         parameters = [self._tensors[Kind.PARAMETER][name] for name in names]
@@ -214,6 +215,12 @@ class RemoteTensors:
                 self._take_back(remote, held.get(remote.name))
 
     def _take_back(self, remote: Remote, held: Remote | None) -> None:
+        """Make a proxy of a parameter again, and note what is to be sent to its owner.
+
+        Args:
+            remote: the parameter.
+            held: its gradient, if it had one.
+        """
         gradient, remote.value.grad = remote.value.grad, None
         make_proxy(remote.value, remote)
         self.touch(remote)
@@ -222,13 +229,13 @@ class RemoteTensors:
         elif held is not None and held.changed:
             self.touch(held)
 
-    # -- what the owners do
+    # -- around commands to the owners
 
     def outdate(self, *kinds: Kind) -> None:
-        """The owners change what they have."""
+        """Note that the owners change tensors of these kinds, so that what is here is stale."""
         for kind in kinds:
             self._age[kind] += 1
-            # (a first read fetches one tensor alone, see `read`)
+            # (so that the next read fetches one tensor alone, see `read`)
             self._reads[kind] = 0
             if kind is Kind.GRADIENT:
                 self.gradients.outdate()
@@ -236,21 +243,21 @@ class RemoteTensors:
                 self._leave()
 
     def flush(self) -> None:
-        """Before a command: bring the owners what was changed here.
+        """Send the owners what was changed here, before a command.
 
         Raises:
             HybridError: a view of an outdated value was changed.
         """
         if self._busy or self._at_hand or not (self._touched or self.gradients.pending):
             return
-        # what is sent is read here, which would flush again
+        # (sending reads proxies, which would flush again)
         self._busy = True
         try:
             with as_they_are():
                 if self.gradients.send_arisen():
                     self.outdate(Kind.GRADIENT)
                 assigned = self.gradients.send_assigned()
-                for name in assigned:  # proxies on what was there before have nothing to say now
+                for name in assigned:  # (changes of the gradients of before are not sent)
                     self._touched.pop((Kind.GRADIENT, name), None)
                 if assigned:
                     self.outdate(Kind.GRADIENT)
@@ -259,7 +266,7 @@ class RemoteTensors:
             self._busy = False
 
     def adopt_fetched(self) -> None:
-        """Weights and buffers are here as the owners have them, all of them."""
+        """Note that all weights and buffers with memory here are as the owners have them."""
         for remote in self.places.all():
             if not is_vacant(remote.value):
                 remote.seen = self._age[remote.kind]
@@ -267,14 +274,14 @@ class RemoteTensors:
         self._writes += 1
 
     def adopt(self, names: Iterable[str]) -> None:
-        """These parameters are here as the owners have them."""
+        """Note that these parameters are here as the owners have them."""
         for name in names:
             remote = self._tensors[Kind.PARAMETER][name]
             remote.seen = self._age[Kind.PARAMETER]
             remote.settle()
 
     def bring_gradients(self) -> None:
-        """The owners go: from :meth:`close` on parameters have here the gradients that are left."""
+        """Fetch all gradients at the end of a run; :meth:`close` puts them on the parameters."""
         if not self._tensors[Kind.PARAMETER]:
             return
         self.flush()
@@ -283,24 +290,24 @@ class RemoteTensors:
             here = [name for name in names if not is_deferred(parameters[name].value)]
             if not here:
                 return
-            values = self._owners.give(Kind.GRADIENT, here)  # of which some may be sparse
+            values = self._owners.give(Kind.GRADIENT, here)  # (some may be sparse)
             self._brought = {n: v.to(parameters[n].value.device) for n, v in values.items()}
         self._keep_shown()
-        self._owners.clear_gradients(here)  # the next run brings them from here
+        self._owners.clear_gradients(here)  # (they belong to this rank now)
 
     def leave_gradients(self, values: Mapping[str, Tensor]) -> None:
-        """The owners go, and leave these gradients, which parameters have from :meth:`close` on.
+        """Take over gradients at the end of a run; :meth:`close` puts them on the parameters.
 
         Args:
-            values: by name of the parameter; memory of this rank.
+            values: the gradients by name of the parameter, in memory of this rank.
         """
         parameters = self._tensors[Kind.PARAMETER]
         self._brought = {name: value for name, value in values.items() if name in parameters}
         self._keep_shown()
-        self._owners.clear_gradients([*self._brought])  # the next run brings them from here
+        self._owners.clear_gradients([*self._brought])  # (they belong to this rank now)
 
     def _keep_shown(self) -> None:
-        """Fetch gradients into the same tensors that user code already has proxies of."""
+        """Copy brought gradients into the tensors that user code has proxies of already."""
         with torch.no_grad(), as_they_are():
             for remote in self.gradients.kept(self._brought):
                 if self._brought[remote.name].layout is torch.strided:
@@ -309,7 +316,7 @@ class RemoteTensors:
                 remote.keep()
 
     def adopt_replaced(self) -> None:
-        """Before a forward: bring the owners the buffers that were replaced here.
+        """Make proxies of buffers that were replaced here, to be sent before the next command.
 
         Raises:
             HybridError: a parameter was replaced.
@@ -317,19 +324,20 @@ class RemoteTensors:
         for remote in self.places.replaced():
             self.touch(remote)
 
-    # -- what the user's code does
+    # -- for proxies, as the user's code uses them
 
     def read(self, remote: Remote) -> None:
-        """Fetch what the owner has, unless that is here already."""
+        """Fetch a tensor from its owner if what is here is stale."""
         kind, age = remote.kind, self._age[remote.kind]
-        self._touched[kind, remote.name] = remote  # who reads may keep a view
+        # (the reader may keep a view and change it later, so `flush` compares the versions)
+        self._touched[kind, remote.name] = remote
         if remote.name in self._here_too and kind is Kind.BUFFER:
             remote.seen = age
         if remote.seen == age:
             return
         with outside_of_transforms():
             self.flush()
-            # one alone the first time: a look at a single weight must not bring a whole network
+            # (one alone the first time: reading a single weight must not fetch a whole network)
             wanted = [remote]
             if self._reads[kind]:
                 wanted = [r for r in self._tensors[kind].values() if r.seen != age]
@@ -340,21 +348,21 @@ class RemoteTensors:
                 self._fetch(wanted)
 
     def read_all(self) -> None:
-        """Have all parameters here as the owners have them."""
+        """Fetch all parameters that are stale here."""
         with as_they_are():
             for name in [*self._tensors[Kind.PARAMETER]]:
                 self.read(self._tensors[Kind.PARAMETER][name])
 
     def bring(self, prefix: str) -> None:
-        """Have the parameters and buffers of a module here as the owners have them.
+        """Fetch the parameters and buffers of a module that are stale here.
 
         Args:
-            prefix: with which their names begin.
+            prefix: the beginning of their names.
         """
         self.fetch(name for name in self.places.names() if name.startswith(prefix))
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Have these parameters and buffers here as the owners have them, in one go."""
+        """Fetch those of these parameters and buffers that are stale here, in one go."""
         wanted = set(names)
         if not wanted:
             return
@@ -364,17 +372,17 @@ class RemoteTensors:
                 self._fetch([remotes[name] for name in wanted & remotes.keys()])
 
     def absent_bytes(self, prefix: str) -> int:
-        """Memory that the parameters of a module need which have none here.
+        """Bytes of the parameters of a module that have no memory here.
 
         Args:
-            prefix: with which their names begin.
+            prefix: the beginning of their names.
         """
         named = self._tensors[Kind.PARAMETER].items()
         values = [remote.value for name, remote in named if name.startswith(prefix)]
         return sum(value.nbytes for value in values if is_vacant(value))
 
     def state(self, kind: Kind) -> object:
-        """Equal as long as neither the owners nor this rank have changed anything."""
+        """A value that stays equal until the owners or this rank change tensors of a kind."""
         return self._age[kind], self._writes
 
     def touch(self, remote: Remote) -> None:
@@ -388,25 +396,29 @@ class RemoteTensors:
         self.gradients.in_graph[remote.name] = remote
 
     def note_use(self, names: Iterable[str]) -> None:
-        """Stages of this rank take these parameters into the graph."""
+        """Note that stages of this rank compute with these parameters in autograd's graph."""
         for name in names:
             self.enter_graph(self._tensors[Kind.PARAMETER][name])
 
     def gradient(self, remote: Remote) -> Tensor | None:
-        """A proxy on the gradient of a parameter, if it has one."""
+        """A proxy of the gradient of a parameter, if it has one."""
         if not self.gradients.is_settled(remote):
-            self.flush()  # it may have arisen here
+            self.flush()  # (a gradient may have come about here)
         return self.gradients.proxy(remote)
 
     def assign_gradient(self, remote: Remote, value: Tensor | None) -> None:
-        """``parameter.grad = value``."""
+        """Carry out ``parameter.grad = value``."""
         if self.gradients.has(remote, value):
-            return  # as in `parameter.grad *= 2`: the proxy has been written to
+            return  # (as in `parameter.grad *= 2`, which has written to the proxy already)
         self.release_gradients([remote.name])
         self.gradients.assign(remote, value)
 
     def release_gradients(self, names: Iterable[str]) -> None:
-        """Parameters are about to lose their gradients; who has kept one keeps it as it is now."""
+        """Let gradients that code still refers to keep their values, before they are cleared.
+
+        Args:
+            names: names of the parameters.
+        """
         names = [name for name in names if name in self._tensors[Kind.GRADIENT]]
         if self.gradients.kept(names):
             self.flush()
@@ -419,10 +431,10 @@ class RemoteTensors:
     # -- inside
 
     def _fetch(self, wanted: Iterable[Remote]) -> None:
-        """Have here what the owners have, of tensors of one kind.
+        """Fetch those of some tensors of one kind that are stale here.
 
         Raises:
-            HybridError: a sparse gradient, for which there is dense memory here.
+            HybridError: a gradient is sparse, and the memory for it here is dense.
         """
         stale = [r for r in wanted if r.seen != self._age[r.kind]]
         if not stale:
@@ -441,18 +453,24 @@ class RemoteTensors:
                 self._here.append(remote)
             elif remote.value.device != self.device:
                 remote.value.data = remote.value.data.to(self.device)
-            # a graph may have saved it, and autograd refuses what was written to since
+            # (only if it has changed: autograd may have saved it, and refuses tensors that were
+            # written to since)
             value = values[remote.name]
             if empty or not same_numbers(remote.value, value.to(self.device)):
                 remote.value.copy_(value)
             remote.seen = self._age[kind]
             remote.settle()
         for other in self._tensors[kind].values():
-            if id(other.value) in fetched:  # tied, it has another name in another network
+            if id(other.value) in fetched:  # (the same tensor, tied under another name)
                 other.seen = self._age[kind]
                 other.settle()
 
     def _send_changed(self) -> None:
+        """Send the owners the tensors that were written to here.
+
+        Raises:
+            HybridError: a view of a stale value was changed.
+        """
         changed: dict[Kind, dict[str, Tensor]] = {}
         for (kind, name), remote in self._touched.items():
             if remote.changed:

@@ -1,9 +1,9 @@
-"""The gradients of parameters that other ranks own, as the user's code on the driver sees them.
+"""The gradients of parameters that other ranks own, for the user's code on the driver.
 
-They are in three places: where the owners have them; here, where the user has assigned one
-(``parameter.grad = value``); and here too, where the user's own code has computed with a parameter
-(a penalty over all weights), so that autograd leaves a gradient on the driver, which is part of
-the owner's.
+A gradient is in up to three places: on the owner; on the driver, if the user's code has assigned
+one (``parameter.grad = value``); and on the driver too, if the user's code has computed with the
+parameter (a penalty over all weights): autograd leaves a gradient there, to be added to the
+owner's.
 """
 
 from collections import Counter
@@ -22,14 +22,14 @@ class RemoteGradients:
     """The gradients of the remote parameters of one driver.
 
     Args:
-        table: of all remote tensors.
-        owners: of the parameters.
-        parameters: by name.
-        held: by name, the gradients that there is memory for here.
+        table: fetches and sends values for the proxies.
+        owners: reads and sets gradients on the ranks that own the parameters.
+        parameters: the parameters, by name.
+        held: the gradients that have memory here, by name of the parameter.
 
     Attributes:
-        in_graph: the parameters that have entered the graph of this step, by name.
-        assigned: by name of the parameter, gradients that the owners have not been told of yet.
+        in_graph: by name, the parameters that have entered autograd's graph in this step.
+        assigned: by name of the parameter, assigned gradients that were not sent to the owners yet.
     """
 
     def __init__(
@@ -42,40 +42,40 @@ class RemoteGradients:
         self._table, self._owners = table, owners
         self._parameters, self._held = parameters, held
         self._present: set[str] | None = None
-        self._parts: dict[str, Tensor] = {}  # what was assigned, of larger tensors
+        self._parts: dict[str, Tensor] = {}  # assigned gradients that are parts of larger tensors
         self.in_graph: dict[str, Remote] = {}
         self.assigned: dict[str, Tensor | None] = {}
 
     @property
     def pending(self) -> bool:
-        """Whether there may be something here that the owners lack."""
+        """Whether there may be gradients here that the owners lack."""
         return bool(self.assigned or self.in_graph)
 
     @property
     def known(self) -> Collection[str]:
-        """Names of the parameters that have a gradient, as far as the owners were asked."""
+        """Names of the parameters whose owners have a gradient; empty if they were not asked."""
         return self._present or ()
 
     def is_settled(self, remote: Remote) -> bool:
-        """Whether what a parameter's gradient is does not depend on what is pending."""
+        """Whether a parameter's gradient is known without sending what is pending first."""
         if remote.name in self.assigned:
             return True
         return not self.in_graph and self._present is not None
 
     def names(self) -> set[str]:
-        """Names of the parameters whose owners have a gradient; there is memory for it here."""
+        """Names of the parameters whose owners have a gradient; each gets memory for it here."""
         if self._present is None:
             self._present = self._owners.gradient_names()
         if not self._present <= self._held.keys():
             with torch.inference_mode(False), as_they_are():
-                for name in self._present - self._held.keys():  # a second read fetches all
+                for name in self._present - self._held.keys():  # (a second read fetches them all)
                     parameter = self._parameters[name].value
                     memory = torch.zeros_like(parameter, device=self._table.device)
                     self._held[name] = Remote(self._table, Kind.GRADIENT, name, memory.detach())
         return self._present
 
     def proxy(self, remote: Remote) -> Tensor | None:
-        """What ``parameter.grad`` is: what was assigned, a proxy on the owner's, or nothing."""
+        """The value of ``parameter.grad``: an assigned tensor, a proxy of the owner's, or None."""
         if remote.name in self.assigned:
             return self.assigned[remote.name]
         if remote.name not in self.names():
@@ -84,24 +84,28 @@ class RemoteGradients:
         return found.show(lambda: make_proxy(found.value.detach(), found))
 
     def has(self, remote: Remote, value: Tensor | None) -> bool:
-        """Whether this is the gradient of the parameter: a proxy on it."""
+        """Whether a tensor is the proxy of the parameter's present gradient."""
         found = self._held.get(remote.name)
         return found is not None and source_of(value) is found
 
     def assign(self, remote: Remote, value: Tensor | None) -> None:
-        """``parameter.grad = value``."""
+        """Carry out ``parameter.grad = value``; the owner gets it before the next command."""
         other = source_of(value)
         if other is not None:
-            # what a proxy shows now is assigned: its owner may have another number by the flush
+            # (the present values are assigned; before it is sent, the owner may change them)
             other.table.read(other)
         with as_they_are():
-            remote.value.grad = value  # torch's own check of shape, dtype and device
-            # (one that stays here would be added to the owner's, as if it had arisen)
+            remote.value.grad = value  # (torch checks shape, dtype and device)
+            # (a gradient that is left here would be added to the owner's)
             remote.value.grad = None
         self.assigned[remote.name] = value
 
     def send_arisen(self) -> bool:
-        """Add to the owners' what the user's own use of parameters has left here, if anything."""
+        """Add gradients that the user's own use of parameters has left here to the owners'.
+
+        Returns:
+            Whether there were any.
+        """
         found = {}
         for name, remote in self.in_graph.items():
             if remote.value.grad is not None:
@@ -112,7 +116,7 @@ class RemoteGradients:
         return bool(found)
 
     def send_assigned(self) -> Collection[str]:
-        """Bring the owners what was assigned. Returns the names of the parameters."""
+        """Send the owners the assigned gradients. Returns the names of the parameters."""
         assigned, self.assigned = self.assigned, {}
         cleared = [name for name, value in assigned.items() if value is None]
         if cleared:
@@ -126,10 +130,13 @@ class RemoteGradients:
         return assigned.keys()
 
     def refuse_parts(self) -> None:
-        """A backward adds to gradients: not in memory of a larger tensor that code has still.
+        """Refuse a backward if a gradient was assigned that is a part of a larger tensor.
+
+        The backward adds to the owner's gradient, so that the larger tensor, which the user's code
+        still refers to, would not have the sum.
 
         Raises:
-            NetworkError: that tensor would not have the sum.
+            NetworkError: there is such a gradient.
         """
         keys = {name: storage_key(part.untyped_storage()) for name, part in self._parts.items()}
         counts = Counter(keys.values())
@@ -143,28 +150,29 @@ class RemoteGradients:
                 )
 
     def _note_parts(self, gradients: Mapping[str, Tensor]) -> None:
+        """Note which of these gradients are parts of larger tensors, for :meth:`refuse_parts`."""
         for name, value in gradients.items():
             if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
                 self._parts[name] = value
 
     def kept(self, names: Iterable[str]) -> list[Remote]:
-        """Those of these gradients that code here has a proxy of at this moment."""
+        """Those of these gradients of which code here has a proxy at this moment."""
         held = (self._held[name] for name in names if name in self._held)
         return [found for found in held if found.shown is not None]
 
     def release(self, name: str) -> None:
-        """A parameter has another gradient, or none: who has kept the old one keeps it."""
+        """Drop the gradient of a parameter; a proxy that code still has keeps its values."""
         self._parts.pop(name, None)
         found = self._held.pop(name, None)
         if found is not None:
             found.keep()
 
     def outdate(self) -> None:
-        """The owners change their gradients."""
+        """Note that the owners change which parameters have a gradient."""
         self._present = None
 
     def clear(self) -> None:
-        """Nothing is in the graph, and nothing assigned; nobody is asked any more."""
+        """Forget all gradients at the end of a run; the owners are asked no more."""
         self.in_graph.clear()
         self.assigned.clear()
         self._parts.clear()

@@ -1,4 +1,4 @@
-"""Where the parameters and buffers of other ranks stand in the user's module."""
+"""The parameters and buffers of the user's module that other ranks own, and that are proxies."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -16,13 +16,13 @@ from lightning_hybrid.remote.remote_source import Kind, Remote, Table
 
 
 class RemotePlaces:
-    """The parameters and buffers of other ranks, each at its place in a module.
+    """The parameters and buffers of a module that other ranks own, each with its place in it.
 
     Args:
-        table: of all remote tensors, which their proxies ask.
+        table: fetches and sends values for the proxies.
 
     Attributes:
-        tensors: by kind and name, what stands here.
+        tensors: by kind and name, the parameters and buffers.
     """
 
     def __init__(self, table: Table) -> None:
@@ -31,7 +31,12 @@ class RemotePlaces:
         self.tensors: dict[Kind, dict[str, Remote]] = {Kind.PARAMETER: {}, Kind.BUFFER: {}}
 
     def add(self, module: nn.Module, names: Iterable[str], views: Iterable[View]) -> None:
-        """Make proxies of these parameters and buffers of ``module``, and of views of them.
+        """Make proxies of parameters and buffers, and of views of them.
+
+        Args:
+            module: the LightningModule.
+            names: names of the parameters and buffers.
+            views: views of tensors of the module; those of other tensors are left out.
 
         Raises:
             NetworkError: one shares its memory with another parameter, or with a larger tensor.
@@ -43,14 +48,14 @@ class RemotePlaces:
             parameters, buffers = tables(module.get_submodule(owner))
             self._open(name, buffers if parameters.get(key) is None else parameters, key)
         remotes = {id(remote.value): remote for remote in self.all()}
-        for view, value in views:  # (`data`, a state dict): it shows what the owners have
+        for view, value in views:  # (as taken by `data`, or from a state dict)
             if id(value) not in remotes:
                 continue
             refuse_larger(view, value, remotes[id(value)].name)
             make_proxy(view, remotes[id(value)])
 
     def replaced(self) -> Iterator[Remote]:
-        """The buffers that code has replaced since the last call; the new ones are proxies now.
+        """Make proxies of the buffers that code has put in the place of others, and yield them.
 
         Raises:
             HybridError: a parameter was replaced.
@@ -66,18 +71,19 @@ class RemotePlaces:
                     "(parameter.copy_(...), load_state_dict) instead."
                 )
             make_plain(known.value)
-            # a buffer that was made in inference mode could not be written to in training
-            if value.is_inference():  # `self.count += 1` leaves on one device what was there
+            # (as by `self.count += 1` in inference mode; an inference tensor could not be written
+            # to in training)
+            if value.is_inference():
                 with torch.inference_mode(False):
                     place[key] = value.clone()
             yield self._open(name, place, key)
 
     def names(self, *kinds: Kind) -> set[str]:
-        """What other ranks own: of these kinds, or parameters and buffers."""
+        """Names of the parameters (or buffers) that other ranks own; no kind: of both."""
         return {name for kind in kinds or self.tensors for name in self.tensors[kind]}
 
     def emptied(self) -> AbstractContextManager[None]:
-        """Inside, what other ranks own has no memory here; computing with it raises."""
+        """Inside, tensors that other ranks own have no memory here; computing with them raises."""
         return emptied({remote.name: remote.value for remote in self.all()})
 
     def hide(self) -> None:
@@ -86,16 +92,16 @@ class RemotePlaces:
             make_plain(remote.value)
 
     def show(self) -> None:
-        """Make proxies of them again."""
+        """Make proxies again of the parameters and buffers, after :meth:`hide`."""
         for place, key, known in self._places.values():
-            if place.get(key) is known.value:  # else it was replaced, which a forward settles
+            if place.get(key) is known.value:  # (`replaced` handles those that are others now)
                 make_proxy(known.value, known)
 
     def close(self) -> None:
-        """Make ordinary tensors of everything, views too, for good."""
+        """Make ordinary tensors of all proxies, also of views, at the end of a run."""
         self.hide()
         known = {id(remote) for remote in self.all()}
-        # code may keep a view anywhere, and would ask a worker that is gone
+        # (the user's code may keep views, which must not ask workers that have ended)
         for view in proxies():
             if id(source_of(view)) in known:
                 make_plain(view)
@@ -104,10 +110,17 @@ class RemotePlaces:
             tensors.clear()
 
     def all(self) -> list[Remote]:
-        """What other ranks own."""
+        """All parameters and buffers that other ranks own."""
         return [remote for tensors in self.tensors.values() for remote in tensors.values()]
 
     def _open(self, name: str, place: dict[str, Any], key: str) -> Remote:
+        """Make a proxy of a tensor in a module.
+
+        Args:
+            name: its name in the LightningModule.
+            place: the table of a module that it is in.
+            key: its key there.
+        """
         value = place[key]
         kind = Kind.PARAMETER if isinstance(value, nn.Parameter) else Kind.BUFFER
         known = self.tensors[kind].get(name)

@@ -1,4 +1,4 @@
-"""One tensor of another rank: its kind, and the source of its proxies, which asks its owner."""
+"""The source of a proxy: a tensor that another rank owns, and what this rank knows of it."""
 
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -12,7 +12,7 @@ from lightning_hybrid._torch.tensors import version
 
 
 class Kind(Enum):
-    """What a tensor of another rank is to the LightningModule."""
+    """Kinds of tensors that another rank owns."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -20,55 +20,58 @@ class Kind(Enum):
 
 
 class RemoteStore(Protocol):
-    """The ranks that own the tensors; names are those of the LightningModule."""
+    """Reads and sets tensors on the ranks that own them, by their names in the LightningModule."""
 
     def give(self, kind: Kind, names: list[str]) -> Mapping[str, Tensor]:
-        """What these tensors are now."""
+        """Fetch the present values of tensors."""
 
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
-        """Set them, or add to them."""
+        """Set tensors to values, or, with ``add``, add to them."""
 
     def clear_gradients(self, names: list[str]) -> None:
-        """``parameter.grad = None``."""
+        """Set the gradients of parameters to None."""
 
     def gradient_names(self) -> set[str]:
-        """Of the parameters that have a gradient."""
+        """Names of the parameters that have a gradient."""
 
 
 class Table(Protocol):
-    """The remote tensors of one driver, who know what is here and how old it is.
+    """What proxies call when the user's code uses them.
 
     Attributes:
-        device: where they are to the user's code; their memory comes there when it is read.
+        device: the device that proxies seem to be on; their values are fetched to it.
     """
 
     device: torch.device
 
     def read(self, remote: "Remote") -> None:
-        """Fetch what the owner has, unless that is here already."""
+        """Fetch a tensor from its owner if what is here is stale."""
 
     def touch(self, remote: "Remote") -> None:
         """Note that a remote tensor was written to here."""
 
     def enter_graph(self, remote: "Remote") -> None:
-        """It takes part in a computation that autograd records."""
+        """Note that a remote tensor takes part in a computation that autograd records."""
 
     def gradient(self, remote: "Remote") -> Tensor | None:
-        """A proxy on the gradient of a parameter, if it has one."""
+        """A proxy of the gradient of a parameter, if it has one."""
 
     def assign_gradient(self, remote: "Remote", value: Tensor | None) -> None:
-        """``parameter.grad = value``."""
+        """Carry out ``parameter.grad = value``."""
 
 
 class Remote:
-    """One tensor of another rank, and what this rank knows of it.
+    """A tensor that another rank owns, and what this rank knows of it.
 
     Attributes:
-        value: the memory that proxies show here; a parameter or buffer itself.
+        table: what its proxies call.
+        kind: its kind.
+        name: name of the tensor, or of the parameter of a gradient, in the LightningModule.
+        value: its values on this rank: the parameter or buffer itself, or memory for a gradient.
         seen: the age (:class:`~lightning_hybrid.remote.remote.RemoteTensors`) in which ``value``
             was fetched; ``None``: never.
-        version: of ``value`` when it was last equal to the owner's.
-        written: changed by an operation that the version of ``value`` does not count.
+        version: the version counter of ``value`` when it was last equal to the owner's.
+        written: whether a proxy has noted a write to ``value`` since then.
     """
 
     __slots__ = ("_shown", "kind", "name", "seen", "table", "value", "version", "written")
@@ -77,12 +80,12 @@ class Remote:
         self._shown: ref[Tensor] | None = None
         self.table, self.kind, self.name, self.value = table, kind, name, value
         self.seen: int | None = None
-        # what is written here before the first fetch is overwritten by it, and not sent
+        # (a write before the first fetch is overwritten by it, and not sent)
         self.version = version(value)
         self.written = False
 
     def show(self, make: Callable[[], Tensor]) -> Tensor:
-        """The one proxy that code here has, made if there is none."""
+        """The proxy of this gradient that code here has; if there is none, ``make`` makes one."""
         proxy = self.shown
         if proxy is None:
             proxy = make()
@@ -91,29 +94,30 @@ class Remote:
 
     @property
     def shown(self) -> Tensor | None:
-        """That proxy, as long as any code here has it."""
+        """The proxy that :meth:`show` has given, if any code here still refers to it."""
         return self._shown() if self._shown is not None else None
 
     def keep(self) -> None:
-        """The owner has it no more: proxies hold from now on what ``value`` holds."""
+        """Let proxies keep the present values of ``value``, since the owner drops the tensor."""
         self.table = _Kept(self.value.device)
 
     @property
     def changed(self) -> bool:
+        """Whether ``value`` was written to here since it was last equal to the owner's."""
         return self.written or (self.seen is not None and version(self.value) != self.version)
 
     def settle(self) -> None:
-        """``value`` is what the owner has."""
+        """Note that ``value`` is equal to what the owner has."""
         self.version, self.written = version(self.value), False
 
 
 class _Kept:
-    """The table of what no other rank has any more: all of it is here, and nobody is told."""
+    """A table for tensors that no other rank has any more: nothing is fetched or sent."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def read(self, remote: Remote, _: Tensor | None = None) -> None:
-        """Nobody is asked."""
+        """Do nothing."""
 
     touch = enter_graph = gradient = assign_gradient = read

@@ -1,8 +1,9 @@
-"""Tensors whose numbers are in a file and have no memory here, where not all of them have room.
+"""Unread tensors: their numbers are in a file, or on another rank, and are read when needed.
 
-Where the address space of a process is limited, mapping a whole file may be refused, and a part of
-it is not. So these tensors are deferred (:mod:`lightning_hybrid.remote.deferred`): each one is
-mapped while it is read, and for good when it is written to or enters a graph.
+Where the address space of a process is limited, it may be impossible to map a whole file, but
+possible to map a part. So these tensors are deferred (:mod:`lightning_hybrid.remote.deferred`):
+each one is read into temporary memory when its numbers are used, and for good when it is written to
+or enters autograd's graph.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,10 +33,10 @@ _streams: ContextVar[bool] = ContextVar("streams", default=False)
 
 
 class Unread(Maker):
-    """Knows where the numbers of one tensor, and of its views, are.
+    """The maker of one unread tensor and of its views.
 
     Args:
-        read: gives them, as one piece of memory: 1-d, of bytes; changes of it are this rank's.
+        read: reads the numbers, as a 1-d tensor of bytes that this rank may write to.
     """
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
@@ -44,16 +45,16 @@ class Unread(Maker):
         self._shown: list[ref[Any]] = []
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Of deferred tensors, each from its file."""
+        """Read the numbers of deferred tensors, of each by its own maker."""
         made: dict[int, Tensor] = {}
         found = []
         for tensor in tensors:
             maker: Any = tensor._maker  # type: ignore[attr-defined]
-            # an operation may be given tensors of a network that is being built, too
+            # (an operation may have tensors with other makers too)
             if not isinstance(maker, Unread):
                 found += maker.numbers([tensor])
                 continue
-            # a module that is being built notes down what is done, which this is no part of
+            # (while a module is built, a dispatch mode records operations, but not these)
             with without_dispatch_modes():
                 if id(maker) not in made:
                     made[id(maker)] = maker._read()
@@ -61,7 +62,7 @@ class Unread(Maker):
         return found
 
     def settle(self, tensor: Tensor, value: Tensor) -> None:
-        # each of these is ordinary from here on, and shows the same new memory
+        # (all views become ordinary tensors in the same new memory)
         shown, self._shown = self._shown, []
         memory = torch.empty(0, dtype=torch.uint8)
         with as_they_are():
@@ -76,13 +77,14 @@ class Unread(Maker):
         self._shown.append(ref(tensor))
 
     def pickled(self, tensor: Tensor) -> Any:
-        """Inside of :func:`streaming`: of a tensor that is read when it is written."""
+        """Inside of :func:`streaming`, pickles a tensor so that it is read when it is written."""
         if not _streams.get() or isinstance(tensor, nn.Parameter):
             return None
         return reduced(tensor, lambda: self._read().untyped_storage())
 
 
 def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
+    """A tensor in ``memory`` with the size, strides, offset and type of another one."""
     with as_they_are():
         size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
@@ -90,8 +92,9 @@ def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def _become(tensor: Any, value: Tensor) -> None:
+    """Make an ordinary tensor of an unread one, in the memory of ``value``, with its gradient."""
     before = make_ordinary(tensor, value).memory
-    vars(tensor).pop("_was_deferred", None)  # all ranks have it
+    vars(tensor).pop("_was_deferred", None)  # (it is not a tensor that other ranks lack)
     with as_they_are():
         gradient = before.grad
     if gradient is not None:
@@ -101,21 +104,21 @@ def _become(tensor: Any, value: Tensor) -> None:
 
 
 def is_unread(tensor: Any) -> bool:
-    """Whether a tensor is in a file, and has no memory here."""
+    """Whether a tensor is an unread one."""
     return is_deferred(tensor) and isinstance(tensor._maker, Unread)
 
 
 def unread(
     size: Any, stride: Any, dtype: torch.dtype, read: Callable[[], Tensor], place: object = None
 ) -> Tensor:
-    """A tensor whose numbers are in a file, or on another rank.
+    """A new unread tensor.
 
     Args:
-        size: of it.
-        stride: of it.
-        dtype: of it.
-        read: see :class:`Unread`.
-        place: for :func:`place_of`.
+        size: its size.
+        stride: its strides.
+        dtype: its type.
+        read: reads its numbers; see :class:`Unread`.
+        place: tells where the numbers are; :func:`place_of` returns it.
     """
     tensor = torch.empty_strided(size, stride, dtype=dtype, device="meta")
     maker = Unread(read)
@@ -125,7 +128,7 @@ def unread(
 
 
 def place_of(tensor: Any) -> Any:
-    """What :func:`unread` was told of a tensor; ``None`` for a view that shows it otherwise."""
+    """The ``place`` given to :func:`unread`; ``None``: the tensor is not unread, or a view."""
     if not is_unread(tensor):
         return None
     place, *form = tensor._maker.whole or (None,)
@@ -138,13 +141,19 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 
 def leave_unread(tensor: Any, name: str, value: Any) -> None:
-    """Free the memory of a tensor; its numbers are those of an unread one."""
+    """Free a tensor's memory, and make it an unread tensor named ``name`` with numbers of another.
+
+    Args:
+        tensor: the tensor; it stays the same object.
+        name: its name.
+        value: an unread tensor of equal form.
+    """
     _leave(tensor, name, value)
 
 
 @contextmanager
 def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, the numbers of a tensor are those of an unread one, and it has no memory."""
+    """Inside, a tensor is an unread one without memory; see :func:`leave_unread`."""
     before = _leave(tensor, name, value)
     try:
         yield
@@ -161,7 +170,7 @@ def _leave(tensor: Any, name: str, value: Any) -> Before:
 
 @contextmanager
 def streaming() -> Iterator[None]:
-    """Inside, `torch.save` reads each unread tensor when it writes it, and keeps none."""
+    """Inside, `torch.save` reads each unread tensor only when it writes it, and then drops it."""
     token = _streams.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Pictures of plans, as one HTML page that needs nothing but itself. Plain data in, text out."""
+"""HTML pages with tables and pictures, in one file: functions from plain data to text."""
 
 from lightning_hybrid.report.page import page, paragraph, table
 from lightning_hybrid.report.pictures import (

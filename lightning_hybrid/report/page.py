@@ -1,9 +1,9 @@
-"""A page that opens without a network, on light and on dark screens."""
+"""Make HTML pages with paragraphs and tables, for light and dark screens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-# inside of the page, which is mailed, attached and opened where there is no network
+# part of the page, which must open without other files and without a network
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --quiet: #59636e;
   --rule: #d1d9e0; --lane: #f1f3f5; --on: #10202f;
@@ -43,7 +43,7 @@ _LEFT = ' class="left"'
 
 
 def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
-    """A whole page from headings and contents in HTML; sections without content are left out."""
+    """Make a page of sections: heading, and content in HTML. Those without content are left out."""
     body = "".join(f"<h2>{escape(name)}</h2>\n{text}\n" for name, text in sections if text)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -54,13 +54,12 @@ def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """A paragraph of explanation."""
-    # names in it are the user's, and may hold any character
+    """Make a paragraph of explanation, in HTML, of plain text."""
     return f'<p class="quiet">{escape(text)}</p>\n'
 
 
 def table(rows: Sequence[Mapping[str, str]], left: Iterable[str] = ()) -> str:
-    """A table with the keys of the first row as its head; columns in `left` are text."""
+    """Make a table in HTML; the keys of the first row are its head, `left` columns align left."""
     if not rows:
         return ""
     names = set(left)

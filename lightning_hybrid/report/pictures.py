@@ -1,4 +1,4 @@
-"""The pictures of a page: bars, curves, a timeline, the network as a strip; and their shapes.
+"""Draw pictures as SVG: bars, curves, a timeline, a network as a strip.
 
 Colours are classes of the page's style sheet.
 """
@@ -9,19 +9,19 @@ from html import escape
 from itertools import pairwise
 
 WIDTH = 960
-"""Of every picture, in its own units; the page scales it."""
+"""Width of every picture, in its own units; the page scales it."""
 MARGIN = 120
-"""Left of the axes, for names."""
+"""Width left of the axes, for names."""
 CHARACTER = 6.6
-"""Width of a character of 11 units height, at most."""
+"""Largest width of a character, in units."""
 
 
 class Svg:
-    """A picture to which shapes are added.
+    """A picture in SVG, to which shapes are added.
 
     Args:
-        height: in units.
-        title: what it shows, for those who cannot see it.
+        height: height in units.
+        title: description of the picture, for screen readers.
     """
 
     def __init__(self, height: float, title: str) -> None:
@@ -33,7 +33,7 @@ class Svg:
     def rect(
         self, x: float, y: float, width: float, height: float, kind: str, hint: str = ""
     ) -> None:
-        """A filled rectangle; the hint shows under the pointer."""
+        """Add a filled rectangle; the hint is shown under the mouse pointer."""
         title = f"<title>{escape(hint)}</title>" if hint else ""
         self._parts.append(
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{height:.2f}" '
@@ -41,13 +41,13 @@ class Svg:
         )
 
     def line(self, x: float, y: float, to_x: float, to_y: float, kind: str = "axis") -> None:
-        """A straight line."""
+        """Add a straight line."""
         self._parts.append(
             f'<line x1="{x:.2f}" y1="{y:.2f}" x2="{to_x:.2f}" y2="{to_y:.2f}" class="{kind}"/>'
         )
 
     def path(self, points: Sequence[tuple[float, float]], kind: str, width: float) -> None:
-        """Lines from point to point, with a mark on each."""
+        """Add lines from point to point, with a mark on each point."""
         text = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
         self._parts.append(
             f'<polyline points="{text}" class="curve {kind}" stroke-width="{width:g}"/>'
@@ -58,7 +58,7 @@ class Svg:
             )
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> None:
-        """A line of text, whose middle is at height y."""
+        """Add a line of text, whose vertical middle is at y."""
         style = f' class="{kind}"' if kind else ""
         self._parts.append(
             f'<text x="{x:.2f}" y="{y + 4:.2f}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
@@ -69,19 +69,18 @@ class Svg:
 
 
 def shortened(text: str, width: float) -> str:
-    """The text, or its beginning and an ellipsis, as far as it goes into a width; or nothing."""
+    """The text if it fits into a width; else its beginning and an ellipsis, or nothing."""
     room = int(width / CHARACTER)
-    # SVG neither wraps nor cuts text
     if len(text) <= room:
         return text
     return f"{text[: room - 1]}…" if room > 3 else ""
 
 
 def ticks(top: float, count: int = 6) -> list[float]:
-    """Round numbers from 0 to `top`, about so many."""
+    """About `count` round numbers from 0 to `top`, for an axis."""
     if top <= 0:
         return [0.0]
-    # steps of 1, 2 or 5 times a power of ten are read at a glance
+    # steps of 1, 2 or 5 times a power of ten
     step = 10.0 ** len(str(int(top))) if top >= 1 else 1.0
     while True:
         for divisor in (1, 2, 5, 10):
@@ -92,7 +91,7 @@ def ticks(top: float, count: int = 6) -> list[float]:
 
 
 def scaled(top: float) -> tuple[float, str]:
-    """The unit of time to show values up to `top` seconds in: factor and name."""
+    """The unit in which to show times up to `top` seconds: its factor and name."""
     for factor, name in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if top * factor >= 1:
             return factor, name
@@ -103,18 +102,18 @@ def scaled(top: float) -> tuple[float, str]:
 
 _BAR, _BARS_TOP = 26, 8
 _BARS_AFTER = 150
-"""Room right of the bars, for their values."""
+"""Width right of the bars, for their values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A value, in parts that are stacked.
+    """A bar of stacked parts.
 
     Attributes:
-        name: written left of it.
-        parts: class of the colour and value of each.
-        text: the value, in words.
-        limit: where a line crosses it, in the unit of the parts; None: no line.
+        name: text left of the bar.
+        parts: colour class and value of each part.
+        text: text right of the bar.
+        limit: value at which a line is drawn across the bar; None: no line.
     """
 
     name: str
@@ -124,10 +123,10 @@ class Bar:
 
 
 def draw_bars(bars: Sequence[Bar], title: str) -> str:
-    """Draw bars of one unit."""
+    """Draw bars, one below the other, on one scale."""
     svg = Svg(_BARS_TOP + _BAR * len(bars) + 8, title)
     values = [sum(value for _, value in bar.parts) for bar in bars]
-    # the limit is part of the scale, or its line would lie outside
+    # the scale includes the limits, whose lines must be inside
     top = max([*values, *(bar.limit or 0.0 for bar in bars)]) or 1.0
     unit = (WIDTH - MARGIN - _BARS_AFTER) / top
     for number, (bar, value) in enumerate(zip(bars, values)):
@@ -152,16 +151,16 @@ _CURVES_TOP, _CURVES_HEIGHT = 34, 260
 def draw_curves(
     numbers: Sequence[int], curves: Mapping[str, Sequence[float | None]], title: str
 ) -> str:
-    """Draw speed-ups; equal distances for the numbers, and a thin line for the ideal.
+    """Draw curves of speed-ups over numbers of devices, and a thin line for the ideal speed-up.
 
     Args:
-        numbers: of devices, rising.
-        curves: For each number a value or None, by the name of the curve.
-        title: What it shows.
+        numbers: Numbers of devices, rising; they are drawn at equal distances.
+        curves: By name of the curve, a value or None for each number.
+        title: Description of the picture.
     """
     svg = Svg(_CURVES_TOP + _CURVES_HEIGHT + 46, title)
     known = [value for values in curves.values() for value in values if value is not None]
-    # the ideal is shown as far as it does not press the curves down
+    # the scale is that of the curves: the ideal is drawn as far as it fits
     top = max([1.0, *known]) * 1.1
     width = WIDTH - MARGIN - 40
     across = [MARGIN + width * k / max(1, len(numbers) - 1) for k in range(len(numbers))]
@@ -180,7 +179,7 @@ def draw_curves(
     ideal = [(x, number) for x, number in zip(across, numbers) if number <= top]
     for (x, one), (to_x, other) in pairwise(ideal):
         svg.line(x, height(one), to_x, height(other), "ideal")
-    # the last one widest and first, so that those that lie on it are seen as well
+    # the last curve is drawn first and widest, so that others on top of it leave it visible
     for index, values in reversed([*enumerate(curves.values())]):
         points = [(x, height(v)) for x, v in zip(across, values) if v is not None]
         svg.path(points, f"c{index}", 2 + 2 * index)
@@ -201,14 +200,14 @@ _STRIP_TOP, _STRIP_HEIGHT = 26, 54
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A stage, or what a stage has.
+    """A stage of a network in a strip.
 
     Attributes:
-        name: written above it, such as `stage 0`.
-        load: its width, as a share of the sum over all pieces.
-        device: number of its device, which gives the colour.
-        partitions: name and load of each, in order.
-        cut: what crosses the cut after it; empty for the last one.
+        name: text above it, such as `stage 0`.
+        load: load of the stage; its width is in proportion to it.
+        device: number of its device, which determines the colour.
+        partitions: name and load of each partition, in order.
+        cut: text below the cut after the stage; empty: no cut is drawn.
     """
 
     name: str
@@ -219,9 +218,9 @@ class Piece:
 
 
 def draw_strip(pieces: Sequence[Piece], title: str) -> str:
-    """Draw a network and where it is cut."""
+    """Draw a network as a strip of stages, with the cuts between them."""
     svg = Svg(_STRIP_TOP + _STRIP_HEIGHT + 44, title)
-    # a network without counted load is drawn too, without width
+    # avoid a division by zero if no loads are known
     total = sum(piece.load for piece in pieces) or 1.0
     unit = (WIDTH - 24) / total
     x = 12.0
@@ -240,7 +239,7 @@ def draw_strip(pieces: Sequence[Piece], title: str) -> str:
         x += width
         if piece.cut:
             svg.line(x, _STRIP_TOP - 8, x, _STRIP_TOP + _STRIP_HEIGHT + 8, "cut")
-            # neighbouring texts on two lines, so that they do not meet
+            # texts of neighbouring cuts on different lines, so that they do not overlap
             below = _STRIP_TOP + _STRIP_HEIGHT + (16 if number % 2 == 0 else 32)
             anchor = "end" if x > WIDTH - 60 else "start" if x < 60 else "middle"
             svg.text(x, below, piece.cut, anchor, "quiet")
@@ -256,20 +255,20 @@ KINDS = {
     "reduce": "all-reduce",
     "step": "optimizer step",
 }
-"""Classes of spans, and what the legend calls them."""
+"""Kinds of spans, which are colour classes too, and their names in the legend."""
 _LANE, _LANES_TOP, _LANES_BOTTOM = 30, 34, 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that a device does.
+    """A span of time in which a device does one thing.
 
     Attributes:
-        start_s: seconds from the start of the step.
-        end_s: likewise, when it is over.
+        start_s: its start, in seconds from the start of the step.
+        end_s: its end, in seconds from the start of the step.
         kind: a key of `KINDS`.
-        label: written on it where there is room: the micro-batch.
-        hint: what it is, in words.
+        label: text on it if there is room, such as the number of the micro-batch.
+        hint: text that is shown under the mouse pointer.
     """
 
     start_s: float
@@ -282,14 +281,14 @@ class Span:
 def draw_timeline(
     lanes: Mapping[str, Sequence[Span]], title: str, end_s: float | None = None
 ) -> str:
-    """Draw a step.
+    """Draw a timeline of a step, with a lane for each device.
 
     Args:
-        lanes: What each device does, by its name. All-reduces have the lower third of a lane, since
-            they run beside computation.
-        title: What it shows.
-        end_s: End of the axis; None: that of the last span. Two pictures of one scale can be
-            compared.
+        lanes: By name of the device, its spans. All-reduces are drawn in the lower third of a lane,
+            since they overlap computation.
+        title: Description of the picture.
+        end_s: Least end of the axis, for instance to give two pictures one scale; None: that of the
+            last span.
     """
     height = _LANES_TOP + _LANE * len(lanes) + _LANES_BOTTOM
     svg = Svg(height, title)
@@ -302,7 +301,7 @@ def draw_timeline(
         top = _LANES_TOP + _LANE * number
         svg.text(MARGIN - 8, top + _LANE / 2, name, "end")
         svg.rect(MARGIN, top + 2, WIDTH - MARGIN - 20, _LANE - 4, "lane")
-        # all-reduces last, since they lie over the computation beside which they run
+        # all-reduces last, since they are drawn over the computation that they overlap
         for span in sorted(spans, key=lambda span: span.kind == "reduce"):
             _draw(svg, span, top, unit)
     bottom = _LANES_TOP + _LANE * len(lanes)
@@ -321,7 +320,7 @@ def _draw(svg: Svg, span: Span, top: float, unit: float) -> None:
     if span.kind == "reduce":
         svg.rect(x, top + _LANE - 9, width, 7, span.kind, span.hint)
         return
-    # neighbours of one colour would run together
+    # a gap, so that neighbours of one colour stay apart
     gap = min(0.8, width / 4)
     svg.rect(x + gap / 2, top + 2, width - gap, _LANE - 4, span.kind, span.hint)
     if width > CHARACTER * len(span.label) + 3:

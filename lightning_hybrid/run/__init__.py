@@ -1,4 +1,4 @@
-"""One run: its ranks, its two ends, its sizes, and what it says of its speed."""
+"""A run: its ranks, sessions of drivers and workers, choice of sizes, and performance logs."""
 
 from lightning_hybrid.run.building import (
     BetweenRuns,

@@ -1,14 +1,15 @@
 """Asynchronous data parallelism (``gradient_sync="asgd"``): replicas do not wait for each other.
 
-Replica 0 has the home of the parameters: their newest values, the state of the optimizer and a
-version. A replica reads the weights, computes the gradient of its batch, and pushes it. The home
-applies what it holds as soon as no read that is still out would become older by it than the bound
-of staleness; all that it holds then is one update, weighted 1/R each and summed in the order of the
-replicas. With a bound of 0 it waits for all, which is the synchronous step.
+Replica 0 has a parameter server, the *home*: the newest weights with a version number, and the
+state of the optimizer. A replica *reads* the weights, computes the gradient of its batch, and
+*pushes* it. The home collects pushes, and applies all that it has in one update (weighted 1/R each,
+summed in the order of the replicas) as soon as that would make no weights with which a replica
+computes older than the bound of staleness. With a bound of 0 it waits for all replicas, which is
+the synchronous step.
 
-Before they do anything together all replicas come to a fence: they give up their reads, so that the
-home can apply everything, and have the same weights then. The next batch begins with what replica 0
-has by then: what hooks have changed between the two is kept.
+Before replicas do anything together they come to a *fence*, without a new push: the home can apply
+all pushes, and then all replicas have the same weights. The next batch begins with the weights that
+replica 0 has at that time, including what hooks have changed since the fence.
 """
 
 import csv
@@ -29,53 +30,55 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.run.run import Run
 
 ORDER = "asynchronous_order.csv"
-"""In the folder of the Trainer: which pushes each update was made of."""
+"""File in the Trainer's ``default_root_dir`` that lists the pushes of each update."""
 
-_TAG = 2**21  # of the group of the drivers; nothing else sends on it
+_TAG = 2**21  # tag of the wires in the group of the drivers; nothing else uses it
 
 Push = tuple[int, int, int, int]
-"""The version that it was applied to, its replica, its number there, the version it has read."""
+"""An applied push: the version that it was applied to, its replica, its number in the replica, and
+the version of the weights that its gradient was computed with."""
 
 
 class Home:
-    """The newest parameters, and what may be applied to them when. All of its methods may block.
+    """The parameter server: the newest weights, and the pushes that are not applied yet.
 
-    A message of a replica is one tensor: its gradients one behind the other, for each parameter
-    whether it has one, and whether this is a push; zeros are a fence.
+    A message of a replica is one tensor: its gradients, flattened; for each parameter whether it
+    has a gradient; and whether this is a push. A tensor of zeros is a fence.
 
     Args:
-        replicas: their number.
-        bound: the largest staleness.
-        note: hears of each push that is applied.
+        replicas: number of replicas.
+        bound: largest staleness, in updates.
+        note: called with each push that is applied.
     """
 
     def __init__(self, replicas: int, bound: int, note: Callable[[Push], None]) -> None:
         self._replicas, self._bound, self._note = replicas, bound, note
         self._changed = Condition()
         self._version = 0
-        self._reads: dict[int, int] = {}  # versions that replicas compute with
-        self._held: dict[int, tuple[int, Tensor]] = {}  # pushes that are not applied yet
-        self._given: dict[int, Tensor] = {}  # weights that replicas are to read
+        self._reads: dict[int, int] = {}  # by replica, the version that it computes with
+        self._held: dict[int, tuple[int, Tensor]] = {}  # by replica, its push that is not applied
+        self._given: dict[int, Tensor] = {}  # by replica, weights that it has not read yet
         self._pushes = Counter[int]()
         self._open = False
         self._error: BaseException | None = None
 
     def load(self, optimizer: SGD) -> None:
-        """From a fence on: all replicas compute with the weights of replica 0.
+        """Begin after a fence: copy the weights of replica 0, which all replicas compute with.
 
         Args:
-            optimizer: of replica 0; its options are followed, its state is taken.
+            optimizer: optimizer of replica 0. Its state is copied, and later changes of its options
+                are followed.
         """
         with self._changed:
             self._theirs = optimizer
-            # messages come over gloo, so the home is on the CPU
+            # on the CPU, since messages come over gloo
             copies = {p: Parameter(p.detach().cpu().clone()) for p in parameters_of(optimizer)}
             self._copies = copies
             groups = [
                 {**group, "params": [copies[p] for p in group["params"]]}
                 for group in optimizer.param_groups
             ]
-            # (each group brings its own rate, so this one is never used)
+            # (each group has its own learning rate, so this one is never used)
             self._optimizer = SGD(groups, lr=0.0)
             for parameter, copy in copies.items():
                 if parameter in optimizer.state:
@@ -85,14 +88,20 @@ class Home:
             self._changed.notify_all()
 
     def await_open(self) -> None:
-        """Wait for :meth:`load`: no receive is to time out in a long evaluation."""
+        """Wait until :meth:`load` was called.
+
+        A receive begun earlier could time out, in a long evaluation.
+        """
         with self._changed:
             self._wait(lambda: self._open)
 
     def take(self, replica: int, message: Tensor) -> Tensor:
-        """Take a push or a fence; when it is applied, or all are there, give the newest weights."""
+        """Take a push or a fence of a replica; wait, and return weights for it to go on with.
+
+        For a push this waits until it is applied, for a fence until all replicas have come.
+        """
         with self._changed:
-            # it computes with nothing now, and holds nobody up
+            # the replica computes with no weights now, so that it delays no update
             read = self._reads.pop(replica)
             if message[-1]:
                 self._held[replica] = read, message
@@ -102,7 +111,7 @@ class Home:
                 self._version + 1 - read <= self._bound for read in self._reads.values()
             ):
                 self._update()
-            if not self._reads:  # after an update, those have one that have pushed
+            if not self._reads:  # all replicas are at the fence (an update adds those that pushed)
                 self._open = False
                 self._given = dict.fromkeys(range(self._replicas), flat(self._copies.values()))
             self._changed.notify_all()
@@ -110,13 +119,13 @@ class Home:
             return self._given.pop(replica)
 
     def give_state(self) -> None:
-        """At a fence: give the optimizer of replica 0 the state of the home."""
+        """At a fence, copy the home's optimizer state to the optimizer of replica 0."""
         for parameter, copy in self._copies.items():
             if copy in self._optimizer.state:
                 self._theirs.state[parameter] = _moved(self._optimizer.state[copy], parameter)
 
     def end(self, error: BaseException) -> None:
-        """Wake all who wait, with an error."""
+        """Make all threads that wait in the home raise an error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -127,16 +136,16 @@ class Home:
             raise self._error
 
     def _follow_options(self) -> None:
-        """A scheduler may have changed those of replica 0, and counts its steps."""
+        """Copy the options of replica 0's optimizer, which schedulers may have changed."""
         for ours, theirs in zip(self._optimizer.param_groups, self._theirs.param_groups):
             ours.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _update(self) -> None:
-        """Make one update of all that is held."""
+        """Step the optimizer once with all collected pushes."""
         parameters = list(self._copies.values())
         sizes = [*(p.numel() for p in parameters), len(parameters) + 1]
         self._optimizer.zero_grad()
-        # rounding depends on the order of a sum, and pushes arrive in any
+        # summed in the order of replicas: pushes arrive in any order, on which rounding depends
         for replica, (read, message) in sorted(self._held.items()):
             *parts, present = message.split(sizes)
             for parameter, part, there in zip(parameters, parts, present.tolist()):
@@ -156,11 +165,11 @@ class Home:
 
 
 class AsynchronousReplica:
-    """One replica's part: a step of its optimizer pushes to the home and reads from it.
+    """The part of one replica: a step of its optimizer pushes to the home and reads from it.
 
     Args:
-        run: that is about to begin.
-        optimizer: the user's.
+        run: the run that is about to begin.
+        optimizer: the user's optimizer, which is hooked.
         say: prints a line, once for all replicas.
     """
 
@@ -197,7 +206,10 @@ class AsynchronousReplica:
         )
 
     def batch_starts(self) -> None:
-        """A batch begins. Handlers of signals wait for its next, or for a fence."""
+        """Begin a batch: handlers of signals wait until the next one, or until a fence.
+
+        After a fence the home begins again, with the current weights of replica 0.
+        """
         run_pending(hold=True)
         if self._together:
             if self._trainer.optimizers != [self._optimizer]:
@@ -212,10 +224,10 @@ class AsynchronousReplica:
 
     @signals_deferred
     def fence(self) -> None:
-        """Wait until all replicas are here and have the same weights.
+        """Wait for all replicas to come here; then all have the same weights.
 
         Raises:
-            HybridError: this is the middle of a step, whose weights must stay as they are.
+            HybridError: it is called in the middle of a step, in which weights must not change.
         """
         if self._stepping:
             raise HybridError(
@@ -234,7 +246,7 @@ class AsynchronousReplica:
             self._report()
 
     def close(self) -> None:
-        """The optimizer and the Trainer's loop are as before."""
+        """End: put back the optimizer's hooks and the Trainer's loop."""
         for hook in self._hooks:
             hook.remove()
         begin_batches_alone(self._trainer, alone=False)
@@ -248,11 +260,11 @@ class AsynchronousReplica:
     @property
     def _path(self) -> Path | None:
         root = self._trainer.default_root_dir
-        # a file system behind a URL cannot be appended to
+        # remote file systems do not support appending
         return None if "://" in root else Path(root) / ORDER
 
     def _serve(self, replica: int, wire: GroupWire) -> None:
-        """On replica 0, a thread: what another replica asks of the home."""
+        """Serve the messages of another replica; runs in a thread on replica 0."""
         home = self._home
         assert home is not None
         try:
@@ -262,12 +274,12 @@ class AsynchronousReplica:
                 message = torch.empty(size, dtype=self._read.dtype)
                 wire.receive(message).wait()
                 wire.send(home.take(replica, message)).wait()
-        # whoever waits for the home must not wait for a thread that is gone
+        # other threads must not wait for this replica any more
         except BaseException as error:
             home.end(error)
 
     def _tell(self, message: Tensor) -> Tensor:
-        """What the home answers."""
+        """Send a push or a fence to the home, and return the weights that it answers with."""
         if self._home is not None:
             return self._home.take(0, message)
         self._wire.send(message).wait()
@@ -277,7 +289,10 @@ class AsynchronousReplica:
 
     @signals_deferred
     def _exchange(self, optimizer: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-        """Before the optimizer's own step, which then finds no gradient: push, then read."""
+        """Before a step of the optimizer, run its closure, push gradients and read new weights.
+
+        The step itself then finds no gradients, and changes nothing.
+        """
         closure, loss = keywords.get("closure"), None
         self._stepping = True
         try:
@@ -289,14 +304,14 @@ class AsynchronousReplica:
             self._stepping = False
         trainer = self._trainer
         last = trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
-        if last or trainer.received_sigterm:  # what comes then finds the replicas together
+        if last or trainer.received_sigterm:  # what follows is done by all replicas together
             self.fence()
-        # the loss is there already: to run the closure again would be another backward
+        # the closure has run, and must not run again, which would be another backward
         return arguments, {"closure": lambda: loss}
 
     def _push(self) -> None:
         parameters = self._parameters
-        # the next read would overwrite what was changed here, and nobody would hear of it
+        # refuse weights that were changed here, since the next read would overwrite them silently
         if not _same_bits(flat(parameters), self._read):
             raise HybridError(
                 "gradient_sync='asgd': replica 0 has the weights, and those of this replica were "
@@ -312,7 +327,7 @@ class AsynchronousReplica:
             parameter.grad = None
 
     def _stepped(self, *_: Any) -> None:
-        """After the optimizer's own step: hooks see the gradients of this replica."""
+        """After a step of the optimizer, put this replica's gradients back, for hooks to see."""
         for parameter, gradient in zip(self._parameters, self._gradients):
             parameter.grad = gradient
 
@@ -323,7 +338,7 @@ class AsynchronousReplica:
             parameter.copy_(part.view_as(parameter))
 
     def _report(self) -> None:
-        """What was applied since the last fence, to the file and the loggers."""
+        """Write the pushes applied since the last fence to the file, and staleness to loggers."""
         counts = Counter(version - read for version, _, _, read in self._order)
         if not counts:
             return
@@ -339,17 +354,17 @@ class AsynchronousReplica:
 
 
 def parameters_of(optimizer: SGD) -> list[Parameter]:
-    """All that it steps, in the order of its groups."""
+    """The parameters that an optimizer steps, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def flat(tensors: Any) -> Tensor:
-    """Tensors of one type, one behind the other, on the CPU."""
+    """Flatten tensors of one type into one tensor on the CPU."""
     return torch.cat([tensor.detach().to_dense().flatten() for tensor in tensors]).cpu()
 
 
 def _moved(state: dict[str, Any], parameter: Parameter) -> dict[str, Any]:
-    """A state of an optimizer, copied to where a parameter is."""
+    """Copy an optimizer's state of a parameter to the device of the parameter."""
     return {
         name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
         for name, value in state.items()

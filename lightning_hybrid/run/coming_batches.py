@@ -1,12 +1,13 @@
-"""The training batches that come next, for schedules that launch their forwards early.
+"""Fetch training batches before their turn, for streamed schedules, which run forwards early.
 
-The train loader is wrapped: batches are fetched when a forward is launched, made ready as Lightning
-would (precision, transfer), and handed out in their order when the Trainer asks. Everything is done
-once per batch, only earlier. An error of the loader is raised where it would have been.
+The train loader is wrapped: batches are fetched when an early forward is launched, prepared as
+Lightning would (precision, transfer), and handed out in their order when the Trainer asks. All is
+done once per batch, only earlier. An error of the loader is raised when the batch has its turn.
 
-On one device, batch t + 1 is fetched when step t is over: it sees what that step has changed in the
-data set, and draws its random numbers after it. Worker processes have a copy of the data set and
-generators of their own, so they make the same batch at any time. Loaders without them are refused.
+On one device, batch t + 1 is fetched after step t: it sees what this step has changed in the data
+set, and draws its random numbers after it. Loader processes have their own copy of the data set and
+their own generators, so they make the same batch at any time. Loaders without such processes are
+refused.
 """
 
 from collections import deque
@@ -24,14 +25,16 @@ from lightning_hybrid.errors import NetworkError
 
 
 class ComingBatch:
-    """A batch that the loader has given.
+    """A batch that was fetched from the loader.
 
     Attributes:
-        raw: as the loader gave it.
-        error: what the loader has raised instead.
-        state: of a resumable loader after it.
-        handed: whether the Trainer has it.
-        tensors: once it is ready, what is in it, as the network gets it.
+        raw: the batch as the loader gave it.
+        error: the error that the loader has raised in its place; ``None``: it has not.
+        state: state of a resumable loader after the batch.
+        handed: whether the Trainer has got the batch.
+        is_ready: whether the batch is prepared for the training step.
+        ready: the prepared batch.
+        tensors: the tensors of the prepared batch.
     """
 
     def __init__(self, raw: Any, error: Exception | None, state: Any) -> None:
@@ -41,26 +44,28 @@ class ComingBatch:
         self.tensors: Sequence[Tensor] = ()
 
     def make_ready(self, move: Callable[[Any], Any], raw: Any) -> Any:
-        """What the training step gets; made once.
+        """Prepare the batch for the training step, at the first call; return it.
 
         Args:
-            move: makes it, from ``raw``.
-            raw: the batch.
+            move: prepares a batch.
+            raw: the batch to prepare.
         """
         if not self.is_ready:
             self.ready = move(raw)
             self.tensors = [plain(tensor) for _, tensor in tensors_in(self.ready)]
-            # both may be large, and only one is needed from here on
+            # drop the original, which may be large
             self.is_ready, self.raw = True, None
         return self.ready
 
 
 class Iteration:
-    """One pass over a loader, whose next batches can be looked at.
+    """An iterator over a loader that can fetch batches ahead.
+
+    A batch *begins* when the Trainer has got it and prepares it for its training step.
 
     Args:
-        loader: what is passed over.
-        state: gives the state of a resumable one.
+        loader: the loader.
+        state: returns the state of a resumable loader.
         asked: called whenever the next batch is asked for.
     """
 
@@ -68,7 +73,7 @@ class Iteration:
         self, loader: Any, state: Callable[[], Any], asked: Callable[["Iteration"], None]
     ) -> None:
         self._source, self._state, self._asked = iter(loader), state, asked
-        self._batches: deque[ComingBatch] = deque()  # that were not begun
+        self._batches: deque[ComingBatch] = deque()  # fetched, and not begun yet
         self.handed_state: Any = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -87,13 +92,13 @@ class Iteration:
         return batch.ready if batch.is_ready else batch.raw
 
     def begin(self) -> ComingBatch | None:
-        """The oldest batch that was handed out and not begun, which is taken away."""
+        """Begin the oldest batch that was handed out: remove and return it; ``None``: no such."""
         if self._batches and self._batches[0].handed:
             return self._batches.popleft()
         return None
 
     def look(self, number: int) -> ComingBatch | None:
-        """The batch of this number, from 0, of those that were not begun; ``None``: the last."""
+        """The batch of this number, from 0, among those not begun; ``None``: there are fewer."""
         while len(self._batches) <= number:
             if not self._fetch():
                 return None
@@ -109,21 +114,22 @@ class Iteration:
             return False
         except Exception as raised:
             error = raised
-        # an error waits in line: it belongs to the step that would have met it
+        # an error takes the place of its batch, and is raised when that has its turn
         self._batches.append(ComingBatch(raw, error, self._state()))
         return True
 
 
 class ComingLoader:
-    """A loader whose next batches can be looked at; in all else it is the user's.
+    """Wraps the user's loader so that batches can be fetched ahead; all else is delegated to it.
 
     Args:
-        loader: the user's.
+        loader: the user's loader.
 
     Attributes:
-        users_loader: that one.
-        iteration: that was asked for a batch last. (Users look at their loaders in callbacks, too:
-            the Trainer has a batch moved right after it has asked for one.)
+        users_loader: the user's loader.
+        iteration: the iterator that was asked for a batch last. It is the Trainer's when the
+            Trainer prepares a batch, which it does right after asking for one; users may iterate
+            over their loaders too, in callbacks.
     """
 
     _own = frozenset({"users_loader", "iteration"})
@@ -134,7 +140,7 @@ class ComingLoader:
         self.users_loader, self.iteration = loader, None
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._own:  # of one that is being made
+        if name in self._own:  # not set yet, in the constructor
             raise AttributeError(name)
         return getattr(self.users_loader, name)
 
@@ -145,7 +151,7 @@ class ComingLoader:
             setattr(self.users_loader, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has the user's loader, and nothing under way."""
+        """Copy or pickle it as a new wrapper of the user's loader."""
         return type(self), (self.users_loader,)
 
     def __len__(self) -> int:
@@ -162,15 +168,18 @@ class ComingLoader:
 
 
 class ResumableLoader(ComingLoader):
-    """A loader with a state, which counts the batches that the Trainer has had."""
+    """As :class:`ComingLoader`, for a loader with ``state_dict`` and ``load_state_dict``.
+
+    Its state is that after the batches that the Trainer has got, not after those fetched ahead.
+    """
 
     def state_dict(self) -> Any:
-        """The state after the last batch that was handed out."""
+        """The state after the last batch that the Trainer has got."""
         handed = self.iteration and self.iteration.handed_state
         return self.users_loader.state_dict() if handed is None else handed
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from a state."""
+        """Set the state of the user's loader."""
         self.iteration = None
         self.users_loader.load_state_dict(state)
 
@@ -179,27 +188,30 @@ class ResumableLoader(ComingLoader):
 
 
 class InOrder(Batches):
-    """The batches of a run whose schedule looks at none before its turn."""
+    """The batches of a run whose schedule is not streamed: none is fetched before its turn."""
 
     def wrap(self, loader: Any) -> Any:
         """The loader that the Trainer uses: the user's."""
         return loader
 
     def arrive(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """What the training step gets; see :meth:`ComingBatches.arrive`."""
+        """Prepare a batch for the training step; see :meth:`ComingBatches.arrive`."""
         return move(batch)
 
     def step(self) -> AbstractContextManager[None]:
-        """Inside, the batch that has arrived last is trained on."""
+        """Entered for the training step of each batch; does nothing."""
         return nullcontext()
 
 
 class ComingBatches(Batches):
-    """The batches of one run; see :class:`lightning_hybrid.driver.streamed_calls.Batches`.
+    """The batches of a run with a streamed schedule.
+
+    See :class:`lightning_hybrid.driver.streamed_calls.Batches`.
 
     Args:
-        trainer: Lightning's.
-        barrier: what no forward may be launched across: the optimizer's step, or the epoch.
+        trainer: the Trainer.
+        barrier: which batches may be fetched early: those before the optimizer's next ``step``, or
+            those before the end of the ``epoch``.
     """
 
     def __init__(self, trainer: Trainer, barrier: Literal["step", "epoch"]) -> None:
@@ -210,22 +222,22 @@ class ComingBatches(Batches):
         self._in_step = False
 
     def wrap(self, loader: Any) -> Any:
-        """The loader that takes the place of the user's, if it may be that of the training.
+        """Wrap a loader that is made while the Trainer trains; return any other as it is.
 
-        (The Tuner has loaders of the validation made while it trains.)
+        (It may be a validation loader, which the Tuner has made then.)
         """
         if not self._trainer.training:
             return loader
-        # Lightning looks for these methods by name, so a loader without a state must not have them
+        # the wrapper must have these methods only if the loader does: Lightning looks for them
         resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         return (ResumableLoader if resumable else ComingLoader)(loader)
 
     def arrive(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """What the training step gets for a batch.
+        """Begin the batch that the Trainer has got, and prepare it for the training step.
 
         Args:
-            batch: as the precision plugin has made it.
-            move: brings it to the device.
+            batch: the batch, as the precision plugin has made it.
+            move: moves a batch to the device.
         """
         if not self._trainer.training:
             return move(batch)
@@ -235,7 +247,7 @@ class ComingBatches(Batches):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Inside, the batch that has arrived last is trained on."""
+        """Entered for the training step of each batch: only inside are later batches available."""
         self._in_step = True
         try:
             yield
@@ -243,7 +255,12 @@ class ComingBatches(Batches):
             self._in_step = False
 
     def ahead(self, count: int) -> ComingBatch | None:
-        """See :class:`lightning_hybrid.driver.streamed_calls.Batches`."""
+        """The batch ``count`` after the one that is trained on, which it fetches and prepares.
+
+        Returns:
+            ``None``: no batch is trained on now, or the barrier or the end of the loader comes
+            before that batch, or the loader raises an error for it.
+        """
         if not self._in_step or count == 0 or self._begun is None:
             return self._begun if self._in_step else None
         if count > self._room() or self._iteration is None:
@@ -258,7 +275,7 @@ class ComingBatches(Batches):
         return self._move(self._trainer.precision_plugin.convert_input(raw))
 
     def _room(self) -> float:
-        """How many batches there are between this one and the barrier."""
+        """Number of batches after the current one that come before the barrier."""
         trainer = self._trainer
         number, window = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
         room = trainer.num_training_batches - 1 - number
@@ -270,10 +287,10 @@ class ComingBatches(Batches):
         return room
 
     def _the_loader(self) -> ComingLoader:
-        """The train loader.
+        """The wrapped train loader.
 
         Raises:
-            NetworkError: there are several, or it has no worker processes.
+            NetworkError: there are several loaders, or it has no loader processes.
         """
         loader = self._trainer.train_dataloader
         if not isinstance(loader, ComingLoader):

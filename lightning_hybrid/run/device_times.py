@@ -1,4 +1,4 @@
-"""How long each device of a replica computes while a run trains, and who wants to know."""
+"""Measure how long each device of a replica computes in training, for logs and plan checks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,34 +8,37 @@ import torch
 from lightning_hybrid.stage import Stopwatch
 
 _BUSY = "busy_s"
-"""Name of a worker's report: the seconds that it has computed since the last one."""
+"""Name of the report of a worker with the seconds that it has computed since its last report."""
 
 
 class StepWatcher:
-    """Looks at the training steps of the driver of replica 0."""
+    """Base of objects that follow the training steps, on the driver of replica 0.
+
+    Its methods do nothing.
+    """
 
     def batch_starts(self, batch: Any) -> None:
-        """A training batch is about to be trained on."""
+        """Called before each training step."""
 
     def pause(self) -> None:
-        """Validation starts."""
+        """Called before a validation."""
 
     def resume(self) -> None:
-        """Validation is over."""
+        """Called after a validation."""
 
     def end(self) -> None:
-        """Training is over."""
+        """Called at the end of the training."""
 
 
 class Measurement:
-    """Measures this rank.
+    """Measures how long this rank computes.
 
     Args:
-        device: of this rank.
-        wanted: whether anybody reads it.
+        device: device of this rank.
+        wanted: whether the result is used; else nothing is measured.
 
     Attributes:
-        stopwatch: adds up the time of forwards and backwards; ``None`` if nobody reads it.
+        stopwatch: adds up the time of forwards and backwards; ``None`` if it is not wanted.
     """
 
     def __init__(self, device: torch.device, *, wanted: bool) -> None:
@@ -43,14 +46,14 @@ class Measurement:
 
     @property
     def reports(self) -> dict[str, Callable[[], Any]]:
-        """What a worker reports to its driver, by name."""
+        """By name, functions that make a worker's reports to its driver."""
         return {} if self.stopwatch is None else {_BUSY: self.stopwatch.read}
 
     def meter(self, ask_workers: Callable[[str], list[Any]]) -> "BusyMeter":
-        """On a driver: what all devices of its replica have measured.
+        """On a driver, make the meter of all devices of its replica.
 
         Args:
-            ask_workers: gives each worker's report of this name.
+            ask_workers: returns each worker's report of a given name.
         """
         watch = self.stopwatch
         assert watch is not None, "nobody was to read it"
@@ -61,8 +64,8 @@ class BusyMeter:
     """The seconds that each device of a replica has computed, for several readers.
 
     Args:
-        read: gives those since it was called last: devices 1, 2, ... and then device 0, the
-            driver's. It waits until the workers have done what they were told before.
+        read: returns the seconds since its last call for devices 1, 2, ... and then device 0, the
+            driver's. It waits until the workers have carried out all earlier commands.
     """
 
     def __init__(self, read: Callable[[], Sequence[float]]) -> None:
@@ -70,11 +73,11 @@ class BusyMeter:
         self._totals: list[float] = []
 
     def reader(self) -> Callable[[], list[float]]:
-        """A function that gives the seconds since it was called last."""
+        """Make a function that returns the seconds of each device since its own last call."""
         before: list[float] = []
 
         def since() -> list[float]:
-            # workers forget what they have told: each reader compares with a sum that is kept here
+            # `_read` begins at zero after each call: totals are kept here for all readers
             nonlocal before
             new = self._read()
             self._totals = [a + b for a, b in zip(self._totals or [0.0] * len(new), new)]

@@ -1,6 +1,6 @@
-"""What a run asks of what has begun it: Lightning's Trainer, or Fabric.
+"""What a run needs of the framework that has begun it: Lightning's Trainer, or Fabric.
 
-Fabric has no loops, and knows neither batches nor states of a run.
+Fabric has no loops, and so neither batches nor the state of a run.
 """
 
 from typing import Any, Protocol, cast
@@ -17,12 +17,12 @@ from lightning_hybrid.state import AtomicCheckpointIO
 
 
 class Framework(Protocol):
-    """What has begun a run.
+    """The Trainer or Fabric, as a run uses it.
 
     Attributes:
-        folder: where ranks write what others map, if possible.
+        folder: preferred folder for files with tensors that ranks leave for each other.
         batches: number of training batches that have begun so far.
-        streams: whether a checkpoint is written at once, tensor by tensor.
+        streams: whether checkpoints are written by this package, tensor by tensor.
         went_well: whether the run was not interrupted.
     """
 
@@ -39,21 +39,21 @@ class Framework(Protocol):
     def went_well(self) -> bool: ...
 
     def collect(self, returned: Any) -> Results:
-        """On a driver: the results of a run that went well.
+        """On a driver, collect the results of a run that has ended without an error.
 
         Args:
             returned: what the run returns.
         """
 
     def adopt(self, results: Results) -> None:
-        """On a worker: what its driver has collected."""
+        """On a worker, take over the results that its driver has collected."""
 
 
 class ByTrainer:
-    """A run of a Trainer.
+    """The framework of a run that a Trainer has begun.
 
     Args:
-        trainer: Lightning's, before drivers and workers part.
+        trainer: the Trainer, before workers leave it.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -61,28 +61,28 @@ class ByTrainer:
 
     @property
     def folder(self) -> str:
-        """That of the Trainer."""
+        """The Trainer's ``default_root_dir``."""
         return self.trainer.default_root_dir
 
     @property
     def batches(self) -> int:
-        """As the fit loop counts them."""
+        """Number of batches that the fit loop has counted."""
         return self.trainer.fit_loop.epoch_loop.total_batch_idx
 
     @property
     def streams(self) -> bool:
-        """Whether the user has given no other CheckpointIO."""
+        """Whether the CheckpointIO is this package's, and none of the user's."""
         return type(self.trainer.strategy.checkpoint_io) is AtomicCheckpointIO
 
     @property
     def went_well(self) -> bool:
-        """What the Trainer says of it."""
+        """Whether the Trainer was not interrupted."""
         return self.trainer.state.status != TrainerStatus.INTERRUPTED
 
     def collect(self, returned: Any) -> Results:
-        """On a driver: with what has changed in the modules and callbacks."""
+        """On a driver, collect results, with the data changed in the module and callbacks."""
         return collect_results(self.trainer, returned, self._before)
 
     def adopt(self, results: Results) -> None:
-        """On a worker: but for what this rank has changed itself."""
+        """On a worker, take over results, but for attributes that this rank has changed itself."""
         adopt_results(self.trainer, cast(TrainerResults, results), self._before)

@@ -1,8 +1,8 @@
-"""Logs how fast a run is: ``HybridGabraStrategy(log_performance=True)``.
+"""Log the performance of a run (``HybridGabraStrategy(log_performance=True)``).
 
 Every ``Trainer(log_every_n_steps)`` optimizer steps the driver of replica 0 gives its loggers the
-means over the steps since the last time. Validation is left out, and so is everything up to the
-first step's end, in which networks are captured, measured and cut.
+means over the steps since the last time. Validation is left out, and so is all up to the end of the
+first step, in which networks are captured, measured and cut.
 
 ===========================  ======================================================================
 ``hybrid/step_s``            seconds of one optimizer step: from the start of one training batch to
@@ -15,8 +15,9 @@ first step's end, in which networks are captured, measured and cut.
                              :func:`lightning_hybrid.stage.trace.serial_s`
 ===========================  ======================================================================
 
-The last two need stages. The plan goes to the same loggers as hyper-parameters; of a delayed
-schedule they always get the schedule, the delay of each stage, and what its backward computes with.
+The last two need several stages. The plan is logged to the same loggers as hyper-parameters; with a
+delayed schedule they always get the schedule, the delay of each stage, and the option
+``delayed_weights``.
 """
 
 import time
@@ -32,12 +33,12 @@ from lightning_hybrid.stage import bubble, serial_s
 
 
 class StepWindows(StepWatcher):
-    """Measures a window of training steps, from the second step on.
+    """Measures windows of training steps, from the second step on.
 
     Args:
-        trainer: that trains.
-        read_busy_s: gives the seconds that each stage has computed since the last call; waits until
-            the workers have done what they were told before.
+        trainer: the Trainer.
+        read_busy_s: returns the seconds that each device has computed since the last call; waits
+            until the workers have carried out all earlier commands.
     """
 
     def __init__(
@@ -48,12 +49,12 @@ class StepWindows(StepWatcher):
         self._window: Window | None = None
 
     def batch_starts(self, batch: Any) -> None:
-        """A training batch is about to be trained on."""
+        """Begin a window if there is none, and count the samples of the batch."""
         step = self._trainer.global_step
-        # a checkpoint that is loaded in between may set the number of the step back
+        # a checkpoint that is loaded meanwhile may set the number of the step back
         if self._first_step is None or step < self._first_step:
             self._first_step, self._window = step, None
-        # the first step captures and measures networks: its time is no step's
+        # not in the first step, in which networks are captured and measured
         if self._window is None and step > self._first_step:
             self._read_busy_s()
             self._window = Window(step)
@@ -61,23 +62,23 @@ class StepWindows(StepWatcher):
             self._window.samples += first_size(batch) or 0
 
     def pause(self) -> None:
-        """Validation starts."""
+        """Stop the clock of the window, for a validation."""
         if self._window is not None:
             self._window.pause(self._read_busy_s())
 
     def resume(self) -> None:
-        """Validation is over."""
+        """Start the clock of the window again."""
         if self._window is not None:
             self._read_busy_s()
             self._window.resume()
 
 
 class PerformanceLog(StepWindows):
-    """Logs each window of as many steps as the Trainer logs after.
+    """Logs the performance of each window of ``Trainer(log_every_n_steps)`` steps.
 
     Args:
-        trainer: whose loggers get the values.
-        replicas: their number.
+        trainer: the Trainer, whose loggers get the values.
+        replicas: number of replicas.
         read_busy_s: see :class:`StepWindows`.
     """
 
@@ -88,7 +89,7 @@ class PerformanceLog(StepWindows):
         self._replicas = replicas
 
     def batch_starts(self, batch: Any) -> None:
-        """A training batch is about to be trained on."""
+        """Log the window and begin another one, if it has enough steps."""
         step = self._trainer.global_step
         if self._window is not None and step - self._window.step >= self._every:
             self._log(self._window, step)
@@ -96,7 +97,7 @@ class PerformanceLog(StepWindows):
         super().batch_starts(batch)
 
     def end(self) -> None:
-        """Training is over: log what is left."""
+        """Log the last window, which may have fewer steps."""
         step = self._trainer.global_step
         if self._window is not None and step > self._window.step:
             self._log(self._window, step)
@@ -114,23 +115,23 @@ class PerformanceLog(StepWindows):
             "hybrid/step_s": wall_s / (step - window.step),
             "hybrid/samples_per_s": window.samples * self._replicas / wall_s,
         }
-        # one device has no other to wait for
+        # a single device waits for no other one
         if len(busy_s) > 1:
             values["hybrid/bubble"] = bubble(busy_s, wall_s)
-            if any(busy_s):  # else no span of a device has passed since the last value
+            if any(busy_s):  # else no computation of a device has ended since the last value
                 values["hybrid/speedup"] = speedup(serial_s(busy_s, self._replicas), wall_s)
         for logger in self._trainer.loggers:
-            logger.log_metrics(values, step=step - 1)  # the number of the last of these steps
+            logger.log_metrics(values, step=step - 1)  # with the number of the window's last step
 
 
 class PlanLog(StepWatcher):
-    """Gives the loggers each plan as hyper-parameters, once.
+    """Logs each plan once, as hyper-parameters.
 
     Args:
-        trainer: whose loggers get them.
-        plans: the plans in force, by network; filled as networks are cut.
-        names: what of a plan is logged; None: all of it.
-        options: what else belongs to each plan.
+        trainer: the Trainer, whose loggers get them.
+        plans: the current plans by name of the network; networks that are cut add theirs.
+        names: names of the values of a plan that are logged; None: all.
+        options: further values that are logged with each plan.
     """
 
     def __init__(
@@ -145,25 +146,25 @@ class PlanLog(StepWatcher):
         self._known: set[str] = set()
 
     def batch_starts(self, batch: Any) -> None:
-        """A training batch is about to be trained on."""
+        """Log the plans that are new."""
         self._log_plans()
 
     def end(self) -> None:
-        """Training is over."""
+        """Log the plans that are new."""
         self._log_plans()
 
     def _log_plans(self) -> None:
         new = {name: plan for name, plan in self._plans.items() if name not in self._known}
         self._known |= new.keys()
         for name, plan in new.items():
-            # with several networks each has its own plan
+            # if there are several plans, further ones are logged with the network's name
             prefix = "hybrid/" if len(self._known) == 1 or not name else f"hybrid/{name}/"
             flat = _flat(plan)
             chosen = {key: flat[key] for key in flat if self._names is None or key in self._names}
             values = {f"{prefix}{key}": value for key, value in (chosen | self._options).items()}
             for logger in self._trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
-                    # its table of hyper-parameters holds what was known when the run began
+                    # as a text too: TensorBoard's table has the values known when the run began
                     logger.log_hyperparams(values, metrics={})
                     logger.experiment.add_text(f"{prefix}plan", f"```\n{plan.describe()}\n```")
                 else:
@@ -171,16 +172,16 @@ class PlanLog(StepWatcher):
 
 
 class Window:
-    """Some training steps, without the pauses between them.
+    """Measurements of consecutive training steps, without pauses.
 
     Args:
-        step: number of the first one.
+        step: number of the first step.
 
     Attributes:
-        step: that number.
-        samples: of all of them.
-        wall_s: seconds of all of them.
-        busy_s: seconds that each device has computed in them, as `pause` is told.
+        step: number of the first step.
+        samples: number of samples of this replica in all steps.
+        wall_s: wall-clock seconds of all steps, up to the last `pause`.
+        busy_s: seconds that each device has computed in them, as passed to `pause`.
     """
 
     def __init__(self, step: int) -> None:
@@ -219,12 +220,12 @@ def _flat(plan: Plan) -> dict[str, str | int | float]:
 
 
 def first_size(batch: Any) -> int | None:
-    """The first size of the first tensor in a batch; ``None``: there is none."""
+    """The first size of the first tensor in a batch, its number of samples; ``None``: no tensor."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else None
     if isinstance(batch, Mapping):
         batch = list(batch.values())
-    # a text is a sequence of texts, without end
+    # not into a text, which is a sequence of texts without end
     if isinstance(batch, str) or not isinstance(batch, Sequence):
         return None
     return next((size for size in map(first_size, batch) if size is not None), None)

@@ -1,9 +1,8 @@
-"""Says what is being done before the first step, if it takes longer than a few seconds.
+"""Show the progress of the work before the first step, if it takes longer than a few seconds.
 
-Capturing a network, trying whether its batches may be split and measuring its partitions happen
-inside the first training step, where Lightning's progress bar stands still. After 3 s one more bar
-appears beside it, of the kind that the Trainer uses; where there is no terminal, one line is
-printed. ``Trainer(enable_progress_bar=False)`` switches both off.
+A network is captured, checked and profiled inside the first training step, where Lightning's
+progress bar does not move. After 3 s one more bar appears beside it, of the kind that the Trainer
+uses; without a terminal, one line is printed. ``Trainer(enable_progress_bar=False)`` disables both.
 """
 
 from __future__ import annotations
@@ -18,36 +17,36 @@ from lightning_hybrid._lightning import ProgressBar, RichProgressBar, Tqdm, TQDM
 from lightning_hybrid.comm import BackgroundThread
 
 PATIENCE_S = 3.0
-"""Seconds for which nothing is said."""
+"""Seconds before anything is shown."""
 _LOOKS_EVERY_S = 0.5
 
 
 class Display(Protocol):
-    """Shows what is being done."""
+    """Shows the current work: a progress bar or a line."""
 
     def show(self, what: str, done: int, total: int | None) -> None:
-        """Show it.
+        """Show the current work.
 
         Args:
-            what: the work, in words, with all numbers that belong to it.
-            done: how much of it is done.
-            total: how much there is to do; ``None``: that is not known.
+            what: description of the work, with all its numbers.
+            done: how much of the work is done.
+            total: how much work there is; ``None``: not known.
         """
 
     def close(self) -> None:
-        """Show nothing any more."""
+        """Remove what is shown."""
 
 
 class StartProgress:
-    """What is being done before a network's first step, shown from the third second on.
+    """Shows the work before the first step of a network, if it takes longer than `PATIENCE_S`.
 
-    A thread looks at the clock, since what takes long (a capture) does not come by here. It lives
-    between `begin` and `over`.
+    A thread, from `begin` to `over`, watches the time, since some work (a capture) takes long
+    without calling any method of this class.
 
     Args:
-        open_display: makes a display when there is something to show, or has none at the moment;
-            ``None``: nothing is ever shown.
-        clock: seconds.
+        open_display: makes a display, or returns ``None`` if there can be none now; ``None``:
+            nothing is ever shown.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -64,23 +63,22 @@ class StartProgress:
         self._thread: threading.Thread | None = None
 
     def begin(self, what: str) -> None:
-        """The first of several pieces of work begins; from here on time counts."""
+        """Begin the first piece of work, and start the clock."""
         if self._open is None:
             return
         self._began = self._clock()
         self._end.clear()
-        # a thread, since a capture comes back to nobody until it is done
         self._thread = BackgroundThread(self._watch, "start progress")
         self._thread.start()
         self.doing(what)
 
     def doing(self, what: str, done: int = 0, total: int | None = None) -> None:
-        """What is being done now; between `begin` and `over`, else nothing happens.
+        """Set the current work; ignored outside of `begin` and `over`.
 
         Args:
-            what: the work, in words, with all numbers that belong to it.
-            done: how much of it is done.
-            total: how much there is to do; ``None``: that is not known.
+            what: description of the work, with all its numbers.
+            done: how much of the work is done.
+            total: how much work there is; ``None``: not known.
         """
         if self._thread is not None:
             with self._lock:
@@ -88,7 +86,7 @@ class StartProgress:
                 self._look()
 
     def of_profiling(self, name: str) -> Callable[[int, int], None]:
-        """What hears which partition of a network is measured, and how many there are."""
+        """Make the callback for profiling a network, which gets number and count of partitions."""
 
         def advance(number: int, count: int) -> None:
             what = f"profiling {number} of {count} partitions of {name or 'self'!r}"
@@ -97,12 +95,12 @@ class StartProgress:
         return advance
 
     def over(self) -> None:
-        """All is done, or has failed."""
+        """End: all work is done, or has failed."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._end.set()
-        # a display that it opened after this would never be closed
+        # wait for the thread, which might open a display that is never closed
         thread.join()
         if self._display is not None:
             self._display.close()
@@ -126,10 +124,10 @@ class StartProgress:
 
 
 def display_of(trainer: Trainer, say: Callable[[str], None]) -> Callable[[], Display | None] | None:
-    """Opens displays beside the progress bar of a Trainer; ``None``: it has none.
+    """Make a function that opens displays beside a Trainer's progress bar; ``None``: it has none.
 
     Args:
-        trainer: of the run, on global rank 0.
+        trainer: the Trainer, on global rank 0.
         say: prints a line.
     """
     bar = trainer.progress_bar_callback
@@ -137,7 +135,7 @@ def display_of(trainer: Trainer, say: Callable[[str], None]) -> Callable[[], Dis
 
 
 def _display(bar: ProgressBar, say: Callable[[str], None]) -> Display | None:
-    # the Tuner switches the bar off for a while; one of the user's own cannot say whether it is
+    # the Tuner disables the bar for a while; a class of the user's may lack the attribute
     if getattr(bar, "is_disabled", False):
         return None
     if isinstance(bar, RichProgressBar) and bar.progress is not None:
@@ -149,7 +147,7 @@ def _display(bar: ProgressBar, say: Callable[[str], None]) -> Display | None:
 
 
 class _RichTask:
-    """A task of the bars that Lightning shows already: a terminal has room for one display."""
+    """A task added to Lightning's Rich display, since a terminal can have one such display only."""
 
     def __init__(self, bars: Any) -> None:
         self._bars = bars
@@ -169,6 +167,8 @@ class _RichTask:
 
 
 class _TqdmBar:
+    """A further tqdm bar."""
+
     def __init__(self) -> None:
         self._bar: Any = None
 
@@ -184,20 +184,20 @@ class _TqdmBar:
 
 
 class Line:
-    """One line, once: a file keeps all that is written to it.
+    """Prints a single line for all work, since there is no terminal in which it could be updated.
 
     Args:
-        say: prints it.
+        say: prints a line.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say: Callable[[str], None] | None = say
 
     def show(self, what: str, done: int, total: int | None) -> None:
-        """Show it, if nothing was shown."""
+        """Print the line at the first call."""
         if self._say is not None:
             self._say(f"Before the first step: {what} ...")
             self._say = None
 
     def close(self) -> None:
-        """Do nothing: a line that was written stays."""
+        """Do nothing: a printed line stays."""

@@ -1,9 +1,9 @@
-"""A step of the user's on a copy of the module, before a run: what will be computed in it?
+"""Run a training step on a copy of the module before a run, to find and capture its networks.
 
-With automatic sizes nobody knows yet who will run the user's code. Rank 0 looks ahead: it copies
-the LightningModule, takes one batch of a copy of the loader (else ``example_input_array``) and runs
-``training_step`` on them up to its end, without a backward. The user's own module, loaders, loggers
-and generators stay what they are, and so does what the script prints and draws.
+With automatic sizes this is needed before it is known which ranks are drivers. Rank 0 copies the
+LightningModule, takes one batch of a copy of the loader (else ``example_input_array``) and runs
+``training_step`` on it, without a backward. The user's module, loaders, loggers and random
+generators do not change, and nothing is printed.
 """
 
 import copy
@@ -38,25 +38,26 @@ from lightning_hybrid.planning import CalledNetwork
 from lightning_hybrid.stage import with_room_for
 
 _SHARED_BYTES = 2**20
-"""A tensor or array of more than this is data that is read; a smaller one may be a counter."""
+"""Larger tensors and arrays are taken for data, which a copy shares; smaller ones, which may be
+counters, are copied."""
 
 Maker = Callable[[LightningModule], Any]
-"""Gives what makes the train loaders, for a copy of the module: that, a copy of the data module, or
-copies of the loaders."""
+"""A function from a copy of the module to the source of its train loaders: the copy itself, a copy
+of the data module, or copies of the loaders."""
 
 
 class CannotRehearse(HybridError):
-    """Raised where a training step cannot be tried before the run; the message says why."""
+    """Raised if a training step cannot be run before the run; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """What is known of a training step before the run.
+    """What a rehearsed training step has shown.
 
     Attributes:
-        networks: those that were called, in the order of their first calls.
-        divided: tells into how many parts the user's code divides the batch of one replica when
-            there are several; 1: each takes as much as one alone.
+        networks: the networks that were called, in the order of their first calls.
+        divided: function from the number of replicas to the number of parts into which the user's
+            code divides the batch of a single replica; 1: it does not divide it.
     """
 
     networks: Sequence[CalledNetwork]
@@ -72,21 +73,21 @@ def rehearsal(
     precision: Precision,
     supposing: Callable[[int], AbstractContextManager[None]],
 ) -> Iterator[Rehearsed]:
-    """What the networks of a module do in a training step; inside, they may be measured.
+    """Run a training step on a copy of the module; inside, its networks may be measured.
 
     Args:
-        trainer: Lightning's, about to fit.
-        module: the user's, whose weights are all here.
-        names: of the modules that are networks; None: they are found.
-        device: of this rank.
-        precision: Lightning's; inside, it surrounds what is computed.
-        supposing: inside of it the user's code finds so many replicas.
+        trainer: the Trainer, which is about to fit.
+        module: the user's module, with all its weights in memory.
+        names: names of the modules that are networks; None: they are found.
+        device: device of this rank.
+        precision: Lightning's precision plugin, whose context is entered.
+        supposing: makes a context in which the user's code finds this number of replicas.
 
     Raises:
-        CannotRehearse: no network was seen.
+        CannotRehearse: no call of a network was seen.
     """
     source = training_source(trainer)
-    # data sets are too large to be copied, so what they read is shared
+    # a copy shares large tensors, since data sets may be too large to be copied
     shared = cache(lambda: _shared_copy(source))
 
     def maker(copied: LightningModule) -> Any:
@@ -100,7 +101,7 @@ def rehearsal(
     def divided(replicas: int) -> int:
         if replicas == 1 or not isinstance(source, LightningModule | LightningDataModule):
             return 1
-        # loaders that divide the batch say so themselves when they are asked as one of several
+        # compare the loaders' batch sizes with one replica and with several
         alone, one_of_several = batch_size(1), batch_size(replicas)
         return max(1, round(alone / one_of_several)) if alone and one_of_several else 1
 
@@ -123,12 +124,17 @@ def _look(
     precision: Precision,
     maker: Maker,
 ) -> tuple[LightningModule, LookAhead]:
-    # what the user's code raises here, it would raise in the run, where it belongs
+    """Try the training step on a batch, then the call on the example; the copy, and what was seen.
+
+    Raises:
+        CannotRehearse: no call of a network was seen in either.
+    """
+    # errors of the user's code are not raised here: the run will raise them
     problems, place = [], with_room_for(module, device)
     for attempt in (_train_on_a_batch, _call_on_the_example):
         try:
             stand_in = copy.copy(trainer)
-            # what the step logs must reach nobody
+            # what the step logs must not reach the loggers
             stand_in.loggers = [DummyLogger()] if trainer.loggers else []
             copied = _copied(module, trainer, stand_in).to(place)
             looked = LookAhead(copied, names)
@@ -138,7 +144,7 @@ def _look(
                 except Exception as error:
                     if not looked.seen:
                         raise
-                    problems.append(_told(error))  # after the network's call: enough was seen
+                    problems.append(_told(error))  # an error after the network's call is no matter
             if looked.seen:
                 return copied, looked
             problems += looked.problems or ["no call of a module with parameters was seen"]
@@ -152,12 +158,12 @@ def _told(error: Exception) -> str:
 
 
 def _copied(module: LightningModule, trainer: Trainer, stand_in: Trainer) -> LightningModule:
-    """A copy with its own weights that neither logs nor steps."""
-    # a copy of the Trainer would be one of loaders, loggers and process groups
+    """A copy of the module, with weights of its own, that logs nothing."""
+    # not of the Trainer, which has loaders, loggers and process groups
     memo: dict[int, Any] = {id(trainer): stand_in, id(trainer.strategy): trainer.strategy}
     try:
         copied = copy.deepcopy(module, memo)
-    except Exception as error:  # a module may refuse to be copied in any way it likes
+    except Exception as error:  # modules may raise anything when they are copied
         raise CannotRehearse(f"the module cannot be copied ({_told(error)})") from error
     copied.trainer = stand_in
     for name in ("log", "log_dict", "print"):
@@ -166,7 +172,7 @@ def _copied(module: LightningModule, trainer: Trainer, stand_in: Trainer) -> Lig
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for `log`, `step` and the like on the copy that is rehearsed: does nothing."""
+    """Stands for `log`, `log_dict` and `print` on the copy: does nothing."""
 
 
 # ---------------------------------------------------------------- what is run
@@ -175,6 +181,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 def _train_on_a_batch(
     maker: Maker, copied: LightningModule, device: torch.device, precision: Precision
 ) -> None:
+    """Run ``training_step`` on the first batch, with the hooks that transfer it."""
     source = maker(copied)
     datamodule = source if isinstance(source, LightningDataModule) else None
     batch = precision.convert_input(_first_batch(_train_loaders(source)))
@@ -199,10 +206,10 @@ def _train_loaders(source: Any) -> Any:
 
 
 def _batch_size(source: Any) -> int:
-    """Samples of a batch by what the loaders say of themselves; 0: they do not."""
+    """The sum of the loaders' ``batch_size``; 0: they have none, or cannot be made."""
     try:
         loaders = _train_loaders(source)
-    except Exception:  # what is made for one replica may refuse to be made for several
+    except Exception:  # the user's code may raise anything for several replicas
         return 0
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     sizes = [getattr(loader, "batch_size", None) for loader in combined.flattened]
@@ -212,6 +219,7 @@ def _batch_size(source: Any) -> int:
 def _call_on_the_example(
     maker: Maker, copied: LightningModule, device: torch.device, precision: Precision
 ) -> None:
+    """Call the module on its ``example_input_array``."""
     example = copied.example_input_array
     if example is None:
         raise CannotRehearse("the module has no example_input_array")
@@ -223,10 +231,10 @@ def _call_on_the_example(
 
 
 def _first_batch(loaders: Any) -> Any:
-    """The first batch of copies of loaders, in this process."""
+    """The first batch of copies of loaders, made in this process."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     for loader in combined.flattened:
-        if isinstance(loader, DataLoader):  # nothing is started for one batch
+        if isinstance(loader, DataLoader):  # start no loader processes for one batch
             loader.num_workers, loader.timeout, loader.pin_memory = 0, 0, False
             loader.prefetch_factor, loader.worker_init_fn = None, None
     batch, _, _ = next(iter(combined))
@@ -234,7 +242,7 @@ def _first_batch(loaders: Any) -> Any:
 
 
 def _shared_copy(thing: Any) -> Any:
-    """A copy that reads the same data: its state is its own, large tensors and code are not.
+    """Copy an object, but share large tensors and arrays, classes, functions and modules.
 
     Raises:
         CannotRehearse: it has something that cannot be copied, such as a generator.
@@ -248,7 +256,7 @@ def _shared_copy(thing: Any) -> Any:
         unpickler = pickle.Unpickler(file)
         unpickler.persistent_load = lambda index: kept[index]  # type: ignore[method-assign]
         return unpickler.load()
-    except Exception as error:  # an object may refuse to be copied in any way it likes
+    except Exception as error:  # objects may raise anything when they are copied
         raise CannotRehearse(
             f"the train loader cannot be copied, and its batches are not to be taken from the run "
             f"({_told(error)})"
@@ -256,7 +264,7 @@ def _shared_copy(thing: Any) -> Any:
 
 
 class _Sharing(pickle.Pickler):
-    """Pickles an object without its large tensors, classes and modules, which a copy may share."""
+    """Pickles an object with references in place of what its copy shares, listed in ``kept``."""
 
     def __init__(self, kept: list[Any], *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)

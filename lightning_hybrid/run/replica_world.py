@@ -1,13 +1,13 @@
-"""What scripts are told of ranks: the world of the replicas, whatever the launcher has started.
+"""The ranks that scripts see: a world of the R replicas, and not of all processes.
 
-A launcher numbers all processes. To a script with R replicas there are R: what it divides, shards
-or scales by ranks must come out as under DDP over R devices, and with one replica as on one device.
-So the drivers are numbered 0 .. R-1; workers, who run the hooks before the set-up of a run, have
-numbers above these, so that what is to happen on one rank happens on one.
+A launcher numbers all processes. Scripts divide data and scale by ranks, which must give the same
+as under DDP over R devices, and with one replica as on one device. So the world has size R, and
+drivers are numbered 0 .. R-1; workers, which run the hooks before the set-up of a run, have numbers
+above these, so that code for one rank runs on one.
 
-The properties of the strategy say so at any time (:mod:`lightning_hybrid.strategy`), and the
-environment inside of a run: :class:`ShownRanks`. The launchers, the store and the next run need the
-numbers of all processes: :class:`Launched` keeps them.
+These are the numbers in properties of the strategy (:mod:`lightning_hybrid.strategy`) at any time,
+and in environment variables during a run (:class:`ShownRanks`). Launchers, the store and the next
+run need the numbers of all processes (:class:`Launched`).
 """
 
 import os
@@ -24,11 +24,11 @@ from lightning_hybrid.errors import PlanError
 
 @dataclass(frozen=True)
 class Launched:
-    """Where the launcher has put this process, among all processes.
+    """The numbers of this process among all processes, as the launcher has given them.
 
     Attributes:
         rank: number of the process.
-        local_rank: its number on its host.
+        local_rank: number of the process on its host.
         node_rank: number of the host.
     """
 
@@ -38,38 +38,39 @@ class Launched:
 
     @classmethod
     def by(cls, environment: ClusterEnvironment | None, per_host: int) -> "Launched":
-        """The place of this process, from the environment that the launcher has set.
+        """The numbers of this process, from the launcher's environment.
 
         Args:
-            environment: Lightning's.
+            environment: Lightning's cluster environment.
             per_host: number of processes of each host.
         """
         if environment is None:
             return cls()
         node, local = environment.node_rank(), environment.local_rank()
-        environment.set_global_rank(node * per_host + local)  # where nobody else has numbered them
+        environment.set_global_rank(node * per_host + local)  # no effect if the launcher has set it
         return cls(environment.global_rank(), local, node)
 
     def neighbours(self, hosts: int, per_host: int) -> list[int]:
-        """All ranks of this host, by their local ranks."""
+        """The ranks of all processes of this host, by local rank."""
         first = self.rank - self.local_rank
         if self.rank == self.node_rank * per_host + self.local_rank:
             return list(range(first, first + per_host))
-        return list(range(self.node_rank, hosts * per_host, hosts))  # dealt out in turns
+        return list(range(self.node_rank, hosts * per_host, hosts))  # ranks go round the hosts
 
 
 @dataclass(frozen=True)
 class ReplicaWorld:
-    """The world of the replicas, as one process sees it.
+    """The numbers of one process in the world of the replicas.
 
     Attributes:
-        rank: of this process; those of drivers are below ``size``, those of workers are not.
+        rank: rank of this process: below ``size`` for drivers, from ``size`` on for workers.
         size: number of replicas.
-        local_rank: as ``rank``, among the processes of this host.
-        drivers: local ranks, as launched, of the drivers of this host; without any, the first.
-        node_rank: number of this host; those with drivers are below ``hosts``, others are not.
+        local_rank: number of this process on its host, drivers first.
+        drivers: the launcher's local ranks of this host's drivers; if it has none, of its first
+            worker.
+        node_rank: number of this host: below ``hosts`` if it has drivers, else from ``hosts`` on.
         hosts: number of hosts that have drivers.
-        even: whether each of these has as many.
+        even: whether all hosts that have drivers have the same number of them.
     """
 
     rank: int
@@ -84,13 +85,13 @@ class ReplicaWorld:
     def of(
         cls, coordinates: Coordinates, launched: Launched, hosts: int, per_host: int
     ) -> "ReplicaWorld":
-        """The world of the replicas, as one process of the launcher sees it.
+        """The numbers of a process in the world of the replicas.
 
         Args:
-            coordinates: where it stands.
-            launched: where the launcher has put it.
+            coordinates: coordinates of the process.
+            launched: its numbers by the launcher.
             hosts: number of hosts.
-            per_host: number of processes of each.
+            per_host: number of processes of each host.
         """
         here = launched.neighbours(hosts, per_host)
         ranks = [replace(coordinates, rank=rank) for rank in range(hosts * per_host)]
@@ -98,9 +99,9 @@ class ReplicaWorld:
         in_blocks = here[-1] - here[0] == per_host - 1
         host_of = [rank // per_host if in_blocks else rank % hosts for rank in range(len(ranks))]
         on_hosts = Counter(host_of[each.rank] for each in ranks if each.is_driver)
-        in_order = sorted(ranks, key=lambda each: each.lightning_rank)  # drivers first
+        in_order = sorted(ranks, key=lambda each: each.lightning_rank)  # so drivers come first
         numbered = list(dict.fromkeys(host_of[each.rank] for each in in_order))
-        # a host of workers alone has local ranks too, and must have a first one
+        # on a host without drivers the first worker stands for one
         drivers = [rank for rank in here if ranks[rank].is_driver] or by_number[:1]
         return cls(
             rank=coordinates.lightning_rank,
@@ -114,7 +115,7 @@ class ReplicaWorld:
 
     @property
     def variables(self) -> dict[str, int]:
-        """What launchers and schedulers call these numbers in the environment."""
+        """The numbers by name of the environment variables of launchers and schedulers."""
         numbers = (
             (self.rank, _RANK),
             (self.size, _SIZE),
@@ -149,16 +150,16 @@ _SIZES = frozenset((*_SIZE, *_LOCAL_SIZE, *_HOSTS))
 
 @dataclass
 class ShownRanks:
-    """The environment of this process, which speaks of the replicas inside of a run.
+    """Changes environment variables during a run to the numbers of the world of the replicas.
 
-    Only variables that are set are changed: none tells more than the launcher did. Processes that
-    are started inside, such as the workers of loaders, inherit them.
+    Only variables that the launcher has set are changed. Processes that are started meanwhile, such
+    as those of loaders, inherit them.
     """
 
     _changed: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def show(self, variables: Mapping[str, int]) -> None:
-        """From now on these are the values of the variables that are set."""
+        """Set variables to these values, if they exist."""
         self.restore()
         for name, value in variables.items():
             before = os.environ.get(name)
@@ -167,7 +168,7 @@ class ShownRanks:
                 os.environ[name] = str(value)
 
     def restore(self) -> None:
-        """Put back the launcher's, but for what somebody else has changed meanwhile."""
+        """Put back the launcher's values, but for variables that other code has changed since."""
         while self._changed:
             name, (before, shown) = self._changed.popitem()
             if os.environ.get(name) == shown:
@@ -178,7 +179,7 @@ _Environ = type(os.environ)
 
 
 class _Heard(_Environ):  # type: ignore[misc,valid-type]
-    """An environment that says when sizes of the world are read from it."""
+    """``os.environ`` that calls a listener when the user's code reads a size of the world."""
 
     listener: Callable[[str], None] | None = None
 
@@ -192,19 +193,19 @@ class _Heard(_Environ):  # type: ignore[misc,valid-type]
 def hear_of_reads(listener: Callable[[str], None] | None) -> None:
     """Call ``listener`` when the user's code reads a size of the world; ``None``: no more."""
     _Heard.listener = listener
-    # everybody has imported this one object: another one in its place would hear nothing
+    # the class of the object is changed, since other modules refer to the object itself
     os.environ.__class__ = _Environ if listener is None else _Heard
 
 
 _WAYS = ("os", "collections.abc", "_collections_abc", __name__)
 _ASKED_THROUGH = {"world_size", "num_devices", "device_ids", "num_nodes"}
-"""Properties of the Trainer that ask its strategy."""
+"""Properties of the Trainer that read those of its strategy."""
 
 
 def asked_by_framework() -> bool:
-    """Whether Lightning, torch or this package asks, and not the user's code.
+    """Whether the calling code is Lightning's, torch's or this package's, and not the user's.
 
-    Callbacks of Lightning's keep what they are told, as those of users do.
+    Lightning's callbacks count as the user's, since they keep the values that they read.
     """
     for name, function in _callers():
         if name in _WAYS or name.startswith("lightning_hybrid."):
@@ -219,6 +220,7 @@ def asked_by_framework() -> bool:
 
 
 def _callers() -> Iterator[tuple[str, str]]:
+    """Module and function of each frame of the stack, innermost first."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         yield str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
@@ -226,13 +228,13 @@ def _callers() -> Iterator[tuple[str, str]]:
 
 
 def refuse_other_shards(loader: Any, launched: int, all_ranks: int, world: ReplicaWorld) -> None:
-    """Complain about a loader that leaves the samples of the stages' ranks to them.
+    """Refuse a loader that divides its samples over all processes, of which drivers are a part.
 
     Args:
-        loader: that drivers are to take batches from.
-        launched: number of this process among all.
+        loader: a loader of a driver.
+        launched: number of this process among all processes.
         all_ranks: number of all processes.
-        world: of the replicas.
+        world: this process in the world of the replicas.
 
     Raises:
         PlanError: its sampler or data set was made for all processes, before the run.
@@ -240,7 +242,7 @@ def refuse_other_shards(loader: Any, launched: int, all_ranks: int, world: Repli
     batches = getattr(loader, "batch_sampler", None)
     parts = (getattr(loader, "dataset", None), getattr(loader, "sampler", None), batches)
     for part in (*parts, getattr(batches, "sampler", None)):
-        # `datasets` keeps them in a record of their own
+        # the package `datasets` has them in an attribute `_distributed`
         for holder in (part, getattr(part, "_distributed", None)):
             for name in ("num_replicas", "world_size"):
                 size = getattr(holder, name, None)

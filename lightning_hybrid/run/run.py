@@ -1,4 +1,4 @@
-"""What a run is made from, on drivers and workers alike."""
+"""The data of one run on a rank, from which sessions of drivers and workers are made."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,20 +36,20 @@ class Run:
     """One call of ``fit``, ``validate``, ``test``, ``predict`` or ``fabric.launch`` on this rank.
 
     Attributes:
-        config: what the user has asked for.
-        framework: what has begun it.
-        module: the LightningModule, or what was given to ``fabric.setup``.
-        world: all ranks.
-        device: of this rank.
-        accelerator: Lightning's.
-        precision: Lightning's.
+        config: options of the user.
+        framework: the Trainer or Fabric.
+        module: the LightningModule, or the module that was given to ``fabric.setup``.
+        world: the ranks of the run.
+        device: device of this rank.
+        accelerator: Lightning's accelerator.
+        precision: Lightning's precision plugin.
         fitting: whether the run trains.
         synchronised: whether batch statistics are taken over the replicas.
-        building: who has the weights of the module.
-        measurement: of this rank, for the log and for the check of the plan.
+        building: how the weights of the module were made: whole on each rank, or by their owners.
+        measurement: computation times of this rank, for the log and for the check of the plan.
         shared: names of the parameters and buffers that all ranks have.
-        plans: the plans in force, by name of the network; networks that are cut add theirs.
-        progress: shows what is done before the first step.
+        plans: the current plans by name of the network; networks that are cut add theirs.
+        progress: shows the work before the first step.
     """
 
     config: Config
@@ -78,15 +78,15 @@ class Run:
         *,
         synchronise: bool,
     ) -> "Run":
-        """The run that a Trainer is about to begin; see the attributes.
+        """Make the run that a Trainer is about to begin.
 
         Args:
-            trainer: Lightning's, which has set up the accelerator and the module.
-            config: what the user has asked for.
-            world: all ranks.
-            building: who has the weights.
-            plans: in force.
-            synchronise: whether the user wants batch statistics of all replicas.
+            trainer: the Trainer, which has set up the accelerator and the module.
+            config: options of the user.
+            world: the ranks of the run.
+            building: how the weights were made.
+            plans: the current plans.
+            synchronise: whether the user wants batch statistics over the replicas.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         device = trainer.strategy.root_device
@@ -112,7 +112,7 @@ class Run:
 
     @property
     def trainer(self) -> Trainer:
-        """Lightning's, for what is refused under Fabric."""
+        """The Trainer, for features that do not exist under Fabric."""
         assert isinstance(self.framework, ByTrainer)
         return self.framework.trainer
 
@@ -122,7 +122,7 @@ class Run:
         return self.world.coordinates.lightning_rank == 0
 
     def stage_options(self) -> StageOptions:
-        """How stages compute. On every rank alike: it may make a group."""
+        """Make the options of stages; all ranks call this together, since it may make a group."""
         statistics = self.world.mesh.statistics() if self.synchronised else None
         return StageOptions(
             self.config.compile_stages,
@@ -132,8 +132,8 @@ class Run:
         )
 
     def device_stats(self) -> dict[str, Any]:
-        """What DeviceStatsMonitor logs of this rank's device."""
-        # not by the instance, which on a driver asks the workers too
+        """The statistics of this rank's device for DeviceStatsMonitor."""
+        # by the class, since on a driver the instance's method asks the workers too
         return type(self.accelerator).get_device_stats(self.accelerator, self.device)
 
     def plan_network(
@@ -145,14 +145,17 @@ class Run:
         chosen: bool,
         optimizers: Sequence[Optimizer],
     ) -> Plan:
-        """The plan of a network: the user's, or one that is made.
+        """The plan of a network: the user's, or a new one.
+
+        The arguments but the last are those of
+        :class:`lightning_hybrid.driver.network_options.Planner`.
 
         Args:
-            network: see :class:`lightning_hybrid.driver.network_options.Planner`.
-            microbatches: see there.
-            beside: see there.
-            chosen: see there.
-            optimizers: the user's, which need memory if the run trains.
+            network: the network, with the tensors of a micro-batch.
+            microbatches: number of micro-batches.
+            beside: plans of other networks on these devices.
+            chosen: whether to choose the cuts even if the user has given a plan or cut points.
+            optimizers: the user's optimizers, whose state needs memory if the run trains.
 
         Raises:
             PlanError: the user's plan is for another network.
@@ -166,7 +169,7 @@ class Run:
         return make_plan(
             network,
             microbatches,
-            # the user's cut points are for the network as a whole, and this is a part of it
+            # not with the user's cut points: they are for the whole network, and this is a part
             settings=replace(settings, allocation="exact") if chosen else settings,
             site=Site(
                 replicas=coordinates.replicas,
@@ -182,22 +185,22 @@ class Run:
         )
 
     def take_again(self) -> None:
-        """Have memory for weights that are lost since another rank has failed in an earlier run.
+        """Give memory to weights that were lost when another rank failed in an earlier run.
 
         Raises:
-            DeferredError: this rank begins with its numbers, and has not all of them.
+            DeferredError: this is rank 0, whose weights the run begins with, and some are lost.
         """
         begins = self.world.coordinates.rank == 0
         take_again((*self.module.parameters(), *self.module.buffers()), empty=not begins)
 
     def share_weights(self) -> None:
-        """On drivers: let all replicas begin with the weights of replica 0, on the CPU."""
+        """On drivers, broadcast the weights of replica 0 to all replicas, on the CPU."""
         make_what_no_network_owns(self.module)
         broadcast_module(self.module, self.world.mesh.drivers)
 
 
 def scalers_of(precision: Precision) -> list[GradScaler]:
-    """The scaler of the loss, if there is one."""
+    """The gradient scaler of a precision plugin, in a list, which is empty if there is none."""
     plugin: object = precision  # Fabric's is no subclass of the Trainer's
     if isinstance(plugin, MixedPrecision | FabricMixedPrecision) and plugin.scaler is not None:
         return [plugin.scaler]

@@ -1,4 +1,4 @@
-"""What runs took, a line each, for ``lightning-hybrid fit-model``.
+"""Write a table of run times, a line for each run, for ``lightning-hybrid fit-model``.
 
 With ``HybridGabraStrategy(log_performance=True)`` the driver of replica 0 adds a line to
 ``hybrid_runs.csv`` at the end of a fit, in the folder of the first logger, or in
@@ -29,10 +29,10 @@ class TimedRun:
         stages_per_device: stages / devices of a replica.
         microbatches: number of micro-batches of a replica's batch.
         devices: number of devices of all replicas.
-        batch_samples: mean samples of a replica in an optimizer step.
+        batch_samples: mean number of samples of a replica in an optimizer step.
         parameters: number of parameter elements of the LightningModule.
         step_s: mean seconds of an optimizer step.
-        predicted_s: predicted seconds of one; None: not predicted.
+        predicted_s: predicted seconds of an optimizer step; None: not predicted.
     """
 
     replicas: int
@@ -46,7 +46,7 @@ class TimedRun:
     predicted_s: float | None
 
     def append_to(self, path: Path) -> None:
-        """Add the line to a table, which is made if it is not there.
+        """Add the line to a table; make the table if it does not exist.
 
         Raises:
             PlanError: the file has other columns.
@@ -55,7 +55,7 @@ class TimedRun:
         columns = [field.name for field in fields(self)]
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+", newline="", encoding="utf-8") as file:
-            # "a" writes at the end, wherever the file was read
+            # read the head; mode "a" writes at the end in any case
             file.seek(0)
             head = file.readline().strip()
             if head and head != ",".join(columns):
@@ -72,10 +72,10 @@ class RunTable(StepWindows):
     """Measures the steps of a fit, and adds a line to the table at its end.
 
     Args:
-        trainer: Lightning's.
-        plans: the plans in force, by network; filled as networks are cut.
-        replicas: their number.
-        devices: that of all their devices.
+        trainer: the Trainer.
+        plans: the current plans by name of the network; networks that are cut add theirs.
+        replicas: number of replicas.
+        devices: number of devices of all replicas.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RunTable(StepWindows):
         self._plans, self._replicas, self._devices = plans, replicas, devices
 
     def end(self) -> None:
-        """Training is over. A fit does not fail because its times cannot be written."""
+        """Add the line of the fit to the table; if it cannot be written, that is only logged."""
         folder, window = _folder(self._trainer), self._window
         steps = 0 if window is None else self._trainer.global_step - window.step
         if folder is not None and window is not None and steps > 0:
@@ -94,11 +94,11 @@ class RunTable(StepWindows):
                 self._timed_run(window, steps).append_to(folder / FILE_NAME)
             except (OSError, PlanError) as error:
                 rank_zero_info(f"{folder / FILE_NAME} gets no line of this run: {error}")
-        # the Tuner's trials are fits of the same run
+        # begin anew: further fits of the Tuner may follow in the same run
         self._first_step = self._window = None
 
     def _timed_run(self, window: Window, steps: int) -> TimedRun:
-        """Of several networks the one with the most stages counts, and all that is predicted."""
+        """Make the line; with several networks, of the largest numbers and summed predictions."""
         plans = list(self._plans.values())
         predicted = [plan.predicted_step_s for plan in plans if plan.predicted_step_s is not None]
         return TimedRun(
@@ -115,9 +115,10 @@ class RunTable(StepWindows):
 
 
 def _folder(trainer: Trainer) -> Path | None:
-    """`trainer.log_dir`, which only all ranks together may ask for; ``None``: nothing is written.
+    """The folder of the first logger, or ``default_root_dir``; ``None``: nothing is written.
 
-    That is so in a trial run, and where the folder is not of this machine.
+    That is so with ``fast_dev_run``, and for remote folders. (`trainer.log_dir` cannot be used: it
+    is a collective of all ranks.)
     """
     folder = None
     for logger in trainer.loggers[:1]:

@@ -1,9 +1,9 @@
-"""Automatic sizes: rank 0 looks at a training step, and all ranks hear what it has chosen.
+"""Automatic sizes: rank 0 rehearses a training step, chooses sizes and broadcasts them.
 
-This is before drivers and workers part, so nothing of it belongs to the run: what a network takes
-is measured on a copy (:mod:`lightning_hybrid.run.rehearsal`) and kept in the cache of profiles,
-where the run finds it when it cuts the network. Where nothing can be known beforehand all devices
-form one chain, in which the network is found at its first call.
+This happens before the run, while no rank is a driver or worker yet: networks are profiled on a
+copy (:mod:`lightning_hybrid.run.rehearsal`). The profiles are kept in their cache, where the run
+finds them when it cuts the network. If no sizes can be chosen beforehand, all devices form one
+chain, and the network is found at its first call.
 """
 
 import gc
@@ -41,15 +41,15 @@ from lightning_hybrid.run.world import World
 
 
 class SizeChooser:
-    """Chooses replicas, stages and micro-batches for one run.
+    """Chooses numbers of replicas, stages and micro-batches for one run.
 
     Args:
-        trainer: Lightning's, which is setting up the run.
-        config: what the user has asked for.
+        trainer: the Trainer, which is setting up the run.
+        config: options of the user.
         machine: the devices of all ranks.
-        device: of this rank.
-        allowed: whether numbers of replicas and stages may be chosen.
-        supposing: inside of it the user's code finds so many replicas.
+        device: device of this rank.
+        allowed: function that tells whether numbers of replicas and stages may be chosen.
+        supposing: makes a context in which the user's code finds this number of replicas.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class SizeChooser:
         self._progress = StartProgress(display_of(trainer, rank_zero_info))
 
     def on_all_ranks(self, world: World, *, deferred: bool) -> Sizes | None:
-        """What rank 0 has chosen; all ranks call this together.
+        """Choose sizes on rank 0; all ranks call this together and get them.
 
         Args:
-            world: all ranks.
-            deferred: whether weights are made by those who will own them.
+            world: the ranks of the run.
+            deferred: whether the network is made in ``configure_model``, each weight by its owner.
 
         Returns:
-            ``None``: nothing can be known, so all devices form one chain, as said in one line.
+            The sizes. ``None``: none can be chosen, so all devices form one chain; a line says why.
         """
         sizes = None
         if world.coordinates.rank == 0:
             with world.choosing():
                 sizes = self._choose_or_say_why(deferred)
-        # ranks that chose by their own measurements might not agree
+        # by rank 0 alone, since ranks with measurements of their own might choose different sizes
         return world.broadcast(sizes)
 
     def _choose_or_say_why(self, deferred: bool) -> Sizes | None:
@@ -94,10 +94,10 @@ class SizeChooser:
                 return self._choose()
             except HybridError as error:
                 reason = str(error)
-            except Exception as error:  # a network may fail to run by itself in any way it likes
+            except Exception as error:  # a network may raise anything when it runs by itself
                 reason = f"its network cannot be measured ({type(error).__name__}: {error})"
             finally:
-                gc.collect()  # the copy of the network is in cycles, and as large as the network
+                gc.collect()  # frees the copy of the network, which is in reference cycles
         count = len(self._machine.devices)
         rank_zero_info(
             f"All {count} devices form one chain, as with pipeline_parallel_size={count}: {reason}"
@@ -132,12 +132,12 @@ class SizeChooser:
         return choice.best.sizes
 
     def _measured(self, seen: CalledNetwork, microbatches: int) -> PartitionTable:
-        """What a network takes with so many micro-batches; from the cache where it is known."""
+        """The table of a network for a number of micro-batches, measured or from the cache."""
         graph = seen.graph
         if microbatches > 1 and not graph.is_static:
             seen = replace(seen, leaves=graph.split(list(seen.leaves), microbatches)[0])
 
-        # Lightning makes the optimizers after the sizes are known: their states are assumed
+        # the optimizers are made after the sizes are chosen: the size of their state is assumed
         weights = graph.network.named_parameters()
         state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
         divides = self._config.settings.shards_states
@@ -147,13 +147,13 @@ class SizeChooser:
 
 
 def prepared_alone(trainer: Trainer, world: World) -> list[str]:
-    """Attributes that ``prepare_data`` has set on rank 0, and not on every other rank.
+    """Names of attributes that ``prepare_data`` has set on rank 0, and not on all other ranks.
 
-    It runs on one rank of each host. All ranks call this together.
+    That hook runs on one rank of each host only. All ranks call this together.
 
     Args:
-        trainer: Lightning's, after the ``setup`` hooks.
-        world: all ranks.
+        trainer: the Trainer, after the ``setup`` hooks.
+        world: the ranks of the run.
     """
     owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
     prepared = [owner for owner in owners if owner is not None and _prepares(owner)]
@@ -165,7 +165,7 @@ def prepared_alone(trainer: Trainer, world: World) -> list[str]:
         for name, value in vars(owner).items()
         if value is not None
     ]
-    # names and not values, which may be large and need not be comparable
+    # by names, since values may be large and not comparable
     first, *others = world.gather(names, "the comparison of what prepare_data has set")
     return sorted(set(first).difference(set(first).intersection(*map(set, others))))
 
@@ -176,13 +176,13 @@ def _prepares(owner: Any) -> bool:
 
 
 def _why_whole(looked: Sequence[CalledNetwork]) -> str | None:
-    """Why batches of several samples go through a network whole; ``None``: they need not."""
+    """The reason why batches of a network cannot be split; ``None``: they can, for all networks."""
     calls = [(s.graph, s.leaves) for s in looked if (s.graph.batch_of(s.leaves) or 1) > 1]
     return next(filter(None, (why_whole(graph, leaves, 2) for graph, leaves in calls)), None)
 
 
 def _splits(looked: Sequence[CalledNetwork]) -> Callable[[int], bool]:
-    """Tells whether batches may go through all networks in so many micro-batches."""
+    """Make a function that tells whether all networks allow a number of micro-batches."""
     calls, whole = [(seen.graph, seen.leaves) for seen in looked], _why_whole(looked) is not None
     return lambda microbatches: (
         not whole and all(fits(graph, leaves, microbatches) for graph, leaves in calls)

@@ -1,9 +1,8 @@
-"""All ranks of a run: who may wait for whom, before, during and after it.
+"""The ranks of a run, and which of them barriers and broadcasts are over at a time.
 
-Between ``setup_distributed`` and the parting of drivers and workers in ``setup``, and again after
-the end of a run, barriers and broadcasts are over all ranks. During the run they are over the
-drivers, by Lightning's own means. Where the sizes are ours to choose, ranks have no coordinates
-until ``setup``.
+Between ``setup_distributed`` and ``setup``, in which workers leave the Trainer, and again after the
+end of a run, barriers and broadcasts are over all ranks. During the run they are over the drivers,
+by Lightning's own code. With automatic sizes ranks have no coordinates until ``setup``.
 """
 
 import hashlib
@@ -45,7 +44,7 @@ T = TypeVar("T")
 
 
 class Phase(Enum):
-    """Whom a barrier or a broadcast speaks to."""
+    """Which ranks take part in a barrier or a broadcast at a time; the values say it in words."""
 
     APART = "nobody: this process has no groups yet"
     TOGETHER = "all ranks: before the setup of a run, and after its end"
@@ -57,26 +56,26 @@ class Phase(Enum):
 
 
 class World:
-    """The groups of a run as all ranks share them.
+    """The ranks of a run: barriers, broadcasts and failures.
 
     Args:
-        everyone: all ranks.
+        everyone: the meeting of all ranks.
 
     Attributes:
-        everyone: all ranks.
-        phase: whom a barrier speaks to now.
-        supposed_replicas: how many there are to the user's code in phase CHOOSING.
+        everyone: the meeting of all ranks.
+        phase: which ranks take part in barriers and broadcasts now.
+        supposed_replicas: number of replicas that the user's code finds in phase CHOOSING.
     """
 
     def __init__(self, everyone: Everyone) -> None:
         self.everyone, self.phase = everyone, Phase.TOGETHER
         self.supposed_replicas = 1
         self._joined: Joined | None = None
-        self._has_heard = False  # of a failure, at a meeting
+        self._has_heard = False  # whether a meeting has told of a failure
         self._watch = Watch(str(self.coordinates), everyone.store)
 
     def take_coordinates(self, joined: Joined) -> None:
-        """Sizes are known: this rank has coordinates in the mesh."""
+        """Take the mesh, and with it the coordinates of this rank, when sizes are known."""
         self._joined = joined
 
     @property
@@ -86,10 +85,10 @@ class World:
 
     @property
     def joined(self) -> Joined:
-        """What this rank has joined.
+        """The mesh that this rank has joined.
 
         Raises:
-            HybridError: no sizes are known yet.
+            HybridError: sizes are not known yet.
         """
         if self._joined is None:
             raise HybridError(
@@ -101,50 +100,50 @@ class World:
 
     @property
     def mesh(self) -> Mesh:
-        """The groups."""
+        """The process groups of this rank."""
         return self.joined.mesh
 
     @property
     def cluster(self) -> Cluster | None:
-        """The devices of all ranks; ``None``: nobody has looked."""
+        """The devices of all ranks; ``None``: there was no survey."""
         return self.joined.cluster
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank stands; sizes and a survey of the devices may change it."""
+        """The coordinates of this rank; they may change when the mesh is joined."""
         return (self._joined.mesh if self._joined else self.everyone).coordinates
 
     def open(self) -> None:
-        """Make the group of the drivers."""
+        """Make the default group of the drivers."""
         self.mesh.init_default_group()
 
     def barrier(self, name: str = "") -> None:
-        """Wait for all ranks, in phase TOGETHER.
+        """Wait for all ranks in phase TOGETHER; else do nothing.
 
         Args:
-            name: of the barrier.
+            name: name of the barrier.
 
         Raises:
-            Exception: of the first rank that has failed.
+            Exception: the error of the first rank that has failed.
         """
         if self.phase is Phase.TOGETHER:
             self._meet(f"barrier({name!r})")
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """The value of one rank on all ranks, in phase TOGETHER; else that of this rank.
+        """Broadcast the value of one rank in phase TOGETHER; else return that of this rank.
 
         Args:
-            value: of this rank.
-            source: ``global_rank`` of the one whose value all get.
+            value: value of this rank.
+            source: ``global_rank`` of the rank whose value all get.
 
         Raises:
-            Exception: of the first rank that has failed.
+            Exception: the error of the first rank that has failed.
         """
         if self.phase is not Phase.TOGETHER:
             return value
         self._meet("a broadcast")
         world, here = self.everyone.world, self.coordinates
-        # the user's code numbers drivers first
+        # `source` is a number of the user's world, in which drivers come first
         numbers = [replace(here, rank=rank).lightning_rank for rank in range(world.size())]
         same: T = broadcast_object(world, value, numbers.index(source))
         return same
@@ -152,14 +151,14 @@ class World:
     def shared_names(self, module: nn.Module) -> frozenset[str]:
         """Names of the parameters and buffers that a module has on all ranks, in phase TOGETHER.
 
-        What its ``forward`` has registered in an earlier run, one driver has alone.
+        A driver may have others, which the module's ``forward`` has registered in an earlier run.
 
         Raises:
-            Exception: of the first rank that has failed.
+            Exception: the error of the first rank that has failed.
         """
         self._meet("the setup of a run")
         names, world = sorted(tensors_of(module)), self.everyone.world
-        # names of a large module are long: most often a digest shows that they are alike
+        # compare digests first, which are mostly equal: the names of a large module are long
         digests = gather_objects(world, hashlib.sha256("\n".join(names).encode()).digest())
         if len(set(digests)) == 1:
             return frozenset(names)
@@ -169,57 +168,64 @@ class World:
         """The values of all ranks, in phase TOGETHER.
 
         Args:
-            value: of this rank.
-            place: where in the program this is.
+            value: value of this rank.
+            place: name of the place in the program.
 
         Raises:
-            Exception: of the first rank that has failed.
+            Exception: the error of the first rank that has failed.
         """
         self._meet(place)
         return gather_objects(self.everyone.world, value)
 
     def end_run(self) -> None:
-        """The end of a run, on all ranks: no script ends, and no store with it, while others run.
+        """Wait for all ranks at the end of a run, and enter phase TOGETHER.
 
-        One replica may predict for longer than the others.
+        One replica may predict for longer than the others, and rank 0, whose store they need, must
+        not end before them.
 
         Raises:
-            Exception: of the first rank that has failed.
+            Exception: the error of the first rank that has failed.
         """
         self.phase = Phase.TOGETHER
         self._meet("the end of a run")
 
     def _meet(self, place: str) -> None:
+        """Wait for all ranks, and raise the first failure if one has failed."""
         if not meet(self.everyone.world, place=place):
             self._has_heard = True
             raise read_fault(self.everyone).exception()
 
     def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """After a run: what other ranks have of a module, on rank 0. All ranks call it."""
+        """After a run, get the weights of a module that other ranks own, on rank 0.
+
+        All ranks call this together.
+        """
         return gather_after_run(module, self.mesh)
 
     def optimizer_state(
         self, module: nn.Module, optimizer: Optimizer, divided: bool
     ) -> dict[str, Any]:
-        """After a run: the state dict of one device, on rank 0. All ranks call it.
+        """After a run, get an optimizer's state dict as on one device, on rank 0.
+
+        All ranks call this together.
 
         Args:
             module: the LightningModule.
-            optimizer: one of its.
-            divided: whether the replicas have different states.
+            optimizer: one of its optimizers.
+            divided: whether the replicas divide the optimizer state.
         """
         return gather_optimizer_after_run(module, optimizer, self.mesh, divided=divided)
 
     @contextmanager
     def choosing(self) -> Iterator[None]:
-        """Inside, this rank looks at the network, and speaks to nobody."""
+        """Inside, on rank 0, phase CHOOSING: barriers and broadcasts do nothing."""
         self.phase = Phase.CHOOSING
         yield
-        self.phase = Phase.TOGETHER  # after an error it stays, and the others are told
+        self.phase = Phase.TOGETHER  # not after an error, of which `fail` tells the others
 
     @contextmanager
     def supposing(self, replicas: int) -> Iterator[None]:
-        """Inside, in phase CHOOSING, the user's code finds so many replicas."""
+        """Inside, in phase CHOOSING, the user's code finds this number of replicas."""
         self.supposed_replicas = replicas
         try:
             yield
@@ -235,38 +241,37 @@ class World:
             self.phase = before
 
     def defer_signals(self) -> None:
-        """From now on handlers of signals wait until no messages are under way.
+        """Defer handlers of signals from now on while messages are exchanged.
 
-        While one runs, this rank is ALONE: the other drivers may be waiting for it.
+        While a handler runs, this rank is in phase ALONE: the other drivers may wait for it.
         """
-        # a handler in the middle of a pass would leave messages that nobody takes
         make_deferrable(self._alone)
         run_pending(hold=False)
 
     def serve(self) -> None:
-        """This rank obeys its driver, and hears from it what becomes of the run."""
+        """Enter phase SERVING: this worker hears of failures from its driver."""
         self.phase = Phase.SERVING
         self._watch.serve()
 
     def stop_watching(self) -> None:
-        """This rank ends by itself, or is told by others: it need not be killed."""
+        """End the watch that kills this process after a failure elsewhere: it ends by itself."""
         self._watch.close()
 
     def fail(self, error: BaseException, rank: str) -> Failure | None:
-        """Tell other ranks of a failure of this one.
+        """Tell the other ranks that this one has failed.
 
         Args:
-            error: what was raised.
-            rank: this one, as messages name it.
+            error: what this rank has raised.
+            rank: name of this rank in messages.
 
         Returns:
-            The failure that came first, on another rank; ``None``: it is this one.
+            The failure of another rank that came first; ``None``: this one is the first.
         """
         self.stop_watching()
         ranks = self._joined.mesh if self._joined else self.everyone
-        # errors of other ranks are often consequences: the store knows which came first
+        # this error may be a consequence of another rank's, which is then in the store
         first = first_fault(ranks, error, rank)
-        # a rank that has not heard of it at a meeting is missed there, whoever has failed first
+        # others wait for this rank at the next meeting, unless it has heard of the failure at one
         together = self.phase in (Phase.TOGETHER, Phase.CHOOSING) and not self._has_heard
         if together and not is_loss(error):
             say_at_next_meeting(self.everyone)
@@ -276,42 +281,42 @@ class World:
         return first
 
     def leave(self) -> None:
-        """After a failure: talk to nobody any more, and wake those who wait for this rank."""
+        """After a failure, close the groups of the mesh, which wakes waiting ranks."""
         self.phase = Phase.FAILED
         forget()
 
 
 class NoWorld:
-    """Before the first run of a process there are no groups: it knows nobody."""
+    """Stands for `World` before the first run of a process, which has no groups yet."""
 
     phase = Phase.APART
     has_coordinates = False
     supposed_replicas = 1
 
     def barrier(self, name: str = "") -> None:
-        """Nobody to wait for."""
+        """Return at once."""
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """The value of this rank."""
+        """Return the value of this rank."""
         return value
 
     def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Nothing is on other ranks."""
+        """Return no weights, since none are on other ranks."""
         return {}
 
     def optimizer_state(
         self, module: nn.Module, optimizer: Optimizer, divided: bool
     ) -> dict[str, Any]:
-        """All of it is here."""
+        """Return the state dict of the optimizer, which is whole."""
         return optimizer.state_dict()
 
     def stop_watching(self) -> None:
-        """Nobody watches."""
+        """Do nothing: there is no watch."""
 
     def fail(self, error: BaseException, rank: str) -> Failure | None:
-        """Nobody can be told; another rank may have told this one before."""
+        """The failure of another rank that ``error`` stands for, or ``None``; no rank is told."""
         return first_fault(None, error, rank)
 
     def leave(self) -> None:
-        """A mesh of an earlier Trainer is not used again."""
+        """Give up the mesh of an earlier Trainer, if there is one."""
         forget()

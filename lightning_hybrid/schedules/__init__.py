@@ -1,4 +1,4 @@
-"""What each rank does, in order: pure data, executed by the runtime, timed and drawn elsewhere."""
+"""Schedules: for each rank, the list of instructions that it executes in a step, as plain data."""
 
 from lightning_hybrid.schedules.by_name import SCHEDULES, make_schedule
 from lightning_hybrid.schedules.dealt import (

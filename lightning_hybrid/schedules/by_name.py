@@ -1,4 +1,4 @@
-"""The schedules of one call of the network, by their names."""
+"""Make the schedule of one call of the network by its name."""
 
 from collections.abc import Callable
 
@@ -13,10 +13,10 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "looped": looped,
     NAME: zero_bubble,
     # A streamed schedule says when batches begin. Within one call of the network each stage does
-    # what it does under fill-drain: nothing goes back before all outputs are there.
+    # what it does under fill-drain: no backward begins before all outputs are computed.
     **dict.fromkeys(STREAMED, gpipe),
 }
-"""By the name of a schedule, what each rank does in one call of the network."""
+"""By name, the function that makes the schedule of one call of the network."""
 
 
 def make_schedule(
@@ -30,12 +30,12 @@ def make_schedule(
     """Make a schedule by its name.
 
     Args:
-        name: In `SCHEDULES`.
+        name: A key of `SCHEDULES`.
         stages: Number of stages.
         microbatches: Number of micro-batches.
         input_gradient: Whether the driver wants the gradient of the network's inputs.
-        split: Of `zero_bubble`, numbers of the stages whose backward is split; None: of all that
-            may be.
+        split: For `zero_bubble`, numbers of the stages whose backward is split; None: all that can
+            be. Other schedules ignore it.
     """
     more = {"split": split} if name == NAME else {}
     return SCHEDULES[name](stages, microbatches, input_gradient=input_gradient, **more)

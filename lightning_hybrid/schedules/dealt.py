@@ -1,18 +1,18 @@
-"""Copies of a stage: the micro-batches of a replica are dealt to them in turn.
+"""Schedules whose stages have copies: the micro-batches of a replica go to the copies in turn.
 
-Stage s has r_s copies, each on a device of its own; micro-batch m is computed there, forwards and
-backwards, by copy m mod r_s. With copies (2, 1) and five micro-batches fill-drain looks like this::
+Stage s has r_s copies, each on another device; copy m mod r_s computes micro-batch m, forward and
+backward. With copies (2, 1) and five micro-batches fill-drain looks like this::
 
     stage 0, copy 0   0 2 4 . . . | . 4 . 2 . 0
     stage 0, copy 1   1 3 . . . . | . . 3 . 1 .
     stage 1           . 0 1 2 3 4 | 4 3 2 1 0 .
 
-The last stage, which gives the driver the network's outputs, has one copy. Where copies are to
-compute to the end of the network, it is one without layers, and the driver has two stages: this
-and one of the copies.
+The last stage, which gives the driver the network's outputs, has one copy. If the last layers are
+to have copies, a stage without layers stands behind them, which collects their outputs, and the
+driver has two stages: this one and one of the copies.
 
-Both ends of a link know the order of its messages: the micro-batches that the two have in common,
-rising in the forward pass and falling in the backward pass.
+Both ends of a link know the order of its messages: the micro-batches that both compute, rising in
+the forward pass and falling in the backward pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, exchange
 
 DEALS = ("gpipe", "zero_bubble")
-"""The schedules whose stages may have copies."""
+"""Names of the schedules whose stages may have copies."""
 
 
 class Copy(NamedTuple):
@@ -37,22 +37,22 @@ class Copy(NamedTuple):
 
 
 DealtLists = tuple[tuple[tuple[Instruction, ...], ...], ...]
-"""By stage and copy the instruction list."""
+"""By stage and copy, its list of instructions."""
 
-# Of a stage that collects, what comes before the device's own copy computes, since others wait for
-# it; the rest waits for others, and comes after.
+# Instructions of a stage that collects outputs which come before those of the copy on the same
+# device, since other ranks wait for them; the rest waits for other ranks, and comes after.
 _BEFORE = frozenset({Kind.SEND_INPUT, Kind.BACKWARD, Kind.SEND_GRADIENT, Kind.REDUCE})
 
 
 @dataclass(frozen=True)
 class DealtSchedule:
-    """What every rank of a replica does in one call of the network whose stages have copies.
+    """The instruction lists of a replica for one call of a network whose stages have copies.
 
     Attributes:
-        copies: by stage, how many copies it has.
-        microbatches: number of slices of a batch.
-        forward: by stage and copy, what it does in the forward pass.
-        backward: likewise, in the backward pass.
+        copies: by stage, its number of copies.
+        microbatches: number of micro-batches.
+        forward: by stage and copy, the instructions of the forward pass.
+        backward: by stage and copy, the instructions of the backward pass.
     """
 
     copies: tuple[int, ...]
@@ -63,14 +63,17 @@ class DealtSchedule:
     def execute(
         self, lists: DealtLists, *, collects: bool = False
     ) -> Iterator[tuple[Copy, Instruction]]:
-        """Run `forward` or `backward` side by side, as `instructions.execute` does.
+        """Simulate `forward` or `backward` on all devices, as `instructions.execute` does.
 
         Args:
-            lists: By stage and copy.
+            lists: `forward` or `backward`.
             collects: Whether the last stage and the last copy of the one before are on one device.
 
+        Yields:
+            Copies and their instructions, in an order in which they may be run.
+
         Raises:
-            PlanError: see there.
+            PlanError: see `instructions.execute`.
         """
         places = [Copy(s, n) for s, copies in enumerate(lists) for n in range(len(copies))]
         devices = [*([place] for place in places[:-2]), places[-2:]] if collects else None
@@ -85,11 +88,14 @@ class DealtSchedule:
 
 
 def together(lists: DealtLists, places: Sequence[Copy]) -> list[tuple[Copy, Instruction]]:
-    """What a device does, in order, and for which copy.
+    """Merge the instruction lists of one device.
 
     Args:
-        lists: By stage and copy.
-        places: What is on it: a copy, or a copy and the stage that collects.
+        lists: Instructions by stage and copy.
+        places: What is on the device: a copy, or a copy and the stage that collects outputs.
+
+    Returns:
+        The device's instructions in order, each with the copy that it belongs to.
     """
     own, *collects = ([(at, step) for step in lists[at.stage][at.number]] for at in places)
     before = [each for steps in collects for each in steps if each[1].kind in _BEFORE]
@@ -98,7 +104,7 @@ def together(lists: DealtLists, places: Sequence[Copy]) -> list[tuple[Copy, Inst
 
 
 def collected(copies: Sequence[int]) -> tuple[int, ...]:
-    """Copies of the stages as they run: behind a last stage with several stands one that collects.
+    """Add the stage that collects outputs to the numbers of copies, if the last stage has several.
 
     It has no layers, and is on the device of the last of those copies, the driver.
     """
@@ -108,18 +114,18 @@ def collected(copies: Sequence[int]) -> tuple[int, ...]:
 def deal(schedule: Schedule, copies: Sequence[int]) -> DealtSchedule:
     """Deal the micro-batches of a schedule to the copies of its stages.
 
-    Each copy keeps the instructions of its micro-batches, in their order. The reduction stands
-    before the last computation of the copy's own backward; a copy without a micro-batch has a
-    reduction alone, for which the other owners of the stage wait. Where each stage has one copy,
-    the lists are those of the schedule.
+    Each copy keeps the instructions of its micro-batches, in their order. The REDUCE of a copy
+    stands before the last computation of its backward; a copy without a micro-batch has a REDUCE
+    alone, since the other copies of the stage wait for it. If each stage has one copy, the lists
+    are those of the schedule.
 
     Args:
         schedule: Fill-drain, with split backwards or without.
-        copies: How many copies each stage has.
+        copies: Number of copies of each stage.
 
     Raises:
-        PlanError: the schedule cannot be dealt, or `copies` is not one number of at least 1 for
-            each stage, or gives several to a stage that is alone or the last one.
+        PlanError: stages of this schedule cannot have copies, or `copies` is not one number of at
+            least 1 for each stage, or gives several to the last stage or to a single one.
     """
     counts = tuple(copies)
     check_copies(counts, schedule.stages, schedule.name)
@@ -134,10 +140,11 @@ def deal(schedule: Schedule, copies: Sequence[int]) -> DealtSchedule:
 
 
 def check_copies(copies: Sequence[int], stages: int, schedule: str) -> None:
-    """Refuse copies that stages cannot have.
+    """Check the numbers of copies of all stages.
 
     Raises:
-        PlanError: see `deal`.
+        PlanError: not one number of at least 1 for each stage; or a stage has several, and the
+            schedule does not allow that or there is one stage only.
     """
     if len(copies) != stages or any(not isinstance(r, int) or r < 1 for r in copies):
         raise PlanError(
@@ -157,6 +164,8 @@ def check_copies(copies: Sequence[int], stages: int, schedule: str) -> None:
 
 
 def _dealt(lists: Sequence[Sequence[Instruction]], copies: tuple[int, ...]) -> DealtLists:
+    """The lists of all copies, from those of the stages; see `deal`."""
+
     def one(stage: int, number: int) -> tuple[Instruction, ...]:
         count, steps = copies[stage], lists[stage]
         if count == 1:
@@ -169,7 +178,10 @@ def _dealt(lists: Sequence[Sequence[Instruction]], copies: tuple[int, ...]) -> D
 
 
 def _reduced(of_stage: Sequence[Instruction], own: list[Instruction]) -> tuple[Instruction, ...]:
-    """Put the reduction before the last computation of a copy's own backward."""
+    """Put a REDUCE before the last computation in the list `own` of a copy.
+
+    If the list `of_stage` has none, as in the forward pass, the copy gets none.
+    """
     if all(step.kind is not Kind.REDUCE for step in of_stage):
         return tuple(own)
     own = [step for step in own if step.kind is not Kind.REDUCE]

@@ -46,8 +46,7 @@ def _forward(stage: int, stages: int, microbatches: int) -> tuple[Instruction, .
     driver = stage == stages - 1
     steps: list[Instruction] = []
     if driver and stages > 1:
-        # All inputs leave at once: the driver then waits for activations, and stage 0 must not
-        # wait for the driver.
+        # All inputs are sent first: when the driver waits for activations, stage 0 must have them.
         steps += [Instruction(Kind.SEND_INPUT, m) for m in range(microbatches)]
     for m in range(microbatches):
         if stages > 1:
@@ -62,7 +61,7 @@ def _backward(
     stage: int, stages: int, microbatches: int, input_gradient: bool
 ) -> tuple[Instruction, ...]:
     driver = stage == stages - 1
-    input_gradient = input_gradient and stages > 1  # with one stage autograd has it already
+    input_gradient = input_gradient and stages > 1  # with one stage no message is needed
     steps: list[Instruction] = []
     for m in reversed(range(microbatches)):
         if not driver:
@@ -73,7 +72,7 @@ def _backward(
         if stage > 0 or input_gradient:
             steps.append(Instruction(Kind.SEND_GRADIENT, m))
     if driver and input_gradient:
-        # At the end: the driver must hand all gradients on before it waits for their echo.
+        # At the end: the driver must send all gradients before it waits for those of the inputs.
         steps += [
             Instruction(Kind.RECEIVE_INPUT_GRADIENT, m) for m in reversed(range(microbatches))
         ]

@@ -1,7 +1,7 @@
-"""What a rank does, in order: instructions, the lists they form, and the rules they obey.
+"""Instructions of a rank, the lists that make a schedule of them, and a check by simulation.
 
 The stages form a ring. Activations travel to the next stage, gradients to the previous one, and
-the driver, which owns the last stage, closes the ring: it feeds the inputs to stage 0 and takes
+the driver, which owns the last stage, closes the ring: it sends the inputs to stage 0 and receives
 the gradient of the inputs from it. ::
 
     inputs                 activations                    activations
@@ -11,10 +11,10 @@ the gradient of the inputs from it. ::
 
 A message between two stages therefore always goes one step along the ring or one step against it,
 and the two directions of an edge are two links. A link delivers in the order of sending. Sends
-never block; receives block until the message is there.
+never block; receives block until the message has arrived.
 
-The lists are plain data with three readers: the runtime executes them, the simulator times them
-and the report draws them.
+The lists are plain data: the runtime executes them, the simulator times them and the report draws
+them.
 """
 
 from collections import deque
@@ -27,35 +27,35 @@ from lightning_hybrid.errors import PlanError
 
 
 class Kind(StrEnum):
-    """The steps a rank knows."""
+    """The kinds of instructions."""
 
     SEND_INPUT = "send_input"
     """Driver: send a micro-batch of the network's inputs to stage 0."""
     RECEIVE_ACTIVATION = "receive_activation"
-    """Take the values that the previous stage (for stage 0: the driver) sent."""
+    """Receive the activations of the previous stage (stage 0: the driver's inputs)."""
     FORWARD = "forward"
     """Run the stage on the micro-batch and keep what its backward needs."""
     SEND_ACTIVATION = "send_activation"
-    """Send the values that cross the cut to the next stage."""
+    """Send the activations that cross the cut to the next stage."""
     RECEIVE_GRADIENT = "receive_gradient"
-    """Take the gradient of what this stage sent forward."""
+    """Receive the gradients of the activations that this stage has sent."""
     BACKWARD = "backward"
     """Back-propagate the micro-batch through the stage; parameter gradients accumulate.
 
-    Where the stage has WEIGHT instructions: for the gradients of its inputs alone."""
+    If the stage has WEIGHT instructions, it computes the gradients of its inputs alone."""
     WEIGHT = "weight"
-    """Add the parameter gradients that BACKWARD has put off."""
+    """Compute and add the parameter gradients that BACKWARD has left out."""
     SEND_GRADIENT = "send_gradient"
-    """Send the gradient of what this stage received to where it came from."""
+    """Send the gradients of the stage's inputs to the stage (or driver) that has sent these."""
     REDUCE = "reduce"
     """Average the gradients over the replicas of the stage, overlapped with the next instruction.
 
-    It stands right before the last BACKWARD (or WEIGHT) and carries its micro-batch: from here on
-    a gradient is final as soon as that one has added to it, and may travel while the rest is
+    It stands right before the last BACKWARD (or WEIGHT) and has its micro-batch: a parameter's
+    gradient is final as soon as that one has added to it, and is averaged while the others are
     computed.
     """
     RECEIVE_INPUT_GRADIENT = "receive_input_gradient"
-    """Driver: take the gradient of the network's inputs from stage 0."""
+    """Driver: receive the gradient of the network's inputs from stage 0."""
 
     @property
     def computes(self) -> bool:
@@ -72,7 +72,7 @@ class Kind(StrEnum):
 
 
 _COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT})
-# By the kind of a receive, the kinds of send that it takes.
+# For each kind of receive, the kinds of send that it may receive.
 _TAKES = {
     Kind.RECEIVE_ACTIVATION: (Kind.SEND_INPUT, Kind.SEND_ACTIVATION),
     Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT,),
@@ -80,7 +80,7 @@ _TAKES = {
 }
 _SENDS = frozenset(kind for kinds in _TAKES.values() for kind in kinds)
 
-# Where the other end of a message is: one step along (+1) or against (-1) the ring.
+# Offset of the stage at the other end of a message: +1 along the ring, -1 against it.
 _STEP_TO_PEER = {
     Kind.SEND_INPUT: +1,
     Kind.SEND_ACTIVATION: +1,
@@ -96,7 +96,7 @@ class Instruction:
     """One step of one rank on one micro-batch.
 
     Attributes:
-        kind: what is done.
+        kind: what the rank does.
         microbatch: number of the micro-batch.
     """
 
@@ -104,7 +104,7 @@ class Instruction:
     microbatch: int
 
     def peer(self, stage: int, stages: int) -> int:
-        """The stage at the other end of this send or receive of `stage`."""
+        """The stage at the other end, if `stage` executes this send or receive."""
         return (stage + _STEP_TO_PEER[self.kind]) % stages
 
     def __str__(self) -> str:
@@ -112,27 +112,27 @@ class Instruction:
 
 
 Lists = tuple[tuple[Instruction, ...], ...]
-"""One instruction list per stage; the index is the stage, the last one is the driver's."""
+"""The instruction list of each stage; the last one is the driver's."""
 
 P = TypeVar("P", bound=Hashable)
 
 Step = tuple[int, Instruction]
-"""An instruction of the stage with this number, in the list of a device with several stages."""
+"""Number of a stage and an instruction of it, in the list of a device with several stages."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a replica does in one call of the network.
+    """The instruction lists of the stages of a replica for one call of the network.
 
     Forward and backward are two lists, because between them the driver runs the user's code: the
     rest of `training_step` and the start of `loss.backward()`.
 
     Attributes:
-        name: of the schedule, such as `gpipe`.
+        name: name of the schedule, such as `gpipe`.
         stages: number of stages.
-        microbatches: number of slices of a batch.
-        forward: by stage, what it does in the forward pass.
-        backward: by stage, what it does in the backward pass.
+        microbatches: number of micro-batches.
+        forward: by stage, the instructions of the forward pass.
+        backward: by stage, the instructions of the backward pass.
     """
 
     name: str
@@ -143,20 +143,23 @@ class Schedule:
 
 
 def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[Step]:
-    """Run the lists of all stages side by side; yield `(stage, instruction)` in a possible order.
+    """Simulate the lists of all stages running at the same time, one list per device.
 
-    Sends don't block, receives wait for their message. Which of the possible orders comes out does
-    not matter to a reader that keeps one clock per stage and one per link.
+    Sends do not block, receives wait for their message. Nothing is computed.
+
+    Yields:
+        `(stage, instruction)` in one of the orders in which they may run. Which one does not matter
+        to a caller that keeps a clock per stage and per link.
 
     Raises:
-        PlanError: a stage receives another message than the one that comes next on the link, all
-            stages wait (deadlock), or messages are left over at the end.
+        PlanError: a stage expects another message than the next one on the link, all stages wait
+            (deadlock), or messages are never received.
     """
     yield from execute_merged([[(k, step) for step in steps] for k, steps in enumerate(lists)])
 
 
 def execute_merged(lists: Sequence[Sequence[Step]]) -> Iterator[Step]:
-    """The same for one list per device, each with the instructions of one stage or more.
+    """As `execute`, for one list per device with the instructions of one stage or several.
 
     Raises:
         PlanError: see `execute`.
@@ -170,12 +173,14 @@ def exchange(
     peer: Callable[[P, Instruction], P],
     shown: Callable[[P], str],
 ) -> Iterator[tuple[P, Instruction]]:
-    """The same for places of any sort, with one queue from each place to each other.
+    """As `execute_merged`, for places of any type (stages, or copies of them).
+
+    There is one queue of messages from each place to each other one.
 
     Args:
-        lists: By device, instructions and the place that each is of.
-        peer: From a place and a send or receive of it to the place at the other end.
-        shown: How to name a place in an error.
+        lists: By device, its instructions, each with the place that it belongs to.
+        peer: Gives, for a place and a send or receive of it, the place at the other end.
+        shown: Gives the name of a place in an error.
 
     Raises:
         PlanError: see `execute`.
@@ -186,7 +191,7 @@ def exchange(
     while progress:
         progress = False
         for steps in todo:
-            while steps:  # as far as this list comes before it must wait
+            while steps:  # run this list until it must wait for a message
                 place, step = steps[0]
                 if step.kind.is_send:
                     links.setdefault((place, peer(place, step)), deque()).append(step)
@@ -207,8 +212,8 @@ def exchange(
 
 
 def _deliver(sent: Instruction, received: Instruction, source: str, target: str) -> None:
-    # Along the ring run inputs and activations, against it gradients: on a ring of two stages
-    # both run on the same edge, and only the kinds tell them apart.
+    # On a ring of two stages activations (along the ring) and gradients (against it) share an
+    # edge, and only the kinds tell them apart.
     if sent.microbatch != received.microbatch or sent.kind not in _TAKES[received.kind]:
         raise PlanError(
             f"{target} expects {received}, but the next message from {source} is "

@@ -1,7 +1,7 @@
-"""The loop: fill-drain of v stages per device, the order of the devices repeated v times.
+"""The looped schedule: fill-drain with v stages per device, in v rounds over the S devices.
 
-A micro-batch passes every device v times, so that a pipeline of v times as many stages is full as
-soon as one of S: of devices that are equal, and messages that cost nothing, a step takes
+A micro-batch passes every device v times, in stages of 1 / v of the work, so that the pipeline
+fills v times as fast: with equal devices and messages that cost nothing, a step takes
 (M + (S - 1) / v) / (M + S - 1) of the time of fill-drain. v times as many cuts are crossed.
 """
 
@@ -11,7 +11,7 @@ from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import Schedule
 
 MOST_ROUNDS = 4
-"""Stages that one device gets at most where their number is chosen."""
+"""Most stages of a device that the planner considers."""
 
 
 def looped(stages: int, microbatches: int, *, input_gradient: bool = False) -> Schedule:
@@ -23,18 +23,18 @@ def looped(stages: int, microbatches: int, *, input_gradient: bool = False) -> S
         device 1   . 1.0 1.1 1.2 3.0 3.1 3.2 | 3.2 3.1 3.0 1.2 1.1 1.0 .
 
     Args:
-        stages: Number of stages, v times that of devices.
+        stages: Number of stages: v times the number of devices.
         microbatches: Number of micro-batches.
         input_gradient: Whether the driver wants the gradient of the network's inputs.
 
     Raises:
         PlanError: `stages` or `microbatches` is less than one.
 
-    Reference: Narayanan et al. (arXiv 2104.04473), there with 1F1B.
+    Reference: Narayanan et al. (arXiv 2104.04473), who combine it with 1F1B.
     """
     return replace(gpipe(stages, microbatches, input_gradient=input_gradient), name="looped")
 
 
 def loop_order(devices: int, rounds: int) -> tuple[int, ...]:
-    """The device of each stage; device 0, the driver's, is the last of every round."""
+    """The device of each stage: 1, 2, ... and then 0, the driver's, in every round."""
     return (*range(1, devices), 0) * rounds

@@ -1,15 +1,15 @@
-"""Several stages on one device: their instruction lists become one.
+"""Merge the instruction lists of several stages on one device into one.
 
-A device does one thing after the other, and while it waits for one message it cannot send another.
-So the lists of its stages are merged by *ticks*: the tick of an instruction is the time at which it
-would run if every stage had a device of its own, a forward or a backward took one tick and a
-message none. A send has the tick of the computation before it, a receive that of the computation
-after it, so the tick of a receive is always later than that of its send.
+A device executes one instruction at a time, and while it waits for a message it cannot send. So the
+lists of its stages are merged by *ticks*: the tick of an instruction is the time at which it would
+run if every stage had a device for itself, a forward or a backward took one tick and a message
+none. A send has the tick of the computation before it, a receive that of the computation after it,
+so the tick of a receive is always later than that of its send.
 
-Devices that go through their instructions tick by tick therefore never wait for each other in a
-circle: of all receives that wait, look at one with the smallest tick. Its send has a smaller one,
-and so has everything in front of that send, where nobody waits. And two devices see the messages
-between them in the same order, whichever stages they belong to: that of the ticks.
+Devices that execute their instructions tick by tick therefore never wait for each other in a
+circle: of all waiting receives take one with the smallest tick. Its send has a smaller tick, and so
+have all instructions in front of this send, none of which is a waiting receive. And both ends of a
+link have its messages, of whatever stages, in the same order: that of the ticks.
 """
 
 from collections import deque
@@ -19,15 +19,15 @@ from lightning_hybrid.schedules.instructions import Instruction, Lists, Step, ex
 
 
 def merge(lists: Lists, devices: Sequence[int]) -> tuple[tuple[Step, ...], ...]:
-    """Merge the lists of one pass, the forward or the backward, into one per device.
+    """Merge the stages' lists of a forward or backward pass into one list per device.
 
     Args:
         lists: One list per stage.
         devices: Device of each stage, counted from 0.
 
     Returns:
-        One list per device. The instructions of each stage keep their order; of several in one tick
-        those of earlier stages come first.
+        One list per device. The instructions of each stage keep their order; within one tick those
+        of earlier stages come first.
 
     Raises:
         PlanError: the lists cannot be run.
@@ -68,7 +68,15 @@ def _ticks(lists: Lists) -> list[list[int]]:
 
 
 def _spread(instructions: Sequence[Instruction], computed: deque[int], end: int) -> list[int]:
-    """From the ticks of the computations those of the sends after and the rest before them."""
+    """The ticks of all instructions of a stage, from those of its computations.
+
+    A send gets the tick of the computation before it, all else that of the next computation.
+
+    Args:
+        instructions: The stage's list.
+        computed: Ticks of its computations, in order.
+        end: Tick of what follows the last computation.
+    """
     ticks, last = [], -1
     for instruction in instructions:
         if instruction.kind.computes:

@@ -1,8 +1,8 @@
-"""Streamed schedules: the forward of a batch begins while earlier batches are still under way.
+"""Streamed schedules: the forward of a batch begins before earlier batches are finished.
 
 The driver trains on one batch after the other. Before it takes the output of batch t from the
-pipeline, it has told stage k (1 .. K) to run forward up to batch t + a_k; a_K is 0. So all a
-schedule has to say is its *look-aheads* a_k, and a barrier that none of them crosses::
+pipeline, it has told stage k (1 .. K) to run forwards up to batch t + a_k; a_K is 0. So a schedule
+is given by its *look-aheads* a_k, and by a barrier that they do not cross::
 
     K = 3, look-aheads 2 1 0
 
@@ -10,8 +10,8 @@ schedule has to say is its *look-aheads* a_k, and a barrier that none of them cr
     stage 2      F0 F1 B0 F2 B1 F3 B2 ...
     stage 3         F0 B0 F1 B1 F2 B2 ...
 
-Every stage steps after the backward of batch t. Where no barrier stands between the forward of a
-batch and its turn, stage k runs it with weights that are a_k steps old: the schedule is *delayed*.
+Every stage steps its optimizer after the backward of batch t. If no barrier is in between, stage k
+runs the forward of a batch with weights that are a_k steps old: the schedule is *delayed*.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,17 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 DelayedWeights = Literal["stash", "recompute", "current"]
-"""What the backward of a batch computes with under a delayed schedule: the weights of its forward,
-those of now, or those of now beside the activations of then."""
+"""Weights and activations of a backward under a delayed schedule: "stash" has the weights and
+activations of its forward, "recompute" the current weights and activations recomputed with them,
+"current" the current weights and the activations of the forward."""
 
 
 class Part(StrEnum):
-    """What is computed."""
+    """The kinds of computations of a stage."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """The whole backward, or its input part where WEIGHT occurs in the order."""
+    """The whole backward; if the order has WEIGHT, only the gradients of the stage's inputs."""
     WEIGHT = "W"
 
 
@@ -49,21 +50,23 @@ class Work(NamedTuple):
 
 
 Orders = tuple[tuple[Work, ...], ...]
-"""For each stage what it computes, in order."""
+"""For each stage, its computations in order."""
 
 
 @dataclass(frozen=True)
 class LookAhead:
-    """A streamed schedule.
+    """A streamed schedule, given by its look-aheads.
 
     Attributes:
-        name: as in a plan.
-        ahead: from (k, K), with k = 1 .. K, to a_k; 0 for k = K, and it never rises with k.
-        barrier: what no look-ahead crosses: the optimizer's ``step``, or the ``epoch``.
-        trades: what is given for the time, in one sentence for the user; empty: nothing.
-        plain_sgd: whether its formulas are those of stochastic gradient descent alone.
+        name: name of the schedule, as in a plan.
+        ahead: function from (k, K), with k = 1 .. K, to the look-ahead a_k; 0 for k = K, and it
+            never rises with k.
+        barrier: what no look-ahead crosses: the optimizer's ``step``, or the end of the ``epoch``.
+        paper: reference.
+        trades: how training differs from that on one device, in a sentence for the user; empty: it
+            does not.
+        plain_sgd: whether it is defined for stochastic gradient descent alone.
         shrinks: whether gradients may be multiplied by a factor where they cross a cut.
-        paper: where it is from.
     """
 
     name: str
@@ -76,15 +79,15 @@ class LookAhead:
 
     @property
     def delayed(self) -> bool:
-        """Whether forwards run with weights that are older than their turn."""
+        """Whether a forward may run with older weights than one device would use for its batch."""
         return self.barrier == "epoch"
 
     def look_aheads(self, stages: int) -> tuple[int, ...]:
-        """How many batches each stage runs ahead of the driver: a_1 .. a_K."""
+        """The look-aheads a_1 .. a_K: how many batches each stage is ahead of the driver."""
         return tuple(self.ahead(k, stages) for k in range(1, stages + 1))
 
     def orders(self, stages: int, batches: int) -> Orders:
-        """What each stage computes between two barriers, in order."""
+        """The computations of each stage between two barriers, with `batches` batches."""
         return tuple(_order(a, batches) for a in self.look_aheads(stages))
 
 
@@ -134,8 +137,8 @@ STREAMED = {
             paper="Huo et al., DDG (ICML 2018, arXiv 1804.10574)",
             trades="stage k of K runs on weights that are K - k steps old",
         ),
-        # Nobody waits for anybody: in iteration t module k forwards batch t - k + 1 and goes back
-        # through batch t - 2 K + k + 1. Between the two of one batch it steps 2 (K - k) - 1 times,
+        # No module waits for another: in iteration t module k runs batch t - k + 1 forward and
+        # batch t - 2 K + k + 1 backward. Between the two of one batch it steps 2 (K - k) - 1 times,
         # and the last module does not. Gradients may be multiplied by a factor beta at every cut
         # that they cross (gradient shrinking), so that stage k gets them times beta ** (K - k).
         LookAhead(
@@ -166,4 +169,4 @@ STREAMED = {
         ),
     )
 }
-"""The streamed schedules by the name they have in a plan."""
+"""The streamed schedules, by their name in a plan."""

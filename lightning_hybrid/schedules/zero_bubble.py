@@ -1,15 +1,15 @@
-"""Fill and drain with split backwards: the drain waits for gradients of inputs alone.
+"""Fill-drain with split backwards: gradients of inputs are sent before those of weights are made.
 
 A backward has two parts: the gradients of a stage's inputs (B), for which the stage before it
-waits, and those of its weights (W), for which nobody waits before the step. A stage that is split
-sends the gradient of its inputs as soon as it has that, and then computes W. To put W off further
-gains nothing where stages are equal: the first stage, which is never split, is busy without a gap
-from the first gradient that it gets, S - 1 B after the drain began. Of equal stages a step takes
-(S - 1) W less than fill-drain, and no more memory.
+waits, and those of its weights (W), for which no rank waits before the step. A stage that is split
+computes B, sends it, and then computes W. Delaying W further gains nothing if stages are equal: the
+first stage, which is never split, is busy without a gap from the first gradient that it gets,
+S - 1 times B after the backward pass has begun. With equal stages a step takes (S - 1) W less than
+under fill-drain, and no more memory.
 
 A split backward may take longer than a joint one, so each stage is split only where that pays.
 (The orders of the literature alternate forwards and backwards. They cannot be run here, since the
-driver has no loss to go back from before all outputs are there.)
+driver has no loss to begin a backward from before all outputs are computed.)
 """
 
 from collections.abc import Collection
@@ -29,7 +29,7 @@ def zero_bubble(
     input_gradient: bool = False,
     split: Collection[int] | None = None,
 ) -> Schedule:
-    """Make the schedule.
+    """Make the schedule of fill-drain with split backwards.
 
     It looks like this for three stages, where ``w`` is the weight part of the backward before it
     (a backward that is not split takes as long as its two parts)::
@@ -42,13 +42,13 @@ def zero_bubble(
         stages: Number of stages; the last one is the driver's.
         microbatches: Number of micro-batches.
         input_gradient: Whether the driver wants the gradient of the network's inputs.
-        split: Numbers of the stages whose backward is split; None: of all but the first.
+        split: Numbers of the stages whose backward is split; None: all but the first.
 
     Raises:
-        PlanError: `stages` or `microbatches` is less than one; or the first stage is to be split,
-            or one that does not exist.
+        PlanError: `stages` or `microbatches` is less than one; or `split` has the first stage, or
+            one that does not exist.
 
-    Reference: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), whose split it is.
+    Reference: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), for the split.
     """
     drained = gpipe(stages, microbatches, input_gradient=input_gradient)
     chosen = range(1, stages) if split is None else split
@@ -65,11 +65,11 @@ def zero_bubble(
 
 
 def _split(steps: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-    """Send what the backward part has found, and go on with the weights."""
+    """Put a WEIGHT after each SEND_GRADIENT, and the REDUCE before the last WEIGHT."""
     split: list[Instruction] = []
     for step in steps:
         if step.kind is Kind.REDUCE:
-            continue  # gradients are final with the last weight part
+            continue  # it goes before the last weight part instead, which makes gradients final
         split.append(step)
         if step.kind is Kind.SEND_GRADIENT:
             if step.microbatch == 0:

@@ -1,4 +1,4 @@
-"""One rank's stages at work: passes, random numbers, batch statistics, averaged gradients."""
+"""How a rank runs its stages: passes, random numbers, batch statistics, averaging of gradients."""
 
 from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import (
@@ -18,6 +18,7 @@ from lightning_hybrid.stage.gradient_averaging import (
     broadcast_module,
     state_buffers,
 )
+from lightning_hybrid.stage.lent_weights import LentWeights, lent_weights
 from lightning_hybrid.stage.rank_stages import StageOptions
 from lightning_hybrid.stage.replayed_statistics import is_running_statistic
 from lightning_hybrid.stage.split_backward import HookWatch, input_part
@@ -33,6 +34,7 @@ from lightning_hybrid.stage.staged_network import (
     StagedNetwork,
     borrowed_parameters,
     engine_of,
+    lent_parameters,
     names_of,
     tensors_of,
     write_tensors,

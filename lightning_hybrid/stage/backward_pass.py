@@ -83,7 +83,7 @@ class BackwardPass(Pass):
             self._result = self._run(microbatch, gradients)
 
     def weight(self, microbatch: int) -> None:
-        """Add the gradients of the weights; they are there if the backward was not split."""
+        """Add the gradients of weights that `backward` has put off: none if it was not split."""
         part = self._put_off.pop(microbatch, None)
         if part is None or self.engine.failure is not None:
             return
@@ -111,7 +111,7 @@ class BackwardPass(Pass):
         return gradient if self.engine.shrink == 1 else gradient * self.engine.shrink
 
     def _hear_pattern(self, microbatch: int) -> list[bool]:
-        """Which of the values sent forward get a gradient: told once per pattern and ring."""
+        """Which of the values sent forward get a gradient; heard once per pattern and ring."""
         known = self.traffic.gradients_in
         place = self.mode.pattern, self.own.links.ring(microbatch)
         if place not in known:
@@ -147,12 +147,15 @@ class BackwardPass(Pass):
     def _gradients(
         self, microbatch: int, roots: list[Tensor], starts: list[Tensor], wanted: list[Tensor]
     ) -> Sequence[Tensor | None]:
-        """Go back; returns the gradients of what is wanted, and adds those of weights to theirs."""
+        """Go back through the stage, and return the gradients of ``wanted``.
+
+        Those of weights are added to ``weight.grad``, or put off if the backward is split.
+        """
         keep = self.mode.keep
-        # `torch.autograd.grad` of the user's, of inputs: weights must not get any
+        # the user's `torch.autograd.grad` of inputs: weights must not get gradients
         if not self.mode.parameters:
             return torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
-        # (what has been frozen since the forward is asked for where gradients are added)
+        # (not with weights frozen since the forward, which only an ordinary backward leaves out)
         if self.own.splits and wanted and self.mode.trainable is None:
             parts = input_part(roots, starts, wanted)
             if parts is not None:
@@ -163,7 +166,7 @@ class BackwardPass(Pass):
         # which the averaging of gradients knows that one is final
         torch.autograd.backward(roots, starts, retain_graph=keep)
         gradients = [value.grad for value in wanted]
-        # what has arrived are leaves as well, and with a graph that is kept go back once more
+        # the values that arrived are leaves too, and a graph that is kept is gone through again
         for value in wanted:
             value.grad = None
         return gradients

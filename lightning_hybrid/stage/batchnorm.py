@@ -31,7 +31,7 @@ _ARGUMENTS_OF_TORCH = (
     *("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
     "cudnn_enabled",
 )
-"""Of ``torch.batch_norm``, which has those of `torch.nn.functional.batch_norm` in another order."""
+"""The arguments of ``torch.batch_norm``, in its order (`F.batch_norm` has another)."""
 
 
 class Synchronised(TorchFunctionMode):
@@ -64,7 +64,7 @@ class Synchronised(TorchFunctionMode):
     @classmethod
     @contextmanager
     def paused(cls) -> Iterator[None]:
-        """Inside, every rank is by itself: not all of them do what follows."""
+        """Inside, each rank takes statistics of its own: for code that not all ranks run."""
         Synchronised._paused += 1
         try:
             yield
@@ -72,10 +72,11 @@ class Synchronised(TorchFunctionMode):
             Synchronised._paused -= 1
 
     def _backward(self, func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """A backward in which layers that run again (activation checkpointing) are seen.
+        """Run a backward under this mode, for layers that activation checkpointing runs again.
 
-        What handles a function of torch does so without the mode, and a backward that is begun with
-        the mode is such a function; with edges of the graph in the place of tensors it is none.
+        A handler runs with its mode switched off, and a backward that starts from tensors comes to
+        the handler. So the mode is entered again, and the backward starts from graph edges, which
+        do not come here.
         """
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         given = kwargs.pop("gradient", kwargs.pop("grad_tensors", args[0] if args else None))
@@ -108,7 +109,7 @@ class Synchronised(TorchFunctionMode):
             )
 
         def note(mean: Tensor, variance: Tensor, count: Tensor) -> None:
-            # as torch does: what is kept is the unbiased variance, what normalises the biased one
+            # as torch does: running statistics get the unbiased variance, the output the biased one
             if running_mean is not None and running_var is not None:
                 unbiased = variance * (count / (count - 1))
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)

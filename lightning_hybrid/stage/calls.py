@@ -32,14 +32,14 @@ Gradients = list[Tensor | None]
 
 @dataclass
 class Traffic:
-    """What one stage has learned from the headers of the first call of a key.
+    """What one stage has learned of the tensors that it exchanges in calls with one key.
 
     Attributes:
-        incoming: per micro-batch, the values that come from the previous stage.
-        outgoing: per micro-batch, the values that go to the next one.
+        incoming: per micro-batch, what comes from the previous stage.
+        outgoing: per micro-batch, what goes to the next one.
         uses_rng: whether a stage up to this one draws random numbers.
-        gradients_in: per pattern of gradients that the driver starts with, and ring, which of
-            ``outgoing`` get a gradient.
+        gradients_in: which of ``outgoing`` get a gradient, per (number of the pattern of gradients
+            that the network's outputs have, ring of ranks that the micro-batch goes around).
         gradients_out: likewise, which of ``incoming`` get one.
     """
 
@@ -56,8 +56,8 @@ class Recipe:
 
     Attributes:
         values: its inputs.
-        states: of the generators before it; empty if it draws no random numbers.
-        buffers: by name, those that it writes as they were before it.
+        states: states of the generators before it; empty if it draws no random numbers.
+        buffers: by name, copies of the buffers that it writes, from before it.
     """
 
     values: Values
@@ -73,14 +73,15 @@ class Call:
         number: counts the calls of the network.
         draw: decides the random numbers; see
             :func:`lightning_hybrid.stage.calls.draw_number`.
-        key: decides what travels; calls with equal keys exchange no shapes.
-        exchange: headers travel with the activations.
-        uses_rng: the generators' state travels with the activations.
-        traffic: of each stage of this rank.
-        saved: of each stage of this rank, per micro-batch, its inputs and outputs, for its
-            backward.
-        states: of the generators behind the last stage, where that one is here and they travel.
-        ahead: it runs before its turn on all stages but the last; see
+        key: decides which tensors are exchanged; only the first call with a key sends shapes.
+        exchange: whether headers with shapes travel before the activations, as in that first call.
+        uses_rng: whether the generators' state travels with the activations.
+        traffic: `Traffic` of each stage of this rank.
+        saved: for each stage of this rank, per micro-batch, what its backward needs: inputs and
+            outputs, or a `Recipe`.
+        states: states of the generators after the last stage, if it is on this rank and they
+            travel.
+        ahead: whether it runs before its turn on all stages but the last; see
             :mod:`lightning_hybrid.stage.early_forwards`.
     """
 
@@ -96,7 +97,7 @@ class Call:
 
 
 def saving_nothing() -> AbstractContextManager[Any]:
-    """Inside, autograd keeps no activations: what is recorded can't be gone back through."""
+    """Inside, autograd saves no activations: no backward can go through what it records."""
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, _nothing)
 
 
@@ -109,7 +110,7 @@ def forward(
         stage: the stage.
         values: its inputs.
         numbers: those of the call.
-        states: of the generators, if it draws random numbers.
+        states: states of the generators, if it draws random numbers.
 
     Returns:
         The outputs, and the recipe.
@@ -124,7 +125,7 @@ def forward(
 
 
 def again(stage: Stage, recipe: Recipe, numbers: Sequence[Any]) -> tuple[Values, list[Any]]:
-    """Run a forward again, with the weights of now. Returns its inputs and its outputs."""
+    """Run a forward again, with the current weights. Returns its inputs and its outputs."""
     buffers = {name: value.clone() for name, value in recipe.buffers.items()}
     # the recipe stays as it is: a backward with `retain_graph` runs it once more
     values = [value if value.requires_grad else value.clone() for value in recipe.values]
@@ -138,13 +139,13 @@ def _nothing(_: None) -> Tensor:
 
 
 _one_at_a_time = Lock()
-"""Of two threads that ask torch for a state, both may wait for ever (torch 2.13): one has the
-generator's lock, and gives Python's to the other, which keeps that while it waits for the
-generator."""
+"""Held while a generator's state is read or set. Two threads that do so may wait for ever (torch
+2.13): one has the generator's lock, and gives Python's to the other, which keeps that while it
+waits for the generator."""
 
 
 def draw_number(batch: int, call: int) -> int:
-    """The number of a call, for its random numbers.
+    """The number of a call that decides its random numbers.
 
     Args:
         batch: how many training batches the run has seen before; it is in the checkpoint, so that
@@ -164,7 +165,7 @@ def microbatch_seed(seed: int, replica: int, draw: int, microbatch: int) -> int:
 def random_state(device: torch.device) -> list[Tensor]:
     """The states of the generators that a layer on ``device`` may draw from, as byte tensors.
 
-    They are on the CPU, and to ask a GPU's generator for its state waits for no kernel.
+    They are on the CPU; reading a GPU's generator waits for no kernel.
     """
     with _one_at_a_time:
         states = [torch.get_rng_state()]
@@ -175,12 +176,12 @@ def random_state(device: torch.device) -> list[Tensor]:
 
 @cache
 def state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
-    """Shapes and types of what :func:`random_state` gives, for a receiver."""
+    """Shapes and types of the tensors from :func:`random_state`, for a receiver."""
     return tuple(TensorSpec.of(state) for state in random_state(device))
 
 
 def set_random_state(states: list[Tensor], device: torch.device) -> None:
-    """Go on from ``states``, as :func:`random_state` gave them."""
+    """Set the generators to ``states`` from :func:`random_state`."""
     with _one_at_a_time:
         torch.set_rng_state(states[0])
         if device.type == "cuda":

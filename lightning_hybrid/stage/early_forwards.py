@@ -3,18 +3,18 @@
 While such a forward waits for its backward, earlier batches have theirs, and optimizers may step.
 Two things need care:
 
-*Weights.* Autograd keeps the parameters that a forward has used, not what they were, and an
-optimizer changes them in place. So under a delayed schedule hooks on the tensors that are saved for
-the backward decide what it meets: a copy of the weights of the forward (``stash``), the weights of
-now beside the activations of then (``current``), or nothing, and the forward runs again
-(``recompute``). The parameters themselves stay the leaves of the graph: their gradients and their
-hooks are as ever. (Hooks take away autograd's check of changes in place; the first batch of a run
-never runs ahead, and is checked.)
+*Weights.* Autograd saves references to the parameters that a forward has used, and an optimizer
+changes these in place. So under a delayed schedule hooks on saved tensors decide what the backward
+computes with: a copy of the weights of the forward (``stash``), the current weights with the
+activations of the forward (``current``), or nothing, and the forward runs again (``recompute``).
+The parameters themselves stay the leaves of the graph: their gradients and their hooks are as ever.
+(Such hooks take away autograd's check of changes in place; the first batch of a run never runs
+ahead, and is checked.)
 
-*Buffers.* What a forward writes (running statistics) is for all to see only in its turn: else a
+*Buffers.* What a forward writes (running statistics) must not be visible before its turn: else a
 validation or a checkpoint would see batches that nobody has trained on. Each forward writes into
-copies, which begin as those of the forward before it and go to their place when ``training_step``
-makes the call, as they would on one device; a backward need not follow.
+copies, which begin as those of the forward before it and are written to the buffers when
+``training_step`` makes the call, as on one device; a backward need not follow.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,10 +33,11 @@ from lightning_hybrid.stage.split_backward import operations_behind
 
 
 class EarlyForwards:
-    """Forward passes of one stage that run before their batch has its turn.
+    """Runs forward passes of one stage before their batch has its turn, and keeps what they write.
 
     Args:
-        weights: what their backward computes with; ``None``: no optimizer steps in between.
+        weights: the weights that their backward computes with; ``None``: no optimizer steps in
+            between.
     """
 
     def __init__(self, weights: DelayedWeights | None) -> None:
@@ -56,17 +57,17 @@ class EarlyForwards:
         """Run the forward of a micro-batch.
 
         Args:
-            call: its number.
+            call: number of the call.
             stage: the stage.
             values: the inputs.
             numbers: those of the call.
-            states: of the generators, if it draws random numbers.
+            states: states of the generators, if it draws random numbers.
 
         Returns:
             The outputs, and what its backward needs.
         """
         before = self._before(stage)
-        # (cloned once more, since a recipe keeps what was before)
+        # (cloned once more, since a recipe keeps those from before the forward)
         written = {name: value.clone() for name, value in before.items()}
         with torch.enable_grad(), self._saving(call, stage.parameters()):
             outputs = stage.run_with([*(stage.taken() | written).values()], values, numbers)
@@ -76,11 +77,11 @@ class EarlyForwards:
         return outputs, Recipe(values, states, before)
 
     def end_forward(self, call: int) -> None:
-        """All micro-batches of a call went forward: autograd has what it keeps of the weights."""
+        """Let go of a call's copies of weights after its last forward: now autograd holds them."""
         self._copies.pop(call, None)
 
     def commit(self, call: int, stage: Stage) -> None:
-        """A call has its turn: what it has written to buffers is for all to see."""
+        """Give a call its turn: write to the buffers what its forward has written to copies."""
         written: dict[str, Tensor] = {}
         for number in [number for number in self._written if number <= call]:
             written |= self._written.pop(number)
@@ -95,17 +96,17 @@ class EarlyForwards:
         self._written.pop(call, None)
 
     def refuse_kept_weights(self, stage: Stage, outputs: Sequence[Any]) -> None:
-        """Complain about operations that keep weights where no copy takes their place.
+        """Refuse operations that keep a weight where a copy cannot replace it.
 
-        Autograd asks before it saves a tensor (``ctx.save_for_backward``); an attribute of ``ctx``
-        it does not see.
+        Hooks on saved tensors replace what ``ctx.save_for_backward`` keeps, and not an attribute of
+        ``ctx``.
 
         Args:
-            stage: that was computed.
-            outputs: of it.
+            stage: the stage that was computed.
+            outputs: its outputs.
 
         Raises:
-            NetworkError: an operation of the user's has such an attribute.
+            NetworkError: an operation of the user's keeps a weight in such an attribute.
         """
         # once per stage: a network's Functions keep the same attributes in each call
         if self._weights != "stash" or stage in self._looked_at:
@@ -136,7 +137,7 @@ class EarlyForwards:
         }
 
     def _saving(self, call: int, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
-        """Inside, autograd saves for the backward what this kind of weights wants."""
+        """Inside, autograd saves for the backward what ``weights`` of the class asks for."""
         if self._weights is None:
             return own_saved_tensors()
         if self._weights == "recompute":
@@ -146,7 +147,7 @@ class EarlyForwards:
 
 
 def _tensors_of(kept: Any) -> list[Tensor]:
-    """Those that an attribute holds: itself, in a collection, or in a module."""
+    """The tensors that a value holds: itself, in a collection, or in a module."""
     if isinstance(kept, nn.Module):
         return [*kept.parameters()]
     if isinstance(kept, Mapping):
@@ -158,18 +159,18 @@ def _tensors_of(kept: Any) -> list[Tensor]:
 
 
 _Apart = tuple[torch.UntypedStorage, torch.dtype, Any, Any, Any]
-"""Memory, and how a tensor lies in it: kind of number, offset, sizes, strides."""
+"""Memory, and how a tensor lies in it: type, offset, sizes, strides."""
 
 
 def _weights_apart(
     parameters: Iterable[nn.Parameter], copies: dict[int, torch.UntypedStorage] | None
 ) -> AbstractContextManager[Any]:
-    """Inside, what is saved of parameters is kept by itself, and not checked for changes.
+    """Inside, autograd saves parameters as plain memory, which it does not check for changes.
 
     Args:
-        parameters: that are trained.
-        copies: by address, of the memory of the parameters; filled as needed. ``None``: what is
-            saved is the memory itself.
+        parameters: those of the stage.
+        copies: copies of their memory by its address, added to as needed; these are saved.
+            ``None``: the parameters' own memory is saved.
     """
     trained = {p.untyped_storage().data_ptr() for p in parameters if p.requires_grad}
 

@@ -1,18 +1,18 @@
-"""The stages of one rank at work: it executes the instruction lists of a schedule.
+"""Executes a schedule's lists of instructions for the stages of one rank.
 
 Mostly a rank has one stage. Under a free placement it has several, and their lists are merged into
 one (:mod:`lightning_hybrid.schedules.merged`); each keeps its own links, values and shapes.
 
-The driver and the workers run the same engine. They differ in what stands at the two ends: the
-driver, whose last stage is that of the network, feeds the inputs and collects the outputs.
+The driver and the workers run the same engine. But the driver, which has the last stage of the
+network, also sends the inputs to stage 0 and returns the outputs.
 
 Shapes are exchanged once. The first call with a new :class:`CallKey` sends a header before each
-micro-batch; from then on both sides know what comes, a receive is posted before the computation
-that precedes it, and only numbers travel.
+micro-batch. From then on both sides know the shapes: no headers travel, and a receive is posted
+before the computation that precedes it.
 
-**A failing rank keeps its appointments**, since nobody can wake a peer that waits in a receive:
-after an error it goes on to receive and send what its list says, with zeros, and the error
-travels to the driver behind the activations.
+**A rank that has failed goes on to send and receive**, since nobody can wake a peer that waits in a
+receive: after an error it exchanges what its list says, with zeros, and the error travels to the
+driver behind the activations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,34 +45,34 @@ class Engine(RankStages):
                 on another rank. On a worker it is kept in ``failure`` and travels to the driver.
         """
         self.passed = False
-        # 1. The instruction list, which ranks go through without a word to each other: sends and
+        # 1. The instruction list. Ranks go through theirs without agreeing on anything: sends and
         #    receives pair since all lists come from one schedule.
         works = [ForwardPass(self, index, call, inputs) for index in range(len(self.owned))]
         todo, _ = self.lists(call.key, input_gradient=False)
         for index, kind, microbatch in todo:
             works[index].do(kind, microbatch)
-        # 2. What wants all micro-batches of the pass.
+        # 2. What must wait for all micro-batches of the pass.
         for own in self.owned:
             own.early.end_forward(call.number)
         if self.replayed is not None:
-            # (of the stages of a rank only the first can have copies: behind the driver's stands
-            # one without layers, which has no statistics)
+            # (of the stages of a rank only the first can have copies: if the driver has a copy, its
+            # other stage has no layers, and so no statistics)
             copied = self.stage_for(self.owned[0], call.key)
             self.replayed.replay(copied, call.key.microbatches)
         # 3. Errors, stage by stage towards the driver. They come last, since a rank that waits for
-        #    a tensor hears of nothing else.
+        #    a tensor can receive nothing else.
         error = next((work.error for work in works if work.error), None)
         for own in self.owned:
             for links in own.links if own.number > 0 else ():
                 status = links.previous.receive_word(Status)
                 self.failure = self.failure or status.failure
             for links in own.links if not own.is_last else ():
-                # what the driver's own stages raise is the driver's to deal with
+                # (an error of its own stages the driver raises itself)
                 mine = self.coordinates.is_driver and error is not None
                 links.next.send_word(Status(None if mine else self.failure))
         if not self.coordinates.is_driver:
             return []
-        # 4. The driver hands over to the user's code.
+        # 4. On the driver, the user's code comes next.
         if not call.ahead:
             for links in self.owned[-1].links:
                 links.next.flush()  # from here on the user may change the inputs
@@ -87,7 +87,7 @@ class Engine(RankStages):
 
         Args:
             call: the call to go back through.
-            mode: how.
+            mode: the command, which says what is to be computed.
             gradients: on the driver, per micro-batch the gradients of the network's outputs.
 
         Returns:
@@ -95,11 +95,11 @@ class Engine(RankStages):
 
         Raises:
             Exception: on the driver, what its own stage raised. On a worker it is kept in
-                ``failure``; the driver hears of it with the next forward.
+                ``failure``, and sent to the driver with the next forward.
         """
         self.passed = False
-        # 1. Gradients of weights are about to be added to. Of a gradient that all copies of a stage
-        #    have alike one copy keeps it from here on, or their sum would count it several times.
+        # 1. Gradients of weights are about to be added to. If all copies of a stage hold the same
+        #    gradient from before, only one keeps it, or their sum would count it several times.
         if mode.parameters:
             self.replica_group.take_part()
         # 2. The instruction list, as in a forward.
@@ -119,15 +119,15 @@ class Engine(RankStages):
         return works[-1].inputs
 
     def send_inputs(self, key: CallKey, inputs: Sequence[Values]) -> None:
-        """On the driver: let stage 0 have the inputs of a call that runs ahead, per micro-batch."""
-        # the driver's last stage is that of the network, and behind it in the ring comes stage 0
+        """On the driver: send stage 0 the inputs of a call that runs ahead, per micro-batch."""
+        # (in the ring stage 0 comes after the network's last stage, which the driver has)
         links = self.owned[-1].links
         for microbatch, (values, specs) in enumerate(zip(inputs, key.inputs)):
             links.at(microbatch).next.send(values, specs)
 
     def discard(self, call: Call) -> None:
-        """Take off the links what the stage before this rank's has sent for a call."""
-        # nothing is learned from what is thrown away: this stage has sent no headers of its own
+        """Receive and drop what the stage before this rank's has sent for a call."""
+        # shapes from these headers are not kept: this stage has sent no headers of its own
         scratch = [Traffic() for _ in self.owned] if call.exchange else call.traffic
         work = ForwardPass(self, 0, replace(call, traffic=scratch), ())
         for microbatch in range(call.key.microbatches):
@@ -135,7 +135,7 @@ class Engine(RankStages):
         work.links(0).previous.receive_word(Status)
 
     def commit(self, call: Call) -> None:
-        """A call that ran ahead and has written to buffers has its turn."""
+        """Write to the buffers what a call that ran ahead has left for them: it has its turn."""
         for own in self.owned:
             own.early.commit(call.number, self.stage_for(own, call.key))
 
@@ -145,12 +145,12 @@ class Engine(RankStages):
             own.early.drop(call.number)
 
     def add_specialization(self, stages: Mapping[int, Stage]) -> None:
-        """Take the stages of another graph of the same network."""
+        """Add this rank's stages of another captured graph of the network, by number."""
         for own in self.owned:
             own.specializations.append(stages[own.number])
 
     def _raise(self, error: Exception | None) -> None:
-        # taken back: the user's code may catch the error, and train on
+        # reset: the user's code may catch the error, and train on
         failure, self.failure = self.failure, None
         if error is not None:
             raise error  # the driver's own, as it is: the user may catch it and go on

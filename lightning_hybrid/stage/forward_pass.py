@@ -1,4 +1,4 @@
-"""A forward pass of one stage, by its instructions; receives begin before they are needed."""
+"""A forward pass of one stage, by its instructions; receives are posted before they are needed."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,7 +22,12 @@ from lightning_hybrid.stage.rank_stages import Pass, RankStages
 
 
 class Ahead:
-    """Receives that are posted one before they are needed, so that they overlap computation."""
+    """Receives that are posted one micro-batch early, so that they overlap computation.
+
+    Args:
+        microbatches: in the order in which they are received.
+        post: posts the receive of a micro-batch.
+    """
 
     def __init__(self, microbatches: Sequence[int], post: Callable[[int], Arriving]) -> None:
         self._todo = [*reversed(microbatches)]
@@ -35,8 +40,8 @@ class Ahead:
         Raises:
             ValueError: it is not this one's turn in the instruction list.
         """
-        # (the order is the link's: a receive that is posted out of turn would get another tensor,
-        # of a shape that may well fit)
+        # (a link keeps the order of messages: a receive that is posted out of turn would get
+        # another tensor, of a shape that may well fit)
         due = self._todo.pop()
         if microbatch != due:
             raise ValueError(f"micro-batch {microbatch} is taken where the list has {due}")
@@ -59,15 +64,15 @@ class ForwardPass(Pass):
         self._values: Values | None = None
         self._result: Values | None = None
         self._first = self.own.number == 0
-        # what the generators' state looks like on the way; nothing if it does not travel
+        # shapes and types of the generators' state as it travels; empty if it does not
         self._states = state_specs(engine.device) if call.uses_rng else ()
         self._takes_states = call.uses_rng and (not self._first or call.key.continues)
-        # rings in which the stage before has failed, and those that know of a failure up to here
+        # rings in which the stage before has failed, and those in which the next one knows of it
         self._silent: set[int] = set()
         self._told_failure: set[int] = set()
         for links in self.own.links:
             links.next.flush(engine.untaken(call))  # frees what an earlier pass sent
-        # in the first call of a key nothing can be posted before its header has told the shapes
+        # in the first call with a key a receive can be posted only after its header
         self._ahead: Ahead | None = None
         if call.exchange:
             self.traffic.outgoing, self.traffic.incoming = {}, {}
@@ -100,7 +105,7 @@ class ForwardPass(Pass):
 
     def forward(self, microbatch: int) -> None:
         self._result = None
-        # what arrives after an error is zeros: nothing is computed of it, and it is passed on
+        # after an error zeros arrive: nothing is computed, and zeros are sent on
         if self._values is None or self.engine.failure is not None:
             return
         with self.computing("forward", microbatch):
@@ -126,7 +131,7 @@ class ForwardPass(Pass):
         return self.links(microbatch).previous.post([*specs, *states])
 
     def _send_header(self, microbatch: int) -> None:
-        """Shapes of the values that follow; an empty header, once, if this stage has failed."""
+        """Send the shapes of the values that follow; after an error an empty header, once."""
         if self._result is not None:
             crossing = self._result[: len(self._result) - len(self._states)]
             specs = [TensorSpec.of(value) for value in crossing]
@@ -157,9 +162,9 @@ class ForwardPass(Pass):
                 outputs = self._compute(microbatch, values, before)
             if not call.uses_rng:
                 return outputs
-            # 3. The generators' state travels on with the activations. Whether somebody draws is
-            #    found out by the state, which no layer can hide: if nobody does, it stays at home
-            #    in later calls of this key.
+            # 3. The generators' state travels on with the activations. A state that has changed
+            #    tells that a layer has drawn: if none does, it does not travel in later calls with
+            #    this key.
             after = random_state(engine.device)
             self.traffic.uses_rng |= not all(torch.equal(a, b) for a, b in zip(before, after))
             if not self.own.is_last:
@@ -174,8 +179,8 @@ class ForwardPass(Pass):
         if not self.call.key.grad:
             with self.engine.statistics(self.call.key):
                 return stage(values, numbers)
-        # Each stage is a graph of autograd by itself, that begins at what has arrived. It requires
-        # a gradient here if it does on the other rank, and else nothing goes back for it.
+        # Each stage is a graph of autograd by itself, whose leaves are the values that have
+        # arrived. One requires a gradient here if it does on the rank that has sent it.
         specs = self.traffic.incoming[microbatch]
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
         # b) before its turn: with buffers and weights of its own

@@ -1,4 +1,4 @@
-"""The R ranks with the same stages: gradients are averaged, buffers follow replica 0.
+"""Averages gradients over the ranks of R replicas that have the same stages, and copies buffers.
 
 Gradients travel in buckets, in the reverse order of the parameters, which is about the order in
 which the backward pass finishes them. :meth:`ReplicaGroup.arm` is called right before the last
@@ -8,9 +8,9 @@ the rest of that backward still runs. :meth:`ReplicaGroup.finish` sends what is 
 The algorithm is the backend's: gloo runs a ring, NCCL a ring or a tree (``NCCL_ALGO`` decides).
 A ring of m ranks moves 2 (m - 1) / m times the bytes of the gradients out of every rank.
 
-Tensors of one rank of a group on all of its ranks: small ones together, large ones as they are.
-
-They travel as bytes, since NCCL takes neither every type nor every order in memory.
+:class:`Broadcasts` copies tensors of one rank to all of a group: small ones together in a buffer,
+large ones from their own memory; as bytes, since NCCL takes neither every type nor every order in
+memory.
 """
 
 import time
@@ -29,34 +29,33 @@ from lightning_hybrid.remote import is_deferred
 from lightning_hybrid.stage.trace import Trace
 
 MESSAGE_BYTES = 25 * 2**20
-"""The most that small tensors fill together."""
+"""Most bytes of small tensors that are sent together."""
 _LARGE_BYTES = 2**20
-"""From here on a tensor travels by itself, from the memory that it has."""
+"""From this size on a tensor is sent by itself, from its own memory."""
 
 
 class Broadcasts:
-    """Broadcasts in one group, through a buffer that is kept from one to the next.
+    """Broadcasts tensors in one group; small ones through a buffer, which is kept for the next.
 
     Args:
-        group: of the ranks.
+        group: the ranks that take part.
+        peer: the name of the other ranks in an error.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, peer: str = ANOTHER_REPLICA) -> None:
+        self._group, self._peer = group, peer
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def send(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Give every rank the numbers that one has.
-
-        Autograd does not hear of it.
+        """Copy the values of tensors from one rank to all others, unseen by autograd.
 
         Args:
             tensors: dense ones on the device of the group, on all ranks of the same sizes and types
                 and in the same order.
-            source: index of the rank that has the numbers.
+            source: index of the rank that has the values.
         """
         waiting, nbytes = list[Tensor](), 0
-        # those of large numbers first, so that all lie at multiples of their size
+        # wide types first, so that in the buffer each lies at a multiple of its element size
         for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):
             if tensor.nbytes >= _LARGE_BYTES:
                 self._send_large(tensor.data, source)
@@ -70,15 +69,15 @@ class Broadcasts:
             self._send_together(waiting, nbytes, source)
 
     def _send_large(self, tensor: Tensor, source: int) -> None:
-        # (NCCL sends memory as it lies; one that is not contiguous has gaps, or another order)
+        # (a tensor that is not contiguous has gaps in its memory, or another order)
         laid_out = tensor.contiguous()
         self._broadcast(bytes_of(laid_out), source)
         if laid_out is not tensor:
             tensor.copy_(laid_out)
 
     def _send_together(self, tensors: list[Tensor], nbytes: int, source: int) -> None:
-        # the buffer only grows: memory that a GPU gives back and takes again in each step would
-        # have to be waited for
+        # the buffer only grows: to free and allocate GPU memory in each step would make the host
+        # wait
         device = tensors[0].device
         if self._buffer.numel() < nbytes or self._buffer.device != device:
             with torch.inference_mode(False):  # (it is kept, and an evaluation may come first)
@@ -98,7 +97,7 @@ class Broadcasts:
     def _broadcast(self, memory: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        wait(start(self._group.broadcast, [memory], options, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+        wait(start(self._group.broadcast, [memory], options, peer=self._peer), self._peer)
 
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
@@ -107,15 +106,15 @@ early."""
 
 
 _SPARSE = 256.0
-"""More than a gradient that is dense counts on all replicas together."""
+"""What a sparse gradient counts as (a dense one: 1): more than all replicas together."""
 
 
 class _Bucket:
     """Gradients of some parameters in one flat tensor, kept between steps.
 
-    Behind them stands one element per parameter: how many replicas had a gradient for it, and
-    whether that is sparse. A parameter that no replica used keeps ``grad is None``, as on one
-    device.
+    After the gradients the tensor has one count per parameter: how many replicas had a gradient for
+    it, and whether that is sparse (`_SPARSE`). A parameter that no replica used keeps ``grad is
+    None``, as on one device.
     """
 
     def __init__(self, parameters: list[Parameter]) -> None:
@@ -129,7 +128,7 @@ class _Bucket:
         self.missing = set(range(len(parameters)))
 
     def fill(self, scale: float) -> None:
-        """Take over the gradients, which are final."""
+        """Copy the gradients of the parameters, times ``scale``, into the flat tensor."""
         # Replicas must agree on what travels although each may have used other parameters: every
         # gradient has its place in the buffer, and the counts tell afterwards who had one.
         gradients = [parameter.grad for parameter in self.parameters]
@@ -158,7 +157,7 @@ class _Bucket:
         Returns:
             The parameters whose gradients are sparse, with the averages; on all replicas the same.
         """
-        # written into the gradients that are there, which an optimizer or the user may hold on to
+        # written into existing gradients, which an optimizer or the user may hold references to
         sparse = []
         self.missing = set(range(len(self.parameters)))
         gradients = [parameter.grad for parameter in self.parameters]
@@ -178,22 +177,21 @@ class _Bucket:
 
 
 class ReplicaGroup:
-    """The ranks that have the stages of this rank, in each replica as many as there are copies.
+    """Averages gradients, and copies weights and buffers, among the ranks with the same stages.
 
-    On a driver that has a copy of a stage of workers, its parameters are proxies; this class reads
-    and writes their memory.
+    These are in each replica as many ranks as the stages have copies (ranks that take micro-batches
+    in turn). On a driver that has a copy of a stage of workers, its parameters are proxies; this
+    class reads and writes their memory.
 
     Args:
         parameters: those of the stages, in the same order on every replica.
         buffers: gives those that the stages have now (one may be replaced), likewise.
-        group: of these ranks.
+        group: the group of these ranks.
         trace: where the all-reduces are recorded.
         state: gives buffers that training steps read; see :func:`state_buffers`.
         copies: how many ranks of each replica have the stages. Each has a part of the gradients of
             its replica, so that those of a replica are summed, and those sums averaged.
         owns: whether this rank steps the parameters; if not, it has no gradient after a sum.
-        lending: gives the group of a rank that owns the parameters, the first one, and one that
-            does not, which make it together when it is first asked for.
 
     Attributes:
         trainable: the parameters that have gradients, where the rank does not decide that itself;
@@ -210,26 +208,24 @@ class ReplicaGroup:
         copies: int = 1,
         *,
         owns: bool = True,
-        lending: Callable[[], Group] | None = None,
     ) -> None:
         self.trainable: Collection[Tensor] | None = None
-        self._owns, self._lending = owns, lending
-        self._loans: Broadcasts | None = None
+        self._owns = owns
         self._parameters, self._buffers, self._state = list(parameters), buffers, state
         self._group, self._trace = group, trace
         self._size, self._copies = group.size(), copies
         self._armed, self._whole = False, True
         self._buckets: list[_Bucket] = []
-        self._sent: list[dist.Work] = []  # of as many buckets, from the first on
+        self._sent: list[dist.Work] = []  # transfers of the first buckets
         self._trainable: list[bool] | None = None
         self._place: dict[Tensor, tuple[_Bucket, int]] = {}
         self._hooks: dict[Parameter, RemovableHandle] = {}
 
     def take_part(self) -> None:
-        """Gradients are added to: from here on those of the copies are parts of a sum.
+        """Prepare for gradients that each copy of the stages adds to by itself.
 
-        What all copies have the same, as after a sum, the first one keeps alone, so that it is
-        not counted twice.
+        If all copies hold the same gradients, as after a sum, only the first one keeps them, so
+        that the next sum does not count them twice.
         """
         if self._copies > 1 and self._whole and self._group.rank() % self._copies:
             self._clear()
@@ -246,7 +242,7 @@ class ReplicaGroup:
         return parameter.requires_grad if trainable is None else parameter in trainable
 
     def arm(self, final: Iterable[Parameter] = ()) -> None:
-        """The next backward adds the last gradients of this step: send them as they come.
+        """Begin to average: send each gradient when the next backward, a step's last, completes it.
 
         Args:
             final: parameters whose gradients are final already; those of others are ignored.
@@ -254,7 +250,7 @@ class ReplicaGroup:
         if self._size == 1:
             return
         self.take_part()
-        # what the user freezes or thaws in a run changes the buckets, on all replicas alike
+        # parameters that the user freezes or thaws in a run change the buckets, on all replicas
         trainable = [self._trains(parameter) for parameter in self._parameters]
         if trainable != self._trainable:
             self._trainable = trainable
@@ -271,8 +267,8 @@ class ReplicaGroup:
         if not self._armed:
             return
         self._armed = False
-        # what no backward of this replica has touched may have a gradient on another one, which
-        # waits for this bucket
+        # a parameter that no backward of this replica has used may have a gradient on another
+        # replica, which waits for this bucket
         for bucket in self._buckets:
             bucket.missing.clear()
         with as_they_are():
@@ -281,13 +277,13 @@ class ReplicaGroup:
                 wait(work, ANOTHER_REPLICA)
                 for parameter, average in bucket.empty(kept=self._owns):
                     self._hand_out_rows(parameter, average)
-        self._sent.clear()  # what is kept of a transfer keeps its group from closing
+        self._sent.clear()  # (a reference to a transfer would keep its group from closing)
         self._whole = True
         if not self._owns:
             self._clear()
 
     def _hand_out_rows(self, parameter: Parameter, average: Tensor) -> None:
-        """A sparse gradient has the rows that some replica has used, zeros among them too."""
+        """Set a sparse gradient: the rows of the average that any replica has used."""
         used = average.new_zeros(len(average))
         if parameter.grad is not None:
             used[parameter.grad.coalesce().indices()[0]] = 1
@@ -299,15 +295,15 @@ class ReplicaGroup:
         )
 
     def reduce(self) -> None:
-        """Average what has accumulated, without overlap."""
+        """Average the gradients that have accumulated, without overlap with a backward."""
         self.arm()
         self.finish()
 
     def broadcast_buffers(self, *, state: bool = False) -> None:
-        """Give every replica the buffers of replica 0, as DDP's running statistics are rank 0's.
+        """Give every replica the buffers of replica 0, as DDP does with those of rank 0.
 
         Args:
-            state: only those that training steps read.
+            state: whether to give only those that training steps read.
         """
         if self._size == 1:
             return
@@ -325,17 +321,6 @@ class ReplicaGroup:
         self.broadcast_buffers()
         with as_they_are():
             Broadcasts(self._group).send(self._parameters)
-
-    def lend(self) -> None:
-        """Give the rank that does not own the weights those of the first one that does.
-
-        Both call it. (The write does not count in their versions. Owners write to theirs in a
-        step, so autograd refuses an older graph there; here the numbers may be the same as before.)
-        """
-        assert self._lending is not None
-        self._loans = self._loans or Broadcasts(self._lending())
-        with as_they_are():
-            self._loans.send(self._parameters)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -382,7 +367,7 @@ class ReplicaGroup:
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 self._place[parameter] = (bucket, index)
-                # a frozen parameter takes none
+                # (torch allows no such hook on a frozen parameter)
                 if parameter.requires_grad and parameter not in self._hooks:
                     hook = parameter.register_post_accumulate_grad_hook(self._gradient_ready)
                     self._hooks[parameter] = hook
@@ -391,8 +376,8 @@ class ReplicaGroup:
 def state_buffers(module: nn.Module) -> list[Tensor]:
     """The buffers of a module that its training steps may read: codebooks, queues, prototypes.
 
-    DDP gives its replicas those of the first before each step, and so must we to have its numbers.
-    Running statistics of batch normalisation are not among them: training only writes these.
+    To have the same numbers as DDP, they must be those of replica 0 in each step. Running
+    statistics of batch normalisation are not among them: training only writes these.
     """
     parts = (part for part in module.modules() if not isinstance(part, BatchNorm))
     return [buffer for part in parts for buffer in part.buffers(recurse=False)]
@@ -401,7 +386,7 @@ def state_buffers(module: nn.Module) -> list[Tensor]:
 def broadcast_module(module: nn.Module, group: Group) -> None:
     """Give every rank of a gloo ``group`` the weights and buffers of its first.
 
-    Those that no rank has made yet follow when they are; see
+    Deferred tensors are left out: they follow when they are made, by
     :meth:`ReplicaGroup.broadcast_weights`.
     """
     if group.size() == 1:

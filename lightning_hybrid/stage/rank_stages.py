@@ -1,6 +1,6 @@
-"""The stages of one network on one rank: what it knows of them, and their lists of instructions.
+"""The stages of one network on one rank, and their lists of instructions.
 
-Lists are made once per number of micro-batches; forward and backward passes share what is here.
+Forward and backward passes share this. Lists are made once per number of micro-batches.
 """
 
 import warnings
@@ -47,11 +47,11 @@ class StageOptions:
     """How the stages of a run compute, the same on all ranks.
 
     Attributes:
-        compiled: by ``torch.compile``.
+        compiled: whether they run through ``torch.compile``.
         statistics: the group over which batch normalisation takes its statistics; ``None``: each
             replica by itself.
-        delayed_weights: what the backward of a batch computes with under a delayed schedule.
-        shrink: what gradients are multiplied with at every cut that they cross.
+        delayed_weights: the weights that backwards compute with under a delayed schedule.
+        shrink: the factor that gradients are multiplied by at every cut that they cross.
     """
 
     compiled: bool = False
@@ -66,13 +66,13 @@ class OwnedStage:
 
     Attributes:
         number: of the stage in the network.
-        specializations: the part of the network that it is, in each of its graphs (see
-            :class:`CallKey`); the first one is enough to begin with.
-        links: to its neighbours.
+        specializations: this stage of each captured graph of the network, by the number that
+            :class:`CallKey` has; those of further graphs are added later.
+        links: links to its neighbours.
         is_last: whether it is the network's last stage.
-        label: what tells it from other stages of the rank in a trace.
-        early: its forwards that run before their turn.
-        splits: whether its backward is split; not any more once one could not be.
+        label: the prefix of its spans in a trace, if the rank has several stages.
+        early: runs its forwards that come before their turn.
+        splits: whether its backward is split; no more once one could not be.
     """
 
     number: int
@@ -85,7 +85,7 @@ class OwnedStage:
 
     @contextmanager
     def looks_for_hooks(self) -> Iterator[None]:
-        """Inside, hooks are looked for in a forward whose backward may be split."""
+        """Inside, a forward is watched for hooks, if its backward may be split: they forbid it."""
         if not self.splits:
             yield
             return
@@ -97,7 +97,7 @@ class OwnedStage:
             )
 
     def go_back_in_one(self, reason: str) -> None:
-        """Do not split the backward any more, and say why."""
+        """Stop splitting the backward, and warn why."""
         self.splits = False
         warnings.warn(
             f"Stage {self.number} goes back in one from now on, as under schedule='gpipe': "
@@ -107,7 +107,7 @@ class OwnedStage:
 
 
 Todo = tuple[tuple[int, Kind, int], ...]
-"""What a rank does, in order: which of its stages, the instruction, micro-batch."""
+"""A list of instructions of a rank: (index among its stages, instruction, micro-batch)."""
 
 
 @lru_cache(maxsize=256)
@@ -123,8 +123,8 @@ def lists_of(
         input_gradient=input_gradient,
         split=placement.split,
     )
-    # Every rank makes the lists of all, and takes its own: they are pure functions of what all know
-    # alike, so nobody needs to be told them.
+    # Every rank makes the lists of all, and takes its own: they follow from the placement alone,
+    # which all ranks know, so that no message is needed.
     own = [stage for stage, owners in enumerate(ranks) if here in owners]
     if max(map(len, ranks)) > 1:
         dealt = deal(schedule, [*map(len, ranks)])
@@ -148,17 +148,17 @@ class RankStages:
         placement: where all of its stages are, and how they run.
         options: how stages compute.
         coordinates: this rank.
-        links: of each stage that is here, in their order.
+        links: links of each stage that is here, in their order.
         replica_group: averages the gradients of this rank's stages over the replicas.
-        replayed: the running statistics of a stage that has copies.
+        replayed: keeps the running statistics of a stage that has copies.
         device: where the stages live.
         seed: of the random numbers inside the network.
         trace: where to record.
 
     Attributes:
         owned: the stages of this rank, in their order.
-        failure: what went wrong on this rank or before it, for the driver.
-        passed: whether the last pass came to its end: what fails in a stage does not end it.
+        failure: the first error on this rank or in an earlier stage, for the driver.
+        passed: whether the last pass came to its end (an error in a stage does not end a pass).
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class RankStages:
                 number == count - 1,
                 f"stage {number} " if len(links) > 1 else "",
                 EarlyForwards(delayed),
-                # what is computed again in the backward would be so for each part
+                # (a forward that runs again in the backward would run again for each part of it)
                 splits=number in placement.split
                 and not (options.compiled or recompute or stages[number].checkpointed),
             )
@@ -208,18 +208,18 @@ class RankStages:
         self._statistics = options.statistics and Synchronised(options.statistics)
 
     def untaken(self, call: Call) -> int:
-        """How many messages of a call's kind may wait for a neighbour before a stage waits too."""
+        """How many messages may be left that a neighbour has not taken, before a stage waits."""
         return self._ahead * call.key.microbatches
 
     def lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
-        """What this rank does in the forward and in the backward of a call of this kind."""
+        """This rank's instructions for the forward and for the backward of a call with this key."""
         here, microbatches = self.coordinates.pp_rank, key.microbatches
         return lists_of(self._placement, here, microbatches, input_gradient)
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
-        """The code of a stage for a call of this kind, compiled where that is asked for."""
+        """The code of a stage for a call with this key, compiled if that is asked for."""
         stage = own.specializations[key.specialization]
-        # when it is first used: of the graphs of a network some never run on a rank
+        # at the first use: some graphs of a network never run on a rank
         if self._compiled:
             stage.compile_code()
         return stage
@@ -231,15 +231,15 @@ class RankStages:
         return self._statistics
 
     def noting(self, stage: Stage, microbatch: int) -> AbstractContextManager[Any]:
-        """Inside, a forward of a copy of a stage leaves running statistics to be replayed."""
+        """Inside, running statistics of a stage with copies are noted, to be replayed later."""
         if self.replayed is None or not stage.written:
             return nullcontext()
         return self.replayed.noting(stage, microbatch)
 
     def fail(self, error: Exception, stage: int) -> None:
-        """Note an error of a stage; from now on this rank only keeps its appointments."""
+        """Note an error of a stage; from now on this rank only sends and receives, and no more."""
         where = f"in stage {stage}" if self.coordinates.free else ""
-        # the first one: what fails after it mostly fails by it
+        # the first error: it is mostly the cause of later ones
         self.failure = self.failure or Failure.of(error, str(self.coordinates), where)
 
 
@@ -249,10 +249,10 @@ class Pass:
     Args:
         engine: the stages of the rank.
         index: which of them.
-        call: what passes.
+        call: the call of the network.
 
     Attributes:
-        error: what the stage has raised.
+        error: the error that the stage has raised.
     """
 
     def __init__(self, engine: RankStages, index: int, call: Call) -> None:
@@ -263,8 +263,8 @@ class Pass:
 
     @contextmanager
     def computing(self, what: str, microbatch: int) -> Iterator[None]:
-        """Inside, the stage computes; an error is noted, and goes no further for now."""
-        # others wait for what this list still has to send
+        """Inside, the stage computes: the time is recorded; an error is noted, and not raised."""
+        # (other ranks wait for what this list still has to send)
         try:
             with self.engine.trace.span(f"{self.own.label}{what}", microbatch):
                 yield
@@ -277,7 +277,7 @@ class Pass:
         return [m for index, each, m in todo if index == self.index and each is kind]
 
     def links(self, microbatch: int) -> Links:
-        """Of a micro-batch that is dealt to this rank."""
+        """The links of a micro-batch that this rank computes."""
         return self.own.links.at(microbatch)
 
     def do(self, kind: Kind, microbatch: int) -> None:

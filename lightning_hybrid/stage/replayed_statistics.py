@@ -1,9 +1,9 @@
-"""Running statistics of batch normalisation in a stage that has copies.
+"""Running statistics of batch normalisation in a stage that several ranks have copies of.
 
-One device updates them once per micro-batch, in order, and a copy of a stage sees only the
-micro-batches that are dealt to it. So each forward runs from statistics of zero, which leaves what
-its micro-batch adds to them; at the end of the pass the copies exchange that, and each updates its
-own statistics with all micro-batches in their order. All copies end with the same bits.
+One device updates them once per micro-batch, in order, but copies of a stage take micro-batches in
+turn, and each sees only its own. So each forward runs with statistics of zero, which gives what its
+micro-batch adds to them. At the end of the pass the copies exchange that, and each updates its own
+statistics with all micro-batches in their order: all copies end with the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ class ReplayedStatistics:
     """The running statistics of one copy of a stage.
 
     Args:
-        network: that the stage is of.
-        group: gives the group of the copies of this replica, in their order, which they make
-            together when it is first asked for.
+        network: the network of the stage.
+        group: gives the group of the copies in this replica, in their order; they make it together
+            when it is first asked for.
     """
 
     def __init__(self, network: nn.Module, group: Callable[[], Group]) -> None:
@@ -36,7 +36,7 @@ class ReplayedStatistics:
 
     @contextmanager
     def noting(self, stage: Stage, microbatch: int) -> Iterator[None]:
-        """Inside, the forward of a micro-batch leaves what it writes to be replayed."""
+        """Inside, the forward of a micro-batch writes to zeros, noted for `replay`."""
         noted = {
             name: torch.zeros(buffer.shape, dtype=buffer.dtype, device=stage.device)
             for name, buffer in stage.changed().items()
@@ -50,7 +50,7 @@ class ReplayedStatistics:
 
         A micro-batch whose forward has failed changes nothing.
         """
-        # all copies have the same code, so either all of them meet below or none
+        # (all copies have the same code: either all return here or none)
         seen, self._seen = self._seen, {}
         if not stage.written:
             return
@@ -66,27 +66,28 @@ class ReplayedStatistics:
         parts = [torch.empty_like(mine) for _ in range(copies)]
         assert all(microbatch % copies == me for microbatch in seen)
         wait(start(group.allgather, [parts], [mine], peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
-        # in the order of micro-batches, as one device: the average forgets the first ones most
+        # in the order of micro-batches, as on one device: in a moving average later ones weigh more
         written = self._written(stage)
         for microbatch in range(microbatches):
             here, *values = parts[microbatch % copies][microbatch // copies].split([1, *sizes])
             self._update(written, dict(zip(written, values)), here)
 
     def _written(self, stage: Stage) -> dict[str, Tensor]:
-        """By ``data``: autograd takes note of a write, and saves buffers that it does not need.
+        """The statistics of a stage as plain tensors, writes to which autograd does not notice.
 
-        (On a driver the buffers are proxies. Nothing is to be sent: the owners write the same.)
+        (It saves buffers that a backward does not need, and would refuse the backward after a
+        write. Proxies on a driver are written to here alone: the owners write the same.)
         """
         with as_they_are():
             return {name: tensor.data for name, tensor in stage.changed().items()}
 
     def _update(self, written: dict[str, Tensor], added: dict[str, Tensor], here: Tensor) -> None:
-        """Do what the forward of one micro-batch would have done; a device is not waited for.
+        """Update statistics as the forward of one micro-batch would, without waiting for a device.
 
         Args:
-            written: the statistics.
-            added: what the micro-batch has added to statistics of zero.
-            here: 1; or 0, with zeros, where the forward has failed.
+            written: the statistics by name.
+            added: likewise, what the micro-batch has added to statistics of zero.
+            here: 1; or 0, with zeros in ``added``, if the forward has failed.
         """
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in written):
             prefix = f"{owner}." if owner else ""
@@ -111,12 +112,12 @@ class ReplayedStatistics:
 def replayed_statistics(
     network: nn.Module, mesh: Mesh, copies: tuple[int, ...]
 ) -> ReplayedStatistics | None:
-    """Those of the copies of a stage, one of them on this rank; nothing where there is one copy.
+    """The `ReplayedStatistics` of a stage on this rank; ``None`` if no other rank has a copy of it.
 
     Args:
-        network: that the stage is of.
-        mesh: of this rank.
-        copies: ``pp_rank`` of each.
+        network: the network of the stage.
+        mesh: the mesh of this rank.
+        copies: ``pp_rank`` of each rank with a copy.
     """
     if len(copies) == 1:
         return None
@@ -124,7 +125,7 @@ def replayed_statistics(
 
 
 def is_running_statistic(network: nn.Module, name: str) -> bool:
-    """Whether a buffer of a network is one that can be replayed."""
+    """Whether a buffer of a network is a running statistic, which `ReplayedStatistics` updates."""
     owner, _, key = name.rpartition(".")
     known = key == _COUNT or key in _AVERAGES
     return known and isinstance(network.get_submodule(owner), BatchNorm)

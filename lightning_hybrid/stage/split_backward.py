@@ -1,17 +1,18 @@
 """A backward in two parts: first the gradients of the inputs, later those of the weights.
 
 A backward that is asked for the gradients of the inputs alone computes, of each operation on the
-way, only what leads there. What arrives at the operations that weights flow into is kept, and the
-weight part goes on from there: from each such operation to its weights, and not a step further down
-the way, which has been gone. So nothing is computed twice except what an operation cannot compute
-apart (batch normalisation, for one, sums up the same numbers for both).
+way, only what leads there. The gradients that arrive at operations which use weights are kept, and
+the weight part starts from there: from each such operation to its weights, and no further towards
+the inputs. So nothing is computed twice except what an operation cannot compute apart (batch
+normalisation, for one, sums up the same numbers for both).
 
-That is exact as long as it can be told which operation leads to which weights, and as long as an
-operation may run twice. Not so, and therefore not split:
+That is exact if it is known which operation leads to which weights, and if an operation may run
+twice. It is not for the following, so backwards with these are not split:
 
 * operations of the user's (``autograd.Function``), which may do more than to return gradients;
-* one of torch's that ends the process where it is asked for the gradients of its weights alone;
-* tensors that the network itself hooks or wants the gradients of, which would hear of them twice
+* group normalisation in channels-last, which ends the process if it is asked for the gradients of
+  its weights alone (`fails_apart`);
+* tensors that the network's code hooks or retains the gradients of: hooks would be called twice
   (:class:`HookWatch`);
 * weights that two operations use of which one leads to the other (a recurrent layer).
 
@@ -39,25 +40,25 @@ CANNOT_BE_SPLIT = (
     "it has an autograd.Function, a weight that is used twice, one after the other, or group "
     "normalisation in channels-last"
 )
-"""Why :func:`input_part` splits no backward."""
+"""Why :func:`input_part` cannot split a backward, for the warning."""
 
 
 def operations_behind(outputs: Sequence[Any]) -> list[Node]:
-    """The operations of the user's (``autograd.Function``) that outputs were computed with."""
+    """The user's operations (``autograd.Function``) in the graph behind these outputs."""
     start = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
     nodes = reached(start, lambda node: (n for n, _ in node.next_functions if n is not None))
     return [node for node in nodes if isinstance(node, BackwardCFunction)]
 
 
 class HookWatch(TorchFunctionMode):
-    """Looks out for hooks in a forward, on what it computes.
+    """Notices whether a forward hooks the tensors that it computes (``register_hook``).
 
     Attributes:
-        seen: whether there was one.
+        seen: whether it did, or may have.
     """
 
     _GRAD_FN: Any = Tensor.grad_fn
-    # who asks for an operation of the graph may hook it
+    # code that asks for a tensor's `grad_fn` may hook that
     _HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad, _GRAD_FN.__get__})
 
     def __init__(self) -> None:
@@ -76,16 +77,17 @@ class WeightPart:
     """The second part of a backward, which is still to be done.
 
     Attributes:
-        groups: edges of the graph to go on from, what arrived there, and the weights behind them.
+        groups: edges of the graph to start from, the gradients that arrived there, and the weights
+            behind them.
     """
 
     groups: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]]
 
     def run(self, *, keep: bool = False) -> None:
-        """Add the gradients to those of the weights.
+        """Compute the gradients of the weights, and add them to ``weight.grad``.
 
         Args:
-            keep: whether the graph is to go back through again.
+            keep: whether the graph is kept for another backward.
         """
         # `inputs` keeps autograd from going on to what the first part has computed already
         for edges, gradients, weights in self.groups:
@@ -98,21 +100,21 @@ def input_part(
     """Compute the gradients of the inputs, and keep what those of the weights need.
 
     Args:
-        roots: what was computed; each wants a gradient.
+        roots: outputs of the forward, each of which requires a gradient.
         starts: the gradients of these.
-        inputs: leaves of the graph; each wants a gradient.
+        inputs: leaves of the graph, each of which requires a gradient.
 
     Returns:
-        The gradients of the inputs (None: none leads there) and what is left to do; ``None``: the
-        backward cannot be split, and nothing was done.
+        The gradients of the inputs (None: no output depends on it) and what is left to do;
+        ``None``: the backward cannot be split, and nothing was done.
     """
-    # 1. Where the way to the inputs is left towards weights.
+    # 1. The operations at which weights branch off from the way to the inputs.
     way = _Way(roots, inputs)
     groups = way.groups()
     if groups is None:
         return None
-    # 2. The gradients of the inputs, and what arrives at those places: autograd gives both in one
-    #    pass. (A place that leads to no input is a root, and what arrives there its own start.)
+    # 2. The gradients of the inputs, and those that arrive at these operations: autograd gives both
+    #    in one pass. (One that leads to no input is a root, and gets its own start.)
     edges = dict.fromkeys(edge for edges, _ in groups for edge in edges)
     wanted = [edge for edge in edges if way.leads(edge.node)]
     leading = [n for n, edge in enumerate(way.roots) if way.leads(edge.node)]
@@ -132,7 +134,7 @@ def input_part(
         if not way.leads(edge.node):
             so_far = arrived.get(edge)
             arrived[edge] = start if so_far is None else so_far + start
-    # 3. What is left to do; places that nothing has arrived at have no gradients to give.
+    # 3. What is left to do; operations at which nothing has arrived have no gradients to give.
     left = []
     for edges_of_group, weights in groups:
         present = [(e, g) for e in edges_of_group if (g := arrived.get(e)) is not None]
@@ -147,7 +149,7 @@ class _Node:
 
     Attributes:
         children: where its gradients go: operation, and number of the output of that one.
-        reaches: set of the weights behind it, as bits.
+        reaches: the set of the weights behind it, a bit for each.
         leads: whether an input is behind it.
         outputs: numbers of its outputs that are used.
     """
@@ -171,7 +173,7 @@ class _Way:
         self._inputs = {get_gradient_edge(value).node for value in inputs}
         self._weights: list[Tensor] = []
         self._nodes: dict[Node, _Node] = {}  # children before their parents
-        self._leader: dict[Node, Node] = {}  # of sets of operations that grow together
+        self._leader: dict[Node, Node] = {}  # for `_find`: groups of operations
         self._splits = True
         for edge in self.roots:
             self._walk(edge.node)
@@ -185,14 +187,15 @@ class _Way:
         return self._nodes[node].leads
 
     def groups(self) -> list[tuple[list[GradientEdge], list[Tensor]]] | None:
-        """Edges to start the weight part from, with the weights behind them; None: no way.
+        """Groups of edges to start the weight part from, with the weights behind them.
 
-        What two operations need both (a cast of a weight) can run only once, so they are a group.
+        Operations that share one behind them (a cast of a weight), which can run only once, are in
+        one group. ``None``: the backward cannot be split.
         """
         if not self._splits:
             return None
-        # A bound is an operation on the way to the inputs from which some weights are reached aside
-        # of it; a root that leads to no input is one too.
+        # A bound is an operation on the way to the inputs from which some weights are reached by
+        # another way; a root that leads to no input is one too.
         beginnings = {edge.node for edge in self.roots}
         bounds = [n for n in self._nodes if (self.leads(n) or n in beginnings) and self._aside(n)]
         # Autograd frees what an operation has saved when it has run: weight parts that share an
@@ -206,7 +209,7 @@ class _Way:
         found = []
         for nodes in members.values():
             own = self._reached(child for node in nodes for child in self._aside(node))
-            # weights that the way of one of them leads to as well would get their gradients twice
+            # weights that are also reached on the way to the inputs would get gradients twice
             children = [child for node in nodes for child, _ in self._nodes[node].children]
             if own & self._reached(filter(self.leads, children)):
                 return None
@@ -218,9 +221,9 @@ class _Way:
         return reduce(or_, (self._nodes[node].reaches for node in nodes), 0)
 
     def _aside(self, node: Node) -> list[Node]:
-        """Operations behind this one that lead to weights and not to the inputs.
+        """The next operations behind this one that lead to weights and not to the inputs.
 
-        One that does not lead to the inputs is all aside.
+        If it does not lead to the inputs itself, it alone.
         """
         found = [child for child, _ in self._nodes[node].children] if self.leads(node) else [node]
         return [n for n in found if self._nodes[n].reaches and not self.leads(n)]
@@ -240,7 +243,7 @@ class _Way:
         return node
 
     def _walk(self, root: Node) -> None:
-        """Note all operations behind one, without recursion: networks are deep."""
+        """Record all operations behind one, without recursion: networks are deep."""
         todo = [(root, False)]
         while todo:
             node, done = todo.pop()

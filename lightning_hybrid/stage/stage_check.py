@@ -1,4 +1,4 @@
-"""Check stages against the network that they were cut from."""
+"""Checks that stages compute what the network that they were cut from computes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lightning_hybrid.remote import is_deferred, value_of
 Result = TypeVar("Result")
 
 _ALIGNMENT = 64
-"""Torch's memory begins at a multiple of so many bytes, so that so many numbers are one, too."""
+"""Torch aligns memory to so many bytes; a shift by so many numbers of any type keeps that."""
 
 
 _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-2}
-"""Of the largest number, what two runs on a GPU may differ by; 5 % in shorter types."""
+"""The share of the largest number by which two runs on a GPU may differ; 5 % in shorter types."""
 
 
 def with_room_for(module: nn.Module, device: torch.device) -> torch.device:
-    """Where the whole of a network is computed: on the CPU, unless a GPU has twice its size free.
+    """The device to compute a whole network on: this rank's GPU if it has room, else the CPU.
 
-    What is there already needs no more.
+    It must have twice the size free of all tensors that are not on it yet.
 
     Args:
         module: the network.
-        device: of this rank.
+        device: the device of this rank.
     """
     if device.type != "cuda":
         return device
@@ -49,16 +49,17 @@ def check(
     """Run the captured network and its stages on the same inputs and compare bit for bit.
 
     (On a GPU up to rounding: it does not always add in the same order.) Both start from the same
-    random state and the same buffers, without gradients; nothing of it remains. Stages get copies,
-    as over a wire, by which only the numbers of a slice come and not what lies between them. Here
-    it is exchanged and not left out, since the same numbers in another order may be rounded
-    otherwise.
+    random state and buffers, no backward follows, and what they write is put back. Stages get
+    copies of tensors, as over a link, which sends the numbers of a slice without the memory between
+    them. Here that memory is overwritten and not left out, since numbers that lie otherwise in
+    memory may be rounded otherwise.
 
     Args:
         graph: the captured network.
         codes: its stages.
         leaves: from `NetworkGraph.bind`, on the device where the network is.
-        device: where to compute; by default there. Elsewhere copies are computed with.
+        device: where to compute, with copies of the weights if they are elsewhere; by default the
+            device of the leaves.
 
     Raises:
         StitchError: the outputs differ, or stages fail.
@@ -76,7 +77,7 @@ def check(
         found = _once(graph, parts, leaves, received, device)
     except Exception as error:
         raise _refusal(graph, f"they fail with {error}", received.parts) from error
-    # 2. All that comes back.
+    # 2. Compare all outputs.
     names = [node.name for node in (*graph.tensor_outputs, *graph.scalar_outputs)]
     for name, one, other in zip(names, expected, found, strict=True):
         if (differs := _difference(one, other, exact=device.type == "cpu")) is not None:
@@ -110,7 +111,7 @@ def run(
         graph: the captured network.
         stages: its stages.
         leaves: from `NetworkGraph.bind`.
-        received: makes what a stage gets of what was sent.
+        received: turns a value that one stage has sent into what the next one gets.
         tensors: parameters and buffers by name; ``None``: the network's own.
     """
     numbers = graph.values_of_numbers(graph.sizes(leaves))
@@ -123,10 +124,10 @@ def run(
 
 
 class _Received:
-    """Copies of tensors that lie in memory as these do, with other numbers between theirs.
+    """Copies tensors with their strides, and with other numbers in the memory between theirs.
 
     Attributes:
-        parts: shapes of those that do not fill their memory.
+        parts: shapes of the tensors that did not fill their memory.
     """
 
     def __init__(self) -> None:
@@ -145,13 +146,13 @@ class _Received:
 
 def _among_others(value: Tensor) -> Tensor:
     shape, strides = value.shape, value.stride()
-    # sums may be rounded by where a tensor begins
+    # (where in memory a tensor begins may change how sums are rounded)
     start = value.storage_offset() % _ALIGNMENT
     end = start + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
     is_number = value.is_floating_point() or value.is_complex()
     other = torch.nan if is_number else ~value.flatten()[0]
     memory = torch.empty((int(end),), dtype=value.dtype, device=value.device).fill_(other)
-    # what is expanded can be written once
+    # (entries of an expanded dimension share memory, which is written once)
     once = tuple(slice(0, None if stride else 1) for stride in strides)
     memory.as_strided(shape, strides, start)[once].copy_(value[once])
     return memory.as_strided(shape, strides, start)
@@ -171,7 +172,7 @@ def _once(
         forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         with _put_back(graph.network, graph.written), forked, grad:
             found = run(graph, stages, fresh(graph, leaves), received, tensors)
-            # (copies: a buffer that is written and returned is put back now)
+            # (copies: a buffer that is written and returned is put back on leaving)
             return [v.detach().clone() if isinstance(v, Tensor) else v for v in found]
 
     # no backward follows, so that no activation of the whole network needs to be kept
@@ -181,9 +182,9 @@ def _once(
 def with_saved(
     run: Callable[[], Result], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> Result:
-    """Run code with hooks on what autograd saves in it, and without them if it takes none.
+    """Run code with hooks on the tensors that autograd saves; if it fails by them, without.
 
-    `torch.func` goes together with no such hooks, and a forward may go back through a part of it.
+    `torch.func` refuses such hooks, and a forward that runs a backward inside needs what was saved.
     """
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -214,7 +215,7 @@ def _was_dropped(_: None) -> Tensor:
 
 
 def fresh(graph: NetworkGraph, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs of a graph, those that the network writes to as copies."""
+    """The inputs of a graph, with copies in the place of those that the network writes to."""
     written = {leaf.node for leaf in graph.written_leaves}
     return [
         tensor.detach().clone() if leaf.node in written else tensor
@@ -232,7 +233,7 @@ def stays_on_cpu(graph: NetworkGraph, leaf: Leaf) -> bool:
 
 
 def _copies(stages: Sequence[Stage], device: torch.device) -> dict[str, Tensor] | None:
-    """What stages take of their network, on another device; ``None``: it is there."""
+    """Copies on ``device`` of the tensors that stages use; ``None`` if all are on it already."""
     named = {name: tensor for stage in stages for name, tensor in stage.taken().items()}
     with as_they_are():
         if all(tensor.device == device for tensor in named.values()):
@@ -241,7 +242,7 @@ def _copies(stages: Sequence[Stage], device: torch.device) -> dict[str, Tensor] 
 
 
 def own_copy(value: Tensor, device: torch.device) -> Tensor:
-    """A copy of a parameter or buffer that nobody else sees."""
+    """A copy of a parameter or buffer, on ``device``, that shares no memory with it."""
     with as_they_are():
         wanted = value.requires_grad
         copy = value_of(value).detach().to(device, copy=True)
@@ -249,12 +250,12 @@ def own_copy(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _difference(one: Any, other: Any, *, exact: bool) -> str | None:
-    """How two results differ, the first of which is right; ``None``: they do not.
+    """How a result differs from the right one, in words; ``None``: it does not.
 
     Args:
-        one: a tensor or a number.
-        other: what should be the same.
-        exact: bit for bit; else up to rounding.
+        one: the right one, a tensor or a number.
+        other: the other one.
+        exact: whether to compare bit for bit; else up to rounding.
     """
     if not isinstance(one, Tensor):
         same = one == other or (one != one and other != other)

@@ -16,6 +16,7 @@ from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, state_buffers
+from lightning_hybrid.stage.lent_weights import LentWeights
 from lightning_hybrid.stage.rank_stages import StageOptions
 from lightning_hybrid.stage.replayed_statistics import replayed_statistics
 from lightning_hybrid.stage.trace import Trace
@@ -26,15 +27,16 @@ class StagedNetwork:
     """One network on one rank: the module, this rank's stages of it, its calls.
 
     Args:
-        number: of the network, the same on all ranks.
+        number: number of the network, the same on all ranks.
         name: dotted name in the LightningModule; empty for the LightningModule itself.
         module: the whole network. Only the tensors of this rank's stages are up to date.
-        engine: this rank's stages at work.
+        engine: runs this rank's stages.
         borrowed: names in the network of parameters that another rank owns and this one uses too:
             their values come from there, and their gradients go there.
+        lent: on a worker, the weights that it owns and the driver uses too.
 
     Attributes:
-        weight_hooks: the user's, on gradients.
+        weight_hooks: the user's hooks on the gradients of weights.
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class StagedNetwork:
         module: nn.Module,
         engine: Engine,
         borrowed: frozenset[str] = frozenset(),
+        lent: LentWeights | None = None,
     ) -> None:
         self.number, self.name, self.module, self.engine = number, name, module, engine
-        self.borrowed = borrowed
+        self.borrowed, self.lent = borrowed, lent
         self.calls: dict[int, Call] = {}
         self.keys: dict[int, CallKey] = {}
         self._traffic: dict[int, list[Traffic]] = {}
@@ -54,12 +57,12 @@ class StagedNetwork:
         self.weight_hooks = WeightHooks(module)
 
     def add_key(self, key: CallKey, number: int | None = None) -> int:
-        """Note a new kind of calls, by what travels in them.
+        """Register a key of calls that exchange tensors of the same shapes.
 
         Args:
             key: the key.
-            number: on a worker, the driver's for it. Those of calls that have failed on the driver
-                before the worker has heard of them are left out.
+            number: on a worker, the driver's number for it. (Some never come: their call has failed
+                on the driver before it told the worker.)
 
         Returns:
             Its number.
@@ -89,7 +92,7 @@ class StagedNetwork:
             return tuple([parameter.requires_grad for parameter in self._parameters])
 
     def set_trainable(self, flags: Sequence[bool]) -> None:
-        """On a worker: the flags that the driver's network has."""
+        """On a worker: set ``requires_grad`` of every parameter to the driver's."""
         for parameter, trainable in zip(self._parameters, flags):
             parameter.requires_grad_(trainable)
 
@@ -116,17 +119,17 @@ def engine_of(
     seed: int,
     trace: Trace,
 ) -> Engine:
-    """This rank's stages at work, on its device, with the group that averages their gradients.
+    """The engine for this rank's stages, with the group that averages their gradients.
 
     Args:
-        network: that they are of.
-        stages: by number.
-        placement: of all stages.
+        network: the network of the stages.
+        stages: this rank's stages, by number.
+        placement: where all stages of the network are.
         options: how they compute.
-        mesh: the groups.
+        mesh: the groups of ranks.
         links: of the stages to their neighbours, by number.
         borrowed: names in the network of what this rank uses and another one owns.
-        device: where they are.
+        device: the device of the stages.
         seed: of the random numbers inside networks.
         trace: where to record.
     """
@@ -147,7 +150,7 @@ def engine_of(
 
 
 def names_of(stages: Sequence[Stage]) -> list[str]:
-    """Names in the network of the parameters and buffers that some of its stages use."""
+    """Names in the network of the parameters and buffers that these stages use."""
     named = (pair for s in stages for pair in (*s.named_parameters(), *s.named_buffers()))
     return list(dict.fromkeys(name for name, _ in named))
 
@@ -156,8 +159,8 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
     """Per rank of a replica, the names of the parameters that it uses and another one owns.
 
     The owner is the rank of the earliest stage that uses a parameter, but the driver only if no
-    other rank uses it: what the driver borrows it sees through its proxies. Copies of a stage
-    borrow nothing of each other.
+    other rank uses it: it has proxies for parameters that it borrows. Copies of a stage borrow
+    nothing from each other.
 
     Args:
         stages: of each stage of the network, the names of the parameters that it uses.
@@ -174,11 +177,30 @@ def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> li
     for names, (device, *_) in zip(stages, ranks):
         used[device] |= {*names}
         for name in names:
-            # (the driver is rank 0, which is false)
+            # (`or`, so that the driver, rank 0, gives way to any later rank)
             owner[name] = owner.get(name) or device
     return [
         frozenset(name for name in names if owner[name] != rank) for rank, names in enumerate(used)
     ]
+
+
+def lent_parameters(
+    stages: Sequence[Sequence[str]], devices: Devices, borrowed: Sequence[frozenset[str]]
+) -> list[frozenset[str]]:
+    """Per rank of a replica, the names of the parameters that it owns and the driver uses too.
+
+    Args:
+        stages: as for :func:`borrowed_parameters`.
+        devices: likewise.
+        borrowed: what that returns. (It does not have the parameters of a stage that the driver has
+            a copy of, all of which the rank with the first copy lends the driver.)
+    """
+    driver = 0
+    lent: list[set[str]] = [set() for _ in borrowed]
+    for names, (owner, *others) in zip(stages, map(copies_of, devices)):
+        tied = borrowed[driver] - borrowed[owner]
+        lent[owner] |= {name for name in names if driver in others or name in tied}
+    return [frozenset(names) for names in lent]
 
 
 def _refuse_tied_copies(stages: Sequence[Sequence[str]], devices: Devices) -> None:
@@ -194,13 +216,13 @@ def _refuse_tied_copies(stages: Sequence[Sequence[str]], devices: Devices) -> No
 
 
 def own_parameters(stages: Sequence[Stage], borrowed: frozenset[str]) -> list[nn.Parameter]:
-    """The parameters that no stage of another rank uses."""
+    """The parameters of these stages that this rank owns, which are all but those ``borrowed``."""
     named = {name: value for stage in stages for name, value in stage.named_parameters()}
     return [value for name, value in named.items() if name not in borrowed]
 
 
 def own_buffers(stages: Sequence[Stage]) -> list[Tensor]:
-    """The buffers that the stages of a rank use."""
+    """The buffers that these stages use, each once."""
     return list({name: value for s in stages for name, value in s.named_buffers()}.values())
 
 
@@ -212,19 +234,18 @@ def _replica_group(
     copies: tuple[int, ...],
     trace: Trace,
 ) -> ReplicaGroup:
-    """What averages the gradients of a rank's stages over all ranks that have them.
+    """The `ReplicaGroup` that averages the gradients of a rank's stages over all with the same.
 
     Args:
-        stages: of the rank.
-        network: that they are of.
+        stages: the stages of the rank.
+        network: the network of the stages.
         borrowed: names in it of parameters that another rank owns and averages.
-        mesh: of this rank.
-        copies: ``pp_rank`` of the ranks of this replica that have the stages. The driver, which may
-            be among workers, does not step them: its code sees them as the workers have them.
+        mesh: the mesh of this rank.
+        copies: ``pp_rank`` of the ranks of this replica that have the stages. If the driver is one
+            beside workers, these own and step the parameters, and it has proxies for them.
         trace: where to record.
     """
-    driver, first, here = 0, copies[0], mesh.coordinates.pp_rank
-    borrows = driver in copies[1:]
+    driver, here = 0, mesh.coordinates.pp_rank
     return ReplicaGroup(
         own_parameters(stages, borrowed),
         partial(own_buffers, stages),
@@ -232,8 +253,7 @@ def _replica_group(
         trace,
         partial(state_buffers, network),
         len(copies),
-        owns=not borrows or here != driver,
-        lending=partial(mesh.siblings, (first, driver)) if borrows else None,
+        owns=here != driver or driver not in copies[1:],
     )
 
 
@@ -255,5 +275,5 @@ def write_tensors(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> No
             if tensor.shape == value.shape and value.layout is torch.strided:
                 occupy(tensor)
                 tensor.copy_(value)
-            else:  # a buffer that has grown, or that holds places as well as values
+            else:  # a buffer of another size now, or a sparse one
                 tensor.data = value.to(tensor.device, tensor.dtype)

@@ -20,18 +20,18 @@ import torch
 from torch.cuda import Event
 
 Mark = float | Event
-"""When a span began: seconds, or an event on the device's current stream."""
+"""The beginning of a span: a time in seconds, or an event on the device's current stream."""
 
 
 class Stopwatch:
     """Adds up the time of spans of computation without waiting for any.
 
-    On CPUs a span lasts from call to return. On CUDA it lasts from event to event on the current
-    stream; it is counted in the first reading after it has passed, so that reading does not
+    On CPUs a span lasts from `start` to `stop`. On CUDA it lasts from event to event on the current
+    stream; it is counted in the first reading after these have passed, so that reading does not
     synchronise with the device either.
 
     Args:
-        device: what computes.
+        device: the device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Stopwatch:
         self._seconds = 0.0
 
     def start(self) -> Mark:
-        """Begin a span; its end is told by the mark that is returned."""
+        """Begin a span, and return the mark by which `stop` ends it."""
         return time.perf_counter() if self._events is None else _passing()
 
     def stop(self, mark: Mark) -> None:
@@ -53,7 +53,7 @@ class Stopwatch:
 
     def read(self) -> float:
         """Seconds of the spans that have ended since the last reading."""
-        # (a stream's events pass in order, so the first that has not passed ends it)
+        # (a stream's events pass in order: behind one that has not passed none has)
         while self._events and self._events[0][1].query():
             begin, end = self._events.popleft()
             self._seconds += begin.elapsed_time(end) / 1e3
@@ -72,17 +72,17 @@ def bubble(busy_s: list[float], wall_s: float) -> float:
 
     Args:
         busy_s: seconds of forward and backward of each stage of a replica.
-        wall_s: how long it took.
+        wall_s: seconds that passed in the meantime, waiting included.
     """
     return 1.0 - sum(busy_s) / (len(busy_s) * wall_s)
 
 
 def serial_s(busy_s: list[float], replicas: int) -> float:
-    """T_s of Eq. 14 of Akintoye et al. 2022, seconds on one device; a reconstruction.
+    """An estimate of the seconds that one device would take: T_s of Akintoye et al. 2022, Eq. 14.
 
-    It is not known while several devices work. Taken for it are the forwards and backwards of all
-    stages of all replicas, one after the other, as long as they take here. What one device needs
-    for loading, losses and optimizer steps is left out of it, but not of the T_p beside it.
+    It is the sum of the forwards and backwards of all stages of all replicas, as long as they take
+    here. Loading, losses and optimizer steps are left out of it, but not out of the measured T_p
+    that it is compared with.
 
     Args:
         busy_s: seconds of forward and backward of each stage of a replica.
@@ -99,7 +99,7 @@ class Trace:
 
     Args:
         rank: number of the rank, the "process" of the trace.
-        name: what to call it.
+        name: the name of the rank in the trace.
         watch: adds up the time of all spans, if that is asked for.
     """
 
@@ -120,7 +120,7 @@ class Trace:
         if self._path is None and self._watch is None:
             yield
             return
-        # two clocks: the watch is exact, the trace is compared over ranks
+        # two clocks: the watch's is exact, the trace's is the same for all ranks of a host
         mark = self._watch.start() if self._watch else None
         start = time.time()
         try:

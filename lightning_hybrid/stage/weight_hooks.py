@@ -1,8 +1,8 @@
-"""Hooks on the gradients of weights, which hear of each backward pass once, as on one device.
+"""Calls the user's hooks on gradients of weights once per backward pass, as on one device.
 
 The gradient of a weight comes in pieces: of each micro-batch and call of the network, of a penalty,
-of other ranks that use the weight too. Autograd calls a hook for each piece; the user's shall hear
-of their sum, which they may change (`Tensor.register_hook`) or use up
+of other ranks that use the weight too. Autograd calls a hook for each piece, but the user's are to
+get the sum, which they may change (`Tensor.register_hook`) or step with and free
 (`Tensor.register_post_accumulate_grad_hook`). So before a backward pass every rank takes the hooks
 off its weights, and puts aside the gradients that are there already; when all pieces are there it
 puts the hooks back and calls them.
@@ -30,7 +30,7 @@ class _Held:
     Attributes:
         name: its dotted name in the network.
         weight: the parameter that the hooks are put back on.
-        hooks: the tables of those before and after the gradient is added to others.
+        hooks: tables of the hooks that are called before, and after, the gradient is accumulated.
         gradient: what was in ``weight.grad`` before the pass; ``None``: nothing.
     """
 
@@ -47,7 +47,7 @@ class WeightHooks:
         module: the network.
 
     Attributes:
-        held: whether they are taken off now.
+        held: whether the hooks are taken off now.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -66,13 +66,13 @@ class WeightHooks:
             return [name for name, _ in self._hooked()]
 
     def late(self) -> list[str]:
-        """Names of the weights with hooks that may use the gradient up, and step."""
+        """Names of the weights with post-accumulate hooks of the user's, which may step."""
         with as_they_are():
             found = [(name, gradient_hooks(weight, late=True)) for name, weight in self._hooked()]
         return [name for name, hooks in found if any(map(is_of_the_user, hooks))]
 
     def hold(self) -> None:
-        """Take the hooks off for a backward pass, and the gradients that were there before."""
+        """Take hooks off for a backward pass, and put aside the gradients that are there."""
         # (a hook sees the gradient of this pass alone, and not what had accumulated before it)
         self.held = True
         with as_they_are():
@@ -91,10 +91,10 @@ class WeightHooks:
 
         Args:
             chosen: names of the weights that the pass was for; ``None``: all.
-            late: call the hooks that wait for the sum to be in ``weight.grad`` too.
+            late: whether to call the post-accumulate hooks too.
 
         Raises:
-            Exception: of a hook.
+            Exception: a hook has raised it.
         """
         # 1. Everything is in its place again before the first hook, which may raise, or look.
         taken, self._taken, self.held = self._taken, [], False
@@ -105,7 +105,7 @@ class WeightHooks:
             for held in taken:
                 held.weight.grad = held.gradient
         # 2. The hooks, each with the whole gradient of the pass.
-        with torch.no_grad():  # and a hook sees the weights of other ranks as all of its code does
+        with torch.no_grad():  # (not `as_they_are`: hooks see proxies of other ranks' weights)
             for held, gradient in reversed(arisen):  # backward begins at the last layers
                 if gradient is not None:
                     _add(held, gradient, heard=chosen is None or held.name in chosen, late=late)
@@ -119,7 +119,7 @@ def _add(held: _Held, gradient: Tensor, *, heard: bool, late: bool) -> None:
     if weight.grad is None:
         weight.grad = gradient
     elif weight.grad.layout is gradient.layout is torch.strided:
-        weight.grad += gradient  # who has kept it sees the sum, as autograd does it
+        weight.grad += gradient  # in place, as autograd does: others may hold this tensor
     else:
         weight.grad = weight.grad + gradient
     for hook in [*(after or {}).values()] if heard and late else ():

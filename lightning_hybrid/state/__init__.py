@@ -1,4 +1,4 @@
-"""Weights and the states of optimizers, as each rank owns them and as files."""
+"""Weights and the states of optimizers, as each rank has them and in files."""
 
 from lightning_hybrid.state.atomic_checkpoints import (
     AtomicCheckpointIO,

@@ -1,7 +1,7 @@
-"""How a checkpoint reaches the disk: a kill in the middle of it leaves the previous file whole.
+"""Writes checkpoints so that a kill in the middle of it leaves the previous one whole.
 
-Where a file or folder is replaced, the two paths change places at once: a kill finds both as
-before, or both exchanged.
+A file is replaced by a rename. If one of the two is a folder, their paths are exchanged in one
+step, where the system can: after a kill both are as before, or both exchanged.
 """
 
 import ctypes
@@ -51,11 +51,11 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes to a file beside the checkpoint, and puts it in its place when it is on the disk.
+    """Writes a new file in the checkpoint's folder, which replaces the old one when it is complete.
 
-    Lightning's own writes to the system's temporary folder and then moves, which is a plain copy
-    where that folder is on another file system: a kill leaves half a file. It also holds the file
-    in memory, twice. Paths that are URLs are left to Lightning.
+    Lightning's own class writes to the system's temporary folder and then moves the file, which is
+    a plain copy if that folder is on another file system: a kill leaves half a file. It also holds
+    the file in memory, twice. Paths that are URLs are left to Lightning.
     """
 
     def save_checkpoint(
@@ -66,9 +66,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Args:
             checkpoint: what to save.
             path: where to.
-            storage_options: refused, as Lightning's own does.
+            storage_options: refused, as by Lightning's own class.
         """
-        # file systems behind URLs have no rename that replaces at once
+        # file systems behind URLs have no rename that replaces in one step
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -76,7 +76,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
             _Beside(target) as file,
-            # weights of other ranks come one by one as they are written: all may not fit
+            # weights of other ranks are fetched one by one as they are written: all may not fit
             streaming(),
             named_disk_errors(path),
         ):
@@ -88,10 +88,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint: on this host it is read where its numbers are needed.
+        """Load a checkpoint; tensors in a file of this host are read only when they are needed.
 
         Args:
-            path: of the file, of the folder of a sharded checkpoint, or a URL.
+            path: the file, the folder of a sharded checkpoint, or a URL.
             map_location: as in Lightning.
             weights_only: likewise.
         """
@@ -103,7 +103,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         with Path(path).open("rb") as file:
             if not may_be_mapped(file):
                 return load_unread(path, weights_only)
-        # a rank needs some of it: pages that nobody reads take no memory
+        # mapped, since a rank needs only some of it: pages that are not read take no memory
         loaded: dict[str, Any] = torch.load(
             path, map_location=map_location, weights_only=weights_only, mmap=True
         )
@@ -112,13 +112,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class _Beside:
-    """A file that takes the place of another one when the block has ended well, else of none.
+    """Context with a new file, which replaces another one if the block ends without an error.
 
-    Until then it has no name, so that a kill leaves nothing; on file systems that know no such
-    files it has always the same one, and the next attempt writes over it.
+    Until then it has no name, so that a kill leaves nothing. On file systems without such files it
+    has a name, always the same, so that the next attempt overwrites it.
 
     Args:
-        target: the path of the other one.
+        target: the path of the file to replace.
     """
 
     def __init__(self, target: Path) -> None:
@@ -133,7 +133,7 @@ class _Beside:
     def _open(self) -> BinaryIO:
         if hasattr(os, "O_TMPFILE"):
             with suppress(OSError):
-                # what has no name goes with its process, whatever ends that
+                # a file without a name vanishes with its process, whatever ends that
                 flags = os.O_TMPFILE | os.O_WRONLY
                 return os.fdopen(os.open(self._target.parent, flags, 0o666), "wb")
         self._has_name = True
@@ -143,25 +143,25 @@ class _Beside:
         try:
             if kind is None:
                 self._file.flush()
-                # a name on the disk before its contents is an empty file after a power cut
+                # contents first: a name without them would be an empty file after a power cut
                 os.fsync(self._file.fileno())
                 if not self._has_name:
                     self._give_name()
                 _refuse_other_folder(self._target)
                 _put_in_place(self._named, self._target)
         finally:
-            with suppress(OSError):  # what could not be written before cannot now
+            with suppress(OSError):  # (after an error closing tries to write once more)
                 self._file.close()
             self._named.unlink(missing_ok=True)
 
     def _give_name(self) -> None:
         self._named.unlink(missing_ok=True)
-        # (the number of a folder, which is not used, makes Python follow the link)
+        # (`src_dir_fd`, which has no effect on an absolute path, makes Python follow the link)
         os.link(f"/proc/self/fd/{self._file.fileno()}", self._named, src_dir_fd=0)
 
 
 class Stager(Protocol):
-    """A session, as far as it writes sharded checkpoints while it trains."""
+    """What `ShardedSaves` needs of a session: copies of tensors, written while it trains."""
 
     def stage_shards(
         self, checkpoint: dict[str, Any], folder: Path, given_up: Event
@@ -170,41 +170,42 @@ class Stager(Protocol):
 
 
 class ShardedSaves:
-    """Sharded checkpoints on their way to the disk, and from it, in the order in which they go.
+    """Saves and removes sharded checkpoints, in order, also in the background of training.
 
-    A checkpoint is removed when all that were saved before are there: else a kill would leave none.
+    A checkpoint is removed only when all saves that were begun before are complete: else a kill
+    could leave none.
     """
 
     def __init__(self) -> None:
         self._background, self._given_up = Background(), Event()
 
     def __reduce__(self) -> Any:
-        """A copy of the strategy has none under way."""
+        """A copy (of the strategy) has no saves under way."""
         return ShardedSaves, ()
 
     def save(self, write: Callable[[Path], None], target: Path) -> None:
-        """Save, and return when that is done.
+        """Save a checkpoint, and return when that is done.
 
         Args:
-            write: fills a folder.
-            target: that it becomes.
+            write: writes the checkpoint to a folder.
+            target: the path that this folder gets.
         """
         with _becoming(_new_folder(target), target) as folder:
             write(folder)
 
     def begin(self, stager: Stager, checkpoint: dict[str, Any], target: Path) -> None:
-        """Save, and return when copies are made.
+        """Begin to save, and return when tensors are copied: they are written in the background.
 
         Args:
             stager: the session.
             checkpoint: what to save.
-            target: the folder.
+            target: the folder of the checkpoint.
 
         Raises:
-            OSError: of the save before.
+            OSError: the save before has failed.
         """
-        self.finish(stager)  # there are copies of one checkpoint at most
-        # an event for each: that of a save which was given up must not end this one
+        self.finish(stager)  # so that there are copies of one checkpoint at most
+        # an event for each save: that of one which was given up must not end this one
         folder, self._given_up = _new_folder(target), Event()
         try:
             write = stager.stage_shards(checkpoint, folder, self._given_up)
@@ -219,25 +220,25 @@ class ShardedSaves:
         self._background.submit(become)
 
     def remove(self, target: Path) -> None:
-        """Remove a checkpoint, unless one that was saved after it fails."""
+        """Remove a checkpoint, unless a save that is under way fails."""
         if self._background.busy:
-            # behind the saves under way: until they are done this may be the only whole one
+            # after these saves: until they are done this may be the only complete checkpoint
             self._background.submit(partial(_remove_checkpoint, target))
         else:
             _remove_checkpoint(target)
 
     def finish(self, stager: Stager) -> None:
-        """Wait until all is done.
+        """Wait until all saves are done.
 
         Raises:
-            OSError: of a save that has failed.
+            OSError: a save has failed.
         """
         if self._background.busy:
             stager.await_shards()
         self._background.wait()
 
     def give_up(self) -> None:
-        """The run has failed: what workers still write is waited for, but not for long."""
+        """After an error of the run: wait for saves under way at most `LAST_S`, then drop them."""
         with suppress(Exception):  # the first error is what counts
             self._background.wait(LAST_S)
         self._given_up.set()
@@ -253,9 +254,9 @@ def _new_folder(target: Path) -> Path:
 
 @contextmanager
 def _becoming(folder: Path, target: Path) -> Iterator[Path]:
-    """Inside, a folder is filled. Then it takes the place of ``target``; after an error it goes.
+    """Inside, a folder is filled. Then it replaces ``target``; after an error it is removed.
 
-    A kill leaves it, under a name that begins with a dot; the next attempt removes it.
+    A kill leaves it, under a name that begins with a dot, and the next attempt removes it.
     """
     try:
         yield folder
@@ -266,7 +267,7 @@ def _becoming(folder: Path, target: Path) -> Iterator[Path]:
 
 
 def _remove_checkpoint(target: Path) -> None:
-    if is_sharded(target):  # a kill must not leave a part that looks like it
+    if is_sharded(target):  # renamed first: a kill must not leave a part under its name
         gone = _beside(target, "gone")
         shutil.rmtree(gone, ignore_errors=True)
         target.rename(gone)
@@ -287,18 +288,18 @@ def _refuse_other_folder(target: Path) -> None:
 
 
 def _put_in_place(new: Path, target: Path) -> None:
-    """Let a file or folder take the place of what is there, which is removed."""
+    """Move a file or folder to ``target``, and remove what was there."""
     if not (target.is_dir() or (new.is_dir() and target.exists())):
         new.replace(target)
     elif exchange(new, target):
         _remove(new)
-    else:  # a kill in here leaves what was there, under this name
+    else:  # (a kill in between leaves the old one, as `.NAME.before`)
         before = _beside(target, "before")
         _remove(before)
         target.rename(before)
         new.rename(target)
         _remove(before)
-    # a rename is on the disk when its folder is
+    # a rename is on the disk when the folder is
     folder = os.open(target.parent, os.O_RDONLY)
     with suppress(OSError):  # not every file system can
         os.fsync(folder)
@@ -313,7 +314,7 @@ def _remove(path: Path) -> None:
 
 
 class _LettingGo:
-    """A file that gives memory back which other ranks' tensors were mapped to, once it is written.
+    """A file to write to, which lets go of the mapped memory that data comes from once written.
 
     Args:
         file: the file.
@@ -332,15 +333,15 @@ class _LettingGo:
         return written
 
     def flush(self) -> None:
-        """As of any file."""
+        """Flush the file."""
         self._file.flush()
 
 
 def with_atomic_writes(io: CheckpointIO | None) -> CheckpointIO:
-    """The user's checkpoint IO, else one that writes a file whole or not at all."""
+    """The user's checkpoint IO, else an `AtomicCheckpointIO`; a wrapper gets one inside."""
     if io is None:
         return AtomicCheckpointIO()
     if isinstance(io, WrappingCheckpointIO):
-        # as in Lightning: one that was made around another keeps that one
+        # (as in Lightning, a wrapper that was made around another IO keeps that one)
         io.checkpoint_io = AtomicCheckpointIO()
     return io

@@ -1,4 +1,4 @@
-"""Work that goes on beside training, in order: what asynchronous checkpoints write."""
+"""Jobs that run beside training, one after the other: the writes of asynchronous checkpoints."""
 
 from collections.abc import Callable
 
@@ -6,14 +6,14 @@ from lightning_hybrid.comm import BackgroundThread
 
 
 class Background:
-    """Does one job after the other, each in a thread that ends with the process."""
+    """Runs one job after the other, each in a thread that ends with the process."""
 
     def __init__(self) -> None:
         self._last: BackgroundThread | None = None
         self._error: BaseException | None = None
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run a job in a thread when all earlier ones are over; after a failure leave it out."""
+        """Run a job in a thread when all earlier ones are over; if one has failed, skip it."""
         before = self._last
 
         def run() -> None:
@@ -32,18 +32,18 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether something is not done yet, or has failed."""
+        """Whether a job is not done yet, or has failed since the last `wait`."""
         alive = self._last is not None and self._last.is_alive()
         return alive or self._error is not None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all is done.
+        """Wait until all jobs are done.
 
         Args:
-            timeout_s: at most so long.
+            timeout_s: the longest time to wait; ``None``: no limit.
 
         Raises:
-            BaseException: of the first job that has failed since the last call.
+            BaseException: the error of the first job that has failed since the last call.
         """
         if self._last is not None:
             self._last.join(timeout_s)

@@ -1,9 +1,9 @@
-"""Clipping by norm, and one loss scale, over all stages.
+"""The arithmetic of clipping by norm, and of one loss scale, over all stages.
 
-Each rank measures its own gradients; the driver hears all norms, and one factor goes to all ranks
-(:meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm` asks them).
-The scaler of ``precision="16-mixed"`` lives on the driver: gradients are unscaled where they are,
-and one that is not finite, on any rank, makes the step be skipped on all.
+Each rank takes the norms of its own gradients. The driver asks for them, and sends one factor to
+all ranks (:meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm`).
+The scaler of ``precision="16-mixed"`` is on the driver: each rank unscales its own gradients, and
+if one is not finite on any rank, all ranks skip the step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 
 def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
-    """Multiply gradients with ``factor``, in place. Whether one of them was not finite.
+    """Multiply gradients by ``factor``, in place, and return whether one of them was not finite.
 
     Raises:
-        ValueError: a gradient is float16, and would lose what scaling has saved.
+        ValueError: a gradient is float16, whose small numbers unscaling would turn to zero.
     """
     if any(gradient.dtype == torch.float16 for gradient in gradients):
         raise ValueError(
@@ -35,7 +35,7 @@ def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that this rank has, in the order of the groups."""
+    """The gradients that this rank has of an optimizer's parameters, in the order of its groups."""
     return [
         parameter.grad
         for group in optimizer.param_groups
@@ -82,7 +82,7 @@ def total_norm(norms: Mapping[str, Tensor], names: Iterable[str], order: float =
 
 
 def clip_factor(total: Tensor, max_norm: float) -> float:
-    """What to multiply all gradients with, as ``torch.nn.utils.clip_grads_with_norm_`` does.
+    """The factor to multiply all gradients by, as in ``torch.nn.utils.clip_grads_with_norm_``.
 
     Args:
         total: the norm of all gradients together.

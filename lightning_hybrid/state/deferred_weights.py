@@ -1,8 +1,9 @@
-"""Networks that are whole on no rank: who makes which weights, who brings them where.
+"""Weights of networks that are made in ``configure_model``, and are whole on no rank.
 
-Each rank makes the weights of its own stage (:mod:`lightning_hybrid.remote.deferred`). What only
-the driver of replica 0 has, a loaded checkpoint, travels from there: to the workers of its replica
-when the network is cut, and to the other replicas from rank to rank of each stage.
+Each rank makes the weights of its own stage (:mod:`lightning_hybrid.remote.deferred`). A checkpoint
+is loaded by the driver of replica 0 alone, which sends it to the workers of its replica when the
+network is cut; each of these ranks sends its part to the ranks of other replicas with the same
+stage.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,14 +51,14 @@ from lightning_hybrid.state.worker_files import FilesOfWorker
 
 
 def where(coordinates: Coordinates, pp_rank: int) -> str:
-    """Says which rank of a replica owns something."""
+    """Words for messages that say which rank of this replica has something."""
     return f"on {coordinates.at(pp_rank)}"
 
 
 def make_what_no_network_owns(module: nn.Module) -> None:
     """Make the LightningModule's own tensors, and those of modules without parameters.
 
-    All others are weights of modules, and wait until a call tells whose stage they belong to.
+    All others stay deferred until a call tells to which rank's stage they belong.
     """
     materialize((*module.parameters(recurse=False), *module.buffers(recurse=False)))
     for part in module.modules():
@@ -66,7 +67,12 @@ def make_what_no_network_owns(module: nn.Module) -> None:
 
 
 def to_send(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """What a worker cannot make by itself, of the tensors that it owns."""
+    """Of the tensors that a worker owns, those that it cannot make by itself: made or loaded here.
+
+    Args:
+        tensors: of the LightningModule, by name.
+        names: of the tensors that the worker owns.
+    """
     owned = {name: tensors[name] for name in names}
     return {name: t for name, t in owned.items() if not is_deferred(t) or has_loaded(t)}
 
@@ -74,7 +80,7 @@ def to_send(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Te
 def leave_to_worker(
     tensors: Mapping[str, Tensor], names: Iterable[str], coordinates: Coordinates, pp_rank: int
 ) -> None:
-    """On a driver: free what a worker owns from here on."""
+    """On a driver: free the memory of deferred tensors that a worker owns from here on."""
     for name in names:
         if is_of_one_rank(tensors[name]):
             offload(tensors[name], name, where(coordinates, pp_rank))
@@ -84,7 +90,7 @@ def leave_to_worker(
 def refuse_tied(
     name: str, tensors: Mapping[str, Tensor], borrowed: Sequence[Iterable[str]]
 ) -> None:
-    """A borrower needs its owner's weights from the start, and these have no memory yet.
+    """Refuse tied weights of ``configure_model`` that two ranks use: one alone can make them.
 
     Args:
         name: of the network.
@@ -106,12 +112,12 @@ def refuse_tied(
 
 
 class Takeover:
-    """On the owner of a stage: take charge of its weights.
+    """On a rank that gets a stage: makes the weights of it, and gives up those of other stages.
 
     Args:
         module: the LightningModule.
-        names: of the weights and buffers of the stage.
-        others: of those of the other stages.
+        names: names of the weights and buffers of the stage.
+        others: names of those of the other stages.
         coordinates: this rank.
         vacates: whether parameters of the other stages give their memory back.
     """
@@ -131,7 +137,7 @@ class Takeover:
         self._coordinates = coordinates
         mine = {id(tensors[name]) for name in names}
         for name in set(others) - set(names):
-            if id(tensors[name]) in mine:  # another name of a tied one
+            if id(tensors[name]) in mine:  # another name of a tied weight
                 continue
             if is_of_one_rank(tensors[name]):
                 offload(tensors[name], name, f"on another rank of replica {coordinates.dp_rank}")
@@ -158,7 +164,7 @@ class Takeover:
 
 @contextmanager
 def whole(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the module has all weights: its own, and ``values`` where it has none."""
+    """Inside, the module has all weights: its own, and ``values`` for those on other ranks."""
     tensors = tensors_of(module)
     with ExitStack() as stack:
         for name, value in values.items():
@@ -210,13 +216,13 @@ class Unfilled(TorchDispatchMode):
 def share_optimizers(
     optimizers: Sequence[Optimizer], names: Mapping[int, str], group: Group, device: torch.device
 ) -> None:
-    """Give every rank of a data-parallel group the optimizer states of the one in replica 0."""
+    """Give every rank of a data-parallel group the optimizer states of its rank in replica 0."""
     if group.size() == 1:
         return
     parameters = {names[id(p)]: p for o in optimizers for g in o.param_groups for p in g["params"]}
     for optimizer in optimizers:
         own = state_of(optimizer, names) if group.rank() == 0 else {}
-        # structure first, as one object; numbers follow one by one, or they would be there twice
+        # the structure first, as one object; then tensors one by one, lest all be in memory twice
         outlined = broadcast_object(group, rebuild(own, _without_memory), device=device)
         numbers = iter([tensor for _, tensor in tensors_in(own)])
 
@@ -255,13 +261,15 @@ def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 def gather_optimizer_after_run(
     module: nn.Module, optimizer: Optimizer, mesh: Mesh, *, divided: bool
 ) -> dict[str, Any]:
-    """The state dict of one device, on the driver of replica 0; all ranks call it together.
+    """The state dict of an optimizer as on one device, on the driver of replica 0; else empty.
+
+    All ranks call it together.
 
     Args:
         module: the LightningModule.
-        optimizer: one of its.
-        mesh: the groups.
-        divided: whether replicas divide the states of optimizers, of which some may be whole.
+        optimizer: one of its optimizers.
+        mesh: the groups of ranks.
+        divided: whether replicas divide the states of optimizers (maybe not of this one).
     """
     if mesh.coordinates.dp_rank and not divided:
         return {}
@@ -278,18 +286,18 @@ def gather_optimizer_after_run(
     gathered = nullcontext() if others is None else others.gathered()
     remote = {name: state for name, state in remote.items() if name not in here}
     if others is not None:
-        # each driver has its replica's share by now: together they have all
+        # each driver has its replica's share by now, so together they have all states
         remote |= gather_states(mesh.drivers, remote | here, "")
     if mesh.coordinates.dp_rank:
         return {}
     with gathered:
         state_dict = optimizer.state_dict()
-    # one that has all of its states here has perhaps a form of its own for them
+    # (an optimizer with all states on this rank may have a state dict of its own form)
     return complete(optimizer, state_dict, names, remote) if remote else state_dict
 
 
 def _answer_driver(mesh: Mesh, value: Any) -> None:
-    """Leave something to the driver in a file, or send it, if it cannot read that."""
+    """Give the driver a value in a file, or send it, if the driver cannot read that."""
     channel = mesh.channel(0)
     with closing(FilesOfWorker(nn.Module())) as file:
         channel.send(Answer(value=file.write(value, "")))

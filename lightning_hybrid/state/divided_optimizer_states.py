@@ -7,8 +7,8 @@ the ranks give each other the new weights. Stepped in parts an optimizer does wh
 whole (:mod:`lightning_hybrid.driver.optimizer_trial`), so the numbers are the same.
 
 All replicas divide alike, since they know the same names and sizes, and have gradients of the same
-parameters once these are averaged. The driver divides what its workers own, whom it sends states;
-what no worker owns is divided when it is stepped for the first time.
+parameters once these are averaged. The driver divides what its workers own, since it sends them
+their states; what no worker owns is divided when it is stepped for the first time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,15 +24,15 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.stage import Broadcasts
 
 Replicas = dict[str, int]
-"""By name of a parameter, the replica that has its state; what is divided once stays there."""
+"""By name of a parameter, the number of the replica that has its state, which never changes."""
 
 
 class Division:
-    """Divides what one rank of each replica owns.
+    """Divides the parameters that one rank of each replica owns over the replicas.
 
     Args:
-        replicas: how many.
-        replica_of: is added to.
+        replicas: their number.
+        replica_of: the division so far, which is added to.
     """
 
     def __init__(self, replicas: int, replica_of: Replicas) -> None:
@@ -40,16 +40,16 @@ class Division:
         self._loads = [0] * replicas
 
     def add(self, sizes: Mapping[str, int]) -> list[str]:
-        """Give each parameter to the replica that has least, the largest first.
+        """Give each new parameter to the replica that has the fewest bytes, the largest first.
 
         Args:
-            sizes: bytes by name; what was divided before is left as it is.
+            sizes: bytes by name of parameters; those that were divided before stay as they are.
 
         Returns:
             The names that are new.
         """
         new = [name for name in sizes if name not in self.replica_of]
-        # the largest first, so that what is left for the end is small
+        # (the largest first: small ones at the end even out the loads)
         for name in sorted(new, key=lambda name: -sizes[name]):
             lightest = self._loads.index(min(self._loads))
             self.replica_of[name] = lightest
@@ -58,15 +58,15 @@ class Division:
 
 
 class OtherReplicas:
-    """Which states are on other replicas, for code that looks for them here.
+    """Knows which optimizer states are on other replicas, and refuses code that wants them here.
 
     Args:
-        names: of the parameters, by identity.
+        names: names of the parameters, by identity.
         replica_of: how they are divided.
-        replica: this one.
+        replica: number of this replica.
 
     Attributes:
-        gathering: whether all replicas are about to bring their states together.
+        gathering: whether all replicas are bringing their states together.
         over: whether the run has ended.
     """
 
@@ -91,7 +91,7 @@ class OtherReplicas:
             )
 
     def refuse_alone(self, optimizer: Optimizer) -> None:
-        """Raise HybridError unless all replicas are about to bring their states together."""
+        """Raise HybridError for a state dict, unless all replicas bring their states together."""
         if not self.gathering:
             raise HybridError(
                 f"{type(optimizer).__name__}.state_dict() would have the states of replica "
@@ -102,7 +102,7 @@ class OtherReplicas:
             )
 
     def refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise HybridError: the run is over, and nobody steps the rest."""
+        """Raise HybridError: after a run a step would miss the shares of other replicas."""
         raise HybridError(
             f"{type(optimizer).__name__}.step() after the fit would step what replica "
             f"{self._replica} has of its states: shard_optimizer_states=True divides them over the "
@@ -111,7 +111,7 @@ class OtherReplicas:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, a state dict may be made: what other replicas have is added to it."""
+        """Inside, a state dict may be made, to which the caller adds other replicas' states."""
         self.gathering = True
         try:
             yield
@@ -120,12 +120,12 @@ class OtherReplicas:
 
 
 class StateShares:
-    """The share of one rank.
+    """Has one rank step its share of the parameters, and the ranks exchange the new weights.
 
     Args:
-        group: of the ranks with the same stages.
-        names: of the parameters that all ranks know, by identity.
-        replica_of: how they are divided as far as that is known.
+        group: the group of the ranks with the same stages.
+        names: names of the parameters that all ranks know, by identity.
+        replica_of: the division so far, which is added to.
     """
 
     def __init__(self, group: Group, names: Mapping[int, str], replica_of: Replicas) -> None:
@@ -136,23 +136,23 @@ class StateShares:
         self._stepped: list[Parameter] = []
 
     def add(self, parameters: Iterable[Parameter]) -> bool:
-        """Divide what was not divided yet. Returns whether there was anything."""
+        """Divide the parameters that were not divided yet. Returns whether there were any."""
         sizes = {self._names[id(p)]: p.nbytes for p in parameters if id(p) in self._names}
         return bool(self._division.add(sizes))
 
     @contextmanager
     def alone(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, an optimizer sees the gradients of this rank's share, and steps no other."""
+        """Inside, an optimizer sees the gradients of this rank's share alone, and steps these."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        # (of what a replica alone knows, nobody averages the gradients: it is stepped by each)
+        # (gradients of a parameter that not all ranks know are not averaged: each steps it)
         known = [p for p in parameters if id(p) in self._names]
         self._stepped = found = [p for p in known if p.grad is not None]
-        # (a checkpoint may have states of what is frozen now)
+        # (a loaded checkpoint may have states of parameters that are frozen now)
         if self.add(found) | self.add(p for p in known if p in optimizer.state):
             self.drop(optimizer)
         hidden = [(p, p.grad) for p in found if self._where(p) != self.replica]
         for parameter, _ in hidden:
-            # optimizers pass over what has no gradient, and make no state for it
+            # optimizers skip a parameter without a gradient, and make no state for it
             parameter.grad = None
         try:
             yield
@@ -161,19 +161,19 @@ class StateShares:
                 parameter.grad = gradient
 
     def drop(self, optimizer: Optimizer) -> None:
-        """Forget the states of what other replicas step, as those of a loaded checkpoint."""
+        """Drop the states (of a loaded checkpoint) of parameters that other replicas step."""
         for parameter in list(optimizer.state):
             if self._where(parameter) not in (None, self.replica):
                 del optimizer.state[parameter]
 
     def exchange(self) -> None:
-        """After a step: have the new weights of all shares (collective over the group)."""
+        """After a step: give all ranks the new weights of all shares (a collective)."""
         stepped, self._stepped = self._stepped, []
         for replica in range(self._replicas):
             theirs = [p for p in stepped if self._where(p) == replica]
             self._broadcasts.send(theirs, replica)
             if replica != self.replica:
-                # a graph that still needs the old numbers must be able to see that they are gone
+                # autograd then refuses a backward that still needs the old numbers
                 increment_version(theirs)
 
     def _where(self, parameter: object) -> int | None:

@@ -1,4 +1,4 @@
-"""The states that other replicas keep of an optimizer, brought to one rank tensor by tensor."""
+"""Brings the states that the replicas have of an optimizer to one rank, tensor by tensor."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,17 +20,17 @@ from lightning_hybrid.state.optimizer_state import outlined
 from lightning_hybrid.state.tensor_file import PIECE_BYTES, TensorFile, let_go, read_files
 
 States = dict[str, dict[str, Any]]
-"""Of one optimizer, by name of the parameter."""
+"""The states of one optimizer: by name of the parameter, its state by key."""
 
 
 def gather_states(group: Group, mine: States, folder: str) -> States:
-    """On the first rank of a group the states of all others, in a file; they get nothing.
+    """On the first rank of a group: the states of all others, mapped from a file; elsewhere empty.
 
-    Collective. No rank takes more memory than for what it has and one piece of a tensor.
+    Collective. A rank takes no memory beside its own states but for one piece of a tensor.
 
     Args:
-        group: of gloo.
-        mine: of this rank.
+        group: a gloo group.
+        mine: the states of this rank.
         folder: for the file, if possible.
 
     Raises:
@@ -61,7 +61,7 @@ def _send(group: Group, tensor: Tensor) -> None:
     for piece in bytes_of(tensor).split(PIECE_BYTES) if tensor.numel() else ():
         here = piece.cpu()
         wait(start(group.send, [here], 0, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
-        let_go(here.numpy().data)  # of a worker's file
+        let_go(here.numpy().data)  # (it may be mapped from a worker's file)
 
 
 def _stored(file: TensorFile, group: Group, source: int, value: Any) -> Any:

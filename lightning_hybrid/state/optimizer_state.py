@@ -1,8 +1,8 @@
-"""``optimizer.state`` on the driver, of an optimizer whose states lie on several ranks.
+"""``optimizer.state`` on the driver, for an optimizer whose states are on several ranks.
 
 Users log the states of an optimizer, halve its momentum, clear all of it; schedule-free optimizers
-exchange weights with theirs. So the first look at the mapping (outside of steps and state dicts)
-fetches what the workers have; before the next step it goes back to them.
+swap weights with them. So the first access to the mapping (outside of steps and state dicts)
+fetches the states of the workers; before the next step they are sent back.
 """
 
 from collections import defaultdict
@@ -24,15 +24,15 @@ States = dict[Parameter, dict[str, Any]]
 
 
 class DriverState(defaultdict[Any, Any]):
-    """What this rank has, and on demand the states of the parameters of other ranks.
+    """The states of an optimizer by parameter; those of other ranks are fetched when accessed.
 
     Args:
-        here: what this rank has.
-        fetch: adds what the other ranks have to what this one has.
-        others: which states are on other replicas, if any are.
+        here: the states that this rank has.
+        fetch: gets these, and returns them with those of the other ranks.
+        others: tells which states other replicas have, if any.
 
     Attributes:
-        away: whether other ranks have states that are not here.
+        away: whether other ranks have states that were not fetched.
         others: as given.
     """
 
@@ -53,7 +53,7 @@ class DriverState(defaultdict[Any, Any]):
 
     def arrive(self) -> None:
         """Fetch the states that the workers have, if that was not done yet."""
-        # our own code looks at the states in each step, and must not fetch them
+        # the package's own code accesses the states in each step, and must not fetch any
         if self.away and not self._quiet:
             found = self._fetch(self.own())
             self.away = False
@@ -62,7 +62,7 @@ class DriverState(defaultdict[Any, Any]):
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """Inside, a look at the states fetches nothing from the workers."""
+        """Inside, an access to the states fetches nothing from the workers."""
         before, self._quiet = self._quiet, True
         try:
             yield
@@ -88,7 +88,7 @@ def _arriving(name: str) -> Callable[..., Any]:
     return arrives_first
 
 
-# all of them: the C code of a dict calls none of its own methods
+# every method by itself, since the C code of a dict does not call overridden ones
 for _name in (
     *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__"),
     *("__eq__", "__repr__", "__or__", "__ior__", "__reversed__", "__copy__", "copy"),
@@ -98,7 +98,7 @@ for _name in (
 
 
 def placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
-    """As optimizers keep it: step counts on the CPU, all else beside the parameter."""
+    """A state as optimizers keep it: tensors on the parameter's device, step counts as they are."""
     return {
         key: value.to(parameter.device)
         if isinstance(value, Tensor) and value.dim() and not (parameter.is_meta or is_unread(value))
@@ -108,10 +108,10 @@ def placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
 
 
 def were_divided(optimizers: Iterable[Optimizer], *, trains: bool) -> bool:
-    """Whether there are optimizers of an earlier run that has divided their states.
+    """Whether some of these optimizers are of an earlier run that has divided their states.
 
     Raises:
-        HybridError: there are, and this run trains.
+        HybridError: some are, and this run trains.
     """
     states = ((optimizer, getattr(optimizer.state, "others", None)) for optimizer in optimizers)
     divided = [optimizer for optimizer, others in states if others is not None and others.over]
@@ -125,7 +125,7 @@ def were_divided(optimizers: Iterable[Optimizer], *, trains: bool) -> bool:
 
 
 def outlined(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Large tensors as their specs; what else there is, itself."""
+    """A state as a message: dense tensors as their `TensorSpec`, step counts and the like whole."""
     return {
         key: TensorSpec.of(value, gradient=False)
         if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided

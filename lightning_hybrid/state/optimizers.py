@@ -1,16 +1,17 @@
-"""The user's optimizers on every rank: made on the driver, shipped, stepped together.
+"""The user's optimizers on every rank: made on the driver, sent to workers, stepped together.
 
 ``configure_optimizers`` runs on the driver only. Every rank gets each optimizer with *all* its
 parameter groups and *all* their parameters; the ones a rank does not own never get a gradient
 there and are skipped by ``step``. So groups, schedulers and the numbering in checkpoints are
 those of one device.
 
-Workers step when the driver's optimizer has stepped: before, its closure has not run the backward.
-They step with the groups as the driver's step found them, and count in them for themselves.
+Workers step after the driver's optimizer, since its closure may run the backward. They step with
+the groups as they were before the driver's step, and what a step changes in groups (a counter) each
+rank changes for itself.
 
-That is right for optimizers which treat every parameter by itself. The others (which ones they are
-:mod:`lightning_hybrid.driver.optimizer_trial` finds out) step *whole*: the driver has all of
-their gradients and states, and the workers get the new weights.
+That is right for optimizers which treat every parameter by itself. The others
+(:mod:`lightning_hybrid.driver.optimizer_trial` finds out which these are) step *whole*: the driver
+gets all of their gradients and states, and the workers get the new weights.
 """
 
 import io
@@ -31,17 +32,17 @@ from lightning_hybrid.remote import is_unread
 from lightning_hybrid.state.optimizer_state import placed
 
 _SMALL_BYTES = 2**10
-"""A tensor of at most this is pickled."""
+"""A tensor of at most so many bytes is pickled."""
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a parameter as its name: the other rank has its own.
+    """Pickles optimizers for another rank: parameters as their names, large tensors apart.
 
     Args:
         file: to write to.
-        names: of parameters, by identity.
-        apart: gets large tensors and those on devices, which are written as their numbers in it
-            and their specs; ``None``: they are pickled.
+        names: names of parameters, by identity.
+        apart: the list that gets tensors that are large or on a device; in the pickle stand their
+            places in the list, and their specs. ``None``: they are pickled.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class _Pickler(pickle.Pickler):
             return self._names.get(id(value))
         if self._apart is None or not isinstance(value, Tensor) or not _goes_apart(value):
             return None
-        # what two states share they share on the other rank as well
+        # (a tensor that two states share is sent once, and shared on the other rank as well)
         number = self._numbers.setdefault(id(value), len(self._apart))
         if number == len(self._apart):
             self._apart.append(value)
@@ -76,7 +77,7 @@ def _goes_apart(tensor: Tensor) -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what a :class:`_Pickler` wrote; tensors apart are taken when they are needed."""
+    """Reads what a :class:`_Pickler` wrote; large tensors are received when they are needed."""
 
     def __init__(
         self, file: io.BytesIO, parameters: Mapping[str, Parameter], apart: Tensors
@@ -97,17 +98,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 class StepsElsewhere(Optimizer):
-    """On a worker: the groups of an optimizer that steps whole, on the driver.
+    """On a worker: stands for an optimizer that steps whole, on the driver.
 
-    Gradients are clipped, unscaled and cleared by groups.
+    It has the groups, by which gradients are clipped, unscaled and cleared.
     """
 
 
 def record_of(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes of an optimizer that another rank needs, but for the state of parameters.
 
-    Attributes of subclasses travel too; hooks, and ``step`` as learning-rate schedulers patch it on
-    the instance, belong to the driver.
+    Attributes of subclasses are among them. Hooks are not, nor ``step`` as learning-rate schedulers
+    patch it on the instance: they stay on the driver.
     """
     left = {"state"}
     return {
@@ -123,13 +124,16 @@ def ship(
     owned: set[str],
     whole: Sequence[bool] = (),
 ) -> tuple[bytes, list[tuple[str, Tensor]]]:
-    """Write optimizers for another rank: pickled, and apart the large tensors of their states.
+    """Write optimizers for another rank: pickled, with the large tensors of their states apart.
 
     Args:
         optimizers: the driver's.
         parameters: every parameter of the module, by name.
         owned: the names of those whose state the other rank needs.
-        whole: of each optimizer whether the driver alone steps it; by default none.
+        whole: for each optimizer, whether the driver alone steps it; by default none.
+
+    Returns:
+        The pickle, and the tensors under their numbers.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     records: list[tuple[type[Optimizer], dict[str, Any]]] = []
@@ -157,8 +161,8 @@ def write_records(
     """Pickle optimizers' classes and attributes, parameters by name; see :func:`unship`.
 
     Args:
-        records: what to pickle.
-        names: of parameters, by identity.
+        records: per optimizer its class and attributes.
+        names: names of parameters, by identity.
         apart: gets the large tensors; ``None``: they are pickled.
     """
     file = io.BytesIO()
@@ -167,13 +171,19 @@ def write_records(
 
 
 def unship(data: bytes, apart: Tensors, parameters: Mapping[str, Parameter]) -> list[Optimizer]:
-    """Read what :func:`ship` wrote, around this rank's own parameters, and beside these."""
+    """Make optimizers of what :func:`ship` wrote, with this rank's parameters and on their devices.
+
+    Args:
+        data: the pickle.
+        apart: the tensors, as they arrive.
+        parameters: this rank's parameters, by name.
+    """
     optimizers = []
     for kind, plain in _Unpickler(io.BytesIO(data), parameters, apart).load():
         optimizer = kind.__new__(kind)
         state = plain.pop("state")
-        # A fresh base object brings the hook tables of this torch version, in their own form.
-        # (without any, as where `configure_optimizers` returns None, it wants one that is empty)
+        # The base class makes the hook tables of this torch version. (It refuses to have no groups,
+        # as an optimizer has if `configure_optimizers` returns None: then an empty one.)
         Optimizer.__init__(optimizer, plain["param_groups"] or [{"params": []}], plain["defaults"])
         optimizer.__dict__.update(plain)
         optimizer.state.update({p: placed(of_one, p) for p, of_one in state.items()})
@@ -182,7 +192,7 @@ def unship(data: bytes, apart: Tensors, parameters: Mapping[str, Parameter]) -> 
 
 
 def kind_of_group(group: Mapping[str, Any]) -> frozenset[tuple[str, object]]:
-    """Equal for hyper-parameters that differ in numbers only, but for zero and infinity."""
+    """A key equal for groups whose options differ only in numbers that are not 0 or infinite."""
     return frozenset((key, _kind_of(value)) for key, value in group.items() if key != "params")
 
 
@@ -198,7 +208,7 @@ def _kind_of(value: object) -> object:
 
 
 def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[Hyperparameters]:
-    """The groups as they are now, parameters by name."""
+    """Copies of an optimizer's groups as they are now, with parameters by name."""
     return [
         {
             key: [names[id(p)] for p in value if id(p) in names]
@@ -230,7 +240,7 @@ def take_groups(
 def state_of(
     optimizer: Optimizer, names: Mapping[int, str], only: str = ""
 ) -> dict[str, dict[str, Any]]:
-    """The state of an optimizer by parameter name, of one parameter or all; tensors on the CPU."""
+    """The state of an optimizer by parameter name (``only`` of one, or all); tensors on the CPU."""
     return {
         names[id(parameter)]: {
             key: value.detach().cpu() if isinstance(value, Tensor) else value
@@ -247,7 +257,14 @@ def complete(
     names: Mapping[int, str],
     remote: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """The ``state_dict`` of one device: this rank's own, and the state of the workers in it."""
+    """The ``state_dict`` as on one device: this rank's, with the states of other ranks added.
+
+    Args:
+        optimizer: the optimizer.
+        state_dict: this rank's, which is added to.
+        names: names of parameters, by identity.
+        remote: states on other ranks, by name of the parameter.
+    """
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, everyone):

@@ -1,6 +1,6 @@
-"""A checkpoint in a folder, to which each rank writes what it owns: torch's distributed checkpoint.
+"""Checkpoints in a folder, to which each rank writes what it owns (torch's distributed checkpoint).
 
-As Lightning's strategies for FSDP have it::
+The folder is as Lightning's strategy for FSDP writes it::
 
     .metadata       what is where, as `torch.distributed.checkpoint` writes it
     __0_0.distcp    the tensors of rank 0, then a file for each further rank
@@ -8,8 +8,8 @@ As Lightning's strategies for FSDP have it::
 
 The keys of tensors are those of the ordinary checkpoint, dotted: ``state_dict.net.weight``,
 ``optimizer_0.state.3.exp_avg``. Ranks need no process group to write it: each one plans its own
-part, and the driver joins the parts to the metadata. Who reads it goes by the outline, tensor by
-tensor, whatever the ranks that have written it.
+part, and the driver joins the parts to the metadata. A reader follows the outline, tensor by
+tensor, whichever ranks have written it.
 """
 
 import dataclasses
@@ -42,19 +42,19 @@ from lightning_hybrid.errors import DeferredError, HybridError
 from lightning_hybrid.remote import Unread, is_deferred, materialize, place_of, streaming, unread
 
 META = "meta.pt"
-"""The file with the rest; Lightning's own name."""
+"""The file with the rest of the checkpoint, named as by Lightning."""
 _METADATA = ".metadata"
 _OUTLINE = "lightning_hybrid"
 _DIVIDED = ("state_dict", "optimizer_states")
 _SMALL_BYTES = 2**16
-"""A tensor of at most this is read at once."""
+"""A tensor of at most so many bytes is read when the checkpoint is loaded."""
 
 _POLL_S = 0.02
 LAST_S = 10.0
-"""So long ranks that have failed go on writing a checkpoint that was begun before."""
+"""Seconds for which the ranks of a failed run go on writing a checkpoint begun before."""
 
 Key = tuple[str, ...]
-"""Of a tensor in the folder; joined by dots it is the name that torch knows it by."""
+"""The key of a tensor in the folder; joined by dots it is the name that torch gives it."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Owned:
 
     Attributes:
         rank: its number in the mesh, replica by replica; in replica 0 that is its ``pp_rank``.
-        name: of the parameter or buffer, dotted.
+        name: dotted name of the parameter or buffer.
         optimizer: number of the optimizer whose state it is; ``None``: it is the weight itself.
-        state: its name among the states of the parameter.
+        state: its key in the state of the parameter.
     """
 
     rank: int
@@ -76,11 +76,11 @@ class Owned:
 
 @dataclass(frozen=True)
 class Divided:
-    """A checkpoint, by who writes which part of it.
+    """A checkpoint, divided into what this rank, other ranks and `meta.pt` get.
 
     Attributes:
         here: tensors that this rank writes.
-        elsewhere: tensors that other ranks write, by their numbers in the mesh.
+        elsewhere: tensors that other ranks write, by the ranks' numbers in the mesh.
         rest: what `meta.pt` holds.
     """
 
@@ -93,7 +93,7 @@ class Divided:
         """Divide an ordinary checkpoint of Lightning's."""
         here, elsewhere = dict[Key, Tensor](), dict[int, dict[Key, Owned]]()
         rest, outlined = dict(checkpoint), dict[str, Any]()
-        known: dict[Any, Tensor] = {}  # what is there twice, as a tied weight, is written once
+        known: dict[Any, Tensor] = {}  # a tensor that occurs twice (a tied weight) is written once
         for part, value in checkpoint.items():
             outlines: dict[int, Any] = {}
             for steps, tensor in tensors_in(value):
@@ -110,13 +110,13 @@ class Divided:
                         elsewhere.setdefault(owned.rank, {})[key] = owned
                 outlines[id(tensor)] = known[same]
             if outlines:
-                # as the memo of the copy it puts the outline of each tensor in its place
+                # `outlines` as the memo of the copy: so each tensor is replaced by its outline
                 outlined[part] = deepcopy(rest.pop(part), outlines)
         return cls(here, elsewhere, {**rest, _OUTLINE: outlined})
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # other classes may need code of their own to be read again, so `torch.save` has them whole
+    # (other classes may need their own code to be read again: they go to `meta.pt`)
     known = type(tensor) in (Tensor, nn.Parameter) or is_deferred(tensor)
     dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
     return known and dense
@@ -135,12 +135,12 @@ def _outline(tensor: Tensor) -> Tensor:
 
 
 def unread_there(spec: TensorSpec, owned: Owned | None, read: Callable[[], Tensor]) -> Tensor:
-    """A tensor without memory, which is read where it is.
+    """A tensor without memory, whose values are fetched when they are needed.
 
     Args:
-        spec: of the tensor.
-        owned: for :class:`Divided`; ``None``: this rank writes it.
-        read: gives it, on any device.
+        spec: shape, type and strides of the tensor.
+        owned: where it is, for :class:`Divided`; ``None``: this rank writes it.
+        read: returns it, on any device.
     """
     form = dataclasses.replace(spec, on_cpu=False).empty(torch.device("meta"))
 
@@ -151,10 +151,14 @@ def unread_there(spec: TensorSpec, owned: Owned | None, read: Callable[[], Tenso
 
 
 def refuse_later(name: str, unchanged: bool) -> None:
-    """What :func:`unread_there` has made is to be read before what it shows is another.
+    """Refuse to read a tensor of :func:`unread_there` when its values have changed meanwhile.
+
+    Args:
+        name: of the tensor.
+        unchanged: whether its values are the same as when it was made.
 
     Raises:
-        DeferredError: it is.
+        DeferredError: they are not.
     """
     if not unchanged:
         raise DeferredError(
@@ -176,10 +180,10 @@ def _key(part: str, steps: Sequence[Any]) -> Key:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank has written.
+    """The record of what a rank has written, for the metadata.
 
     Attributes:
-        plan: its tensors.
+        plan: its tensors, as torch's planner lists them.
         written: where each is.
     """
 
@@ -188,15 +192,15 @@ class Shard:
 
 
 def write_shard(folder: str | Path, rank: int, tensors: Mapping[Key, Tensor]) -> Shard:
-    """Write the part of a rank.
+    """Write a rank's part of a checkpoint to its file.
 
     Args:
-        folder: that all ranks write to.
-        rank: gives the file its name.
-        tensors: its own, by key.
+        folder: the folder of the checkpoint, which all ranks write to.
+        rank: number of the rank in the mesh, which is in the file's name.
+        tensors: the rank's tensors, by key.
 
     Raises:
-        OSError: the folder is not here, or there is no room in it.
+        OSError: the folder is not on this host, or there is no room in it.
     """
     if not Path(folder).is_dir():
         raise FileNotFoundError(
@@ -213,7 +217,7 @@ def write_shard(folder: str | Path, rank: int, tensors: Mapping[Key, Tensor]) ->
         inside[last] = _to_write(tensor)
     writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
     planner.set_up_planner(nested)
-    # the writer names files by the place of a plan among those of all ranks
+    # the writer names a file by the index of its plan, so empty ones stand for the ranks before
     plans = [*[SavePlan([])] * rank, planner.create_local_plan()]
     plan = writer.prepare_global_plan(plans)[rank]
     with streaming(), named_disk_errors(folder):
@@ -222,15 +226,18 @@ def write_shard(folder: str | Path, rank: int, tensors: Mapping[Key, Tensor]) ->
 
 @contextmanager
 def named_disk_errors(path: str | Path) -> Iterator[None]:
-    """Inside, `torch.save` writes: it may say how far it has come, and not why no further."""
+    """Inside, errors of `torch.save` become an OSError with reason and path, if a write failed.
+
+    (Torch's own may say only how many bytes it has written.)
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(error, HybridError) or not isinstance(cause, OSError):
             raise
-        # a write that fails has a number and names no file; what objects raise that are being
-        # saved says itself what is wrong
+        # an OSError of a write has a number and names no file; others come from the objects that
+        # are saved, and say what is wrong
         if cause.errno is None or cause.filename is not None:
             raise
         raise OSError(cause.errno, cause.strerror, str(path)) from None
@@ -242,37 +249,43 @@ def _to_write(tensor: Tensor) -> Tensor:
     spec = TensorSpec.of(tensor, gradient=False)
     if tensor.device.type == "cpu":
         return spec.laid_out(tensor)
-    # the writer keeps until the end what it has brought to the CPU
+    # read when it is written: else the writer would keep all copies on the CPU until the end
     return unread_there(spec, None, lambda: tensor)
 
 
 def staged(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Copies on the CPU, which are written while training goes on."""
-    # on a CPU too: the next step changes the weights in place
+    """Copies of tensors on the CPU, which are written while training goes on."""
+    # (tensors on the CPU are copied too: the next step changes the weights in place)
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
 
 
 def leave_shard(folder: str, rank: int, shard: Shard | OSError) -> None:
-    """Tell the driver what has been written later than it was told to."""
+    """On a worker: leave in the folder, for the driver, what was written in the background.
+
+    Args:
+        folder: the folder of the checkpoint.
+        rank: number of the worker in the mesh.
+        shard: the record of it, or the error that it failed with.
+    """
     beside = Path(folder, f"{rank}.part")
     beside.write_bytes(pickle.dumps(shard))
-    # who looks for the file must not find half of it
+    # renamed when it is complete, since the driver waits for the name
     beside.rename(_left(folder, rank))
 
 
 def await_shard(folder: Path, rank: int, given_up: Event) -> Shard:
-    """Wait for what :func:`leave_shard` leaves.
+    """On the driver: wait for the record that :func:`leave_shard` leaves on a worker.
 
     Args:
-        folder: of the checkpoint.
-        rank: of the worker.
-        given_up: is set where the worker may be gone.
+        folder: the folder of the checkpoint.
+        rank: number of the worker in the mesh.
+        given_up: is set when the run has failed, and the worker may be gone.
 
     Raises:
-        OSError: that the worker has left.
-        TimeoutError: given up.
+        OSError: the worker could not write its part.
+        TimeoutError: ``given_up`` was set.
     """
-    # by a file, and not by a message: the driver has gone on with the training
+    # a file and not a message, since the driver goes on with the training meanwhile
     left = _left(folder, rank)
     while not left.exists():
         if given_up.wait(_POLL_S):
@@ -289,21 +302,21 @@ def _left(folder: str | Path, rank: int) -> Path:
 
 
 def write_rest(folder: Path, rest: Mapping[str, Any]) -> None:
-    """Write what no rank's file has; see :class:`Divided`."""
+    """Write `meta.pt`: what is in no rank's file; see :class:`Divided`."""
     with (folder / META).open("wb") as file, named_disk_errors(folder):
         torch.save(rest, file)
 
 
 def finish(folder: Path, shards: Sequence[Shard]) -> None:
-    """Write what makes a checkpoint of the parts of all ranks.
+    """Write the metadata, which joins the parts of all ranks, and flush all files to the disk.
 
     Args:
-        folder: that they have written to.
-        shards: of each rank.
+        folder: the folder that they have written to.
+        shards: the record of each rank.
     """
     _, metadata = DefaultSavePlanner().create_global_plan([shard.plan for shard in shards])
     FileSystemWriter(folder).finish(metadata, [shard.written for shard in shards])
-    # once the folder has its name all of it must be on the disk
+    # all of it must be on the disk before the folder gets its name
     for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -314,8 +327,8 @@ def save_alone(checkpoint: Mapping[str, Any], folder: Path) -> None:
     """Write all of a checkpoint from this rank.
 
     Args:
-        checkpoint: the ordinary one.
-        folder: empty.
+        checkpoint: the ordinary checkpoint.
+        folder: an empty folder.
     """
     divided = Divided.of(checkpoint)
     write_rest(folder, divided.rest)
@@ -326,16 +339,16 @@ def save_alone(checkpoint: Mapping[str, Any], folder: Path) -> None:
 
 
 def is_sharded(path: str | Path) -> bool:
-    """Whether a sharded checkpoint is there."""
+    """Whether there is a sharded checkpoint at this path."""
     return all((Path(path) / name).is_file() for name in (META, _METADATA))
 
 
 def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """The ordinary checkpoint, its large tensors unread (:mod:`lightning_hybrid.remote.unread`).
+    """Read a sharded checkpoint as an ordinary one; large tensors are read when they are needed.
 
     Args:
-        folder: of the checkpoint.
-        weights_only: as in `torch.load`, of what is in `meta.pt`.
+        folder: the folder of the checkpoint.
+        weights_only: as in `torch.load`, for `meta.pt`.
 
     Raises:
         HybridError: the folder holds something else.
@@ -359,7 +372,7 @@ def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[s
             # a tied weight stands in the outline twice, and is opened once
             if tensor.is_meta and id(tensor) not in seen and key in stored:
                 Unread(stored.reader(key, tensor)).open(tensor, key)
-                # step counts and biases are many: a later read of each costs more than its bytes
+                # small ones now: there are many, and a read of each by itself takes long
                 if tensor.nbytes <= _SMALL_BYTES:
                     materialize([tensor])
             seen.add(id(tensor))
@@ -382,7 +395,7 @@ class _Stored:
         return key in self._metadata.state_dict_metadata
 
     def reader(self, key: str, outline: Tensor) -> Callable[[], Tensor]:
-        """What reads a tensor, as :class:`Unread` wants it."""
+        """A function for :class:`Unread` that reads a tensor of this form, as bytes."""
         size, stride, dtype = outline.shape, outline.stride(), outline.dtype
 
         def read() -> Tensor:

@@ -1,17 +1,16 @@
 """Tensors in a file without a name, from which other processes of the host map what they read.
 
-At the end of a run every rank keeps what it owns, and the script goes on on all of them. It may
+At the end of a run every rank keeps what it owns, and the script continues on all of them. It may
 read any weight there, at any time, and change it, as if each rank had a module of its own.
 So a rank writes what it owns to a file that has no name, and the others map it: until they read a
 number it takes no memory, then as much as the system has to spare (it may drop those pages again,
 as it does with every file), and what they write is theirs alone. A file lives as long as any
-process has it; a kill leaves nothing on the disk.
+process has it open; a kill leaves nothing on the disk.
 
-A checkpoint for a process whose address space has no room for it: read tensor by tensor.
-
-Torch reads a storage, it is written to a file without a name and forgotten, and the tensor is read
-from there when it is needed (:mod:`lightning_hybrid.remote.unread`). So what is in memory at once
-is the largest tensor.
+`load_unread` loads a checkpoint that the address space of a process has no room for. As torch reads
+the checkpoint, each storage is written to a file without a name and freed, and a tensor is read
+from there when it is needed (:mod:`lightning_hybrid.remote.unread`). So at most one large storage
+at a time is in memory.
 """
 
 import ctypes
@@ -38,7 +37,7 @@ from lightning_hybrid.planning import free_addresses, gigabytes
 from lightning_hybrid.remote import Unread, unread
 
 PIECE_BYTES = 64 * 2**20
-"""The most that is copied at once."""
+"""Most bytes that are copied at once."""
 _TOKEN_BYTES = _ALIGNED = 64
 
 
@@ -48,11 +47,11 @@ class NoAddresses(HybridError):
 
 @dataclass(frozen=True)
 class _Stored(Token):
-    """In the place of a tensor: where it is in the file.
+    """Stands in place of a tensor in a value, and says where in the file it is.
 
     Attributes:
-        offset: of its first byte.
-        spec: how it lies there.
+        offset: the place of its first byte.
+        spec: its shape, type and strides.
     """
 
     offset: int
@@ -61,12 +60,13 @@ class _Stored(Token):
 
 @dataclass(frozen=True)
 class Ticket:
-    """By what other processes of the host find a file.
+    """What other processes of the host need to read a file.
 
     Attributes:
-        path: of the file, while its writer has it open.
-        token: its first bytes; on another host the path may lead to another file.
-        value: what was written, places in the file in the stead of dense tensors.
+        path: path of the file, while its writer has it open.
+        token: its first bytes, to compare: on another host the path may lead to another file.
+        value: the nested containers that were written, with places in the file (`_Stored`) for
+            dense tensors.
     """
 
     path: str
@@ -78,7 +78,7 @@ class TensorFile:
     """A file of tensors, being written.
 
     Args:
-        folder: where; the system's temporary one if nothing can be written there.
+        folder: where to make it; the system's temporary one if nothing can be written there.
     """
 
     def __init__(self, folder: str) -> None:
@@ -98,10 +98,10 @@ class TensorFile:
         return self.ticket(rebuild(value, lambda p: self._write(p) if _is_dense(p) else p))
 
     def store(self, spec: TensorSpec, pieces: Iterable[Tensor]) -> Token:
-        """Write a tensor that comes in pieces. Returns what stands in its place.
+        """Write a tensor that comes in pieces. Returns a token to put in its place.
 
         Args:
-            spec: of the tensor.
+            spec: shape, type and strides of the tensor.
             pieces: its bytes, on the CPU.
 
         Raises:
@@ -113,10 +113,10 @@ class TensorFile:
         return _Stored(offset, spec)
 
     def ticket(self, packed: Any) -> Ticket:
-        """For other processes, and this one.
+        """The ticket by which other processes, and this one, read the file.
 
         Args:
-            packed: nested containers, with what :meth:`store` has returned.
+            packed: nested containers, with tokens of :meth:`store` in place of tensors.
         """
         self._file.flush()
         # a file without a name can be opened by the descriptor of a process that has it
@@ -124,7 +124,7 @@ class TensorFile:
         return Ticket(path, self._token, packed)
 
     def keep(self, memory: Tensor) -> Callable[[], Tensor]:
-        """Write bytes that this process reads again. Returns what maps them."""
+        """Write bytes that this process reads again. Returns a function that maps them."""
         begin = self._file.seek(-self._file.tell() % _ALIGNED, os.SEEK_CUR)
         for piece in memory.split(PIECE_BYTES):
             self._file.write(piece.numpy().data)
@@ -147,12 +147,13 @@ def _is_dense(value: Any) -> bool:
 
 
 def read_files(tickets: Iterable[Ticket]) -> list[Any] | None:
-    """What was written, in memory that is the files; changes of it are this process's alone.
+    """Read values that were written: their tensors map the files, and changes stay in this process.
 
-    Where so much must not be mapped, tensors are mapped one by one, when they are read.
+    If the address space has no room for a whole file, its tensors are mapped one by one, when they
+    are read.
 
     Returns:
-        ``None`` where one cannot be read: it is on another host.
+        One value per ticket; ``None`` if a file cannot be read, since it is on another host.
     """
     read = [_read(ticket) for ticket in tickets]
     return None if None in read else read
@@ -166,7 +167,7 @@ def _read(ticket: Ticket) -> Any | None:
     if file.read(_TOKEN_BYTES) != ticket.token:
         file.close()
         return None
-    # where addresses are short one file at once would leave too few to compute with
+    # in a limited address space a whole file could leave too little to compute with
     if not may_be_mapped(file):
         return rebuild(ticket.value, _unread_from(file))
     memory = _map(file)
@@ -175,13 +176,13 @@ def _read(ticket: Ticket) -> Any | None:
 
 
 def may_be_mapped(file: BinaryIO) -> bool:
-    """Whether all of a file may be: what computes afterwards needs as many addresses."""
+    """Whether the address space has room to map a whole file, and as much again for computing."""
     left = free_addresses()
     return left is None or 2 * os.fstat(file.fileno()).st_size <= left
 
 
 def _map(file: BinaryIO, begin: int = 0, size: int = 0) -> mmap.mmap:
-    """A part of a file, by default all of it; the memory begins at the page in which it begins."""
+    """Map a part of a file (by default all of it), from the beginning of its first page."""
     before = begin % mmap.ALLOCATIONGRANULARITY
     try:
         memory = mmap.mmap(
@@ -209,7 +210,7 @@ def _left() -> str:
 
 
 _mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
-"""By the address of the first byte."""
+"""The memory that was mapped here, by the address of its first byte."""
 _PAGE_OUT = 21  # MADV_PAGEOUT of Linux, which Python has no name for
 
 
@@ -218,9 +219,9 @@ def _address(memory: Any) -> int:
 
 
 def let_go(part: memoryview) -> None:
-    """Give memory back that was mapped, and that is not needed for the moment.
+    """Let the system take back mapped memory that is not needed for the moment.
 
-    Where it is read again it is what it was, changes included.
+    When it is read again it has the same contents, changes included.
 
     Args:
         part: any memory; nothing happens if it was not mapped here.
@@ -230,27 +231,27 @@ def let_go(part: memoryview) -> None:
     first = _address(part)
     for start, memory in _mapped.items():
         if start <= first < start + len(memory):
-            # the system takes whole pages; what else is on the first one is read again where needed
+            # the system takes whole pages: what else is on the first one is read again if needed
             begin = (first - start) // mmap.PAGESIZE * mmap.PAGESIZE
             with suppress(OSError):  # not every system can
                 memory.madvise(_PAGE_OUT, begin, first - start + part.nbytes - begin)
 
 
 _checkpoints: set[str] = set()
-"""Paths of those that torch has mapped."""
+"""Paths of the checkpoints that torch has mapped."""
 
 
 def remember_mapped(path: str | Path) -> None:
-    """A checkpoint was mapped."""
+    """Note that torch has mapped a checkpoint, for :func:`let_go_of_checkpoints`."""
     _checkpoints.add(str(Path(path).resolve()))
 
 
 def let_go_of_checkpoints() -> None:
-    """Give back the memory of all pages of mapped checkpoints.
+    """Let the system take back all pages of mapped checkpoints.
 
-    What a rank has read to send it, or to copy it to its weights, it does not read again, and a
+    A rank does not read again what it has read to send it, or to copy it to its weights, but a
     page of a file that was read stays in memory until the system needs it for something else.
-    Where a number is read again it is what it was, changes included.
+    When a page is read again it has the same contents, changes included.
     """
     if not _checkpoints:
         return
@@ -289,7 +290,7 @@ def _unread_from(file: BinaryIO) -> Callable[[Any], Any]:
 
 
 def bytes_in(file: BinaryIO, begin: int, nbytes: int) -> Tensor:
-    """Bytes of a file, mapped.
+    """Map bytes of a file, as a tensor.
 
     Raises:
         NoAddresses: there is no room for so many.
@@ -314,14 +315,14 @@ def _mapped_from(memory: mmap.mmap) -> Callable[[Any], Any]:
 
 
 _SMALL_BYTES = 2**16
-"""A storage of at most this is read at once."""
+"""A storage of at most so many bytes is read when the checkpoint is loaded."""
 
 
 def load_unread(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-    """Load a checkpoint, its large tensors unread.
+    """Load a checkpoint whose large tensors are read only when they are needed.
 
     Args:
-        path: of the file.
+        path: path of the file.
         weights_only: as in `torch.load`.
 
     Raises:
@@ -333,7 +334,7 @@ def load_unread(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     def keep(storage: Any, _: str) -> Any:
         if storage.nbytes() <= _SMALL_BYTES:
             return storage
-        # torch hands over each storage as it is read: the file has its numbers from now on
+        # (torch calls this with each storage that it has read: from here on the file has it)
         empty = torch.UntypedStorage(storage.nbytes(), device="meta")
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         kept[storage_key(empty)] = empty, Unread(file.keep(memory))

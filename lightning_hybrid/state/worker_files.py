@@ -1,4 +1,4 @@
-"""What a worker writes to a file for other ranks, and what it maps of theirs.
+"""The files in which a worker leaves tensors for other ranks, and its reading of theirs.
 
 See :mod:`lightning_hybrid.state.tensor_file`.
 """
@@ -17,7 +17,7 @@ from lightning_hybrid.state.tensor_file import TensorFile, Ticket, read_files
 
 
 class FilesOfWorker:
-    """What a worker writes for other ranks, and maps of theirs.
+    """Writes tensors of a worker to a file for other ranks, and maps the files of others.
 
     Args:
         module: the LightningModule of this rank.
@@ -28,7 +28,7 @@ class FilesOfWorker:
         self._file: TensorFile | None = None
 
     def write(self, value: Any, folder: str) -> Ticket | None:
-        """Keep tensors for other ranks until the next call; ``None``: there is no room."""
+        """Write tensors to a file that is kept until the next call; ``None``: there is no room."""
         self.close()
         with suppress(OSError):
             self._file = TensorFile(folder)
@@ -36,7 +36,15 @@ class FilesOfWorker:
         return None
 
     def read(self, tickets: Sequence[Ticket], owned: Collection[str]) -> bool:
-        """Have here what other ranks own. Returns whether that could be done."""
+        """Map the weights of other ranks into this rank's module.
+
+        Args:
+            tickets: of the other ranks' files.
+            owned: names of the tensors that this rank owns, which are copied to.
+
+        Returns:
+            Whether the files could be read.
+        """
         files = read_files(tickets)
         if files is None:
             return False
@@ -54,9 +62,10 @@ class FilesOfWorker:
 def put_mapped(
     module: nn.Module, values: Mapping[str, Tensor], owned: Collection[str] = ()
 ) -> None:
-    """Let parameters and buffers have their numbers in a file.
+    """Give parameters and buffers the values that are mapped from a file.
 
-    Those that this rank owns, or whose memory code has views of, keep their own memory.
+    Those that this rank owns, or that others share memory with, keep their memory, and are copied
+    to.
     """
     tensors = tensors_of(module)
     with torch.no_grad(), as_they_are():
@@ -64,7 +73,7 @@ def put_mapped(
             tensor = tensors[name]
             alike = tensor.shape == value.shape and tensor.layout is value.layout is torch.strided
             if is_unread(value):
-                # views of this memory would go on showing the old numbers if it were exchanged
+                # (views of this memory would keep the old numbers if it were replaced)
                 if name in owned or (not is_vacant(tensor) and is_shared(tensor)):
                     tensor.copy_(value_of(value))
                 else:

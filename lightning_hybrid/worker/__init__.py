@@ -1,4 +1,4 @@
-"""What a worker obeys."""
+"""The worker: it carries out its driver's commands."""
 
 from lightning_hybrid.worker.worker import Worker
 

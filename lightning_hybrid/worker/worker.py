@@ -1,4 +1,4 @@
-"""A worker: it owns stages of each network, not the last one, and obeys its driver."""
+"""A worker: it owns earlier stages of each network, and carries out its driver's commands."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -28,11 +28,13 @@ from lightning_hybrid.graph import Stage
 from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
+    LentWeights,
     StagedNetwork,
     StageOptions,
     Stopwatch,
     Trace,
     engine_of,
+    lent_weights,
     names_of,
 )
 from lightning_hybrid.state import FilesOfWorker, Takeover, share_optimizers
@@ -44,16 +46,16 @@ DRIVER = 0
 
 
 class Worker:
-    """Serves the commands of one run.
+    """Carries out the commands of the driver during one run.
 
     Args:
-        module: the LightningModule of this rank. Its training flags and weights follow the
+        module: the LightningModule of this rank. Its ``requires_grad`` flags and weights follow the
             driver's for the stages that this rank owns.
-        mesh: the groups.
-        device: where the stages go.
-        options: how they compute.
+        mesh: the process groups and channels of this rank.
+        device: the device of the stages.
+        options: how the stages compute.
         watch: adds up the time in which this rank computes.
-        reports: what the driver may ask this rank for, by name.
+        reports: by name, functions whose results the driver may ask for.
         shards: whether states of optimizers are divided over the replicas.
     """
 
@@ -74,7 +76,7 @@ class Worker:
         self._trace = Trace(mesh.coordinates.rank, str(mesh.coordinates), watch)
         self._reports: dict[str, Callable[[], Any]] = {"free": partial(free_on, device), **reports}
         self._networks: list[StagedNetwork] = []
-        # a weight that is tied may be asked for under any of its names
+        # (a tied weight is there under each of its names, since commands may use any)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self._files = FilesOfWorker(module)
         here = mesh.coordinates
@@ -98,6 +100,7 @@ class Worker:
             protocol.SynchronizeBuffers: self._synchronize_buffers,
             protocol.Share: self._share_weights,
             protocol.LendWeights: self._lend_weights,
+            protocol.TakeLentGradients: self._take_lent_gradients,
             **self._optimizers.handlers(),
             **self._weights.handlers(),
             **self._shards.handlers(),
@@ -109,19 +112,19 @@ class Worker:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The user's, with the state of what this rank owns."""
+        """The user's optimizers, with the states of the parameters that this rank owns."""
         return self._optimizers.all
 
     def serve(self) -> Any:
-        """Obey until the run ends.
+        """Carry out the driver's commands until the run ends.
 
         Returns:
-            What the driver sends at the end: its results.
+            The results of the run, which the driver sends at the end.
 
         Raises:
-            Exception: the driver's, which has failed; caused by a RemoteError. Or this rank's, in
-                the middle of what ranks do together.
-            ConnectionLost: the driver was lost.
+            Exception: the error of the driver, if that has failed (caused by a RemoteError); or an
+                error of this rank in a command that ranks carry out together.
+            ConnectionLost: the connection to the driver was lost.
         """
         self._heartbeat = Heartbeat([self._channel], self._mesh.timeout)
         guard, failed = Guard.where_needed(self._mesh), True
@@ -132,8 +135,8 @@ class Worker:
                 return results
             finally:
                 for name, parameter in self._module.named_parameters():
-                    # nobody brings what it lacks any more: to read
-                    # it must be an error, and not zeros
+                    # (nobody sends numbers of parameters without memory any more, so that reading
+                    # them must be an error)
                     give_up(parameter, name)
                 self._files.close()
                 self._shards.close()
@@ -145,30 +148,38 @@ class Worker:
                     network.engine.replica_group.close()
 
     def _serve(self) -> Any:
+        """Receive commands, carry them out and answer, until the run ends; returns its results."""
         while True:
-            # while the driver waits for nothing, it need not hear that this rank is alive
+            # (sign of life only while the driver waits for an answer)
             self._heartbeat.on = False
             command = self._channel.receive(Command)
             self._heartbeat.on = command.answered
             answer = self._carry_out(command)
             if command.answered:
                 self._channel.send(answer)
-            # a worker that has failed waits for the driver, which has heard of it by the answer
+            # (after a failure this worker serves on: the driver hears of it by the answer)
             if isinstance(command, protocol.End) and self._failure is None:
                 self._channel.flush()
                 return command.results
 
     def _carry_out(self, command: Command) -> Answer:
+        """Carry out a command, and make the answer to it, which has the first failure if any.
+
+        Raises:
+            Exception: this rank has failed in a command that ranks carry out together.
+            ConnectionLost: another rank was lost.
+        """
         answer = None
         if self._failure is not None and isinstance(command, protocol.Step):
+            # (its gradients are incomplete, so it does not step)
             self._optimizers.attend(command)
-            return Answer(self._failure)  # its gradients are not those of the step
+            return Answer(self._failure)
         try:
             answer = self._handlers[type(command)](command)
         except ConnectionLost:
             raise
         except Exception as error:
-            if command.joint:  # nobody would wake those who wait for this rank in it
+            if command.joint:  # (other ranks wait for this one in it, so this rank must end)
                 if self._failure is None:
                     raise
                 first = self._failure.exception()
@@ -177,16 +188,17 @@ class Worker:
         return answer or Answer() if self._failure is None else Answer(self._failure)
 
     def _fail(self, error: Exception) -> None:
-        """Note an error, for the next answer; the first one counts."""
+        """Keep an error for the next answer, unless there was one before."""
         self._failure = self._failure or Failure.of(error, str(self._mesh.coordinates))
 
     def _answer_only(self, _: Command) -> None:
-        """All that there is to do: tell whether all went well up to here."""
+        """Do nothing: the answer says whether this rank has failed before."""
 
     # -- the network
 
     def _cut(self, order: protocol.Cut) -> None:
-        # first of all: the others wait for this rank in it
+        """Make this rank's stages of a network, or of another graph of a known network."""
+        # (links first of all: the other ranks wait for this one while they link their stages)
         known = order.network < len(self._networks)
         links: Mapping[int, Dealt] = {}
         if not known:
@@ -217,25 +229,29 @@ class Worker:
             seed=order.seed,
             trace=self._trace,
         )
-        staged = StagedNetwork(order.network, order.name, network, engine, order.borrowed)
-        self._networks.append(staged)
+        lent = lent_weights(network, order.lent, self._mesh.coordinates.pp_rank, self._mesh)
+        self._networks.append(
+            StagedNetwork(order.network, order.name, network, engine, order.borrowed, lent)
+        )
 
     def _forward(self, command: protocol.Forward) -> None:
+        """Run the forward pass of a call; an error in it is raised on the driver, at the end."""
         network = self._networks[command.network]
         self._hear_key(network, command)
         opened = network.open(command)
-        # (a stage that cannot compute goes on: it still has to send what the next ones wait for)
+        # (after an error the engine still sends the messages that the next stages wait for)
         before, key = self._failure, opened.key
         with ExitStack() as surroundings:
             try:
                 surroundings.enter_context(key.precision.applied())
                 self._set_trainable(network, key.trainable)
-            except Exception as error:  # the other stages wait for this one all the same
+            except Exception as error:  # (the engine runs all the same, see above)
                 self._fail(error)
             network.engine.failure = self._failure
             with torch.set_grad_enabled(key.grad):
                 network.engine.forward(opened)
-        # what fails in a forward the driver hears of at its end: the user may catch it and go on
+        # (a failure of this forward is no failure of the worker: the driver raises it at the end of
+        # the pass, and the user may catch it and go on)
         self._failure = before
 
     def _backward(self, command: protocol.Backward) -> None:
@@ -249,13 +265,13 @@ class Worker:
         self._failure = network.engine.failure
 
     def _set_trainable(self, network: StagedNetwork, flags: tuple[bool, ...]) -> None:
-        # flags of all parameters are set where they have changed, which is rare
+        """Set ``requires_grad`` of a network's parameters, if the flags were others before."""
         if self._trainable != (network.number, flags):
             network.set_trainable(flags)
             self._trainable = (network.number, flags)
 
     def _hear_key(self, network: StagedNetwork, command: protocol.Forward | protocol.Skip) -> None:
-        # of several calls that are under way with a new key, the first one brings it
+        """Register the key that a command brings, unless an earlier call has brought it."""
         if command.new_key is not None and command.key not in network.keys:
             network.add_key(command.new_key, command.key)
 
@@ -271,6 +287,7 @@ class Worker:
         network.engine.drop(network.calls.pop(command.call))
 
     def _skip(self, command: protocol.Skip) -> None:
+        """Take what the stage before has sent for a call off the link, and drop it."""
         network = self._networks[command.network]
         self._hear_key(network, command)
         skipped = protocol.Forward(
@@ -302,7 +319,16 @@ class Worker:
             share_optimizers(optimizers, names, self._mesh.data_parallel, self._device)
 
     def _lend_weights(self, command: protocol.LendWeights) -> None:
-        self._networks[command.network].engine.replica_group.lend()
+        self._lent(command).lend()
+
+    def _take_lent_gradients(self, command: protocol.TakeLentGradients) -> None:
+        self._lent(command).take_back()
+
+    def _lent(self, command: protocol.NetworkCommand) -> LentWeights:
+        """The weights that this rank lends the driver, of the network of a command."""
+        lent = self._networks[command.network].lent
+        assert lent is not None
+        return lent
 
     # -- the run
 

@@ -1,4 +1,4 @@
-"""The optimizers of a worker, which does with its share what its driver has done."""
+"""The user's optimizers on a worker: it steps, clips and unscales what it owns, on command."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,16 +22,18 @@ from lightning_hybrid.state import (
 
 
 class WorkerOptimizers:
-    """The user's optimizers on a worker, with the state of what it owns.
+    """The user's optimizers on a worker, with the states of the parameters that it owns.
 
     Args:
-        parameters: all of the LightningModule, by name; a tied one under each of its names.
-        files: for what other ranks map.
-        shares_over: the ranks with the same stages, where they divide states.
+        parameters: all parameters of the LightningModule by name, a tied one under each of its
+            names.
+        files: writes files that other ranks map.
+        shares_over: the process group of the ranks with the same stages, if these divide the states
+            of optimizers.
 
     Attributes:
         all: the optimizers, in the user's order.
-        names: of the parameters, by their identities; of a tied one the first, as on the driver.
+        names: by ``id``, the names of the parameters; of a tied one the first, as on the driver.
     """
 
     def __init__(
@@ -43,14 +45,14 @@ class WorkerOptimizers:
         self._files = files
         self.all: list[Optimizer] = []
         self._parameters = parameters
-        self._precision: Precision | None = None  # that of the driver
+        self._precision: Precision | None = None  # the driver's, in which steps compute
         self.names: dict[int, str] = {}
         for name, parameter in parameters.items():
             self.names.setdefault(id(parameter), name)
         self._shares = shares_over and StateShares(shares_over, self.names, {})
 
     def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
-        """What carries out each command."""
+        """By type of command, the method that carries it out."""
         return {
             protocol.TakeOptimizers: self._take_optimizers,
             protocol.TakeGroups: self._take_groups,
@@ -65,14 +67,15 @@ class WorkerOptimizers:
         }
 
     def _take_optimizers(self, command: protocol.TakeOptimizers) -> None:
+        """Make the optimizers anew as the driver sends them; states that do not come are kept."""
         before = self.all
         for index, old in enumerate(before):
-            if command.fresh >> index & 1:  # room for what comes
+            if command.fresh >> index & 1:  # (the states that come replace these)
                 old.state.clear()
         self.all = unship(command.data, command.tensors, self._parameters)
         for old, new in zip(before, self.all):
             for parameter, state in old.state.items():
-                # what did not come along is what this rank has made itself, and is newer
+                # (a state that does not come with the command is this rank's own, and newer)
                 new.state.setdefault(parameter, state)
         if self._shares:
             self._shares.replica_of.update(command.replica_of)
@@ -86,7 +89,7 @@ class WorkerOptimizers:
         return Answer(value=state_of(self.all[command.optimizer], self.names, command.of))
 
     def states(self, index: int) -> dict[str, dict[str, Any]]:
-        """The states of an optimizer, by name of the parameter."""
+        """The states of optimizer ``index`` that this rank has, by parameter name."""
         states = self.all[index].state.items()
         return {self.names[id(parameter)]: dict(state) for parameter, state in states if state}
 
@@ -97,11 +100,11 @@ class WorkerOptimizers:
         self.all[command.optimizer].zero_grad(command.set_to_none)
 
     def _step(self, command: protocol.Step) -> None:
+        """Step an optimizer, or this rank's share of it if replicas divide the states."""
         optimizer = self.all[command.optimizer]
         if command.groups is not None:
             take_groups(optimizer, command.groups, self._parameters)
-        # an optimizer that computes under autocast does so on
-        # each rank; it is sent where it changes
+        # (a step under autocast runs under autocast on each rank; sent when it has changed)
         self._precision = command.precision or self._precision
         if self._shares is None:
             self._compute(optimizer)
@@ -109,7 +112,7 @@ class WorkerOptimizers:
         try:
             with self._shares.alone(optimizer):
                 self._compute(optimizer)
-        finally:  # the other replicas wait for it
+        finally:  # (also after an error, since the other replicas wait in it)
             self._shares.exchange()
 
     def _compute(self, optimizer: Optimizer) -> None:
@@ -117,7 +120,10 @@ class WorkerOptimizers:
             optimizer.step()
 
     def attend(self, command: protocol.Step) -> None:
-        """A step that this rank cannot take, and in which other replicas may wait for it."""
+        """Take part in the exchange of a step without stepping, since this rank has failed.
+
+        Where replicas divide states, the other ones wait for this rank in the exchange.
+        """
         if self._shares:
             with self._shares.alone(self.all[command.optimizer]):
                 pass

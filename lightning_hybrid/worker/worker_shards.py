@@ -1,4 +1,4 @@
-"""The part of a worker in a sharded checkpoint."""
+"""Writes a worker's part of a sharded checkpoint."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,12 +24,12 @@ from lightning_hybrid.worker.worker_optimizers import WorkerOptimizers
 
 
 class WorkerShards:
-    """Writes what a worker owns.
+    """Writes what a worker owns to a sharded checkpoint, at once or in the background.
 
     Args:
         module: the LightningModule of this rank.
-        optimizers: of this rank.
-        rank: number of this one in the mesh.
+        optimizers: the optimizers of this rank.
+        rank: number of this rank in the mesh.
     """
 
     def __init__(self, module: nn.Module, optimizers: WorkerOptimizers, rank: int) -> None:
@@ -37,7 +37,7 @@ class WorkerShards:
         self._background = Background()
 
     def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
-        """What carries out each command."""
+        """By type of command, the method that carries it out."""
         return {
             OutlineStates: self._outline_states,
             SaveShard: self._save_shard,
@@ -45,7 +45,7 @@ class WorkerShards:
         }
 
     def close(self) -> None:
-        """The run has ended, or failed: finish what is being written, for a while."""
+        """Wait for at most `LAST_S` seconds until what is being written is on the disk."""
         with suppress(Exception):  # the first error is what counts
             self._background.wait(LAST_S)
 
@@ -57,6 +57,7 @@ class WorkerShards:
         return Answer(value={name: outlined(state) for name, state in states})
 
     def _save_shard(self, command: SaveShard) -> Answer:
+        """Write the tensors that the command names; if ``staged``, copies of them, later."""
         weights, states = tensors_of(self._module), dict[int, Any]()
 
         def find(owned: Owned) -> Tensor:
@@ -71,7 +72,7 @@ class WorkerShards:
         tensors = {key: find(owned) for key, owned in command.part.items()}
         if not command.staged:
             return Answer(value=self._write(command.folder, tensors))
-        self._background.wait()  # there are copies of one checkpoint at most
+        self._background.wait()  # (so that copies of one checkpoint exist at a time)
         copies = staged(tensors)
         self._background.submit(
             lambda: leave_shard(command.folder, self._rank, self._write(command.folder, copies))
@@ -81,5 +82,5 @@ class WorkerShards:
     def _write(self, folder: str, tensors: dict[Key, Tensor]) -> Shard | OSError:
         try:
             return write_shard(folder, self._rank, tensors)
-        except OSError as error:  # of this save alone: the run may go on
+        except OSError as error:  # (an answer, not a failure of the worker: the run may go on)
             return error

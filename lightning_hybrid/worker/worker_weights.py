@@ -1,4 +1,4 @@
-"""The weights and gradients of a worker, as its driver's proxies show and change them."""
+"""Carries out a driver's commands to read and set the weights and gradients of a worker."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from lightning_hybrid.state import FilesOfWorker, Takeover
 
 
 class WorkerWeights:
-    """What the driver reads and writes on a worker.
+    """Reads and sets weights, buffers and gradients of a worker for its driver.
 
     Args:
         module: the LightningModule of this rank.
-        parameters: all of its parameters, by name.
-        networks: those that are cut; the list grows.
-        files: for what other ranks map.
-        rank: ``pp_rank`` of this one.
+        parameters: all of its parameters by name, a tied one under each of its names.
+        networks: the networks that are cut; the list may grow.
+        files: writes files that other ranks map, and maps theirs.
+        rank: ``pp_rank`` of this rank.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class WorkerWeights:
         self._takeover: Takeover | None = None
 
     def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
-        """What carries out each command."""
+        """By type of command, the method that carries it out."""
         return {
             protocol.GiveWeights: self._give_weights,
             protocol.KeepTensors: self._keep_tensors,
@@ -51,7 +51,7 @@ class WorkerWeights:
         }
 
     def expect(self, takeover: Takeover) -> None:
-        """The next weights that arrive are those of a stage that this rank takes over."""
+        """Register stages that this rank takes over: the next weights to arrive are theirs."""
         self._takeover = takeover
 
     def _give_weights(self, command: protocol.GiveWeights) -> Answer:
@@ -66,13 +66,17 @@ class WorkerWeights:
                 yield name, value
                 arrived.append(name)
 
-        # each is written as it comes in: there may be no room for all of them at once
+        # (each is written as it arrives, since there may be no room for all of them at once)
         write_tensors(self._module, each())
         if self._takeover is not None:
             takeover, self._takeover = self._takeover, None
             takeover.settle(arrived)
 
     def _keep_tensors(self, command: protocol.KeepTensors) -> Answer:
+        """Write what this rank owns to a file; at the end of a run with gradients.
+
+        At the end tensors that are made in ``configure_model`` are left out.
+        """
         tensors, owned = tensors_of(self._module), self._owned()
         kept = {name: tensors[name] for name in owned}
         gradients: dict[str, torch.Tensor] = {}
@@ -87,6 +91,7 @@ class WorkerWeights:
         return Answer(value=self._files.read(others, self._owned()))
 
     def _owned(self) -> list[str]:
+        """Names in the LightningModule of the tensors that this rank owns."""
         return [name for network in self._networks for name in network.owned()]
 
     def _name_gradients(self, _: protocol.NameGradients) -> Answer:
@@ -98,12 +103,13 @@ class WorkerWeights:
         return Answer(tensors=[(name, grad) for name, grad in gradients if grad is not None])
 
     def _give_borrowed_gradients(self, _: protocol.GiveBorrowedGradients) -> Answer:
+        """Answer with the gradients of tied weights that this rank borrows, and clear them."""
         gradients: dict[str, torch.Tensor] = {}
         for network in self._networks:
             for name in network.full_names(sorted(network.borrowed)):
                 parameter = self._parameters[name]
                 if parameter.grad is not None:
-                    # taken off: the owner has it from here on, and the next backward begins at none
+                    # (taken off, since it is added to the owner's)
                     gradients[name], parameter.grad = parameter.grad, None
         return Answer(tensors=gradients.items())
 
@@ -115,7 +121,7 @@ class WorkerWeights:
             elif command.add:
                 parameter.grad.add_(value.to(parameter.device))
             else:
-                # in place: who holds this gradient has the change, as on one device
+                # (in place, so that code which refers to this gradient sees the change)
                 parameter.grad.copy_(value)
 
     def _clear_gradients(self, command: protocol.ClearGradients) -> None:

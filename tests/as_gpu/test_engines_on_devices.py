@@ -204,6 +204,14 @@ def test_copies_of_stages_train_as_one_cpu(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+def test_tied_weights_train_as_one_cpu(cut: Cut, ranks: int) -> None:
+    """Those of the first stage, in the last one, which is the driver's."""
+    module = blocks(2 * ranks)
+    module.net[-1].second.weight = module.net[0].second.weight
+    assert_trains_as_the_cpu(cut, module, RANKS[ranks], "gpipe")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_tensors_that_nccl_does_not_carry_cross_a_cut(cut: Cut, ranks: int) -> None:
     torch.manual_seed(0)
     module = Model(Host(ranks)).double()

@@ -38,7 +38,7 @@ def test_each_main_convolution_begins_a_partition(depth: int, count: int) -> Non
     assert [name for name in names if "conv" in name.rpartition(".")[2]] == main_convolutions(depth)
 
 
-@pytest.mark.parametrize("depth", [18, 34])
+@pytest.mark.parametrize("depth", [18, pytest.param(34, marks=pytest.mark.conformance)])
 def test_a_conv_block_is_convolution_norm_and_relu(depth: int) -> None:
     graph = graph_of_depth(depth)
     partitions = network_partitions(graph)
@@ -52,7 +52,7 @@ def test_a_conv_block_is_convolution_norm_and_relu(depth: int) -> None:
         assert kinds == [nn.Conv3d, nn.BatchNorm3d, nn.ReLU]
 
 
-@pytest.mark.parametrize("depth", [18, 34])
+@pytest.mark.parametrize("depth", [18, pytest.param(34, marks=pytest.mark.conformance)])
 def test_a_cut_inside_a_residual_block_carries_its_skip_tensor(depth: int) -> None:
     graph = graph_of_depth(depth)
     cuts, partitions = Cuts(graph), network_partitions(graph)

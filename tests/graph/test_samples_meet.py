@@ -209,16 +209,17 @@ def mapped_over_time(net: Net, h: Tensor, y: Tensor) -> Tensor:
 
 MEET: list[Meeting] = [
     attention_with_time_first_by_default, rows_attend, view_that_should_transpose,
-    statistics_of_folded_samples, layer_norm_over_samples, median_of_all,
-    quantised_by_the_largest, running_sum_of_folded_samples, sample_before,
-    every_second_sample, resized_along_samples, largest_two, frequency_of_labels,
-    queue_of_keys, divided_by_their_number, only_in_the_backward, mapped_over_time,
+    running_sum_of_folded_samples, sample_before, frequency_of_labels, queue_of_keys,
+    only_in_the_backward,
 ]  # fmt: skip
 ALSO_MEET: list[Meeting] = [
     encoder_layer_with_time_first_by_default, recurrent_with_time_first_by_default,
     heads_in_place_of_samples, standard_deviation_of_groups, rolled_when_folded,
     token_before_when_folded, strides_across_samples, pairs_of_samples, nearest_sample,
     centres_of_classes, features_in_place_of_tokens, experts_with_capacity, moving_centre,
+    statistics_of_folded_samples, layer_norm_over_samples, median_of_all,
+    quantised_by_the_largest, every_second_sample, resized_along_samples, largest_two,
+    divided_by_their_number, mapped_over_time,
 ]  # fmt: skip
 slow = pytest.mark.conformance
 

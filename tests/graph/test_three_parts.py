@@ -142,10 +142,10 @@ def in_the_backward(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return h + (mean - mean.detach())
 
 
-TAILS: list[Code] = [
-    loss_inside, class_weights, token_weighted, contrastive, two_views, barlow, own_position,
-    in_place_at_the_end, without_gradients, checkpointed, read, shifted_labels, mean_of_positions,
-    weak, in_the_backward, number_of_picked, picked_at_the_end,
+TAILS: list[Code] = [loss_inside, class_weights, contrastive, checkpointed, read, number_of_picked]
+MORE_TAILS: list[Code] = [
+    token_weighted, two_views, barlow, own_position, in_place_at_the_end, without_gradients,
+    shifted_labels, mean_of_positions, weak, in_the_backward, picked_at_the_end,
 ]  # fmt: skip
 
 # ---------------------------------------------------------------- split, with a prologue
@@ -176,7 +176,8 @@ def near_ones(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return (h @ h.T).masked_fill(near, 0.0).square().sum()
 
 
-PROLOGUES: list[Code] = [mixup, random_mask, standardised, one_draw_for_all, near_ones]
+PROLOGUES: list[Code] = [mixup, random_mask]
+MORE_PROLOGUES: list[Code] = [standardised, one_draw_for_all, near_ones]
 
 
 def compared(network: nn.Module, *args: Any, microbatches: int = 2) -> InParts:
@@ -198,7 +199,13 @@ def compared_once(network: nn.Module, twin: nn.Module, parts: InParts, *args: Te
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("code", TAILS + PROLOGUES, ids=lambda code: code.__name__)
+def also(codes: list[Code], slow_ones: list[Code]) -> Any:
+    """Parameters, the second ones in the slow tier."""
+    every = [*codes, *(pytest.param(code, marks=slow) for code in slow_ones)]
+    return pytest.mark.parametrize("code", every, ids=lambda code: code.__name__)
+
+
+@also(TAILS + PROLOGUES, MORE_TAILS + MORE_PROLOGUES)
 def test_what_needs_all_samples_is_computed_beside_the_micro_batches(code: Code) -> None:
     parts = compared(Net(code), *inputs(torch.randint(8, (BATCH,))))
     assert parts.why_whole is None
@@ -465,16 +472,17 @@ def cut_out_of_repeated(net: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 WHOLE = [
-    among_samples, centred, sorted_away, permuted_by_argument, divided_by_size, shared_by_size,
-    written_buffer,
-    drops_weights, changed_through_a_view,
-    batch_in_the_last_dimension, folded_wrongly, next_position, mean_of_a_class, capacity,
-    descending, mean_of_picked, sized_by_picked, of_another_mask,
-    written_through_a_fold, written_through_a_transpose, cut_out_of_repeated,
+    among_samples, permuted_by_argument, written_buffer, drops_weights, folded_wrongly, capacity,
+    mean_of_picked, written_through_a_fold,
+]  # fmt: skip
+ALSO_WHOLE = [
+    centred, sorted_away, divided_by_size, shared_by_size, changed_through_a_view,
+    batch_in_the_last_dimension, next_position, mean_of_a_class, descending, sized_by_picked,
+    of_another_mask, written_through_a_transpose, cut_out_of_repeated,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("code", WHOLE, ids=lambda code: code.__name__)
+@also(WHOLE, ALSO_WHOLE)
 def test_where_much_follows_after_samples_have_met_the_batch_goes_whole(code: Code) -> None:
     parts = InParts(Net(code).double())
     parts(*inputs(torch.randint(8, (BATCH,))))
@@ -574,8 +582,8 @@ def applied(function: Code) -> Code:
         (lambda net, h: Rounds.apply(h * 3), True),
         (lambda net, h: recentred(h, net.scale), False),
         (lambda net, h: meets_backwards(h, net.scale), False),
-        (lambda net, h: Bounds.apply(h), False),
-        (lambda net, h: Overflows.apply(h), False),
+        pytest.param(lambda net, h: Bounds.apply(h), False, marks=slow),
+        pytest.param(lambda net, h: Overflows.apply(h), False, marks=slow),
     ],
     ids=["operator", "Function", "meets forwards", "meets backwards", "bounds", "overflows"],
 )

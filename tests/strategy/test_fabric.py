@@ -120,12 +120,15 @@ def test_a_backward_that_replicas_do_not_average_is_refused(tmp_path: Path, stag
     name = "goes_backward_by_itself"
     expected = run(tmp_path / "plain", [name], 2, 0)
     found = run(tmp_path / "staged", [name], 2, stages)
-    for ranks in found[name]:
-        for record in ranks.values():
-            words = record["seen"][0]["refused"]
-            assert "the 2 replicas average in fabric.backward(loss) alone" in words
-            assert "fabric_script.py:" in words
-            record["seen"][0]["refused"] = ""
+
+    def told(seen: Seen) -> list[str]:
+        records = (record for ranks in seen[name] for record in ranks.values())
+        return [record["seen"][0].pop("refused") for record in records]
+
+    for words in told(found):
+        assert "the 2 replicas average in fabric.backward(loss) alone" in words
+        assert "fabric_script.py:" in words
+    assert told(expected) == ["", ""]
     assert_equal(found, expected, stages)
 
 

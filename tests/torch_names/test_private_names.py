@@ -661,6 +661,8 @@ def test_a_torch_without_the_optional_names_trains_as_one_device_and_says_what_i
         assert name in line
 
 
+@pytest.mark.conformance
+@pytest.mark.distributed
 def test_a_torch_without_the_required_names_is_refused_by_its_version_and_their_names() -> None:
     done = run_without("required")
     assert done.returncode != 0

@@ -1,0 +1,37 @@
+"""A worker lends its driver weights, and gets their gradients back."""
+
+from threading import Thread
+
+import torch
+from in_memory import MemoryGroup
+from torch import nn
+
+from lightning_hybrid.stage.lent_weights import LentWeights
+
+
+def test_values_go_to_the_driver_and_gradients_are_added_to_the_owner_s() -> None:
+    """Weights in another order of memory, too, and those that have no gradient yet."""
+    torch.manual_seed(0)
+    owner = [nn.Parameter(torch.randn(3, 2).t()), nn.Parameter(torch.randn(4))]
+    driver = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))]
+    owner[1].grad = torch.ones(4)
+    forth, back = MemoryGroup(2), MemoryGroup(2)
+    to_driver, to_owner = (forth.of(0), forth.of(1)), (back.of(1), back.of(0))
+    lends = LentWeights(owner, lambda: to_driver[0], lambda: to_owner[0], "driver")
+    borrows = LentWeights(driver, lambda: to_driver[1], lambda: to_owner[1], "worker")
+    gradients = [torch.randn(2, 3), torch.randn(4)]
+
+    def worker() -> None:
+        lends.lend()
+        lends.take_back()
+
+    thread = Thread(target=worker)
+    thread.start()
+    borrows.lend()
+    borrows.give_back(gradients)
+    thread.join(60)
+    for mine, theirs in zip(driver, owner):
+        assert torch.equal(mine, theirs)
+    for found, wanted in zip(owner, (gradients[0], gradients[1] + 1)):
+        assert found.grad is not None
+        assert torch.equal(found.grad, wanted)
