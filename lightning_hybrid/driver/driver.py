@@ -218,12 +218,14 @@ class Driver:
         try:
             # (also in an evaluation: what is moved in inference mode could not be trained later)
             with outside_of_transforms(), torch.inference_mode(False):
-                gradients = (tensor.grad for tensor in tensors if tensor.grad is not None)
-                for tensor in (*tensors, *gradients):
+                for tensor in tensors:
                     # (by `data`: the parameter stays the object that hooks and optimizers refer to,
                     # and the buffer the one that a call which has begun may have taken already)
                     if tensor.device != self.device:
+                        gradient = tensor.grad if tensor.is_leaf else None
                         tensor.data = tensor.data.to(self.device)
+                        if gradient is not None:
+                            gradient.data = gradient.data.to(self.device)
         except torch.OutOfMemoryError as error:
             size = sum(tensor.nbytes for tensor in tensors) / 1e9
             raise HybridError(
