@@ -615,8 +615,22 @@ class TakeLentGradients(NetworkCommand):
 
 
 @dataclass(frozen=True)
+class LendTensors(Command):
+    """Give the driver these parameters or their gradients, by a group for that alone.
+
+    Attributes:
+        names: of the parameters, dotted.
+        gradients: whether their gradients are meant, which are dense.
+    """
+
+    joint = True
+    names: list[str]
+    gradients: bool
+
+
+@dataclass(frozen=True)
 class NameGradients(Command):
-    """Answer with the names of the parameters that have a gradient."""
+    """Answer with the parameters that have a gradient: by name, whether that is dense."""
 
     answered = True
 
@@ -730,6 +744,7 @@ MESSAGES: tuple[type[Message], ...] = (
     MapTensors,
     TakeWeights,
     LendWeights,
+    LendTensors,
     TakeLentGradients,
     NameGradients,
     GiveGradients,

@@ -11,7 +11,7 @@ from lightning_hybrid.comm import Answer, Guard, Heartbeat, Mesh, signals_deferr
 from lightning_hybrid.comm.protocol import Command, TakeWeights
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import RemoteTensors
-from lightning_hybrid.stage import Engine
+from lightning_hybrid.stage import Engine, LendingLine
 
 
 class Workers:
@@ -22,6 +22,7 @@ class Workers:
 
     Attributes:
         ranks: ``pp_rank`` of each worker.
+        lines: for each worker, takes tensors from device to device, there and back.
         passing_now: whether a pass through the pipeline is under way.
         in_step: whether the workers can be asked: False once this rank has left a pass with an
             error, so that they may still wait for its tensors instead of for a command.
@@ -31,6 +32,7 @@ class Workers:
     def __init__(self, mesh: Mesh) -> None:
         self.ranks = range(1, mesh.coordinates.ranks_per_replica)
         self._channels = {rank: mesh.channel(rank) for rank in self.ranks}
+        self.lines = {rank: LendingLine(mesh, rank) for rank in self.ranks}
         self._heartbeat: Heartbeat | None = None
         if self._channels:
             self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)

@@ -298,8 +298,8 @@ class Driver:
             driven: the network.
             lent: per ``pp_rank``, names in the network of the parameters.
         """
-        for owner, names in enumerate(map(sorted, lent)):
-            weights = lent_weights(driven.module, names, owner, self._mesh)
+        for owner, names in zip(self._workers.ranks, map(sorted, lent[1:])):
+            weights = lent_weights(driven.module, names, self._workers.lines[owner])
             if weights is not None:
                 yield Loan(driven.number, owner, driven.full_names(names), weights)
 

@@ -4,7 +4,7 @@
 and that are not averaged over the replicas yet.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import Tensor
@@ -69,6 +69,7 @@ class Ownership:
         self._sharers: dict[str, list[int]] = {}
         self._tensors: dict[int, list[str]] = {rank: [] for rank in workers.ranks}
         self._copied: dict[str, Parameter] = {}
+        self._sparse: set[str] = set()  # of the parameters that have a gradient
 
     def add(
         self,
@@ -122,6 +123,28 @@ class Ownership:
             found[name] = found[name] + part.to(found[name].device) if name in found else part
         return found
 
+    @signals_deferred
+    def bring(self, kind: Kind, memory: Mapping[str, Tensor]) -> Collection[str]:
+        """Write parameters, or their gradients, as they are now into memory on this device.
+
+        Args:
+            kind: of them; not buffers, whose sizes may change.
+            memory: by name, of the sizes and types that the owners have.
+
+        Returns:
+            The names of those that have come. The others are for :meth:`give`: gradients that are
+            sparse, or of which several ranks have a part.
+        """
+        names = list(memory)
+        if kind is Kind.GRADIENT:
+            names = [n for n in names if n not in self._sparse and not self._in_parts(n)]
+        owners = self._by_worker(names, ())
+        for rank, mine in owners.items():
+            self._workers.send(rank, protocol.LendTensors(mine, kind is Kind.GRADIENT))
+        for rank, mine in owners.items():
+            self._workers.lines[rank].to_driver([memory[name] for name in mine])
+        return names
+
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
         """Set tensors of workers, or, with ``add``, add to them."""
         gradients = kind is Kind.GRADIENT
@@ -153,8 +176,9 @@ class Ownership:
         for rank in self._workers.ranks:
             self._workers.send(rank, protocol.NameGradients())
         answers = self._workers.hear(self._workers.ranks)
-        there = {name for answer in answers for name in answer.value}
-        return there | self._parts_here(self._copied).keys()
+        dense = {name: is_dense for answer in answers for name, is_dense in answer.value.items()}
+        self._sparse = {name for name, is_dense in dense.items() if not is_dense}
+        return dense.keys() | self._parts_here(self._copied).keys()
 
     def settle(self) -> None:
         """Add gradients of the driver's copy of a stage to the owners', before they are used."""

@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_hybrid._torch.autograd import outside_of_transforms
 from lightning_hybrid._torch.tensors import as_they_are, same_numbers
@@ -440,30 +441,52 @@ class RemoteTensors:
         if not stale:
             return
         kind, fetched = stale[0].kind, {id(remote.value) for remote in stale}
-        values = self._owners.give(kind, [r.name for r in stale])
-        for remote in stale:
+        empty = {remote.name for remote in stale if self._make_room(remote)}
+        brought = self._bring(kind, stale)
+        rest = [remote for remote in stale if remote.name not in brought]
+        values = self._owners.give(kind, [r.name for r in rest]) if rest else {}
+        for remote in rest:
             if values[remote.name].layout is not torch.strided:
                 raise HybridError(
                     f"The gradient of {remote.name!r}, which another rank owns, is sparse, and was "
                     "read here. Only an optimizer of configure_optimizers can use it there; for "
                     "any other use make it dense (torch.nn.Embedding(sparse=False))."
                 )
-            if empty := is_vacant(remote.value):
-                occupy(remote.value, self.device)
-                self._here.append(remote)
-            elif remote.value.device != self.device:
-                remote.value.data = remote.value.data.to(self.device)
             # (only if it has changed: autograd may have saved it, and refuses tensors that were
             # written to since)
             value = values[remote.name]
-            if empty or not same_numbers(remote.value, value.to(self.device)):
+            if remote.name in empty or not same_numbers(remote.value, value.to(self.device)):
                 remote.value.copy_(value)
+        for remote in stale:
             remote.seen = self._age[kind]
             remote.settle()
         for other in self._tensors[kind].values():
             if id(other.value) in fetched:  # (the same tensor, tied under another name)
                 other.seen = self._age[kind]
                 other.settle()
+
+    def _make_room(self, remote: Remote) -> bool:
+        """Have memory for a tensor on this device. Returns whether there was none."""
+        if is_vacant(remote.value):
+            occupy(remote.value, self.device)
+            self._here.append(remote)
+            return True
+        if remote.value.device != self.device:
+            remote.value.data = remote.value.data.to(self.device)
+        return False
+
+    def _bring(self, kind: Kind, stale: Iterable[Remote]) -> Collection[str]:
+        """Have the owners write into the memory here. Returns the names of what has come."""
+        if kind is Kind.BUFFER:  # their sizes may change
+            return ()
+        # whether the numbers are others is not looked at: they may not be if this graph has them
+        saved = self.gradients.in_graph if kind is Kind.PARAMETER else {}
+        memory = {r.name: r.value for r in stale if r.name not in saved}
+        brought = self._owners.bring(kind, memory)
+        for name in brought:
+            if not memory[name].is_inference():  # these count nothing
+                increment_version(memory[name])
+        return brought
 
     def _send_changed(self) -> None:
         """Send the owners the tensors that were written to here.

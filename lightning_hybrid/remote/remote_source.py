@@ -1,6 +1,6 @@
 """The source of a proxy: a tensor that another rank owns, and what this rank knows of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import Protocol
 from weakref import ref
@@ -24,6 +24,13 @@ class RemoteStore(Protocol):
 
     def give(self, kind: Kind, names: list[str]) -> Mapping[str, Tensor]:
         """Fetch the present values of tensors."""
+
+    def bring(self, kind: Kind, memory: Mapping[str, Tensor]) -> Collection[str]:
+        """Write the present values of parameters or gradients into memory on this device.
+
+        Returns:
+            The names of those that have come; :meth:`give` fetches the others.
+        """
 
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
         """Set tensors to values, or, with ``add``, add to them."""

@@ -28,6 +28,7 @@ from lightning_hybrid.graph import Stage
 from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
+    LendingLine,
     LentWeights,
     StagedNetwork,
     StageOptions,
@@ -82,7 +83,10 @@ class Worker:
         here = mesh.coordinates
         group = mesh.data_parallel if shards and here.replicas > 1 else None
         self._optimizers = WorkerOptimizers(parameters, self._files, group)
-        self._weights = WorkerWeights(module, parameters, self._networks, self._files, here.pp_rank)
+        self._line = LendingLine(mesh, here.pp_rank)
+        self._weights = WorkerWeights(
+            *(module, parameters, self._networks, self._files, here.pp_rank), self._line
+        )
         self._shards = WorkerShards(module, self._optimizers, here.index)
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
@@ -229,7 +233,7 @@ class Worker:
             seed=order.seed,
             trace=self._trace,
         )
-        lent = lent_weights(network, order.lent, self._mesh.coordinates.pp_rank, self._mesh)
+        lent = lent_weights(network, order.lent, self._line)
         self._networks.append(
             StagedNetwork(order.network, order.name, network, engine, order.borrowed, lent)
         )

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_hybrid.comm import Answer, protocol
 from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.remote import is_of_one_rank
-from lightning_hybrid.stage import StagedNetwork, tensors_of, write_tensors
+from lightning_hybrid.stage import LendingLine, StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.state import FilesOfWorker, Takeover
 
 
@@ -22,6 +22,7 @@ class WorkerWeights:
         networks: the networks that are cut; the list may grow.
         files: writes files that other ranks map, and maps theirs.
         rank: ``pp_rank`` of this rank.
+        line: takes tensors to the driver, from device to device.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class WorkerWeights:
         networks: Sequence[StagedNetwork],
         files: FilesOfWorker,
         rank: int,
+        line: LendingLine,
     ) -> None:
-        self._files, self._rank = files, rank
+        self._files, self._rank, self._line = files, rank, line
         self._module, self._parameters, self._networks = module, parameters, networks
         self._takeover: Takeover | None = None
 
@@ -42,6 +44,7 @@ class WorkerWeights:
             protocol.GiveWeights: self._give_weights,
             protocol.KeepTensors: self._keep_tensors,
             protocol.MapTensors: self._map_tensors,
+            protocol.LendTensors: self._lend_tensors,
             protocol.TakeWeights: self._take_weights,
             protocol.NameGradients: self._name_gradients,
             protocol.GiveGradients: self._give_gradients,
@@ -57,6 +60,15 @@ class WorkerWeights:
     def _give_weights(self, command: protocol.GiveWeights) -> Answer:
         tensors = tensors_of(self._module)
         return Answer(tensors=[(name, tensors[name]) for name in command.names])
+
+    def _lend_tensors(self, command: protocol.LendTensors) -> None:
+        parameters = [self._parameters[name] for name in command.names]
+        found: list[torch.Tensor] = [*parameters]
+        if command.gradients:
+            found = [g for parameter in parameters if (g := parameter.grad) is not None]
+        # the driver waits for all of them
+        assert len(found) == len(parameters), command
+        self._line.to_driver(found)
 
     def _take_weights(self, command: protocol.TakeWeights) -> None:
         arrived: list[str] = []
@@ -96,7 +108,9 @@ class WorkerWeights:
 
     def _name_gradients(self, _: protocol.NameGradients) -> Answer:
         named = self._parameters
-        return Answer(value=[n for n in self._owned() if n in named and named[n].grad is not None])
+        gradients = ((name, named[name].grad) for name in self._owned() if name in named)
+        dense = {name: g.layout is torch.strided for name, g in gradients if g is not None}
+        return Answer(value=dense)
 
     def _give_gradients(self, command: protocol.GiveGradients) -> Answer:
         gradients = [(name, self._parameters[name].grad) for name in command.names]

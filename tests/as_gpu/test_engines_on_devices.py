@@ -104,6 +104,7 @@ def on_devices(
     """The same on all ranks; adds to ``events`` what is seen from the third step on."""
     optimizer, losses = torch.optim.SGD(replica.model.parameters(), lr=0.1, momentum=0.9), []
     replica.driver.optimizers.connect([optimizer])
+    averages = [parameter.detach().clone() for parameter in replica.model.parameters()]
     count = len(steps.batches) // STEPS
     for step in range(STEPS):
         with EVENTS.during() as seen:
@@ -116,6 +117,10 @@ def on_devices(
                 loss.backward()
                 replica.driver.gradients.after_backward()
                 losses.append(loss.detach())
+                with torch.no_grad():  # a moving average of the weights, and of the gradients
+                    for average, parameter in zip(averages, replica.model.parameters()):
+                        average.lerp_(parameter, 0.5)
+                        average += parameter.grad
             steps.now = None
             optimizer.step()
             replica.driver.commands.ask(Check())  # the workers are done, too

@@ -74,8 +74,8 @@ def test_gradients_are_cleared_and_found_where_they_are(crew: Crew, ownership: O
     ownership.clear_gradients(["c", "b"])
     assert crew.heard(1) == ClearGradients(["c"])
     assert crew.heard(2) == ClearGradients(["b"])
-    crew.answer(1, Answer(value=["a"]))
-    crew.answer(2, Answer(value=["b"]))
+    crew.answer(1, Answer(value={"a": True}))
+    crew.answer(2, Answer(value={"b": True}))
     assert ownership.gradient_names() == {"a", "b"}
     assert crew.heard(1) == NameGradients()
 

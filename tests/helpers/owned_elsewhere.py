@@ -26,6 +26,11 @@ class Owner:
             return {n: self.parameters[n].grad.clone() for n in names}  # type: ignore[union-attr]
         return {n: self.tensors[n].detach().clone() for n in names}
 
+    def bring(self, kind: Kind, memory: Mapping[str, Tensor]) -> list[str]:
+        for name, value in self.give(kind, [*memory]).items() if memory else ():
+            memory[name].data.copy_(value)
+        return [*memory]
+
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
         for name, value in values.items():
             if kind is not Kind.GRADIENT:

@@ -1,12 +1,15 @@
 """A worker lends its driver weights, and gets their gradients back."""
 
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from in_memory import MemoryGroup
 from torch import nn
 
-from lightning_hybrid.stage.lent_weights import LentWeights
+from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.stage.lent_weights import LendingLine, LentWeights
 
 
 def test_values_go_to_the_driver_and_gradients_are_added_to_the_owner_s() -> None:
@@ -15,10 +18,16 @@ def test_values_go_to_the_driver_and_gradients_are_added_to_the_owner_s() -> Non
     owner = [nn.Parameter(torch.randn(3, 2).t()), nn.Parameter(torch.randn(4))]
     driver = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))]
     owner[1].grad = torch.ones(4)
-    forth, back = MemoryGroup(2), MemoryGroup(2)
-    to_driver, to_owner = (forth.of(0), forth.of(1)), (back.of(1), back.of(0))
-    lends = LentWeights(owner, lambda: to_driver[0], lambda: to_owner[0], "driver")
-    borrows = LentWeights(driver, lambda: to_driver[1], lambda: to_owner[1], "worker")
+    groups = {(1, 0): MemoryGroup(2), (0, 1): MemoryGroup(2)}
+
+    def line(rank: int) -> LendingLine:
+        mesh: Any = SimpleNamespace(
+            coordinates=Coordinates(rank, 1, 2),
+            siblings=lambda ends: groups[ends].of(ends.index(rank)),
+        )
+        return LendingLine(mesh, 1)
+
+    lends, borrows = LentWeights(owner, line(1)), LentWeights(driver, line(0))
     gradients = [torch.randn(2, 3), torch.randn(4)]
 
     def worker() -> None:
