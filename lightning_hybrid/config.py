@@ -226,7 +226,7 @@ class Config:
                 f"data_parallel_size({replicas}) x pipeline_parallel_size({stages}) = "
                 f"{replicas * stages} != {devices} devices"
                 f"{f' ({nodes} nodes)' if nodes > 1 else ''}: the number of "
-                f"devices must be divisible by the number of stages. Set Trainer(devices=...) to a "
+                f"devices must be divisible by the number of stages. Set devices=... to a "
                 f"multiple of {self.stages or self.replicas}, or change the sizes."
             )
         return replicas, stages

@@ -115,8 +115,7 @@ class NotCaptured(Exception):
         reason: str,
         *,
         by_its_kind: bool = False,
-        advice: str = "Name the part of the model that is to be cut: "
-        "HybridGabraStrategy(network='...').",
+        advice: str = "Name the part of the model that is to be cut: the strategy's network='...'.",
     ) -> None:
         super().__init__(reason)
         self.reason, self.by_its_kind, self.advice = reason, by_its_kind, advice
@@ -159,8 +158,8 @@ def _refuse_one_region(graph: NetworkGraph) -> None:
     if any(is_region(layer.node) and layer.parameters >= weights for layer in graph.layers):
         raise NotCaptured(
             "all of it is one activation checkpoint, in which it cannot be cut",
-            advice="Checkpoint its blocks one by one, or leave it to the strategy: "
-            "HybridGabraStrategy(recompute=True).",
+            advice="Checkpoint its blocks one by one, or leave it to "
+            "the strategy's recompute=True.",
         )
 
 
@@ -270,7 +269,8 @@ class Capture:
             if not str(error).startswith(FAILED_AT_ONCE):
                 raise
             inference = torch.is_inference_mode_enabled()
-            hint = "; with Trainer(inference_mode=False) it can be" if inference else ""
+            instead = "; under torch.no_grad, as Trainer(inference_mode=False) has it, it can be"
+            hint = instead if inference else ""
             raise NotCaptured(reason_in(str(error)) + hint) from error
 
     def close(self) -> None:

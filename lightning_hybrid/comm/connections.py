@@ -181,7 +181,7 @@ def connection_lost(peer: str, error: RuntimeError) -> ConnectionLost:
     late = is_late(error)
     why = (
         "It has stopped answering, or needs longer than the time-out, which "
-        "HybridGabraStrategy(timeout=...) sets; or replicas have different numbers of batches"
+        "the strategy's timeout=... sets; or replicas have different numbers of batches"
         if late
         else "It was killed, or its process ended without a word"
     )

@@ -284,7 +284,7 @@ class Adoption:
                 f"{found.shown} has {count(len(partitions), 'network partition')}, fewer than "
                 f"pipeline_parallel_size={stages}. Use at most "
                 f"{count(len(partitions), 'stage')}, or name another network: "
-                f"HybridGabraStrategy(network='...').{_why_not_more(graph, partitions, leaves)}"
+                f"the strategy's network='...'.{_why_not_more(graph, partitions, leaves)}"
                 f"{'' if first.is_part else _part_of_another(found.name)}"
             )
         wanted = self.options.microbatches or _microbatches(graph, leaves, devices)
@@ -389,7 +389,8 @@ def _refuse_moved(found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any
                 f"{found.shown}: what was {name!r} when it was cut into stages is "
                 f"{next(names, 'elsewhere')} now. Modules have changed places, or were wrapped, "
                 "and the stages on other ranks do not follow. Do it before `trainer.fit` (in "
-                "`configure_model`, `setup` or `on_fit_start`), or change what `forward` calls."
+                "`configure_model`, `setup` or `on_fit_start`) or `fabric.setup`, or change what "
+                "`forward` calls."
             )
 
 
@@ -434,7 +435,7 @@ def _named(found: FoundNetwork) -> Iterator[None]:
         raise NetworkError(
             f"{found.shown} was captured, but what was captured does not run by itself "
             f"({type(error).__name__}: {error}). Name the part of the model that is to be cut: "
-            "HybridGabraStrategy(network='...')."
+            "the strategy's network='...'."
         ) from error
 
 

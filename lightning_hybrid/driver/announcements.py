@@ -128,7 +128,7 @@ class Announcements:
         if is_compiled(found.module) and not self._options.compiled:
             self._options.say(
                 f"{found.shown} is compiled by you (torch.compile), and its stages are not: "
-                "HybridGabraStrategy(compile_stages=True) compiles them, with the default backend."
+                "the strategy's compile_stages=True compiles them, with the default backend."
             )
         normalised = any(isinstance(m, BatchNorm) for m in found.module.modules())
         if normalised and plan.microbatches > 1 and self._options.training:
@@ -136,7 +136,7 @@ class Announcements:
                 f"{found.shown} has batch normalisation: in training its statistics "
                 f"are those of a micro-batch (1/{plan.microbatches} of a replica's batch), as in "
                 "every pipeline. num_microbatches=1 gives the numbers of the whole batch, "
-                "Trainer(sync_batchnorm=True) those of all replicas' micro-batches."
+                "the Trainer's sync_batchnorm=True those of all replicas' micro-batches."
             )
 
     def stays(self, name: str, module: nn.Module, reason: str, *, alone: bool) -> None:

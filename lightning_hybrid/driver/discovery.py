@@ -148,7 +148,7 @@ class Discovery:
         names = self._options.names
         named = "" if names is None else f" named {' or '.join(map(repr, names))}"
         step = f"the first training step of {type(self._module).__name__}"
-        instead = "name another one (HybridGabraStrategy(network='...')); or use strategy='ddp'."
+        instead = "name another one (the strategy's network='...'); or use strategy='ddp'."
         if not reasons:
             what = named or " with parameters"
             raise NetworkNotFoundError(
@@ -401,11 +401,7 @@ class Discovery:
         step calls it, the network is whole on the driver, if its weights have memory there.
         """
         too_early = self._options.training and not torch.is_grad_enabled()
-        if not too_early or not found.is_materialized:
-            return False
-        # the graph needs all tensors on one device, and modules may still be on the CPU
-        found.module.to(self._driver.device)
-        return True
+        return too_early and found.is_materialized
 
     def _adopt(
         self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]

@@ -225,21 +225,25 @@ class Driver:
             # (also in an evaluation: what is moved in inference mode could not be trained later)
             with outside_of_transforms(), torch.inference_mode(False):
                 for tensor in tensors:
-                    # (by `data`: the parameter stays the object that hooks and optimizers refer to)
+                    # (by `data`: the parameter stays the object that hooks and optimizers refer to,
+                    # and the buffer the one that a call which has begun may have taken already)
                     if tensor.device != self.device:
+                        gradient = tensor.grad if tensor.is_leaf else None
                         tensor.data = tensor.data.to(self.device)
+                        if gradient is not None:
+                            gradient.data = gradient.data.to(self.device)
         except torch.OutOfMemoryError as error:
             size = sum(tensor.nbytes for tensor in tensors) / 1e9
             raise HybridError(
-                f"{type(module).__name__}, {size:.2f} GB, has no room on {self.device}, and is "
-                "computed there as a whole until training cuts it. Is that for the validation "
-                "before the training? Then leave it out: Trainer(num_sanity_val_steps=0)."
+                f"{type(module).__name__}, {size:.2f} GB, has no room on {self.device}, where it "
+                "is computed as a whole as long as it is not cut. Is that for an evaluation "
+                "before the training? Then leave it out: Trainer(num_sanity_val_steps=0), or in a "
+                "loop of your own."
             ) from error
 
     def keep(self, module: nn.Module) -> None:
         """Keep a network whole on this rank's device; the replicas average its gradients."""
-        materialize((*module.parameters(), *module.buffers()))
-        module.to(self.device)
+        self.have_here(module, whole=True)
         self._replicated.renew_rest()
         if self._options.share:
             self._replicated.rest.broadcast_weights()

@@ -165,7 +165,7 @@ class _CallNode(torch.autograd.Function):
                 f"create_graph=True, in a backward or torch.autograd.grad ({place_now()}): "
                 "gradients of gradients cannot pass through a network that is cut into stages. "
                 "Compute the penalty with a network that is not cut "
-                "(HybridGabraStrategy(network=...)), or train with strategy='ddp'."
+                "(the strategy's network=...), or train with strategy='ddp'."
             )
         if any(map(is_batched, gradients)):
             raise NetworkError(

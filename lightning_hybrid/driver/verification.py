@@ -437,7 +437,7 @@ class Check:
             "the result of functools.cache, os.environ, an attribute of a class: "
             "docs/what_you_can_rely_on.md has the list), and goes on with what was there. Give the "
             "value to forward as an argument, or keep it in an attribute of the module; or leave "
-            "the module that reads it uncut: name others (HybridGabraStrategy(network=[...])). "
+            "the module that reads it uncut: name others (the strategy's network=[...]). "
             "verify=False looks no more."
         )
 
@@ -447,7 +447,7 @@ class Check:
             f"{self.found.shown}: the samples of a batch meet in call {self.number} "
             f"{_calls(*self.kind[1:])}, and they did not in its first one: with other samples in "
             f"the other micro-batches {_listed(found)}. In micro-batches the numbers are not those "
-            "of one device. Use HybridGabraStrategy(num_microbatches=1)."
+            "of one device. Use the strategy's num_microbatches=1."
         )
 
     def _cause(self) -> str:

@@ -1,7 +1,8 @@
 """Decides when the gradients of a replica are averaged over the replicas."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from lightning_hybrid.comm import signals_deferred
 from lightning_hybrid.comm.protocol import Reduce
@@ -10,6 +11,8 @@ from lightning_hybrid.driver.ownership import Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.weights import Replicated
+
+T = TypeVar("T")
 
 
 class ReplicaGradients:
@@ -72,6 +75,24 @@ class ReplicaGradients:
         finally:
             self.synchronize = synchronize
             self._unsettled.networks = networks
+
+    def alone(self, backward: Callable[[], T]) -> tuple[T, bool]:
+        """Run a backward pass that averages nothing.
+
+        Returns:
+            What it returns, and whether it has added to gradients of a network.
+        """
+        self.settle()
+        synchronize, networks = self.synchronize, set(self._unsettled.networks)
+        self.synchronize = False
+        self._unsettled.networks.clear()
+        try:
+            found = backward()
+            self.settle()
+            return found, bool(self._unsettled.networks)
+        finally:
+            self.synchronize = synchronize
+            self._unsettled.networks |= networks
 
     def before_backward(self) -> None:
         """Prepare for `loss.backward()`: without workers, averaging may overlap with it."""

@@ -238,7 +238,7 @@ def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:
         if not number or not 0 < value < math.inf:
             raise PlanError(
                 f"device_capacity[{rank}]={value!r}, the relative speed of rank {rank}, must be a "
-                "finite number of more than 0. (Take a device out by Trainer(devices=...).)"
+                "finite number of more than 0. (Take a device out by devices=... .)"
             )
     return tuple(value / values[0] for value in values)
 

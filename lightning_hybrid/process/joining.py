@@ -83,7 +83,7 @@ def _store_beside(size: int, meeting: Meeting) -> dist.TCPStore:
     if dist.get_world_size() != size:
         raise HybridError(
             f"The default group of torch.distributed, which was made before this run, has "
-            f"{dist.get_world_size()} ranks, and the Trainer {size} processes. Let it be one "
+            f"{dist.get_world_size()} ranks, and this run {size} processes. Let it be one "
             "of all processes, or call torch.distributed.destroy_process_group() on each before."
         )
     store = None

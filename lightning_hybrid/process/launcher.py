@@ -252,7 +252,7 @@ def _require_script() -> None:
             f"The script cannot be started again for the other ranks: it has no file "
             f"(sys.argv[0] is {sys.argv[0]!r}; `python -` reads it from standard input, `-c` from "
             "the command line). Save it, and run `python FILE`, or use "
-            "Trainer(strategy='hybrid_gabra_fork')."
+            "strategy='hybrid_gabra_fork'."
         )
 
 

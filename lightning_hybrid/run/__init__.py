@@ -5,6 +5,7 @@ from lightning_hybrid.run.building import (
     DeferredModule,
     WholeModule,
     announce_averages,
+    have_on_device,
     move_module,
 )
 from lightning_hybrid.run.device_times import Measurement
@@ -41,6 +42,7 @@ __all__ = [
     "World",
     "announce_averages",
     "asked_by_framework",
+    "have_on_device",
     "hear_of_reads",
     "move_module",
     "prepared_alone",

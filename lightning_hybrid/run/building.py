@@ -6,7 +6,7 @@ its own stages; see :mod:`lightning_hybrid.remote.deferred`. Its checkpoint is r
 the other ranks get an outline of it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._lightning_private import set_module_device
 from lightning_hybrid.comm import Failure
 from lightning_hybrid.planning import gigabytes
-from lightning_hybrid.remote import Deferral, is_deferred
+from lightning_hybrid.remote import Deferral, is_deferred, is_unread, materialize
 from lightning_hybrid.run.world import NoWorld, Phase, World
 from lightning_hybrid.stage import with_room_for
-from lightning_hybrid.state import Unfilled, outline, save_alone, whole
+from lightning_hybrid.state import Unfilled, outline, placed, save_alone, whole
 
 Checkpoint = dict[str, Any]
 
@@ -229,11 +229,11 @@ def announce_averages(trainer: Trainer, module: LightningModule) -> None:
             )
 
 
-def move_module(module: LightningModule, device: torch.device, *, all_of_it: bool) -> None:
-    """Bring a LightningModule to the device of its rank.
+def move_module(module: nn.Module, device: torch.device, *, all_of_it: bool) -> None:
+    """Bring a module to the device of its rank.
 
     Args:
-        module: the LightningModule.
+        module: the LightningModule, or a model of Fabric.
         device: of this rank.
         all_of_it: else where a GPU has not twice its size free, or some of it has no memory yet,
             only what no network can own moves, and modules with parameters wait on the CPU until
@@ -251,4 +251,30 @@ def move_module(module: LightningModule, device: torch.device, *, all_of_it: boo
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         # the same objects: optimizers and the user's code refer to them
         tensor.data = tensor.data.to(device)
-    set_module_device(module, device)
+    if isinstance(module, LightningModule):
+        set_module_device(module, device)
+
+
+def have_on_device(
+    module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device
+) -> None:
+    """After a run: what other ranks have trained is on this device too, as on one device.
+
+    Args:
+        module: that was trained, of which some is on the CPU or in files.
+        optimizers: that have stepped it, whose states come beside it.
+        device: of this rank. Without room for twice what comes, all is on the CPU.
+    """
+    if device.type == "cpu":
+        return
+    place, parameters = with_room_for(module, device), [*module.parameters()]
+    if place == device:
+        gradients = (p.grad for p in parameters if p.grad is not None)
+        materialize(filter(is_unread, (*parameters, *module.buffers(), *gradients)))
+    module.to(place)
+    for optimizer in optimizers:
+        states: dict[nn.Parameter, dict[str, Any]] = optimizer.state  # type: ignore[assignment]
+        for parameter, state in states.items():
+            if place == device:
+                materialize(value for value in state.values() if is_unread(value))
+            states[parameter] = placed(state, parameter)

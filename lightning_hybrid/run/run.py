@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
     Accelerator,
+    FabricMixedPrecision,
     MixedPrecision,
     Precision,
     Trainer,
@@ -230,6 +231,7 @@ class Run:
 
 def scalers_of(precision: Precision) -> list[GradScaler]:
     """The gradient scaler of a precision plugin, in a list, which is empty if there is none."""
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        return [precision.scaler]
+    plugin: object = precision  # Fabric's is no subclass of the Trainer's
+    if isinstance(plugin, MixedPrecision | FabricMixedPrecision) and plugin.scaler is not None:
+        return [plugin.scaler]
     return []

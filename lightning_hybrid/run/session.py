@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_hybrid._lightning import move_data_to_device, rank_zero_info
-from lightning_hybrid._torch.autograd import run_backwards_by
+from lightning_hybrid._torch.autograd import is_in_backward, run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
+from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm import (
     Failure,
     broadcast_object,
@@ -35,6 +36,8 @@ from lightning_hybrid.driver import (
     Planner,
     bring_here,
 )
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.graph import place_now
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
@@ -92,6 +95,7 @@ class DriverSession:
         self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
         self._changed = False  # whether weights or buffers are others than before the run
         self._salvages = False  # whether the workers can be asked for their weights
+        self._averages = False  # whether autograd runs for :meth:`backward`
         if not run.fitting:
             driver.weights.remember()
         self._intercept()
@@ -212,6 +216,11 @@ class DriverSession:
         """Copies of a Trainer, and of what it has patched, belong to the same run."""
         return self
 
+    @property
+    def module(self) -> nn.Module:
+        """What is trained."""
+        return self._run.module
+
     # ------------------------------------------------------------------ a step
 
     def step(self, train: Callable[[], T]) -> T:
@@ -263,13 +272,49 @@ class DriverSession:
             compute: runs autograd.
         """
         self._driver.gradients.before_backward()
-        with self._statistics:  # activation checkpointing runs layers again here
-            compute()
+        self._averages = True
+        try:
+            with self._statistics:  # activation checkpointing runs layers again here
+                compute()
+        finally:
+            self._averages = False
         if self._shares is not None:
             self._shares.backward_is_over()
         self._driver.gradients.after_backward()
         if not self._run.is_global_zero and self._driver.gradients.synchronize:
             run_pending(hold=True)  # the first driver has been here too
+
+    def refuse_other_backwards(self) -> None:
+        """From now on a backward for weights that is none of :meth:`backward` is an error."""
+        run_backwards_by(self._refuse_unless_averaged)
+
+    def _refuse_unless_averaged(
+        self, *arguments: Any, accumulate_grad: bool, **options: bool
+    ) -> Any:
+        """Run autograd.
+
+        Raises:
+            HybridError: it has added to gradients that nothing averages.
+        """
+        gradients, module = self._driver.gradients, self._run.module
+
+        def compute() -> Any:
+            run: Callable[..., Any] = self._driver.chosen_gradients
+            return run(*arguments, accumulate_grad=accumulate_grad, **options)
+
+        adds = accumulate_grad and gradients.synchronize
+        if self._averages or not adds or is_in_backward():
+            return compute()
+        before = _versions_of_gradients(module)
+        found, added = gradients.alone(compute)
+        if added or _versions_of_gradients(module) != before:
+            raise HybridError(
+                f"loss.backward() has added to the gradients of {type(module).__name__} "
+                f"({place_now()}), which the {self._run.world.coordinates.replicas} replicas "
+                "average in fabric.backward(loss) alone. Call that; or, for gradients of each "
+                "replica, go backward inside of fabric.no_backward_sync(model)."
+            )
+        return found
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -592,6 +637,11 @@ class WorkerSession:
         return self._run.fitting
 
     @property
+    def module(self) -> nn.Module:
+        """What was trained."""
+        return self._run.module
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """The user's, with the state of what this rank owns."""
         return self._worker.optimizers
@@ -619,6 +669,13 @@ class WorkerSession:
             optimizer.state.update(state)
         self._run.framework.adopt(results)
         return results
+
+
+def _versions_of_gradients(module: nn.Module) -> list[tuple[int, int] | None]:
+    """Of a module's parameters that this rank owns; they change when gradients are added to."""
+    with as_they_are():
+        gradients = [parameter.grad for parameter in module.parameters()]
+    return [None if g is None else (id(g), version(g)) for g in gradients]
 
 
 def _watchers(run: Run, meter: BusyMeter | None) -> list[StepWatcher]:

@@ -94,7 +94,7 @@ def _refusal(graph: NetworkGraph, what: str, parts: Sequence[tuple[int, ...]]) -
         )
     return StitchError(
         f"the stages of {type(graph.network).__name__} do not compute what the network computes: "
-        f"{what}. Give other cut points (HybridGabraStrategy(allocation=[...])), {advice}."
+        f"{what}. Give other cut points (the strategy's allocation=[...]), {advice}."
     )
 
 

@@ -210,7 +210,7 @@ def _refuse_tied_copies(stages: Sequence[Sequence[str]], devices: Devices) -> No
             raise NetworkError(
                 f"stage {number} has {len(copies_of(device))} copies, and shares parameter "
                 f"{tied[0]!r} with another stage: a stage with copies has its weights to itself. "
-                "Cut elsewhere (HybridGabraStrategy(allocation=[...])), so that one stage has all "
+                "Cut elsewhere (the strategy's allocation=[...]), so that one stage has all "
                 "uses, or give it one copy (pipeline_parallel_size)."
             )
 

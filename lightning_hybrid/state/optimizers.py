@@ -41,8 +41,8 @@ class _Pickler(pickle.Pickler):
     Args:
         file: to write to.
         names: names of parameters, by identity.
-        apart: the list that gets the large tensors; in the pickle stand their places in the list,
-            and their specs. ``None``: they are pickled.
+        apart: the list that gets tensors that are large or on a device; in the pickle stand their
+            places in the list, and their specs. ``None``: they are pickled.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: object) -> object:
         if isinstance(value, Parameter):
             return self._names.get(id(value))
-        if self._apart is None or not isinstance(value, Tensor) or not _is_large(value):
+        if self._apart is None or not isinstance(value, Tensor) or not _goes_apart(value):
             return None
         # (a tensor that two states share is sent once, and shared on the other rank as well)
         number = self._numbers.setdefault(id(value), len(self._apart))
@@ -65,11 +65,15 @@ class _Pickler(pickle.Pickler):
             return number, TensorSpec.of(value, gradient=False)
 
 
-def _is_large(tensor: Tensor) -> bool:
-    """Whether a tensor is dense, large, and of no class of the user's."""
+def _goes_apart(tensor: Tensor) -> bool:
+    """Whether a tensor is dense, large or on a device, and of no class of the user's.
+
+    (What is pickled on a device is read on that same one, which is the other rank's neighbour.)
+    """
     if type(tensor) is not Tensor and not is_unread(tensor):
         return False
-    return tensor.layout is torch.strided and tensor.nbytes > _SMALL_BYTES
+    here = tensor.device.type == "cpu" or is_unread(tensor)
+    return tensor.layout is torch.strided and (tensor.nbytes > _SMALL_BYTES or not here)
 
 
 class _Unpickler(pickle.Unpickler):

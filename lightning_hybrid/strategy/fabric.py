@@ -47,10 +47,13 @@ from lightning_hybrid.run import (
     StartProgress,
     WholeModule,
     WorkerSession,
+    have_on_device,
+    move_module,
     refuse_other_shards,
+    scalers_of,
 )
 from lightning_hybrid.strategy.ranks import Ranks
-from lightning_hybrid.strategy.refusals import refuse_lazy, refuse_optimizers
+from lightning_hybrid.strategy.refusals import refuse_device, refuse_lazy, refuse_optimizers
 from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
 
 T = TypeVar("T")
@@ -258,11 +261,8 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def setup_environment(self) -> None:
         """Meet all other ranks."""
         self._require_launch()
-        if self.root_device.type != "cpu":
-            raise PlanError(
-                f"Under Fabric hybrid_gabra runs on CPUs, and was never tried on "
-                f"{self.root_device.type!r}. Use Fabric(accelerator='cpu'), or the Trainer."
-            )
+        refuse_device(self.root_device)
+        self._set_world_ranks()  # which tell the device of this process
         super().setup_environment()
 
     def _require_launch(self) -> None:
@@ -274,7 +274,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             )
 
     def _setup_distributed(self) -> None:
-        self._set_world_ranks()
         ranks = self._ranks
         self._process_group_backend = backend = self._get_process_group_backend()
         ranks.meet(backend, self._timeout or timedelta(minutes=30))
@@ -292,6 +291,8 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._require_launch()
         self._refuse(module)
         bring_here(module)
+        if not self.coordinates.is_driver:
+            module.cpu()  # Fabric has moved it, of which this device is to have its stages
         run = self._begin(module)
         run.take_again()
         if not run.world.coordinates.is_driver:
@@ -303,6 +304,8 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         run.share_weights()
         planner = partial(run.plan_network, optimizers=self._optimizers)
         self._session = DriverSession.begin(run, planner)
+        if self.is_distributed:
+            self._session.refuse_other_backwards()
         run.world.defer_signals()
         return StagedModule(module, self._call_begins)
 
@@ -312,17 +315,20 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
                 f"fabric.setup was given a second model, {type(module).__name__}, and the workers "
                 "serve the first one since its setup. Make both parts of one nn.Module."
             )
-        if getattr(self.precision, "scaler", None) is not None:
-            raise PlanError(
-                f"{type(self.precision).__name__} scales the loss, which under Fabric hybrid_gabra "
-                "does not. Use precision='bf16-mixed' or '32-true'."
-            )
         if getattr(module, "automatic_optimization", True) is False:
             raise PlanError(
                 f"{type(module).__name__}.automatic_optimization=False is for the Trainer. Leave "
                 "it out: under Fabric each loop steps by itself."
             )
         refuse_lazy(module)
+        replicas, stages = self._ranks.shape
+        for name, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm) and replicas > 1 and stages > 1:
+                raise PlanError(
+                    f"{name!r} is a torch.nn.SyncBatchNorm, which speaks to other replicas by "
+                    "itself, and workers have no group to do so. Leave it a torch.nn.BatchNorm, "
+                    "or use the Trainer's sync_batchnorm=True."
+                )
 
     def _begin(self, module: nn.Module) -> Run:
         """What is known of a run that begins, on all ranks together."""
@@ -350,6 +356,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         """On a worker: obey the driver until the run is over. Returns its results."""
         self._parted = False
         results = session.serve()
+        have_on_device(session.module, (), self.root_device)
         self._rest()
         self._ranks.joined.end_run()
         return results
@@ -369,6 +376,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._leave()
         if isinstance(self._session, DriverSession):
             self._session.end(returned)
+            have_on_device(self._session.module, self._optimizers, self.root_device)
         self._rest()
         self._ranks.joined.end_run()
 
@@ -400,6 +408,23 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._ranks.world.stop_watching()
         self._session.close()
 
+    # ------------------------------------------------------------------ devices
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Where a GPU has no room for twice the size of a module, it waits on the CPU.
+
+        It is cut at its first call with gradients, and each rank gets its stages alone.
+        """
+        device = self.root_device
+        all_of_it = device.type == "cpu" or self._ranks.stages == 1
+        move_module(module, device, all_of_it=all_of_it)
+        if not all_of_it and any(p.device.type == "cpu" for p in module.parameters()):
+            rank_zero_info(
+                f"{type(module).__name__} takes more than half of what is free on {device}, and "
+                "waits on the CPU until it is cut into stages. Move a module that is not for "
+                "fabric.setup by module.to(fabric.device)."
+            )
+
     # ------------------------------------------------------------------ optimizers
 
     def setup_module_and_optimizers(
@@ -422,7 +447,8 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         return optimizer
 
     def _connect(self, optimizers: list[Optimizer]) -> None:
-        refuse_optimizers(optimizers, *self._ranks.shape, scaled=False)
+        scaled = bool(scalers_of(cast(Any, self.precision)))
+        refuse_optimizers(optimizers, *self._ranks.shape, scaled=scaled)
         self._driving.connect_optimizers(optimizers)
         self._optimizers.extend(optimizers)
 
@@ -435,15 +461,17 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip by the norm of the gradients of all stages, which is returned."""
+        self.precision.unscale_gradients(self._known(optimizer))
         return self._driving.clip_norm(
-            self._known(optimizer), float(max_norm), float(norm_type), finite=error_if_nonfinite
+            optimizer, float(max_norm), float(norm_type), finite=error_if_nonfinite
         )
 
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
         """Clip each gradient of all stages to a value."""
-        self._driving.clip_values(self._known(optimizer), float(clip_val))
+        self.precision.unscale_gradients(self._known(optimizer))
+        self._driving.clip_values(optimizer, float(clip_val))
 
     def _known(self, optimizer: Optimizer) -> Optimizer:
         if optimizer not in self._optimizers:

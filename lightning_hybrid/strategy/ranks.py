@@ -191,7 +191,8 @@ class Ranks:
             return self.world
         raise HybridError(
             "This process has not met the other ranks yet; the strategy does so at the start of "
-            "trainer.fit, validate, test or predict. Call this from a hook, or after a run."
+            "trainer.fit, validate, test, predict or fabric.launch. Call this from a hook, in the "
+            "function that is launched, or after a run."
         )
 
     def meet(self, backend: str, timeout: timedelta) -> None:
@@ -276,7 +277,7 @@ class Ranks:
 def refuse_other_numbers(
     environment: ClusterEnvironment, launched: Launched, hosts: int, per_host: int
 ) -> None:
-    """A Trainer that has been told of other processes than were started.
+    """A Trainer or Fabric that has been told of other processes than were started.
 
     Lightning compares them for torchrun and SLURM alone.
 
@@ -286,10 +287,10 @@ def refuse_other_numbers(
     size, local, node = environment.world_size(), launched.local_rank, launched.node_rank
     if size != hosts * per_host or local >= per_host or node >= hosts:
         raise PlanError(
-            f"Trainer(devices={per_host}, num_nodes={hosts}) wants {hosts} x {per_host} processes, "
+            f"devices={per_host} and num_nodes={hosts} are {hosts} x {per_host} processes, "
             f"and {type(environment).__name__} says that there are {size}, of which this one is "
-            f"number {local} of host {node}. Give the Trainer the processes of each host, as "
-            "devices, and the hosts, as num_nodes, that were started."
+            f"number {local} of host {node}. Give the processes of each host, as devices, and the "
+            "hosts, as num_nodes, that were started."
         )
 
 

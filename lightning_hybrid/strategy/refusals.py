@@ -12,12 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_hybrid._lightning import (
-    Accelerator,
     BatchSizeFinder,
     Callback,
     CheckpointIO,
-    CPUAccelerator,
-    CUDAAccelerator,
     LayerSync,
     MixedPrecision,
     ModelPruning,
@@ -62,12 +59,12 @@ def refuse_interactive(*, works: bool) -> None:
         )
 
 
-def refuse_accelerator(accelerator: Accelerator) -> None:
+def refuse_device(device: torch.device) -> None:
     """Only CPUs and CUDA devices have the process groups that links are made of."""
-    if not isinstance(accelerator, CPUAccelerator | CUDAAccelerator):
+    if device.type not in ("cpu", "cuda"):
         raise PlanError(
-            f"hybrid_gabra runs on CPUs and CUDA devices, not on "
-            f"{type(accelerator).__name__}. Use Trainer(accelerator='cpu' | 'cuda')."
+            f"hybrid_gabra runs on CPUs and CUDA devices, not on {device.type!r}. Use "
+            "accelerator='cpu' or accelerator='cuda'."
         )
 
 
@@ -143,8 +140,8 @@ def refuse_lazy(module: nn.Module) -> None:
     if lazy:
         raise PlanError(
             f"{lazy[0]!r} has no size before the first call (nn.LazyLinear and its like). Call the "
-            "network once with an example before the fit: at the end of `__init__`, in "
-            "`configure_model` or in `setup`."
+            "network once with an example before the fit (at the end of `__init__`, in "
+            "`configure_model` or in `setup`), or before fabric.setup."
         )
 
 

@@ -83,12 +83,12 @@ from lightning_hybrid.strategy.open_sizes import choose_sizes, compare_prepared
 from lightning_hybrid.strategy.ranks import Ranks, given
 from lightning_hybrid.strategy.refusals import (
     callbacks_allow,
-    refuse_accelerator,
     refuse_all_but_plain_sgd,
     refuse_asynchronous,
     refuse_callbacks,
     refuse_checkpoint_io,
     refuse_copies,
+    refuse_device,
     refuse_interactive,
     refuse_layer_sync,
     refuse_lazy,
@@ -401,7 +401,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             refuse_no_room(self._module, free_bytes())
 
     def setup_distributed(self) -> None:
-        refuse_accelerator(given(self.accelerator, "accelerator"))
+        refuse_device(self.root_device)
         load_as_ever(self._module.trainer)
         self._refuse_no_room()
         self.set_world_ranks()

@@ -132,6 +132,13 @@ def emulate() -> None:
     dist.init_process_group = init
     for name in ("all_reduce", "broadcast"):  # what Lightning calls for the default group
         setattr(dist, name, _taking_devices(getattr(dist, name)))
+    gather: Any = dist.all_gather
+
+    def gathering(gathered: list[Tensor], tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        into = [_on_the_host(each) for each in gathered]
+        return gather(into, _on_the_host(tensor), *arguments, **options)
+
+    dist.all_gather = gathering
 
 
 def _taking_devices(collective: Any) -> Any:

@@ -1,8 +1,9 @@
 """Loops of users of Fabric, one after the other: ``python fabric_script.py FOLDER``.
 
-FOLDER holds ``config.json``: the names of the loops, and replicas and stages; without stages Fabric
-trains by itself, on one device or by ``ddp``. Of each loop that a rank has seen to its end it
-leaves ``<name>.<replica>.<rank>.pt``.
+FOLDER holds ``config.json``: the names of the loops, replicas and stages, maybe an accelerator, and
+whether models wait on the CPU; without stages Fabric trains by itself, on one device or by ``ddp``.
+Of each loop that a rank has seen to its end it leaves ``<name>.<replica>.<rank>.pt``, with all
+tensors on the CPU.
 """
 
 import json
@@ -14,13 +15,16 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraFabricStrategy
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.run import building
 
 Record = dict[str, Any]
 LOOPS: dict[str, Callable[..., Any]] = {}
@@ -54,6 +58,21 @@ class Statistics(Convolutions):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(4)
+
+
+class Saturating(nn.Module):
+    """An infinite input of a gate gives an infinite gradient to its weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.linspace(-1, 1, 4))
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+        self.last = nn.Parameter(torch.linspace(-1, 1, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """In float64 whatever the inputs are."""
+        x = self.layers((self.first * x.double()).tanh())
+        return x + (self.last * y.double()).tanh()
 
 
 class Tokens(nn.Module):
@@ -304,6 +323,26 @@ def steps_two_optimizers(fabric: Fabric) -> Record:
 
 
 @loop
+def goes_backward_by_itself(fabric: Fabric) -> Record:
+    """Past Fabric: through another module, without a word to other replicas, and as it may not."""
+    loader = fabric.setup_dataloaders(images())
+    net = make(Convolutions)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    losses, refused = trained(fabric, model, optimizer, loader), ""
+    other = nn.Linear(1, 1)
+    other(torch.ones(1, 1)).sum().backward()
+    x = torch.ones(4, 1, 4, 4, dtype=torch.float64, device=fabric.device)
+    with fabric.no_backward_sync(model):
+        net(x).sum().backward()
+    try:
+        net(x).sum().backward()
+    except HybridError as error:
+        refused = str(error)
+    losses += trained(fabric, model, optimizer, loader)
+    return {"losses": losses, "weights": weights(model), "refused": refused}
+
+
+@loop
 def speaks_to_other_ranks(fabric: Fabric) -> Record:
     net = make(Convolutions)
     told = fabric.broadcast([17, fabric.global_rank])
@@ -311,7 +350,7 @@ def speaks_to_other_ranks(fabric: Fabric) -> Record:
     fabric.barrier()
     model = fabric.setup(net)
     fabric.barrier("behind the setup")
-    mine = torch.tensor([1.0, 2.0]) * (1 + fabric.global_rank)
+    mine = torch.tensor([1.0, 2.0], device=fabric.device) * (1 + fabric.global_rank)
     return {
         "told": [*told, of_last],
         "told later": fabric.broadcast(fabric.global_rank),
@@ -367,16 +406,68 @@ def goes_on_from_a_checkpoint(fabric: Fabric) -> Record:
     return {"losses": losses, "weights": weights(model)}
 
 
-KEPT: list[nn.Module] = []
-WHOLE = {"clips_by_norm_and_evaluates"}
-"""Loops of batch statistics, which are those of a micro-batch."""
+@loop
+def scales_its_loss(fabric: Fabric) -> Record:
+    """With "16-mixed", clipped in every second batch; infinite in two batches, each in one stage
+    of one replica.
+    """
+    torch.set_default_dtype(torch.float64)  # in which Fabric gives back what a model returns
+    try:
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(2, 24, 4, generator=generator)
+        x[4, 0] = y[13, 1] = torch.inf
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(x, y), batch_size=4))
+        net = make(Saturating)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1, 0.9))
+        scaler = fabric.strategy.precision.scaler  # type: ignore[attr-defined]
+        seen: Record = {"losses": [], "norms": [], "scales": [], "sums": []}
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = model(x, y).square().mean()
+            fabric.backward(loss)
+            if number % 2:
+                norm: Any = fabric.clip_gradients(
+                    model, optimizer, max_norm=0.1, error_if_nonfinite=False
+                )
+                seen["norms"].append(norm.item() if norm.isfinite() else -1.0)
+            optimizer.step()
+            seen["losses"].append(loss.item())
+            seen["scales"].append(scaler.get_scale())
+            seen["sums"].append(sum(value.sum().item() for value in model.state_dict().values()))
+        return seen | {"weights": weights(model)}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@loop
+def trains_in_half_precision(fabric: Fabric) -> Record:
+    """With "16-mixed" by its name, of which Fabric makes bf16 on a CPU; clipped by norm."""
+    net = make(Convolutions).float()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 0.01))
+    seen: Record = {"losses": [], "norms": []}
+    for x, y in fabric.setup_dataloaders(images()):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        fabric.backward(loss)
+        seen["norms"].append(fabric.clip_gradients(model, optimizer, max_norm=0.3))
+        optimizer.step()
+        seen["losses"].append(loss.item())
+    return seen | {"weights": weights(model)}
+
+
+KEPT: list[Any] = []
+"""A model, and the optimizer that was set up for it last."""
+WHOLE = {"clips_by_norm_and_evaluates", "trains_in_half_precision"}
+"""Loops of batch statistics, which are those of a micro-batch, or of sums that are rounded."""
+PRECISIONS: dict[str, Any] = {"trains_in_half_precision": "16-mixed"}
 
 
 @loop
 def trains_what_the_script_keeps(fabric: Fabric) -> Record:
     """The loop is launched again and again, on one model of the script."""
     net = KEPT[0]
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    KEPT[1:] = [torch.optim.SGD(net.parameters(), 0.1, 0.9)]
+    model, optimizer = fabric.setup(*KEPT)
     losses = trained(fabric, model, optimizer, fabric.setup_dataloaders(images()))
     return {"losses": losses}
 
@@ -398,6 +489,8 @@ def is_refused(fabric: Fabric) -> Record:
     attempt(fabric.all_gather, torch.ones(1))
     attempt(fabric.setup_optimizers, optimizer)
     attempt(fabric.setup, nn.LazyLinear(1))
+    if fabric.world_size > 1:
+        attempt(fabric.setup, nn.Sequential(nn.SyncBatchNorm(1)))
     by_hand = make(Steps)
     by_hand.automatic_optimization = False
     attempt(fabric.setup, by_hand)
@@ -441,7 +534,7 @@ def fails_in_a_stage(fabric: Fabric) -> None:
     net = make(Tokens)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
     for number in range(4):
-        x = torch.full((4, 5), 12 if number == 2 else number)
+        x = torch.full((4, 5), 12 if number == 2 else number, device=fabric.device)
         fabric.backward(model(x).square().mean())
         optimizer.step()
 
@@ -455,7 +548,7 @@ def trains_with_a_global_batch(fabric: Fabric) -> Record:
     net = make(Convolutions)
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 0.01))
     loader = fabric.setup_dataloaders(images(8 // fabric.world_size, 4 * fabric.world_size))
-    local = torch.tensor(trained(fabric, model, optimizer, loader))
+    local = torch.tensor(trained(fabric, model, optimizer, loader), device=fabric.device)
     return {"losses": fabric.all_reduce(local), "weights": weights(model)}
 
 
@@ -474,29 +567,56 @@ def goes_backward_twice(fabric: Fabric) -> Record:
         fabric.backward(one)
         optimizer.step()
         losses.append(one.item() + other.item())
-    return {"losses": fabric.all_reduce(torch.tensor(losses)), "weights": weights(model)}
+    local = torch.tensor(losses, device=fabric.device)
+    return {"losses": fabric.all_reduce(local), "weights": weights(model)}
 
 
 def run(name: str, fabric: Fabric, times: int = 1) -> Any:
     """What a loop returns, and the model that the script has kept."""
     KEPT[:] = [make(Convolutions)]
     records = [fabric.launch(LOOPS[name]) for _ in range(times)]
-    return {"seen": records, "kept": weights(KEPT[0])}
+    kept, *optimizers = KEPT
+    states = [pair for optimizer in optimizers for pair in optimizer.state.items()]
+    return {
+        "seen": records,
+        "kept": weights(kept),
+        "on its device": not optimizers or {p.device for p in kept.parameters()} == {fabric.device},
+        "states beside": all(s["momentum_buffer"].device == p.device for p, s in states),
+    }
+
+
+def plugins(name: str, accelerator: str) -> list[Any]:
+    """The precision of a loop: of "16-mixed" Fabric makes bf16 on a CPU, but not of a plugin."""
+    if name != "scales_its_loss":
+        return []
+    device = "cpu" if accelerator == "cpu" else "cuda"
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
+    return [MixedPrecision("16-mixed", device, scaler)]
 
 
 def main(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     replicas, stages = config["replicas"], config["stages"]
+    accelerator = config.get("accelerator", "cpu")
     torch.set_num_threads(1)
+    if config.get("waits"):  # for devices without room for a whole model
+        building.with_room_for = lambda *_: torch.device("cpu")
     for name in config["loops"]:
         strategy: Any = "ddp" if replicas > 1 else "auto"
         if stages:
             split: dict[str, Any] = {"num_microbatches": 1} if name in WHOLE else {}
             strategy = HybridGabraFabricStrategy(replicas, stages, **split, **config["options"])
         devices = replicas * max(1, stages)
-        fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+        fabric = Fabric(
+            accelerator=accelerator,
+            devices=devices,
+            strategy=strategy,
+            precision=PRECISIONS.get(name),
+            plugins=plugins(name, accelerator),
+        )
         found = run(name, fabric, times=2 if name == "trains_what_the_script_keeps" else 1)
         replica = strategy.coordinates.dp_rank if stages else fabric.global_rank
+        found = apply_to_collection(found, Tensor, Tensor.cpu)
         torch.save(found, folder / f"{name}.{replica}.{fabric.global_rank}.pt")
 
 

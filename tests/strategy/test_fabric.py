@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 slow = pytest.mark.conformance
 SCRIPT = Path(__file__).with_name("fabric_script.py")
 GLOBAL = ["trains_with_a_global_batch", "goes_backward_twice"]
-APART = {"goes_on_from_a_checkpoint", "is_refused", *FAILS, *GLOBAL}
+APART = {
+    *("goes_on_from_a_checkpoint", "is_refused", "goes_backward_by_itself", "scales_its_loss"),
+    *FAILS,
+    *GLOBAL,
+}
 """Loops that have a test of their own."""
 REST = sorted(LOOPS.keys() - APART)
 Seen = dict[str, list[dict[int, Any]]]
@@ -97,6 +102,37 @@ def test_global_batches_train_as_on_one_device(tmp_path: Path, replicas: int, st
 
 
 @slow
+@pytest.mark.parametrize(("replicas", "stages"), [(1, 2), (1, 3), (2, 2), (2, 1)])
+def test_an_infinite_gradient_in_one_stage_skips_the_step_in_all(
+    tmp_path: Path, replicas: int, stages: int
+) -> None:
+    expected = run(tmp_path / "plain", ["scales_its_loss"], replicas, 0)
+    [record] = expected["scales_its_loss"][0][0]["seen"]
+    scales = [2.0**10, *record["scales"]]
+    assert sum(after < before for before, after in pairwise(scales)) == 2
+    found = run(tmp_path / "staged", ["scales_its_loss"], replicas, stages)
+    assert_equal(found, expected, stages)
+
+
+@slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_backward_that_replicas_do_not_average_is_refused(tmp_path: Path, stages: int) -> None:
+    name = "goes_backward_by_itself"
+    expected = run(tmp_path / "plain", [name], 2, 0)
+    found = run(tmp_path / "staged", [name], 2, stages)
+
+    def told(seen: Seen) -> list[str]:
+        records = (record for ranks in seen[name] for record in ranks.values())
+        return [record["seen"][0].pop("refused") for record in records]
+
+    for words in told(found):
+        assert "the 2 replicas average in fabric.backward(loss) alone" in words
+        assert "fabric_script.py:" in words
+    assert told(expected) == ["", ""]
+    assert_equal(found, expected, stages)
+
+
+@slow
 @pytest.mark.parametrize("by", [0, 2])
 def test_a_checkpoint_goes_on_under_another_number_of_stages(tmp_path: Path, by: int) -> None:
     """Saved by one device, or in two stages."""
@@ -132,8 +168,9 @@ def test_what_a_loop_may_not_do_in_stages_is_refused_by_name(tmp_path: Path) -> 
 @slow
 def test_what_a_loop_may_not_do_with_replicas_is_refused_by_name(tmp_path: Path) -> None:
     early = ["all_reduce is for the drivers", "all_gather is for the drivers"]
+    early += ["no model that is set up", "'weight' has no size", "'0' is a torch.nn.SyncBatchNorm"]
     for words in refusals(tmp_path, 2, 2):
-        assert_words(words, [*early, "no model that is set up", "'weight' has no size", *REFUSED])
+        assert_words(words, [*early, *REFUSED])
 
 
 def refusals(folder: Path, replicas: int, stages: int) -> list[list[str]]:

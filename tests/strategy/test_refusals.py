@@ -22,7 +22,12 @@ from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.process import HybridSubprocessLauncher
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.strategy import refusals
-from lightning_hybrid.strategy.refusals import refuse_copies, refuse_lazy, refuse_no_room
+from lightning_hybrid.strategy.refusals import (
+    refuse_copies,
+    refuse_device,
+    refuse_lazy,
+    refuse_no_room,
+)
 
 # Lightning's advice on unused devices and loggers
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -153,6 +158,13 @@ def test_a_rank_whose_weights_leave_no_room_to_begin_names_configure_model(
     assert "    def configure_model(self):" in str(error.value)
     for left in (None, 9_000_000, 4_000_000):  # the last one would lack room without them, too
         refuse_no_room(module, left)
+
+
+def test_accelerators_without_groups_are_refused() -> None:
+    for name in ("cpu", "cuda:1"):
+        refuse_device(torch.device(name))
+    with pytest.raises(PlanError, match=r"not on 'mps'\. Use accelerator='cpu' or"):
+        refuse_device(torch.device("mps"))
 
 
 @pytest.mark.parametrize(
