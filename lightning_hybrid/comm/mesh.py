@@ -245,7 +245,8 @@ class Mesh(Lines):
         return group
 
     def _meet_all(self, group: Group) -> None:
-        met = torch.zeros(1, device=self._device)
+        # (of a type that does not depend on the default one, which a training step may have set)
+        met = torch.zeros(1, dtype=torch.float32, device=self._device)
         wait(start(group.allreduce, [met], peer=UNKNOWN_PEER), UNKNOWN_PEER)
 
     def statistics(self) -> Group:

@@ -204,7 +204,7 @@ def test_samples_that_meet_later_than_in_the_first_trial_are_seen(ranks: Any) ->
     driven.module.net(one)
     assert driven.plans["net"].microbatches == 2
     two[3] = 100.0
-    message = r"samples of a batch meet in call 2 .*\(num_microbatches=1\)"
+    message = r"samples of a batch meet in call 2 .*num_microbatches=1\."
     with pytest.raises(NetworkError, match=message):
         driven.module.net(two)
 

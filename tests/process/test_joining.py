@@ -85,7 +85,7 @@ def test_a_default_group_of_all_ranks_is_closed_when_they_have_met(made_before: 
 
 
 def test_a_default_group_of_others_is_refused(made_before: Meeting) -> None:
-    with pytest.raises(HybridError, match="has 1 ranks, and the Trainer 2 processes"):
+    with pytest.raises(HybridError, match="has 1 ranks, and this run 2 processes"):
         gather(Coordinates(0, 1, 2), made_before)
 
 
