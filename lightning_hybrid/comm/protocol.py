@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
@@ -621,11 +622,13 @@ class LendTensors(Command):
     Attributes:
         names: of the parameters, dotted.
         gradients: whether their gradients are meant, which are dense.
+        types: those that the driver has memory of.
     """
 
     joint = True
     names: list[str]
     gradients: bool
+    types: list[torch.dtype]
 
 
 @dataclass(frozen=True)

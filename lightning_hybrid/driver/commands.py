@@ -24,8 +24,9 @@ class Workers:
         ranks: ``pp_rank`` of each worker.
         lines: for each worker, takes tensors from device to device, there and back.
         passing_now: whether a pass through the pipeline is under way.
-        in_step: whether the workers can be asked: False once this rank has left a pass with an
-            error, so that they may still wait for its tensors instead of for a command.
+        in_step: whether the workers can be asked: False once this rank has left a pass or an
+            exchange with an error, so that they may still wait for its tensors instead of for a
+            command.
         before_weights_change: called before weights are sent to workers.
     """
 
@@ -83,6 +84,15 @@ class Workers:
             raise
         finally:
             self._in_pass = self.passing_now = False
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Inside, workers wait for tensors of this rank, or to send it some; then for a command."""
+        try:
+            yield
+        except BaseException:  # they still wait for it
+            self.in_step = False
+            raise
 
     def refuse_in_pass(self) -> None:
         """Raise HybridError if workers may be waiting for a stage of this rank."""

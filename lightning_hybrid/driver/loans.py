@@ -60,7 +60,8 @@ class Loans:
         """Fetch the present values of all lent weights from their owners."""
         for loan in self._all:
             self._workers.send(loan.owner, LendWeights(loan.network))
-            loan.weights.lend()
+            with self._workers.joined():
+                loan.weights.lend()
 
     @signals_deferred
     def give_back(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,7 +80,8 @@ class Loans:
             if len(found) < len(loan.names) or not all(map(_is_dense, found)):
                 continue
             self._workers.send(loan.owner, TakeLentGradients(loan.network))
-            loan.weights.give_back(found)
+            with self._workers.joined():
+                loan.weights.give_back(found)
             for name in loan.names:
                 del rest[name]
         return rest

@@ -140,9 +140,11 @@ class Ownership:
             names = [n for n in names if n not in self._sparse and not self._in_parts(n)]
         owners = self._by_worker(names, ())
         for rank, mine in owners.items():
-            self._workers.send(rank, protocol.LendTensors(mine, kind is Kind.GRADIENT))
-        for rank, mine in owners.items():
-            self._workers.lines[rank].to_driver([memory[name] for name in mine])
+            types = [memory[name].dtype for name in mine]
+            self._workers.send(rank, protocol.LendTensors(mine, kind is Kind.GRADIENT, types))
+        with self._workers.joined():
+            for rank, mine in owners.items():
+                self._workers.lines[rank].to_driver([memory[name] for name in mine])
         return names
 
     def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:

@@ -483,9 +483,10 @@ class RemoteTensors:
         saved = self.gradients.in_graph if kind is Kind.PARAMETER else {}
         memory = {r.name: r.value for r in stale if r.name not in saved}
         brought = self._owners.bring(kind, memory)
-        for name in brought:
-            if not memory[name].is_inference():  # these count nothing
-                increment_version(memory[name])
+        for value in map(memory.__getitem__, brought):
+            # (an inference tensor counts nothing; what is frozen no step changes)
+            if not value.is_inference() and (kind is Kind.GRADIENT or value.requires_grad):
+                increment_version(value)
         return brought
 
     def _send_changed(self) -> None:

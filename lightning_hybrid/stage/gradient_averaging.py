@@ -70,7 +70,7 @@ class Broadcasts:
 
     def _send_large(self, tensor: Tensor, source: int) -> None:
         # (a tensor that is not contiguous has gaps in its memory, or another order)
-        laid_out = tensor.contiguous()
+        laid_out = tensor.resolve_conj().resolve_neg().contiguous()
         self._broadcast(bytes_of(laid_out), source)
         if laid_out is not tensor:
             tensor.copy_(laid_out)

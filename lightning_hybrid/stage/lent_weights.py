@@ -70,6 +70,8 @@ class LentWeights:
 
     def __init__(self, parameters: Iterable[nn.Parameter], line: LendingLine) -> None:
         self._parameters, self._line = list(parameters), line
+        # both ranks must agree on them: user code may change the driver's (`parameter.data = ...`)
+        self._types = [parameter.dtype for parameter in self._parameters]
 
     def lend(self) -> None:
         """Send the driver the values that the owner has now.
@@ -77,15 +79,27 @@ class LentWeights:
         (Their versions stay: the values may be the same as before. On the owner, which a step
         writes to, autograd refuses an older graph.)
         """
-        self._line.to_driver(self._parameters)
+        with as_they_are():
+            memory = [parameter.data for parameter in self._parameters]
+            sent = [
+                value if value.dtype == kind else torch.empty_like(value, dtype=kind)
+                for value, kind in zip(memory, self._types)
+            ]
+            self._line.to_driver(sent)
+            for value, other in zip(memory, sent):
+                if other is not value:
+                    value.copy_(other)
 
     def give_back(self, gradients: Sequence[Tensor]) -> None:
         """On the driver: send the owner the gradients that a backward has left here.
 
         Args:
-            gradients: of all parameters, dense, of their types and on their device.
+            gradients: of all parameters, dense ones.
         """
-        self._line.to_owner(gradients)
+        with as_they_are():
+            # (those that another worker has sent are on the CPU)
+            device = self._parameters[0].device
+            self._line.to_owner([g.to(device, kind) for g, kind in zip(gradients, self._types)])
 
     def take_back(self) -> None:
         """On the owner: add the driver's gradients to those that are here."""

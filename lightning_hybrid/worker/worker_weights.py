@@ -68,7 +68,7 @@ class WorkerWeights:
             found = [g for parameter in parameters if (g := parameter.grad) is not None]
         # the driver waits for all of them
         assert len(found) == len(parameters), command
-        self._line.to_driver(found)
+        self._line.to_driver([tensor.to(kind) for tensor, kind in zip(found, command.types)])
 
     def _take_weights(self, command: protocol.TakeWeights) -> None:
         arrived: list[str] = []

@@ -32,6 +32,7 @@ def tensors(rank: int) -> list[Tensor]:
         turned,
         large,
         torch.randn(LARGE // 4, generator=generator),
+        torch.randn(LARGE // 8, generator=generator, dtype=torch.complex64).conj(),
     ]
 
 

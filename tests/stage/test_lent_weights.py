@@ -13,7 +13,7 @@ from lightning_hybrid.stage.lent_weights import LendingLine, LentWeights
 
 
 def test_values_go_to_the_driver_and_gradients_are_added_to_the_owner_s() -> None:
-    """Weights in another order of memory, too, and those that have no gradient yet."""
+    """Weights in another order of memory or of another type, and those without a gradient."""
     torch.manual_seed(0)
     owner = [nn.Parameter(torch.randn(3, 2).t()), nn.Parameter(torch.randn(4))]
     driver = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))]
@@ -28,7 +28,9 @@ def test_values_go_to_the_driver_and_gradients_are_added_to_the_owner_s() -> Non
         return LendingLine(mesh, 1)
 
     lends, borrows = LentWeights(owner, line(1)), LentWeights(driver, line(0))
-    gradients = [torch.randn(2, 3), torch.randn(4)]
+    with torch.no_grad():
+        driver[1].data = driver[1].data.double()  # by user code, which the worker does not hear of
+    gradients = [torch.randn(2, 3), torch.randn(4).double()]
 
     def worker() -> None:
         lends.lend()
@@ -40,7 +42,7 @@ def test_values_go_to_the_driver_and_gradients_are_added_to_the_owner_s() -> Non
     borrows.give_back(gradients)
     thread.join(60)
     for mine, theirs in zip(driver, owner):
-        assert torch.equal(mine, theirs)
-    for found, wanted in zip(owner, (gradients[0], gradients[1] + 1)):
+        assert torch.equal(mine.float(), theirs)
+    for found, wanted in zip(owner, (gradients[0], gradients[1].float() + 1)):
         assert found.grad is not None
         assert torch.equal(found.grad, wanted)
