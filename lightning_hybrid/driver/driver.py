@@ -491,6 +491,15 @@ class Driver:
         if not self._apart:
             self.remote.bring_gradients()
 
+    def require_all(self) -> None:
+        """After :meth:`bring_all`, raise HybridError if weights have stayed with their owners."""
+        if self._apart:
+            raise HybridError(
+                f"The weights of {len(self._apart)} parameters cannot be brought together for new "
+                "cuts (replan='epoch'), as they could a moment before: memory or the disk of the "
+                "temporary files is full. Free some, or leave replan out."
+            )
+
     def _parameters_of_stages(self) -> frozenset[str]:
         here = {name for n in self._networks for name in n.full_names(n.owned_names)}
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}

@@ -97,6 +97,7 @@ class OptimizerLink:
         # (torch's own hooks where its `step` runs them, so that wrappers of `step` stay in place)
         self._hooks = self._put_hooks() if runs_step_hooks(optimizer) else []
         self._zero_grad = optimizer.zero_grad
+        self._zero_grad_before = vars(optimizer).get("zero_grad")
         # (set on the instance: Lightning's wrapper and loops call the instance's)
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self._step, self._step_before = optimizer.step, vars(optimizer).get("step")
@@ -243,7 +244,8 @@ class OptimizerLink:
         """Clear the gradients here and on the workers."""
         with as_they_are():
             self._zero_grad(set_to_none)
-        self._counterparts.zero_grad(self._index, set_to_none)
+        if not self._closed:
+            self._counterparts.zero_grad(self._index, set_to_none)
 
     def close(self) -> None:
         """Take the hooks and replaced methods off the optimizer.
@@ -261,6 +263,8 @@ class OptimizerLink:
             hook.remove()
         attributes = vars(self.optimizer)
         attributes.pop("zero_grad", None)
+        if self._zero_grad_before is not None:
+            attributes["zero_grad"] = self._zero_grad_before
         if attributes.get("step") is self._own_step:
             del attributes["step"]
             if self._step_before is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
@@ -23,6 +23,7 @@ from lightning_hybrid._lightning import (
     rank_zero_info,
 )
 from lightning_hybrid._lightning_private import set_module_device
+from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import Failure
 from lightning_hybrid.planning import gigabytes
 from lightning_hybrid.remote import Deferral, is_deferred, is_unread, materialize
@@ -31,6 +32,10 @@ from lightning_hybrid.stage import with_room_for
 from lightning_hybrid.state import Unfilled, outline, placed, save_alone, whole
 
 Checkpoint = dict[str, Any]
+
+CPU = torch.device("cpu")
+_OF_WHAT_IS_FREE = 0.9
+"""So much of a device's memory a whole model may take: torch rounds what it takes up."""
 
 
 class WholeModule:
@@ -263,18 +268,35 @@ def have_on_device(
     Args:
         module: that was trained, of which some is on the CPU or in files.
         optimizers: that have stepped it, whose states come beside it.
-        device: of this rank. Without room for twice what comes, all is on the CPU.
+        device: of this rank. Without room for what comes, all is on the CPU.
     """
     if device.type == "cpu":
         return
-    place, parameters = with_room_for(module, device), [*module.parameters()]
-    if place == device:
-        gradients = (p.grad for p in parameters if p.grad is not None)
-        materialize(filter(is_unread, (*parameters, *module.buffers(), *gradients)))
-    module.to(place)
+    torch.accelerator.empty_cache()  # of what the stages have had
+    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    tensors += [p.grad for p in module.parameters() if p.grad is not None]
+    tensors += [t for optimizer in optimizers for _, t in tensors_in(dict(optimizer.state))]
+    away = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
+    try:
+        if away <= _OF_WHAT_IS_FREE * torch.cuda.mem_get_info(device)[0]:
+            materialize(filter(is_unread, tensors))
+            _move_with_states(module, optimizers, device)
+            return
+    except torch.OutOfMemoryError:  # the run has gone well all the same
+        pass
+    _move_with_states(module, optimizers, CPU)
+    rank_zero_info(
+        f"{type(module).__name__} is on the CPU now, whole: {device} has no room for "
+        f"{away / 1e9:.2f} GB of it that other ranks have trained, gradients and states of "
+        "optimizers among them."
+    )
+
+
+def _move_with_states(
+    module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device
+) -> None:
+    module.to(device)
     for optimizer in optimizers:
         states: dict[nn.Parameter, dict[str, Any]] = optimizer.state  # type: ignore[assignment]
         for parameter, state in states.items():
-            if place == device:
-                materialize(value for value in state.values() if is_unread(value))
             states[parameter] = placed(state, parameter)

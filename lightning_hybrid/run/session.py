@@ -409,6 +409,7 @@ class DriverSession:
         self.await_shards()  # a worker may be writing
         self._networks.close()
         self._driver.bring_all()
+        self._driver.require_all()
         self._driver.close()
         self._release()
         self._driver.end_stages()

@@ -14,6 +14,7 @@ from torch.optim import SGD
 
 import lightning_hybrid.run.session as sessions
 from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
@@ -32,6 +33,13 @@ from lightning_hybrid.run.world import NoWorld, Phase
 pytestmark = pytest.mark.filterwarnings("ignore")
 PLAN = Plan(replicas=1, stages=2, microbatches=2, schedule="gpipe", cuts=("b",))
 FAILURE = Failure("rank 1 failed")
+
+
+@pytest.fixture(autouse=True)
+def _backwards_as_ever() -> Iterator[None]:
+    """Sessions that a test does not end have backward passes run by them, of later tests too."""
+    yield
+    run_backwards_by(None)
 
 
 class Notes:
