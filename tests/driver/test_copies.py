@@ -9,10 +9,10 @@ import torch
 from adopted import Driven
 from driven import Model, Replica, model
 from driven import batches as first_batches
+from noted_messages import noted
 from torch import Tensor, nn
 
 from lightning_hybrid.comm import copies_of
-from lightning_hybrid.comm.message_channel import Channel, encode
 from lightning_hybrid.driver.held_hooks import HeldHooks
 from lightning_hybrid.errors import NetworkError
 
@@ -123,17 +123,9 @@ def test_no_tensor_of_the_driver_s_copy_travels_with_messages(
 ) -> None:
     """Weights and gradients are on wires for tensors of devices; what is told are integers."""
     replica = replicas(normalised(), SHAPES[shape], parts=4, ends=(2, 3))
-    told: list[tuple[str, int, int]] = []
-    send = Channel.send
-
-    def noted(channel: Channel, message: Any) -> None:
-        _, pickled, tensors = encode(message)
-        told.append((type(message).__name__, len(pickled), len(tensors)))
-        send(channel, message)
-
     optimizer = sgd(replica.model)
     train(replica, optimizer, sizes=(12, 12))
-    monkeypatch.setattr(Channel, "send", noted)
+    told = noted(monkeypatch)
     train(replica, optimizer, sizes=(12, 12), connected=True)
     assert {"Forward", "LendWeights", "Backward", "Step"} <= {name for name, *_ in told}
     assert not [each for each in told if each[1:] != (0, 0)]

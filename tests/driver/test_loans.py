@@ -6,23 +6,8 @@ from typing import Any
 import pytest
 import torch
 from driven import Model, batches, loss_of, train
+from noted_messages import noted
 from test_tied_weights import Tied
-
-from lightning_hybrid.comm.message_channel import Channel, encode
-
-
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Of each message from here on its name, its pickled bytes and its tensors."""
-    told: list[tuple[str, int, int]] = []
-    send = Channel.send
-
-    def note(channel: Channel, message: Any) -> None:
-        _, pickled, tensors = encode(message)
-        told.append((type(message).__name__, len(pickled), len(tensors)))
-        send(channel, message)
-
-    monkeypatch.setattr(Channel, "send", note)
-    return told
 
 
 def test_no_tensor_that_the_driver_borrows_travels_with_messages(

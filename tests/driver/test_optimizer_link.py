@@ -127,3 +127,14 @@ def test_after_it_is_closed_the_optimizer_speaks_to_nobody() -> None:
     linked.optimizer.zero_grad()
     assert linked.notes.told == []
     assert {"step", "zero_grad"}.isdisjoint(vars(linked.optimizer))
+
+
+def test_methods_that_the_user_has_put_on_an_optimizer_come_back() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = SGD(module.parameters(), lr=0.1)
+    mine: Any = lambda set_to_none=True: None  # noqa: E731
+    vars(optimizer)["zero_grad"] = mine
+    link = OptimizerLink(optimizer, {}, 0, Notes())
+    assert vars(optimizer)["zero_grad"] is not mine
+    link.close()
+    assert vars(optimizer)["zero_grad"] is mine

@@ -9,6 +9,7 @@ from lightning_hybrid.comm.protocol import (
     ClearGradients,
     GiveGradients,
     GiveWeights,
+    LendTensors,
     NameGradients,
     TakeGradients,
     TakeWeights,
@@ -83,3 +84,19 @@ def test_gradients_are_cleared_and_found_where_they_are(crew: Crew, ownership: O
 def test_a_worker_owns_tensors_of_all_networks(ownership: Ownership) -> None:
     assert ownership.any_network
     assert [ownership.tensors_of(rank) for rank in (1, 2)] == [["a", "mask", "c"], ["b", "mask"]]
+
+
+@pytest.mark.parametrize("kind", [Kind.PARAMETER, Kind.GRADIENT])
+def test_after_an_error_in_an_exchange_workers_are_not_asked(
+    crew: Crew, ownership: Ownership, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for its tensors, and would hear no question."""
+
+    def fails(_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(crew.workers.lines[1], "to_driver", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        ownership.bring(kind, {"a": torch.zeros(2)})
+    assert crew.heard(1) == LendTensors(["a"], kind is Kind.GRADIENT, [torch.float32])
+    assert not crew.workers.in_step
