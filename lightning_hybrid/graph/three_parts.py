@@ -276,7 +276,7 @@ class _Dividing:
         if _is_given(node):
             return False
         label = self.followed.label(node)
-        is_joined = label is None or (isinstance(label, Rows) and label.plain)
+        is_joined = label is None or (isinstance(label, Rows) and label.places is None)
         if self.followed.meets(node) or not is_joined:
             return True
         # stages return nothing but tensors and numbers
