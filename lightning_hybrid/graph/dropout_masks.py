@@ -8,9 +8,7 @@ micro-batch gets the rows of its own, one byte for each element that may be drop
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from lightning_hybrid._torch.graphs import copy_source, is_region
-from lightning_hybrid._torch.symbols import captured_value, expression, is_symbolic
+from lightning_hybrid._torch.symbols import captured_value, expression, is_symbolic, symbols_in
 from lightning_hybrid._torch.tensors import is_fake
+from lightning_hybrid.graph.graph import is_symbol
 
 MASKS = "masks"
 """Key in the ``meta`` of a node that draws a mask: the node that gives the dropout its input."""
@@ -51,24 +50,15 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-class _Unknown(Exception):
-    """Raised for a size that cannot be computed from sizes of inputs by `_ARITHMETIC`."""
-
-
 class _Drawing:
     """Changes a graph in place: adds the operations that draw its masks, and applies them."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module, self._graph = module, module.graph
         self._numbers: dict[Any, fx.Node] = {}
-        self._sizes: dict[Any, tuple[fx.Node, int]] = {}
-        inputs = [n for n in self._graph.nodes if n.op == "placeholder"]
-        for node in inputs:
-            example = node.meta.get("example_value")
-            for dim, size in enumerate(example.shape if isinstance(example, Tensor) else ()):
-                if is_symbolic(size):
-                    self._sizes.setdefault(expression(size, {}), (node, dim))
-        self._first = inputs[-1].next if inputs else next(iter(self._graph.nodes))
+        inputs = (n.meta.get("example_value") for n in self._graph.find_nodes(op="placeholder"))
+        sizes = [size for e in inputs if isinstance(e, Tensor) for size in e.shape]
+        self._known = {s for size in sizes if is_symbol(size) for s in symbols_in(size)}
 
     def draw(self) -> None:
         for node in list(self._graph.nodes):
@@ -110,12 +100,11 @@ class _Drawing:
         if batched:  # one for each channel
             shape = shape[:2] if like.dim() >= batched else [1, shape[0]]
             order = (0, 1)
-        try:
-            sizes = tuple(map(self._size, shape))
-        except _Unknown:
+        if not all(self._known.issuperset(symbols_in(s)) for s in shape if is_symbolic(s)):
             return None
         rest = order, rate, like.dtype, like.device
         with self._graph.inserting_before(before):
+            sizes = tuple(map(self._size, shape))
             mask = self._graph.create_node(
                 "call_function", drawn, (bool(batched), sizes, *rest), name=f"{node.name}_mask"
             )
@@ -124,41 +113,18 @@ class _Drawing:
         return mask
 
     def _size(self, size: Any) -> Any:
-        return self._number(expression(size, {})) if is_symbolic(size) else size
+        """A size, or a node for one that follows from those of the inputs.
 
-    def _number(self, size: Any) -> Any:
-        """A number in the graph, of an expression over the sizes of inputs."""
-        if size.is_Integer:
-            return int(size)
-        if size not in self._numbers:
-            if size in self._sizes:
-                node, dim = self._sizes[size]
-                number = self._called("call_method", "size", (node, dim))
-            elif (name := type(size).__name__) in _ARITHMETIC:
-                numbers = map(self._number, size.args)
-                number = reduce(
-                    lambda a, b: self._called("call_function", _ARITHMETIC[name], (a, b)), numbers
-                )
-            else:
-                raise _Unknown
-            self._numbers[size] = number
-        return self._numbers[size]
-
-    def _called(self, kind: str, target: Any, args: tuple[Any, ...]) -> fx.Node:
-        with self._graph.inserting_before(self._first):
-            number = self._graph.create_node(kind, target, args)
-        one, other = (a.meta["example_value"] if isinstance(a, fx.Node) else a for a in args)
-        number.meta["example_value"] = (
-            one.shape[other] if kind == "call_method" else target(one, other)
-        )
-        return number
-
-
-_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "Add": operator.add,
-    "Mul": operator.mul,
-    "FloorDiv": operator.floordiv,
-}
+        Such a node is a number (see :mod:`lightning_hybrid.graph.graph`), which the driver computes
+        from its ``example_value`` in each call; by itself it is the size at the capture.
+        """
+        if not is_symbolic(size):
+            return size
+        key = expression(size, {})
+        if key not in self._numbers:
+            self._numbers[key] = self._graph.call_function(int, (captured_value(size),))
+            self._numbers[key].meta["example_value"] = size
+        return self._numbers[key]
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
