@@ -28,7 +28,7 @@ from lightning_hybrid.graph import (
     cut,
     parameter_bytes,
 )
-from lightning_hybrid.stage import HookWatch, fresh, input_part, own_copy, stays_on_cpu, with_saved
+from lightning_hybrid.stage import fresh, input_part, own_copy, stays_on_cpu, with_saved
 
 ENOUGH_S = 0.1
 """Measurements are not repeated beyond this total of seconds: a long time is known well enough."""
@@ -258,10 +258,9 @@ class _Partition:
         """Seconds of the two parts of a backward; None: it cannot be split."""
         if self.stage.checkpointed:  # it would be recomputed for each part
             return None
-        with HookWatch() as watch:
-            _, wanted, outputs = self._forward()
+        _, wanted, outputs = self._forward()
         results = _results(outputs)
-        if watch.seen or not results or not wanted:
+        if not results or not wanted:
             return None
         ones = [torch.ones_like(result) for result in results]
         start = self.clock()

@@ -38,7 +38,6 @@ from lightning_hybrid.stage.calls import Call
 from lightning_hybrid.stage.early_forwards import EarlyForwards
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
 from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
-from lightning_hybrid.stage.split_backward import HookWatch
 from lightning_hybrid.stage.trace import Trace
 
 
@@ -82,19 +81,6 @@ class OwnedStage:
     label: str
     early: EarlyForwards
     splits: bool = False
-
-    @contextmanager
-    def looks_for_hooks(self) -> Iterator[None]:
-        """Inside, a forward is watched for hooks, if its backward may be split: they forbid it."""
-        if not self.splits:
-            yield
-            return
-        with HookWatch() as watch:
-            yield
-        if watch.seen:
-            self.go_back_in_one(
-                "its forward hooks what it computes (register_hook, retain_grad, grad_fn)"
-            )
 
     def go_back_in_one(self, reason: str) -> None:
         """Stop splitting the backward, and warn why."""

@@ -12,11 +12,10 @@ twice. It is not for the following, so backwards with these are not split:
 * operations of the user's (``autograd.Function``), which may do more than to return gradients;
 * group normalisation in channels-last, which ends the process if it is asked for the gradients of
   its weights alone (`fails_apart`);
-* tensors that the network's code hooks or retains the gradients of: hooks would be called twice
-  (:class:`HookWatch`);
 * weights that two operations use of which one leads to the other (a recurrent layer).
 
-Hooks on parameters are called once, as ever, with the weight part.
+Hooks on parameters are called once, as ever, with the weight part. (Hooks on other tensors are in
+no captured graph: TorchDynamo does not follow code that puts them there.)
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid._torch.autograd import fails_apart
 from lightning_hybrid.graph import reached
@@ -48,28 +46,6 @@ def operations_behind(outputs: Sequence[Any]) -> list[Node]:
     start = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
     nodes = reached(start, lambda node: (n for n, _ in node.next_functions if n is not None))
     return [node for node in nodes if isinstance(node, BackwardCFunction)]
-
-
-class HookWatch(TorchFunctionMode):
-    """Notices whether a forward hooks the tensors that it computes (``register_hook``).
-
-    Attributes:
-        seen: whether it did, or may have.
-    """
-
-    _GRAD_FN: Any = Tensor.grad_fn
-    # code that asks for a tensor's `grad_fn` may hook that
-    _HOOKS = frozenset({Tensor.register_hook, Tensor.retain_grad, _GRAD_FN.__get__})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.seen |= func in self._HOOKS
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass

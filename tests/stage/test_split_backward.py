@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.stage.split_backward import HookWatch, input_part
+from lightning_hybrid.stage.split_backward import input_part
 
 Outputs = Sequence[Tensor]
 
@@ -217,21 +217,3 @@ def test_casts_of_autocast_that_several_operations_share_run_once() -> None:
         results.append(gradients(network))
     for found, wanted in zip(*results):
         torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize(
-    "hook",
-    [
-        lambda t: t.register_hook(lambda g: g),
-        lambda t: t.retain_grad(),
-        lambda t: t.grad_fn.register_hook(lambda *_: None),
-        lambda t: torch.autograd.graph.register_multi_grad_hook([t], lambda *_: None),
-    ],
-)
-def test_hooks_that_a_forward_puts_on_what_it_computes_are_seen(hook: Any) -> None:
-    x = torch.ones(2, requires_grad=True)
-    with HookWatch() as watch:
-        y = x.exp()
-        assert not watch.seen
-        hook(y)
-    assert watch.seen
