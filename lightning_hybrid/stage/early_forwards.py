@@ -17,7 +17,7 @@ copies, which begin as those of the forward before it and are written to the buf
 ``training_step`` makes the call, as on one device; a backward need not follow.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -95,36 +95,28 @@ class EarlyForwards:
         """Forget a call that ran ahead and will not have its turn."""
         self._written.pop(call, None)
 
-    def refuse_kept_weights(self, stage: Stage, outputs: Sequence[Any]) -> None:
-        """Refuse operations that keep a weight where a copy cannot replace it.
+    def refuse_functions(self, stage: Stage, outputs: Sequence[Any]) -> None:
+        """Refuse operations that may keep a weight where a copy cannot replace it.
 
-        Hooks on saved tensors replace what ``ctx.save_for_backward`` keeps, and not an attribute of
-        ``ctx``.
+        Hooks on saved tensors replace what ``ctx.save_for_backward`` keeps, and not what an
+        ``autograd.Function`` keeps elsewhere.
 
         Args:
             stage: the stage that was computed.
             outputs: its outputs.
 
         Raises:
-            NetworkError: an operation of the user's keeps a weight in such an attribute.
+            NetworkError: there is such an operation.
         """
-        # once per stage: a network's Functions keep the same attributes in each call
         if self._weights != "stash" or stage in self._looked_at:
             return
-        self._looked_at.add(stage)
-        names = {p.untyped_storage().data_ptr(): n for n, p in stage.named_parameters()}
+        self._looked_at.add(stage)  # (once: each call of a stage has the same operations)
         for node in operations_behind(outputs):
-            for attribute, kept in vars(node).items():
-                for tensor in _tensors_of(kept):
-                    name = names.get(tensor.untyped_storage().data_ptr())
-                    if name is not None:
-                        raise NetworkError(
-                            f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function"
-                            f", keeps parameter {name!r} as ctx.{attribute}, where "
-                            "delayed_weights='stash' cannot give its backward the weights of its "
-                            "forward. Keep it by ctx.save_for_backward, or use "
-                            "delayed_weights='recompute' or schedule='gpipe'."
-                        )
+            raise NetworkError(
+                f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function, may keep a "
+                "parameter where delayed_weights='stash' cannot give its backward the weights of "
+                "its forward. Use delayed_weights='recompute' or schedule='gpipe'."
+            )
 
     def _before(self, stage: Stage) -> dict[str, Tensor]:
         """The buffers that a forward writes, as the forward before it has left them."""
@@ -144,18 +136,6 @@ class EarlyForwards:
             return saving_nothing()
         copies = self._copies.setdefault(call, {}) if self._weights == "stash" else None
         return _weights_apart(parameters, copies)
-
-
-def _tensors_of(kept: Any) -> list[Tensor]:
-    """The tensors that a value holds: itself, in a collection, or in a module."""
-    if isinstance(kept, nn.Module):
-        return [*kept.parameters()]
-    if isinstance(kept, Mapping):
-        kept = [*kept.values()]
-    if isinstance(kept, list | tuple | set):
-        return [tensor for each in kept for tensor in _tensors_of(each)]
-    is_plain = isinstance(kept, Tensor) and kept.layout is torch.strided
-    return [kept] if is_plain else []
 
 
 _Apart = tuple[torch.UntypedStorage, torch.dtype, Any, Any, Any]

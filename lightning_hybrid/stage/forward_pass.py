@@ -189,7 +189,7 @@ class ForwardPass(Pass):
                 self.call.number, stage, values, numbers, states
             )
             return outputs
-        with self.engine.statistics(self.call.key), self.own.looks_for_hooks():
+        with self.engine.statistics(self.call.key):
             # c) to be run again in the backward
             if self.engine.recompute:
                 outputs, self.saved[microbatch] = forward(stage, values, numbers, states)
@@ -197,6 +197,6 @@ class ForwardPass(Pass):
             # d) in its turn, activations kept
             with torch.enable_grad(), own_saved_tensors():
                 outputs = stage(values, numbers)
-        self.own.early.refuse_kept_weights(stage, outputs)
+        self.own.early.refuse_functions(stage, outputs)
         self.saved[microbatch] = (values, outputs)
         return outputs

@@ -96,37 +96,20 @@ def test_buffers_are_those_of_the_forwards_that_had_their_turn() -> None:
         torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=0, atol=0)
 
 
-class Kept(torch.autograd.Function):
+class Doubled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, how: str) -> Tensor:
-        ctx.how = how
-        if how == "attribute":
-            ctx.kept = {"w": w.t()}
-        ctx.save_for_backward(x, w)
-        return x @ w
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        return gradient @ w.t(), x.t() @ gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return 2 * gradient
 
 
-class Parameters:
-    """As much of a stage as is looked at."""
-
-    def __init__(self) -> None:
-        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
-
-    def named_parameters(self) -> Any:
-        return [("net.weight", self.weight)]
-
-
-def test_a_weight_that_an_operation_keeps_for_itself_is_refused_where_it_is_to_be_stashed() -> None:
-    stage: Any = Parameters()
-    outputs = [Kept.apply(X, stage.weight, "attribute").exp()]
-    with pytest.raises(NetworkError, match=r"Kept, an autograd.Function.*'net.weight'.*ctx.kept"):
-        EarlyForwards("stash").refuse_kept_weights(stage, outputs)
+def test_a_function_of_autograd_is_refused_where_weights_are_to_be_stashed() -> None:
+    stage: Any = object()
+    outputs = [Doubled.apply(X.clone().requires_grad_()).exp()]  # type: ignore[no-untyped-call]
+    with pytest.raises(NetworkError, match=r"Doubled, an autograd.Function, may keep"):
+        EarlyForwards("stash").refuse_functions(stage, outputs)
     for weights in ("recompute", "current", None):
-        EarlyForwards(weights).refuse_kept_weights(stage, outputs)  # type: ignore[arg-type]
-    saved = [Kept.apply(X, stage.weight, "saved").exp()]
-    EarlyForwards("stash").refuse_kept_weights(stage, saved)
+        EarlyForwards(weights).refuse_functions(stage, outputs)  # type: ignore[arg-type]
