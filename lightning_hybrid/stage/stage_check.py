@@ -16,10 +16,6 @@ from lightning_hybrid.remote import is_deferred, value_of
 
 Result = TypeVar("Result")
 
-_ALIGNMENT = 64
-"""Torch aligns memory to so many bytes; a shift by so many numbers of any type keeps that."""
-
-
 _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-2}
 """The share of the largest number by which two runs on a GPU may differ; 5 % in shorter types."""
 
@@ -50,8 +46,7 @@ def check(
 
     (On a GPU up to rounding: it does not always add in the same order.) Both start from the same
     random state and buffers, no backward follows, and what they write is put back. Stages get
-    copies of tensors, as over a link, which sends the numbers of a slice without the memory between
-    them. Here that memory is overwritten and not left out, since numbers that lie otherwise in
+    copies of tensors, as over a link; but slices as they are, since numbers that lie otherwise in
     memory may be rounded otherwise.
 
     Args:
@@ -71,30 +66,23 @@ def check(
     ]
     # 1. The whole and the stages, from the same start, one after the other.
     whole, parts = (make_stages(some, graph.network, device) for some in (cut_at(graph, []), codes))
-    received = _Received()
     expected = _once(graph, whole, leaves, lambda value: value, device)
     try:
-        found = _once(graph, parts, leaves, received, device)
+        found = _once(graph, parts, leaves, _received, device)
     except Exception as error:
-        raise _refusal(graph, f"they fail with {error}", received.parts) from error
+        raise _refusal(graph, f"they fail with {error}") from error
     # 2. Compare all outputs.
     names = [node.name for node in (*graph.tensor_outputs, *graph.scalar_outputs)]
     for name, one, other in zip(names, expected, found, strict=True):
         if (differs := _difference(one, other, exact=device.type == "cpu")) is not None:
-            raise _refusal(graph, f"output {name!r} {differs}", received.parts)
+            raise _refusal(graph, f"output {name!r} {differs}")
 
 
-def _refusal(graph: NetworkGraph, what: str, parts: Sequence[tuple[int, ...]]) -> StitchError:
-    advice = "and please report this network"
-    if parts:
-        advice = (
-            f"or call .contiguous() on what is a part of a larger tensor (one of shape {parts[0]} "
-            "crosses a cut: a slice, or expanded) before code reads beyond that part, as "
-            "torch.as_strided can"
-        )
+def _refusal(graph: NetworkGraph, what: str) -> StitchError:
     return StitchError(
         f"the stages of {type(graph.network).__name__} do not compute what the network computes: "
-        f"{what}. Give other cut points (the strategy's allocation=[...]), {advice}."
+        f"{what}. Give other cut points (the strategy's allocation=[...]), and please report this "
+        "network."
     )
 
 
@@ -123,39 +111,12 @@ def run(
     return values
 
 
-class _Received:
-    """Copies tensors with their strides, and with other numbers in the memory between theirs.
-
-    Attributes:
-        parts: shapes of the tensors that did not fill their memory.
-    """
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, ...]] = []
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        # `clone` keeps the strides of a dense tensor; of a slice it leaves out the gaps
-        copy = value.clone()
-        if copy.stride() == value.stride():
-            return copy
-        self.parts.append(tuple(value.shape))
-        return _among_others(value)
-
-
-def _among_others(value: Tensor) -> Tensor:
-    shape, strides = value.shape, value.stride()
-    # (where in memory a tensor begins may change how sums are rounded)
-    start = value.storage_offset() % _ALIGNMENT
-    end = start + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
-    is_number = value.is_floating_point() or value.is_complex()
-    other = torch.nan if is_number else ~value.flatten()[0]
-    memory = torch.empty((int(end),), dtype=value.dtype, device=value.device).fill_(other)
-    # (entries of an expanded dimension share memory, which is written once)
-    once = tuple(slice(0, None if stride else 1) for stride in strides)
-    memory.as_strided(shape, strides, start)[once].copy_(value[once])
-    return memory.as_strided(shape, strides, start)
+def _received(value: Any) -> Any:
+    """A copy of what a stage has sent; a slice (`clone` would leave out its gaps) as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    copy = value.clone()
+    return copy if copy.stride() == value.stride() else value
 
 
 def _once(
