@@ -46,7 +46,7 @@ def backward_reaches(ctx: Any, index: int) -> bool:
 
 # the function that `torch.autograd.grad` and `Tensor.backward` both look up and call
 _BACKWARD = "_engine_run_backward"
-_run = find(f"torch.autograd:{_BACKWARD}")
+_run = find("torch.autograd:_engine_run_backward")
 
 
 def run_backwards_by(handler: Callable[..., Any] | None) -> None:

@@ -145,8 +145,7 @@ def _is_capturing() -> bool:
     return getattr(_capturing, "depth", 0) > 0
 
 
-_CONVOLUTION = "_select_conv_backend"
-_select_backend = find(f"torch:_C.{_CONVOLUTION}")
+_select_backend = find("torch:_C._select_conv_backend")
 
 
 def _select_without_guard(input: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -163,7 +162,7 @@ def _select_without_guard(input: Any, *arguments: Any, **keywords: Any) -> Any:
         return _select_backend(input, *arguments, **keywords)
 
 
-_free_convolutions = replaced(torch._C, _CONVOLUTION, _select_without_guard)
+_free_convolutions = replaced(torch._C, "_select_conv_backend", _select_without_guard)
 
 
 def _ignore_repeated_warnings() -> None:

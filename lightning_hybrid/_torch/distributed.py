@@ -9,8 +9,7 @@ import torch
 
 from lightning_hybrid._torch.private_names import find
 
-_IS_ON = "_is_profiler_enabled"
-_knows = find(f"torch.autograd.profiler:{_IS_ON}") is not None
+_knows = find("torch.autograd.profiler:_is_profiler_enabled") is not None
 _record = find("torch:_C._autograd._enable_record_function")
 
 
@@ -28,7 +27,7 @@ def unrecorded() -> Iterator[None]:
     recording. It is left alone unless a profiler is on in some thread, which
     ``torch._C._autograd._profiler_enabled`` does not tell of one that profiles all threads.
     """
-    if not _knows or _record is None or not getattr(torch.autograd.profiler, _IS_ON):
+    if not _knows or _record is None or not torch.autograd.profiler._is_profiler_enabled:
         yield
         return
     _record(False)

@@ -18,6 +18,7 @@ def replace_unscaling(
     gradients that other ranks have.
     """
     vars(scaler).pop("_unscale_grads_", None)
+    assert callable(scaler._unscale_grads_)  # else nobody would call what is put in its place
     if unscale is not None:
 
         def unscale_everywhere(

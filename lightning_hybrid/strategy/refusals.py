@@ -24,7 +24,7 @@ from lightning_hybrid._lightning import (
     rank_zero_info,
 )
 from lightning_hybrid._torch.optimizers import unscales_by_itself
-from lightning_hybrid._torch.private_names import lacking, lost
+from lightning_hybrid._torch.private_names import lost
 from lightning_hybrid.config import Checkpoint
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.errors import PlanError
@@ -33,18 +33,9 @@ from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.schedules import LookAhead
 from lightning_hybrid.stage import state_buffers
 
-TRIED = "2.13.0, 2.14.1 and 2.15.0"
 
-
-def refuse_version() -> None:
-    """A torch without what nothing works without; what another one goes without is said."""
-    names = lacking()
-    if names:
-        raise PlanError(
-            f"hybrid_gabra cannot work with torch {torch.__version__}, which has no "
-            f"{', '.join(sorted(names))}. It was tried with torch {TRIED}: install one of these, "
-            "or a newer lightning-hybrid."
-        )
+def say_what_is_off() -> None:
+    """Say what is off since this torch lacks private names of other versions."""
     for loss in lost():
         rank_zero_info(f"With torch {torch.__version__} {loss}.")
 

@@ -13,7 +13,7 @@ from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import HybridMultiProcessingLauncher, HybridSubprocessLauncher
 from lightning_hybrid.run import Phase
 from lightning_hybrid.strategy.ranks import Ranks, given
-from lightning_hybrid.strategy.refusals import refuse_version
+from lightning_hybrid.strategy.refusals import say_what_is_off
 
 NAMES = {
     "hybrid_gabra": "popen",
@@ -138,7 +138,7 @@ class ReplicaRanks:
         Raises:
             PlanError: the devices do not suit what was asked for.
         """
-        refuse_version()
+        say_what_is_off()
         ranks = self._ranks
         # complain now, before any process is started
         ranks.config.check_devices(ranks.hosts, ranks.per_host)

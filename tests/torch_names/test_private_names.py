@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_hybrid._torch import private_names
-from lightning_hybrid._torch.private_names import ATTRIBUTES, OPTIONAL, REQUIRED, find
+from lightning_hybrid._torch import capture
+from lightning_hybrid._torch.private_names import OPTIONAL, find
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -556,20 +556,44 @@ def a_profiler_is_told_and_stopped(_: Any, record: Any) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", sorted(REQUIRED | OPTIONAL.keys()))
+@pytest.mark.parametrize("name", sorted(CHECKS))
 def test_what_is_relied_on(name: str) -> None:
-    if not private_names_is_there(name):
-        assert name in OPTIONAL, "nothing works without it"
+    if find(name, CHECKS) is CHECKS:
         pytest.skip("switched off: " + OPTIONAL[name])
     CHECKS[name]()
 
 
-def private_names_is_there(name: str) -> bool:
-    return find(name, CHECKS) is not CHECKS and name not in private_names._missing
+ATTRIBUTES: dict[Callable[[], object], set[str]] = {
+    lambda: torch.ones(1): {
+        *("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_use_count"),
+    },
+    lambda: torch.ones(1).untyped_storage(): {"_cdata"},
+    lambda: torch.storage.TypedStorage: {"_fake_device"},
+    lambda: torch.ops.aten.add.Tensor: {"_schema"},
+    lambda: torch.autograd.forward_ad: {"_current_level"},
+    lambda: torch.autograd.profiler: {"_is_profiler_enabled"},
+    lambda: nn.BatchNorm1d(1): {
+        *("_parameters", "_buffers", "_compiled_call_impl", "_check_input_dim"),
+        *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    },
+    lambda: torch.optim.SGD([torch.ones(1)]): {
+        *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+        "_optimizer_state_dict_post_hooks",
+    },
+    lambda: torch.amp.GradScaler: {"_unscale_grads_"},
+    lambda: torch.distributed.ProcessGroupGloo._Options(): {"_timeout"},  # type: ignore[attr-defined]
+}
+"""Private attributes of torch's objects that are used: what makes an object, and its attributes.
+
+Some are used if they exist: ``_dynamo_source`` on placeholders of a captured graph,
+``_step_supports_amp_scaling`` on fused optimizers, ``_torchdynamo_orig_backend`` on what
+`torch.compile` has wrapped.
+"""
 
 
 def test_objects_have_the_attributes_that_are_used() -> None:
-    assert private_names.lacking() == []
+    for make, names in ATTRIBUTES.items():
+        assert [name for name in names if not hasattr(make(), name)] == []
     tensor = torch.ones(2, requires_grad=True)
     before = tensor._version
     with torch.no_grad():
@@ -595,28 +619,38 @@ def test_objects_have_the_attributes_that_are_used() -> None:
     assert torch.optim.SGD.step.hooked  # type: ignore[attr-defined]
 
 
-def names_in_strings(tree: ast.Module) -> set[str]:
-    return {
-        n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
-    }
+def looked_up(tree: ast.Module) -> set[str]:
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "find"]
+    return {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
 
 
-def test_the_tables_hold_all_names_that_are_looked_up_and_no_others() -> None:
-    strings = set().union(*map(names_in_strings, FILES.values()))
-    used = {string.removeprefix(":") for string in strings}
-    parts = {name: (name, name.rpartition(":")[2], name.rpartition(".")[2]) for name in CHECKS}
-    assert CHECKS.keys() == REQUIRED | OPTIONAL.keys()
-    assert [name for name, either in parts.items() if used.isdisjoint(either)] == []
-    with pytest.raises(LookupError, match="not in the tables"):
-        find("torch:_C._unlisted")
+def test_each_name_that_is_looked_up_has_a_check_and_no_other_one() -> None:
+    found = set[str]().union(*map(looked_up, FILES.values()))
+    for place, settings in (
+        ("torch._dynamo.config", capture._CAPTURE),
+        ("torch.fx.experimental._config", capture._SHAPES),
+    ):
+        found |= {f"{place}:{name}" for name in (*settings, "_make_closure_patcher")}
+    assert found == CHECKS.keys()
+    assert OPTIONAL.keys() <= found
+
+
+def test_a_torch_without_a_required_name_is_refused_by_its_version_and_the_name() -> None:
+    with pytest.raises(
+        ImportError, match=rf"with torch {torch.__version__}, which has no torch:_C._x"
+    ):
+        find("torch:_C._x")
 
 
 OTHERS = ("self", "sys")
 
 
 def test_private_names_are_looked_up_and_not_imported() -> None:
-    listed = {attribute for _, attributes in ATTRIBUTES for attribute in attributes}
-    listed |= {"_saved_input", "_C"}  # named below the table; the place of a function
+    listed = set[str]().union(*ATTRIBUTES.values())
+    listed |= {
+        "_saved_input",
+        "_C",
+    }  # of a node of autograd, if it is there; the place of a function
     for path, tree in FILES.items():
         for node in without_types(tree):
             if isinstance(node, ast.ImportFrom):
@@ -644,29 +678,14 @@ def without_types(tree: ast.Module) -> list[ast.AST]:
     return found
 
 
-def run_without(names: str) -> subprocess.CompletedProcess[str]:
-    script = Path(__file__).parent / "without_names_script.py"
-    return subprocess.run(
-        [sys.executable, str(script), names], capture_output=True, text=True, timeout=300
-    )
-
-
 @pytest.mark.conformance
 @pytest.mark.distributed
 def test_a_torch_without_the_optional_names_trains_as_one_device_and_says_what_is_lost() -> None:
-    done = run_without("optional")
+    script = Path(__file__).parent / "without_names_script.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300
+    )
     assert "equal to one device" in done.stdout, done.stderr
     for name, loss in OPTIONAL.items():
         [line] = {one for one in done.stderr.splitlines() if f"{torch.__version__} {loss}" in one}
         assert name in line
-
-
-@pytest.mark.conformance
-@pytest.mark.distributed
-def test_a_torch_without_the_required_names_is_refused_by_its_version_and_their_names() -> None:
-    done = run_without("required")
-    assert done.returncode != 0
-    last = done.stderr.strip().splitlines()[-1]
-    assert f"PlanError: hybrid_gabra cannot work with torch {torch.__version__}" in last
-    for name in REQUIRED:
-        assert name in last

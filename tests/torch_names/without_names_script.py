@@ -1,7 +1,6 @@
-"""Trains with two stages and on one device, with a torch that seems to lack private names.
+"""Trains with two stages and on one device, with a torch that seems to lack optional names.
 
-Its argument says which: "optional" or "required". (`lightning_hybrid` is imported with the module
-that finds them changed.)
+(`lightning_hybrid` is imported with the module that finds them changed.)
 """
 
 import importlib.util
@@ -20,12 +19,11 @@ assert spec.loader is not None
 names = importlib.util.module_from_spec(spec)
 sys.modules[NAME] = names
 spec.loader.exec_module(names)
-hidden = names.OPTIONAL if sys.argv[1] == "optional" else names.REQUIRED
 resolve_name = names.resolve_name
 
 
 def without(name: str) -> object:
-    if name in hidden:
+    if name in names.OPTIONAL:
         raise AttributeError(name)
     return resolve_name(name)
 
