@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pkgutil import resolve_name
 from types import CodeType
 from typing import Any, TypeVar
@@ -101,48 +101,48 @@ _PATCHES = (
 )
 
 
-class Exchanged:
-    """A context in which something of torch's is replaced, for all threads of the process.
+class Replaced:
+    """A context in which functions of torch are replaced, for all threads of the process.
 
-    The last thread that leaves it puts the original back. For threads that capture nothing the
+    The last thread that leaves it puts the originals back. For threads that capture nothing a
     replacement must do the same as the original.
 
     Args:
-        put: replaces it.
-        back: puts the original back.
+        what: objects of torch, the names of their attributes, and what replaces these; those that
+            this torch does not have are left out.
     """
 
-    def __init__(self, put: Callable[[], object], back: Callable[[], object]) -> None:
-        self._put, self._back = put, back
+    def __init__(self, *what: tuple[Any, str, Any]) -> None:
+        self._what = [each for each in what if hasattr(*each[:2])]
+        # (a module may find its functions elsewhere, and not hold them itself)
+        self._before = [vars(owner).get(name, _ABSENT) for owner, name, _ in self._what]
         self._lock, self._inside = threading.Lock(), 0
+
+    def put(self) -> None:
+        for owner, name, instead in self._what:
+            setattr(owner, name, instead)
+
+    def back(self) -> None:
+        for (owner, name, _), before in zip(self._what, self._before):
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._inside:
-                self._put()
+                self.put()
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
             if not self._inside:
-                self._back()
-
-
-def replaced(owner: Any, name: str, instead: Any) -> Exchanged:
-    """A context in which the attribute ``name`` of ``owner``, part of torch, is ``instead``."""
-    original = getattr(owner, name, None)
-    return Exchanged(
-        lambda: setattr(owner, name, instead),
-        lambda: setattr(owner, name, original),
-    )
+                self.back()
 
 
 _capturing = threading.local()
-
-
-def _is_capturing() -> bool:
-    return getattr(_capturing, "depth", 0) > 0
 
 
 _select_backend = find("torch:_C._select_conv_backend")
@@ -156,13 +156,14 @@ def _select_without_guard(input: Any, *arguments: Any, **keywords: Any) -> Any:
     the same for both, and each micro-batch is computed in the way for its own size.
     """
     mode = getattr(input, "fake_mode", None)
-    if not _is_capturing() or mode is None or mode.shape_env is None:
+    if not getattr(_capturing, "depth", 0) or mode is None or mode.shape_env is None:
         return _select_backend(input, *arguments, **keywords)
     with mode.shape_env.suppress_guards():
         return _select_backend(input, *arguments, **keywords)
 
 
-_free_convolutions = replaced(torch._C, "_select_conv_backend", _select_without_guard)
+FREE_CONVOLUTIONS = torch._C, "_select_conv_backend", _select_without_guard
+"""What is replaced so that captures leave it open how many samples a convolution has."""
 
 
 def _ignore_repeated_warnings() -> None:
@@ -185,8 +186,7 @@ def capture_settings() -> Iterator[None]:
     reverts = [patch() for patch in _PATCHES]
     _capturing.depth = getattr(_capturing, "depth", 0) + 1
     try:
-        with nullcontext() if _select_backend is None else _free_convolutions:
-            yield
+        yield
     finally:
         _capturing.depth -= 1
         for revert in reverts:

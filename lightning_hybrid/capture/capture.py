@@ -19,8 +19,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -42,12 +41,10 @@ from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.capture.own_classes import Plain, is_followed, refused_class
-from lightning_hybrid.capture.padded_encoders import PACKS, captured_encoders
-from lightning_hybrid.capture.rewritten_functions import captured_averages, captured_classes
+from lightning_hybrid.capture.rewritten_functions import PACKS, captured_functions
 from lightning_hybrid.graph import (
     Divided,
     NetworkGraph,
-    captured_recurrence,
     describe,
     held_by,
     reason_in,
@@ -119,13 +116,6 @@ class NotCaptured(Exception):
     ) -> None:
         super().__init__(reason)
         self.reason, self.by_its_kind, self.advice = reason, by_its_kind, advice
-
-
-@contextmanager
-def _exchanged() -> Iterator[None]:
-    """Inside, functions of torch that TorchDynamo cannot follow are replaced by ones it can."""
-    with captured_averages, captured_recurrence, captured_classes, captured_encoders:
-        yield
 
 
 class _OtherDimension(Exception):
@@ -210,7 +200,7 @@ class Capture:
         self._captured = 0
 
         if getattr(forward, "__func__", None) is type(network).forward:
-            with _exchanged():  # (the network may be of a class with a replaced `forward`)
+            with captured_functions:  # (the network may be of a class with a replaced `forward`)
                 forward = MethodType(type(network).forward, network)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +237,7 @@ class Capture:
         free_sizes(given, 1 + self._batch_dim)
         # 2. The call. Its guards choose a graph, or `_take` gets a new one; then the graph runs.
         try:
-            with capture_settings(), _exchanged():
+            with capture_settings(), captured_functions:
                 return self._compiled(*args, **kwargs)
         except _OtherDimension:
             # nothing but the capture has happened

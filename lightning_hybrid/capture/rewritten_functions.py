@@ -2,59 +2,33 @@
 
 They replace the originals while code is captured, or in captured code alone
 (`torch.compiler.substitute_in_graph`).
+
+Torch's transformers have a fast path where nothing is trained, which makes one operation of an
+encoder layer, or of attention, in which no cut is possible, though training has one there. So
+networks are captured with the fast path switched off; it computes the same in another order.
+``torch.nn.TransformerEncoder`` also packs sequences there whose mask is true at their ends alone,
+and returns zeros for what is padded. For that it looks at the mask's values, so that under
+TorchDynamo it computes without packing, and returns other numbers. Such a call is not captured.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from lightning_hybrid._torch.capture import replaced
+from lightning_hybrid._torch.capture import FREE_CONVOLUTIONS, Replaced, stop_capture
 from lightning_hybrid._torch.modules import BatchNorm, check_dimensions, detects_causal_mask
+from lightning_hybrid.graph import FREE_SEQUENCES
 
 
 @torch.compiler.substitute_in_graph(pow, can_constant_fold_through=True)
 def _pow(base: Any, exp: Any, mod: Any = None) -> Any:
     """Python's ``pow``, by the operator ``**``, which TorchDynamo follows."""
     return operator.pow(base, exp) if mod is None else operator.pow(base, exp) % mod
-
-
-@torch.compiler.substitute_in_graph(checkpoint_sequential, skip_signature_check=True)
-def _checkpoint_sequential(
-    functions: Any,
-    segments: Any,
-    input: Any,
-    use_reentrant: Any = True,
-    **options: Any,
-) -> Any:
-    """Run each segment but the last in a checkpointed region of its own, as torch does."""
-    parts = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
-
-    def run_from(start: int, stop: int) -> Callable[[Any], Any]:
-        def run(value: Any) -> Any:
-            for function in parts[start:stop]:
-                value = function(value)
-            return value
-
-        return run
-
-    # (the last segment is not checkpointed: its backward follows at once)
-    size, start = len(parts) // segments, 0
-    for _ in range(segments - 1):
-        input = checkpoint(
-            run_from(start, start + size),
-            input,
-            use_reentrant=use_reentrant,
-            **options,
-        )
-        start += size
-    return run_from(start, len(parts))(input)
 
 
 def _detects_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
@@ -81,10 +55,6 @@ def _isinstance(obj: Any, target_type: Any) -> bool:
     if all(isinstance(kind, type) for kind in kinds):
         return isinstance(obj, kinds)
     return bool(_jit_isinstance(obj, target_type))
-
-
-captured_classes = replaced(torch.jit, "isinstance", _isinstance)
-"""Inside, TorchDynamo follows ``torch.jit.isinstance`` (no substitution in graphs is possible)."""
 
 
 _batch_norm: Any = BatchNorm.forward
@@ -117,5 +87,77 @@ def _averaging(self: BatchNorm, input: Tensor) -> Tensor:
     return result
 
 
-captured_averages = replaced(BatchNorm, "forward", _averaging)
-"""Inside, TorchDynamo can follow a batch normalisation with ``momentum=None``."""
+# ---------------------------------------------------------------- encoders of torch's transformers
+
+PACKS = (
+    "torch.nn.TransformerEncoder packs padded sequences where nothing is trained, which depends on "
+    "the values of src_key_padding_mask. With enable_nested_tensor=False it does not"
+)
+
+_encode: Any = nn.TransformerEncoder.forward
+_fast = True
+"""Whether the user allowed the fast path when the capture began."""
+
+
+def _encoder(
+    self: nn.TransformerEncoder,
+    src: Tensor,
+    mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool | None = None,
+) -> Any:
+    given = self, src, mask, src_key_padding_mask, is_causal
+    # (a call in another thread, or in Python between the graphs of a chain)
+    if not torch.compiler.is_compiling():
+        return _not_captured(*given)
+    if mask is None and src_key_padding_mask is not None and _may_pack(self, src):
+        stop_capture(msg=PACKS)
+        return _not_captured(*given)  # between the graphs of a chain
+    return _encode(*given)
+
+
+def _as_ever(*given: Any) -> Any:
+    """Run an encoder with the fast path switched as the user has it."""
+    torch.backends.mha.set_fastpath_enabled(_fast)
+    try:
+        return _encode(*given)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
+_not_captured: Any = torch.compiler.disable(_as_ever)
+
+
+def _may_pack(encoder: Any, src: Tensor) -> bool:
+    """Whether torch would look at the mask's values, to pack; its conditions, in its order."""
+    first, packs = encoder.layers[0], getattr(encoder, "use_nested_tensor", False)
+    if not _fast or not packs or first.training:
+        return False
+    looks = getattr(encoder, "mask_check", True)
+    if src.dim() != 3 or not looks or torch.is_autocast_enabled():
+        return False
+    trained = src.requires_grad or any(p.requires_grad for p in first.parameters())
+    return not (torch.is_grad_enabled() and trained)
+
+
+class _Captured(Replaced):
+    def put(self) -> None:
+        global _fast
+        super().put()
+        _fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def back(self) -> None:
+        super().back()
+        torch.backends.mha.set_fastpath_enabled(_fast)
+
+
+captured_functions = _Captured(
+    (torch.jit, "isinstance", _isinstance),
+    (BatchNorm, "forward", _averaging),
+    (nn.TransformerEncoder, "forward", _encoder),
+    FREE_CONVOLUTIONS,
+    *FREE_SEQUENCES,
+)
+"""Inside, TorchDynamo follows these functions (no substitution in graphs is possible for them), and
+torch's fast path for transformers is off."""

@@ -20,7 +20,7 @@ from lightning_hybrid.graph.may_split import fits, why_whole
 from lightning_hybrid.graph.partition import NetworkPartition, find_boundary, network_partitions
 from lightning_hybrid.graph.profile import PartitionProfile, Profile, count, parameter_bytes
 from lightning_hybrid.graph.reached import reached
-from lightning_hybrid.graph.recurrent_layers import captured_recurrence
+from lightning_hybrid.graph.recurrent_layers import FREE_SEQUENCES
 from lightning_hybrid.graph.rows import joined, slices
 from lightning_hybrid.graph.source_places import FAILS, place_now, place_of, reason_in
 from lightning_hybrid.graph.stage_code import held_by

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch.capture import Exchanged
 from lightning_hybrid._torch.modules import recurrent_functions
 from lightning_hybrid._torch.tensors import is_fake
 
@@ -38,11 +37,8 @@ _INSTEAD = {name: _instead_of(name) for name in _NAMES}
 lstm, gru, rnn_tanh, rnn_relu = RECURRENT = tuple(_INSTEAD.values())
 """All replacements, as the nodes of captured graphs call them."""
 
-captured_recurrence = Exchanged(
-    lambda: vars(_functions).update(_INSTEAD),
-    lambda: [vars(_functions).pop(name) for name in _INSTEAD],
-)
-"""Inside, the replacements stand in torch's place: captures leave the length of sequences free."""
+FREE_SEQUENCES = [(_functions, name, instead) for name, instead in _INSTEAD.items()]
+"""What is replaced so that captures leave the length of sequences free."""
 
 
 def _computed(name: str, args: tuple[Any, ...]) -> Any:

@@ -1,19 +1,19 @@
-"""What is exchanged in torch while a network is captured does not disturb other threads."""
+"""What is replaced in torch while a network is captured does not disturb other threads."""
 
 from collections.abc import Callable
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.capture import Exchanged, capture_settings
-from lightning_hybrid.capture.rewritten_functions import captured_averages
-from lightning_hybrid.graph.recurrent_layers import captured_recurrence
+from lightning_hybrid._torch.capture import Replaced, capture_settings
+from lightning_hybrid.capture.rewritten_functions import captured_functions
 
 
 class Layers(nn.Module):
-    """All that something is exchanged for."""
+    """All that something is replaced for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def test_layers_compute_the_same_in_another_thread_and_afterwards() -> None:
     module, value = Layers(), torch.randn(4, 3)
     call, forward, names = nn.Module.__call__, nn.BatchNorm1d.forward, dict(vars(torch._VF))
     expected = module(value)
-    with capture_settings(), captured_averages, captured_recurrence:
+    with capture_settings(), captured_functions:
         assert torch.equal(in_another_thread(lambda: module(value)), expected)
         assert nn.Module.__call__ is call
     assert nn.BatchNorm1d.forward is forward
@@ -45,10 +45,10 @@ def test_layers_compute_the_same_in_another_thread_and_afterwards() -> None:
 
 
 def test_the_last_that_leaves_puts_back() -> None:
-    notes: list[str] = []
-    context = Exchanged(lambda: notes.append("put"), lambda: notes.append("back"))
+    owner = SimpleNamespace(function=min)
+    context = Replaced((owner, "function", max), (owner, "missing", max))
     with context:
         in_another_thread(lambda: context.__enter__())
-    assert notes == ["put"]
+    assert owner.function is max
     context.__exit__()
-    assert notes == ["put", "back"]
+    assert vars(owner) == {"function": min}

@@ -6,7 +6,7 @@ from capturing import InParts
 from torch import Tensor, nn
 
 from lightning_hybrid.capture.capture import Capture, NotCaptured
-from lightning_hybrid.capture.padded_encoders import PACKS
+from lightning_hybrid.capture.rewritten_functions import PACKS
 from lightning_hybrid.graph import compute_whole
 
 

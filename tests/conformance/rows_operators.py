@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
@@ -420,7 +420,8 @@ class CheckpointsItsBlocks(_Between):
             x = self.stem(x)
             x = checkpoint(self.blocks[0], x, use_reentrant=False)
             x = checkpoint(self.blocks[1], x, use_reentrant=True)
-            return self.head(checkpoint_sequential(self.blocks[2:], 2, x, use_reentrant=False))
+            x = checkpoint(self.blocks[2:4], x, use_reentrant=False)
+            return self.head(self.blocks[4](x))
 
 
 class CheckpointsDropout(_Between):
