@@ -1,6 +1,7 @@
 """Autograd: the state of the running backward, and what the code around a call has set."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_hybrid._torch.private_names import find
+from lightning_hybrid._torch.tensors import TorchDispatchMode
 
 _is_batched = find("torch:_C._functorch.is_batchedtensor")
 _is_batched_in_an_old_way = find("torch:_C._functorch.is_legacy_batchedtensor")
@@ -26,6 +28,11 @@ _graph_is_kept = find("torch:_C._autograd._get_current_graph_task_keep_graph")
 _saved_tensors_hooks = find("torch:_C._autograd._top_saved_tensors_default_hooks")
 _with_forward_derivatives = find("torch.autograd.forward_ad:_set_fwd_grad_enabled")
 _CheckpointFrame = find("torch.utils.checkpoint:_CheckpointFrame")
+_functional_call = find("torch.nn.utils.stateless:_functional_call")
+_function_modes = find("torch.overrides:_get_current_function_mode_stack")
+_dispatch_modes = find("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
+_DeviceContext = find("torch.utils._device:DeviceContext")
+_OURS = __name__.partition(".")[0] + "."
 
 
 def is_batched(gradient: Tensor | None) -> bool:
@@ -166,6 +173,35 @@ def outside_of_transforms() -> Iterator[None]:
     """Inside, transforms of functions and dispatch modes are off: tensors have memory."""
     with _without_transforms(), _without_modes():
         yield
+
+
+def in_functional_call() -> bool:
+    """Whether this code runs inside of `torch.func.functional_call`, by the call stack.
+
+    It puts other tensors into a module's tables and leaves no other trace.
+    """
+    code, frame = _functional_call.__code__, sys._getframe()
+    while frame.f_code is not code:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
+
+
+def users_mode() -> object | None:
+    """The innermost active mode that the user has entered; ``None``: there is none.
+
+    That is `torch.utils.flop_counter.FlopCounterMode`, or any other subclass of
+    ``TorchDispatchMode`` or ``TorchFunctionMode`` but for this package's and torch's internal ones.
+    A device as a context does not count: captured networks follow it too.
+    """
+    seeing = [m for m in _dispatch_modes() if not _is_infrastructure(m)]
+    seeing += [m for m in _function_modes() if not isinstance(m, _DeviceContext)]
+    return next((m for m in reversed(seeing) if not type(m).__module__.startswith(_OURS)), None)
+
+
+def _is_infrastructure(mode: object) -> bool:
+    return not isinstance(mode, TorchDispatchMode) or mode.is_infra_mode()
 
 
 def fails_apart(node: Node) -> bool:

@@ -1,6 +1,5 @@
 """Modules: their tables of tensors and of hooks, and functions inside torch's own layers."""
 
-import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ else:
     BatchNorm = find("torch.nn.modules.batchnorm:_BatchNorm")
 
 _OptimizedModule = find("torch._dynamo:OptimizedModule", ())
-_functional_call = find("torch.nn.utils.stateless:_functional_call")
 _VF = find("torch:_VF", SimpleNamespace())
 
 # the function by which torch's transformers find out whether a mask is the causal one
@@ -38,19 +36,6 @@ def is_compiled(module: nn.Module) -> bool:
         isinstance(part, _OptimizedModule) or part._compiled_call_impl is not None
         for part in module.modules()
     )
-
-
-def in_functional_call() -> bool:
-    """Whether this code runs inside of `torch.func.functional_call`, by the call stack.
-
-    It puts other tensors into a module's tables and leaves no other trace.
-    """
-    code, frame = _functional_call.__code__, sys._getframe()
-    while frame.f_code is not code:
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return True
 
 
 def check_dimensions(norm: BatchNorm, value: Tensor) -> None:

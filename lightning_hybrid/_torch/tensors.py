@@ -30,11 +30,7 @@ _FakeTensor = find("torch._subclasses.fake_tensor:FakeTensor")
 _owners = find("torch:_C._storage_Use_Count")
 _swap = find("torch:_C._swap_tensor_impl")
 _refuse_pointer = find("torch:_C._set_throw_on_mutable_data_ptr")
-_function_modes = find("torch.overrides:_get_current_function_mode_stack")
-_dispatch_modes = find("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 without_dispatch_modes = find("torch.utils._python_dispatch:_disable_current_modes")
-_DeviceContext = find("torch.utils._device:DeviceContext")
-_OURS = __name__.partition(".")[0] + "."
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "as_the_user_sees_them", "as_they_are"]
 
@@ -166,19 +162,3 @@ def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each of the sources into the target at its place, with one call for all."""
     with torch.no_grad():
         _copy_each(targets, sources)
-
-
-def users_mode() -> object | None:
-    """The innermost active mode that the user has entered; ``None``: there is none.
-
-    That is `torch.utils.flop_counter.FlopCounterMode`, or any other subclass of
-    ``TorchDispatchMode`` or ``TorchFunctionMode`` but for this package's and torch's internal ones.
-    A device as a context does not count: captured networks follow it too.
-    """
-    seeing = [m for m in _dispatch_modes() if not _is_infrastructure(m)]
-    seeing += [m for m in _function_modes() if not isinstance(m, _DeviceContext)]
-    return next((m for m in reversed(seeing) if not type(m).__module__.startswith(_OURS)), None)
-
-
-def _is_infrastructure(mode: object) -> bool:
-    return not isinstance(mode, TorchDispatchMode) or mode.is_infra_mode()

@@ -35,12 +35,13 @@ from lightning_hybrid._torch.autograd import (
     checkpointed_region,
     dual_level,
     functorch_level,
+    in_functional_call,
     own_saved_tensors,
     saved_tensors_hooks,
+    users_mode,
 )
 from lightning_hybrid._torch.capture import without_mode
-from lightning_hybrid._torch.modules import in_functional_call, tables
-from lightning_hybrid._torch.tensors import users_mode
+from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.capture import NotCaptured
 from lightning_hybrid.driver.adoption import Adoption
 from lightning_hybrid.driver.found_network import FoundNetwork, indented

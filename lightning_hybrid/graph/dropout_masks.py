@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from lightning_hybrid._torch.graphs import copy_source, is_region
+from lightning_hybrid._torch.graphs import copy_source
 from lightning_hybrid._torch.symbols import captured_value, expression, is_symbolic, symbols_in
 from lightning_hybrid._torch.tensors import is_fake
 from lightning_hybrid.graph.graph import is_symbol
@@ -31,60 +31,38 @@ _BATCHED: dict[Any, int] = {F.dropout: 0, F.dropout1d: 3, F.dropout2d: 3, F.drop
 def with_masks(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a captured graph in which each dropout is split: draw a mask, apply it.
 
-    A dropout whose rate or sizes are not known beforehand is left as it is.
+    A dropout whose rate or sizes are not known beforehand is left as it is, and so is one in a
+    checkpointed region.
 
     Args:
         module: from TorchDynamo, with an example value for each node; it is not changed.
     """
-    copied = _copy(module)
-    _Drawing(copied).draw()
-    copied.recompile()
-    return copied
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(module.graph, copies))
     for original, copy in copies.items():
         copy_source(original, copy)
+    _Drawing(graph).draw()
     return fx.GraphModule(module, graph)
 
 
 class _Drawing:
     """Changes a graph in place: adds the operations that draw its masks, and applies them."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self._module, self._graph = module, module.graph
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
         self._numbers: dict[Any, fx.Node] = {}
-        inputs = (n.meta.get("example_value") for n in self._graph.find_nodes(op="placeholder"))
+        inputs = (n.meta.get("example_value") for n in graph.find_nodes(op="placeholder"))
         sizes = [size for e in inputs if isinstance(e, Tensor) for size in e.shape]
         self._known = {s for size in sizes if is_symbol(size) for s in symbols_in(size)}
 
     def draw(self) -> None:
         for node in list(self._graph.nodes):
-            if is_region(node):
-                self._draw_for(node)
-            elif (mask := self._mask(node, node)) is not None:
+            if (mask := self._mask(node)) is not None:
                 mask.meta[MASKS] = node.all_input_nodes[0]
                 _apply(node, mask)
 
-    def _draw_for(self, region: fx.Node) -> None:
-        """Draw the masks of a checkpointed region before it, and pass them in as arguments."""
-        name = str(region.args[0].target)  # type: ignore[union-attr]
-        body = _copy(getattr(self._module, name))
-        last = [node for node in body.graph.nodes if node.op == "placeholder"][-1]
-        for node in list(body.graph.nodes):
-            if (mask := self._mask(node, region)) is not None:
-                with body.graph.inserting_after(last):
-                    last = body.graph.placeholder(mask.name)
-                last.meta = {"example_value": mask.meta["example_value"]}
-                _apply(node, last)
-                region.args = (*region.args, mask)
-        body.recompile()
-        setattr(self._module, name, body)
-
-    def _mask(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
-        """Insert a node before ``before`` that draws the mask of ``node``.
+    def _mask(self, node: fx.Node) -> fx.Node | None:
+        """Insert a node before ``node`` that draws its mask.
 
         ``None`` if ``node`` is no dropout, or one whose mask cannot be drawn beforehand.
         """
@@ -103,7 +81,7 @@ class _Drawing:
         if not all(self._known.issuperset(symbols_in(s)) for s in shape if is_symbolic(s)):
             return None
         rest = order, rate, like.dtype, like.device
-        with self._graph.inserting_before(before):
+        with self._graph.inserting_before(node):
             sizes = tuple(map(self._size, shape))
             mask = self._graph.create_node(
                 "call_function", drawn, (bool(batched), sizes, *rest), name=f"{node.name}_mask"

@@ -52,8 +52,8 @@ class Engine(RankStages):
         for index, kind, microbatch in todo:
             works[index].do(kind, microbatch)
         # 2. What must wait for all micro-batches of the pass.
-        for own in self.owned:
-            own.early.end_forward(call.number)
+        for _, early in self.early:
+            early.end_forward(call.number)
         if self.replayed is not None:
             # (of the stages of a rank only the first can have copies: if the driver has a copy, its
             # other stage has no layers, and so no statistics)
@@ -136,13 +136,13 @@ class Engine(RankStages):
 
     def commit(self, call: Call) -> None:
         """Write to the buffers what a call that ran ahead has left for them: it has its turn."""
-        for own in self.owned:
-            own.early.commit(call.number, self.stage_for(own, call.key))
+        for own, early in self.early:
+            early.commit(call.number, self.stage_for(own, call.key))
 
     def drop(self, call: Call) -> None:
         """Forget a call that ran ahead and will not have its turn."""
-        for own in self.owned:
-            own.early.drop(call.number)
+        for _, early in self.early:
+            early.drop(call.number)
 
     def add_specialization(self, stages: Mapping[int, Stage]) -> None:
         """Add this rank's stages of another captured graph of the network, by number."""

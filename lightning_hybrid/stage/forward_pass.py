@@ -185,6 +185,7 @@ class ForwardPass(Pass):
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
         # b) before its turn: with buffers and weights of its own
         if self.call.ahead and not self.own.is_last:
+            assert self.own.early is not None  # (only a streamed schedule runs ahead)
             outputs, self.saved[microbatch] = self.own.early.forward(
                 self.call.number, stage, values, numbers, states
             )
@@ -197,6 +198,7 @@ class ForwardPass(Pass):
             # d) in its turn, activations kept
             with torch.enable_grad(), own_saved_tensors():
                 outputs = stage(values, numbers)
-        self.own.early.refuse_functions(stage, outputs)
+        if self.own.early is not None:
+            self.own.early.refuse_functions(stage, outputs)
         self.saved[microbatch] = (values, outputs)
         return outputs

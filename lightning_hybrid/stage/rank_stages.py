@@ -70,7 +70,7 @@ class OwnedStage:
         links: links to its neighbours.
         is_last: whether it is the network's last stage.
         label: the prefix of its spans in a trace, if the rank has several stages.
-        early: runs its forwards that come before their turn.
+        early: runs its forwards that come before their turn, under a streamed schedule.
         splits: whether its backward is split; no more once one could not be.
     """
 
@@ -79,7 +79,7 @@ class OwnedStage:
     links: Dealt
     is_last: bool
     label: str
-    early: EarlyForwards
+    early: EarlyForwards | None
     splits: bool = False
 
     def go_back_in_one(self, reason: str) -> None:
@@ -143,6 +143,7 @@ class RankStages:
 
     Attributes:
         owned: the stages of this rank, in their order.
+        early: those of them that run forwards before their turn, each with what runs these.
         failure: the first error on this rank or in an earlier stage, for the driver.
         passed: whether the last pass came to its end (an error in a stage does not end a pass).
     """
@@ -178,13 +179,14 @@ class RankStages:
                 both,
                 number == count - 1,
                 f"stage {number} " if len(links) > 1 else "",
-                EarlyForwards(delayed),
+                EarlyForwards(delayed) if streamed else None,
                 # (a forward that runs again in the backward would run again for each part of it)
                 splits=number in placement.split
                 and not (options.compiled or recompute or stages[number].checkpointed),
             )
             for number, both in links.items()
         ]
+        self.early = [(own, own.early) for own in self.owned if own.early is not None]
         # Backward goes from the last stage to the first, so the first stage of the rank is the last
         # to have its gradients; when its last backward begins, those of its others are final.
         first, *others = (dict.fromkeys(own.specializations[0].parameters()) for own in self.owned)

@@ -81,7 +81,7 @@ def beside_other_draws(net: Any, x: Tensor) -> Tensor:
 
 SPLIT: list[Code] = [
     elements, channels, in_place, permuted_in_memory, folded_behind_time, same_for_all_samples,
-    in_regions, beside_other_draws,
+    beside_other_draws,
 ]  # fmt: skip
 
 
@@ -101,7 +101,9 @@ def after_samples_have_met(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return met + torch.rand_like(met), net.body(h)
 
 
-WHOLE: list[Code] = [attention, made_of_what_layers_return, after_samples_have_met]
+WHOLE: list[Code] = [
+    attention, in_regions, made_of_what_layers_return, after_samples_have_met
+]  # fmt: skip
 
 
 def compared(code: Code, microbatches: int) -> InParts:

@@ -493,7 +493,7 @@ def batch_normalisations_have_a_class(kind: Any) -> None:
 
 @relied_on("torch.nn.utils.stateless:_functional_call")
 def a_functional_call_is_on_the_stack(call: Any) -> None:
-    from lightning_hybrid._torch.modules import in_functional_call
+    from lightning_hybrid._torch.autograd import in_functional_call
 
     class Asks(nn.Module):
         def forward(self) -> bool:
