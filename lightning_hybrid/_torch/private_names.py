@@ -61,7 +61,6 @@ OPTIONAL = {
     "torch:_C._set_throw_on_mutable_data_ptr": (
         "code that takes the address of a weight of another rank is not refused"
     ),
-    "torch:_foreach_copy_": "tensors are copied one by one",
 }
 """Per name, what a torch without it goes without."""
 

@@ -35,13 +35,8 @@ without_dispatch_modes = find("torch.utils._python_dispatch:_disable_current_mod
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "as_the_user_sees_them", "as_they_are"]
 
 
-def _copy_one_by_one(targets: list[Tensor], sources: list[Tensor]) -> None:
-    for target, source in zip(targets, sources):
-        target.copy_(source)
-
-
 # one call for many tensors, which is what torch's own optimizers use; there is no public name
-_copy_each = find("torch:_foreach_copy_", _copy_one_by_one)
+_copy_each = find("torch:_foreach_copy_")
 
 
 def version(tensor: Tensor) -> int:

@@ -45,7 +45,7 @@ from lightning_hybrid.graph.row_rules import (
     rule_of,
 )
 from lightning_hybrid.graph.row_trial import Trial
-from lightning_hybrid.graph.rows import MEET, Label, Places, Rows
+from lightning_hybrid.graph.rows import MEET, Label, Rows
 
 _FOLLOWED = {
     *("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"),
@@ -467,7 +467,7 @@ class Labelling(TorchDispatchMode):
             return MEET
         name = name_of(func)
         if func.namespace == "aten" and name == "arange" and self._is_range(call, outs):
-            return Rows(0, 1, Places(sympy.Integer(1), self.size(outs[0].shape[0])))
+            return Rows(0, 1, places=self.size(outs[0].shape[0]))
         # 2. A number that follows from the batch is another one in a micro-batch: x / len(x).
         sizes = FACTORIES.get(name, ())
         if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
@@ -494,8 +494,8 @@ class Labelling(TorchDispatchMode):
         return rule(self, call, outs)
 
     def _is_known(self, name: str, call: Call, labels: Collection[Label]) -> bool:
-        """Whether an operator's rule is right for the `Places` among its inputs."""
-        if not any(isinstance(one, Rows) and one.places for one in labels):
+        """Whether an operator's rule is right for the places among its inputs."""
+        if not any(isinstance(one, Rows) and one.places is not None for one in labels):
             return True
         own = self.label(call["self"])
         indexes = isinstance(own, Rows) and own.places is None

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_hybrid._torch.symbols import is_symbolic
 from lightning_hybrid._torch.tensors import arguments, schema
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.graph.rows import MEET, Label, Places, Rows
+from lightning_hybrid.graph.rows import MEET, Label, Rows
 
 if TYPE_CHECKING:
     from lightning_hybrid.graph.row_proof import Labelling
@@ -177,7 +177,7 @@ def permute(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
         if call["dim0"] is not None:
             one, other = call["dim0"] % count, call["dim1"] % count
         order[one], order[other] = order[other], order[one]
-    return rows.at(order.index(rows.dim), places=True)
+    return rows.at(order.index(rows.dim))
 
 
 def unsqueeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -312,7 +312,7 @@ def batch_norm(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] 
     Instance normalisation is batch normalisation with the samples among the channels.
     """
     rows = f.label(call["input"])
-    if not isinstance(rows, Rows) or rows.places:
+    if not isinstance(rows, Rows) or rows.places is not None:
         return MEET
     others = call.others("input")
     if rows.dim == 0 and _all_free(f, others):
@@ -483,9 +483,9 @@ def _has_places(f: Labelling, tensor: Tensor) -> bool:
 def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
     """Whether the entries of ``picks`` are places in the samples' dimension of ``tensor``."""
     label, rows = _rows(f, picks), _rows(f, tensor)
-    if label is None or rows is None:
+    if label is None or rows is None or rows.outer != 1:
         return False
-    return label.places == Places(rows.outer, f.size(tensor.shape[rows.dim]))
+    return bool(label.places == f.size(tensor.shape[rows.dim]))
 
 
 def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:

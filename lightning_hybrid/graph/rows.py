@@ -18,22 +18,6 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Places:
-    """The entries of a tensor of integers are places in a dimension that is the samples'.
-
-    A place is an index. In a micro-batch the entries are places in the micro-batch's dimension, so
-    that they are good to index with and for nothing else.
-
-    Attributes:
-        outer: `Rows.outer` of that dimension.
-        size: the size of that dimension, an expression.
-    """
-
-    outer: Any
-    size: Any
-
-
-@dataclass(frozen=True)
 class Rows:
     """One dimension of a tensor is the samples'.
 
@@ -44,13 +28,14 @@ class Rows:
     Attributes:
         dim: the dimension.
         outer: an integer, or an expression of sizes.
-        places: the dimension that the entries are places in, if they are, as in
-            ``torch.arange(B)``.
+        places: the size of a dimension, if the entries are places (indices) in that dimension of
+            the samples', as in ``torch.arange(B)``. In a micro-batch they are places in that of the
+            micro-batch, so that they are good to index with and for nothing else.
     """
 
     dim: int
     outer: Any = 1
-    places: Places | None = None
+    places: Any = None
 
     def at(self, dim: int, *, places: bool = False) -> Rows:
         """The same samples in another dimension; with ``places``, entries still are places."""
