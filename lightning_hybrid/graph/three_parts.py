@@ -13,7 +13,8 @@ more than `LIGHT` of the load takes its batches whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,25 +65,28 @@ class Divided:
 
     def __init__(self, graph: NetworkGraph, *, divides: bool, draws: bool = True) -> None:
         self._graph = self.heavy = graph
-        self._plan: _Plan | None = None
+        self._taken: Sequence[fx.Node] | None = None
         if graph.is_static or not divides:
             return
-        plan = _divide(graph, draws)
-        if isinstance(plan, str):
-            graph.meets = plan
-        elif not plan.tail and not plan.prologue:
-            _label(graph, plan, {n: n for n in graph.graph.nodes})
+        graph.meets = _lasting_change(graph)
+        if graph.meets is not None:
+            return
+        parts = _divide(graph, draws)
+        if parts.problem is not None:
+            graph.meets = parts.problem
+        elif not parts.tail and not parts.prologue:
+            _label(graph, parts, {n: n for n in graph.graph.nodes})
         else:
-            self._take_apart(plan)
+            self._take_apart(parts)
 
-    def _take_apart(self, plan: _Plan) -> None:
+    def _take_apart(self, parts: _Parts) -> None:
         graph, nodes = self._graph, list(self._graph.graph.nodes)
-        prologue = [node for node in nodes if node in plan.prologue]
-        outputs = [node for node in nodes if node in plan.tail and node in graph.outputs]
-        self._plan = plan
-        self._prologue = _Beside(graph, plan.early, prologue)
-        self._tail = _Beside(graph, plan.tail, outputs)
-        self._inputs, self.heavy = _heavy_part(graph, plan)
+        prologue = [node for node in nodes if node in parts.prologue]
+        outputs = [node for node in nodes if node in parts.tail and node in graph.outputs]
+        self._taken = parts.taken
+        self._prologue = _Beside(graph, parts.early, prologue)
+        self._tail = _Beside(graph, parts.tail, outputs)
+        self._inputs, self.heavy = _heavy_part(graph, parts)
         self._shapes = {n: n.meta["example_value"] for n in nodes if n.meta.get("shape")}
 
     def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
@@ -93,7 +97,7 @@ class Divided:
             run: computes the heavy part.
         """
         graph = self._graph
-        if self._plan is None:
+        if self._taken is None:
             return run(graph, values)
         # 1. Values that need no computation: the call's inputs, and what follows from their sizes.
         sizes = graph.sizes(graph.bind(values))
@@ -104,42 +108,16 @@ class Divided:
         # 2. The three parts, each from the values of those before it. Prologue and tail run under
         #    autograd like the code around the network.
         found |= self._prologue(found)
-        found |= zip(self._plan.taken, run(self.heavy, [found[n] for n in self._inputs]))
+        found |= zip(self._taken, run(self.heavy, [found[n] for n in self._inputs]))
         found |= self._tail(found)
         return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Which nodes are in which of the three parts.
-
-    Attributes:
-        followed: where the samples are in all nodes.
-        prologue: nodes whose results the heavy part takes, computed for all samples before it.
-        early: these, and all nodes that they are computed from.
-        tail: nodes that are computed for all samples after it.
-        heavy: nodes of the heavy part, and all nodes that they are computed from.
-        taken: nodes of the heavy part that the tail or the caller takes.
-        tried: operations that passed a trial, as in `NetworkGraph.tried`.
-        summary: how the network is divided, as in `NetworkGraph.split_by`.
-    """
-
-    followed: Followed
-    prologue: frozenset[fx.Node]
-    early: frozenset[fx.Node]
-    tail: frozenset[fx.Node]
-    heavy: frozenset[fx.Node]
-    taken: tuple[fx.Node, ...]
-    tried: tuple[str, ...]
-    summary: str
 
 
 # ---------------------------------------------------------------- which node is where
 
 
-def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
-    """How a graph is divided, or in words why its batches must stay whole."""
-    # 1. Changes that the next micro-batch would see, which no division could mend.
+def _lasting_change(graph: NetworkGraph) -> str | None:
+    """A change that the next micro-batch would see, which no division could mend, in words."""
     for layer in graph.layers:
         where = f"{layer.module}.{layer.name}".removeprefix(".")
         other = [name for name in layer.written if not _is_statistic(graph.network, name)]
@@ -151,33 +129,33 @@ def _divide(graph: NetworkGraph, draws: bool) -> _Plan | str:
         # each micro-batch would change it anew; the rows of an input are its own
         if leaf.rows is None:
             return f"{leaf.name} is changed in place"
-    # 2. Follow the samples: first with all sizes as the batch's that were equal in the first call,
-    #    then with that of the first input alone. A division without a tail is the best.
-    found: list[_Plan | str] = []
+    return None
+
+
+def _divide(graph: NetworkGraph, draws: bool) -> _Parts:
+    """The best way to divide a graph: one without a tail, else the first without a problem."""
+    # Follow the samples: first with all sizes as the batch's that were equal in the first call,
+    # then with that of the first input alone: an input may have the batch's size by accident
+    # (weights of as many classes).
+    writing = {layer.node for layer in graph.layers if layer.effects.writes}
+    found: list[_Parts] = []
     for symbols in dict.fromkeys((graph.symbols, graph.symbols[:1])):
-        # an input may have the batch's size by accident (weights of as many classes)
-        plan = _divided_by(graph, symbols, draws)
-        found.append(plan)
-        if not isinstance(plan, str) and not plan.tail:
-            return plan
-    return next((plan for plan in found if not isinstance(plan, str)), found[0])
+        followed = follow(
+            graph.graph,
+            graph.attributes,
+            symbols,
+            partial(_of_input, graph, symbols),
+            kept={*graph.tensors, *writing},
+        )
+        found.append(_Parts(graph, followed, draws))
+        if found[-1].problem is None and not found[-1].tail:
+            return found[-1]
+    return next((parts for parts in found if parts.problem is None), found[0])
 
 
 def _is_statistic(network: nn.Module, name: str) -> bool:
     owner, _, key = name.rpartition(".")
     return key in MICROBATCH_STATISTICS and isinstance(network.get_submodule(owner), BatchNorm)
-
-
-def _divided_by(graph: NetworkGraph, symbols: tuple[Any, ...], draws: bool) -> _Plan | str:
-    writing = {layer.node for layer in graph.layers if layer.effects.writes}
-    followed = follow(
-        graph.graph,
-        graph.attributes,
-        symbols,
-        lambda node: _of_input(graph, symbols, node),
-        kept={*graph.tensors, *writing},
-    )
-    return _Dividing(graph, followed, draws).plan()
 
 
 def _of_input(graph: NetworkGraph, symbols: Collection[Any], node: fx.Node) -> Label:
@@ -190,7 +168,23 @@ def _of_input(graph: NetworkGraph, symbols: Collection[Any], node: fx.Node) -> L
     return MEET if rows is None and not found.isdisjoint(symbols) else rows
 
 
-class _Dividing:
+class _Parts:
+    """Which nodes of a graph are in which of its three parts.
+
+    Args:
+        graph: the captured network.
+        followed: where the samples are in all nodes.
+        draws: as for `Divided`.
+
+    Attributes:
+        prologue: nodes whose results the heavy part takes, computed for all samples before it.
+        early: these, and all nodes that they are computed from.
+        tail: nodes that are computed for all samples after it.
+        heavy: nodes of the heavy part, and all nodes that they are computed from.
+        taken: nodes of the heavy part that the tail or the caller takes.
+        problem: why the graph must not be divided like this, in words; ``None``: it may.
+    """
+
     def __init__(self, graph: NetworkGraph, followed: Followed, draws: bool) -> None:
         self.graph, self.followed, self._draws = graph, followed, draws
         self.layers = {n: y for y in graph.layers for n in (y.node, *y.parts)}
@@ -199,37 +193,35 @@ class _Dividing:
         for layer in graph.layers:
             for memory in layer.effects.writes:
                 self.writers.setdefault(memory, []).append(layer.node)
-
-    def plan(self) -> _Plan | str:
         # 1. The tail and the prologue, which the driver computes of all samples.
-        outputs = [node for node in self.graph.outputs if isinstance(node, fx.Node)]
+        outputs = [node for node in graph.outputs if isinstance(node, fx.Node)]
         tail = self._tail(outputs)
         # random numbers that depend on inputs alone are drawn in the prologue, in their order
-        drawn = {n for n in tail if n in self.followed.early and self._is_random(n)}
-        tail, prologue = tail - drawn, frozenset(self.followed.prologue | drawn)
-        early = self._behind(prologue)
+        drawn = {n for n in tail if n in followed.early and self._is_random(n)}
+        self.tail, self.prologue = tail - drawn, followed.prologue | drawn
+        self.early = self._behind(self.prologue)
         # 2. The heavy part: all that others take of it, and all other layers that treat samples one
         #    by one; these may write (running statistics) though nobody takes what they return.
-        wanted = {*outputs, *(taken for node in tail for taken in node.all_input_nodes)}
+        wanted = {*outputs, *(taken for node in self.tail for taken in node.all_input_nodes)}
+        wanted -= self.tail | self.prologue
         # (inputs, and numbers that follow from sizes, need not come from the heavy part)
-        taken = [n for n in wanted - tail - prologue if n in self.graph.tensors or not _is_given(n)]
-        taken.sort(key=self.order.__getitem__)
-        layers = [n for layer in self.graph.layers for n in (layer.node, *layer.parts)]
-        own = [n for n in layers if n not in tail | early and not self.followed.meets(n)]
-        heavy = self._behind([*own, *taken], stop=prologue)
+        self.taken = [n for n in wanted if n in graph.tensors or not _is_given(n)]
+        self.taken.sort(key=self.order.__getitem__)
+        beside = self.tail | self.early
+        own = [n for n in self.layers if n not in beside and not followed.meets(n)]
+        self.heavy = self._behind([*own, *self.taken], stop=self.prologue)
         # 3. Whether that is worth it (stages wait while the driver computes), and right.
-        share = self._share(tail | early)
+        share = self._share(beside)
         if share > LIGHT:
-            return f"{self._said(tail | prologue)}, and {share:.0%} of the load follows"
-        tried = tuple(sorted(self.graph.place_of(node) for node in self.followed.tried))
-        summary = self._summary(early, tail)
-        parts = prologue, frozenset(early), frozenset(tail), frozenset(heavy)
-        plan = _Plan(self.followed, *parts, tuple(taken), tried, summary)
-        return self._problem(plan) or plan
+            said = self._said(self.tail | self.prologue)
+            self.problem: str | None = f"{said}, and {share:.0%} of the load follows"
+        else:
+            self.problem = self._mistake()
 
-    def _summary(self, early: Collection[fx.Node], tail: Collection[fx.Node]) -> str:
+    def summary(self) -> str:
+        """How the network is divided, as in `NetworkGraph.split_by`."""
         words = ["proof"]
-        for name, nodes in (("prologue", early), ("tail", tail)):
+        for name, nodes in (("prologue", self.early), ("tail", self.tail)):
             if any(node in self.layers for node in nodes):
                 words.append(f"{name} {self._share(nodes):.1%}")
         return ", ".join(words)
@@ -282,38 +274,38 @@ class _Dividing:
         # stages return nothing but tensors and numbers
         return node not in self.graph.info and not node.meta.get("scalar")
 
-    def _problem(self, plan: _Plan) -> str | None:
+    def _mistake(self) -> str | None:
         """Why these three parts would not compute what the graph does."""
-        tail, prologue, early = plan.tail, plan.prologue, plan.early
+        tail, prologue, early = self.tail, self.prologue, self.early
         # 1. What the driver computes must not be computed again by stages, or differently.
         for node in {*tail, *early} & self.layers.keys():
-            twice = node in plan.heavy and (node in tail or node in prologue)
+            twice = node in self.heavy and (node in tail or node in prologue)
             reason = self._of_beside(node, tail if node in tail else early, twice)
             if reason is not None:
                 return f"{self._said([node])}, and {reason}"
         # 2. Random numbers, in the order of one device.
-        if (reason := self._of_draws(plan)) is not None:
+        if (reason := self._of_draws()) is not None:
             return reason
         # 3. What crosses between parts has its value of the moment when the graph reads it: a write
         #    that the graph does later must not come before the parts are joined.
-        for node in (*plan.taken, *prologue):
+        for node in (*self.taken, *prologue):
             readers = [self.order[u] for u in node.users if u in tail] or [len(self.order)]
             first = -1 if node in prologue else min(readers)
             changes = [w for m in self._memory(node) for w in self.writers.get(m, ())]
             late = [w for w in changes if self.order[w] > first and w not in early]
             if late:
                 return f"{self.graph.place_of(late[0])} changes what is used for all samples"
-        return next(filter(None, map(self._of_taken, (*plan.taken, *prologue))), None)
+        return next(filter(None, map(self._of_taken, (*self.taken, *prologue))), None)
 
-    def _of_draws(self, plan: _Plan) -> str | None:
+    def _of_draws(self) -> str | None:
         """Why these parts would not draw the random numbers that the graph does."""
         # (the driver draws the prologue's numbers first, wherever they are in the graph)
         random = [node for node in self.order if self._is_random(node)]
-        own = [node for node in random if node in plan.heavy and node not in plan.early]
+        own = [node for node in random if node in self.heavy and node not in self.early]
         if own and not self._draws:
             return f"{self._at(own[0])} draws random numbers that are not made of sizes alone"
-        late = next((node for node in random if node in plan.tail), None)
-        first = [self.order[node] for node in random if node in plan.early]
+        late = next((node for node in random if node in self.tail), None)
+        first = [self.order[node] for node in random if node in self.early]
         if late is not None and max(first, default=-1) > self.order[late]:
             return f"{self._at(late)} draws random numbers before others that are drawn first"
         return None
@@ -365,19 +357,20 @@ class _Dividing:
 # ---------------------------------------------------------------- the parts
 
 
-def _label(heavy: NetworkGraph, plan: _Plan, copies: dict[fx.Node, fx.Node]) -> None:
+def _label(heavy: NetworkGraph, parts: _Parts, copies: dict[fx.Node, fx.Node]) -> None:
     """Note in a graph where samples are in inputs and outputs, and that batches may be split."""
     originals = {copy: node for node, copy in copies.items()}  # (clones of weights have none)
 
     def label(node: fx.Node) -> Rows | None:
-        found = plan.followed.label(originals[node]) if node in originals else None
+        found = parts.followed.label(originals[node]) if node in originals else None
         return found if isinstance(found, Rows) else None
 
     written = {leaf.node for leaf in heavy.written_leaves}
     heavy.leaves = tuple(replace(leaf, rows=label(leaf.node)) for leaf in heavy.leaves)
     heavy.written_leaves = tuple(leaf for leaf in heavy.leaves if leaf.node in written)
     heavy.rows = {node: label(node) for node in heavy.tensor_outputs}
-    heavy.meets, heavy.split_by, heavy.tried = None, plan.summary, plan.tried
+    heavy.meets, heavy.split_by = None, parts.summary()
+    heavy.tried = tuple(sorted(map(parts.graph.place_of, parts.followed.tried)))
 
 
 class _Beside:
@@ -427,14 +420,14 @@ def _is_given(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr") or bool(follows)
 
 
-def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], NetworkGraph]:
+def _heavy_part(graph: NetworkGraph, parts: _Parts) -> tuple[list[fx.Node], NetworkGraph]:
     """The nodes that the heavy part takes as inputs, in order, and its graph."""
     nodes = list(graph.graph.nodes)
     # 1. It takes inputs (also those that tell it sizes) and results of the prologue.
-    inputs = {n for n in plan.heavy if n.op == "placeholder"} | {*plan.taken} & {*graph.place}
-    inputs |= _with_sizes(graph, plan, inputs)
+    inputs = {n for n in parts.heavy if n.op == "placeholder"} | {*parts.taken} & {*graph.place}
+    inputs |= _with_sizes(graph, parts.heavy, inputs)
     code, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    made = [n for n in nodes if n in plan.prologue and not plan.heavy.isdisjoint(n.users)]
+    made = [n for n in nodes if n in parts.prologue and not parts.heavy.isdisjoint(n.users)]
     order = [*(n for n in nodes if n in inputs), *made]
     for node in order:
         copies[node] = copy = code.placeholder(node.name)
@@ -442,11 +435,11 @@ def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], Networ
         copy_source(node, copy)
     # 2. It computes its own nodes, in the order of the graph.
     for node in nodes:
-        if node in plan.heavy and node not in copies and node.op != "output":
+        if node in parts.heavy and node not in copies and node.op != "output":
             copies[node] = code.node_copy(node, copies.__getitem__)
     # 3. It returns what the tail or the caller takes.
     returned = []
-    for node in plan.taken:
+    for node in parts.taken:
         copy = copies[node]
         if node in graph.tensors:  # a weight is the result of an operation of the last stage
             copy = code.call_method("clone", (copy,))
@@ -456,19 +449,21 @@ def _heavy_part(graph: NetworkGraph, plan: _Plan) -> tuple[list[fx.Node], Networ
     # 4. It is described, and from now on treated, like a captured network.
     tensors = {copies[n]: name for n, name in graph.tensors.items() if n in copies}
     heavy = describe_part(graph, code, tensors)
-    _label(heavy, plan, copies)
+    _label(heavy, parts, copies)
     heavy.divided, before = True, {copies[node] for node in made}
     heavy.leaves = tuple(replace(leaf, made=leaf.node in before) for leaf in heavy.leaves)
     return order, heavy
 
 
-def _with_sizes(graph: NetworkGraph, plan: _Plan, inputs: Collection[fx.Node]) -> set[fx.Node]:
+def _with_sizes(
+    graph: NetworkGraph, heavy: Iterable[fx.Node], inputs: Collection[fx.Node]
+) -> set[fx.Node]:
     """Further inputs that tell the heavy part the sizes that it computes with."""
     needed = {graph.symbol}
     for node in inputs:
         if node.meta.get("number"):
             needed |= {*symbols_in(node.meta["example_value"])}
-    for node in plan.heavy:
+    for node in heavy:
         example = node.meta.get("example_value")
         if is_symbolic(example):
             needed |= {*symbols_in(example)}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import ANOTHER_REPLICA, Group, Mesh, start, wait
+from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.graph import Stage
 
 _COUNT, _AVERAGES = "num_batches_tracked", ("running_mean", "running_var")
@@ -107,21 +107,6 @@ class ReplayedStatistics:
                     average = written[name]
                     value = added[name].to(average.dtype).view_as(average)
                     average.mul_(kept).add_(value * share)
-
-
-def replayed_statistics(
-    network: nn.Module, mesh: Mesh, copies: tuple[int, ...]
-) -> ReplayedStatistics | None:
-    """The `ReplayedStatistics` of a stage on this rank; ``None`` if no other rank has a copy of it.
-
-    Args:
-        network: the network of the stage.
-        mesh: the mesh of this rank.
-        copies: ``pp_rank`` of each rank with a copy.
-    """
-    if len(copies) == 1:
-        return None
-    return ReplayedStatistics(network, lambda: mesh.siblings(copies))
 
 
 def is_running_statistic(network: nn.Module, name: str) -> bool:

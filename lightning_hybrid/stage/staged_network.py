@@ -18,7 +18,7 @@ from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, state_buffers
 from lightning_hybrid.stage.lent_weights import LentWeights
 from lightning_hybrid.stage.rank_stages import StageOptions
-from lightning_hybrid.stage.replayed_statistics import replayed_statistics
+from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
 from lightning_hybrid.stage.trace import Trace
 from lightning_hybrid.stage.weight_hooks import WeightHooks
 
@@ -135,14 +135,27 @@ def engine_of(
     """
     here = [stages[number] for number in links]
     copies = copies_of(placement.devices[next(iter(links))])
+    driver, me = 0, mesh.coordinates.pp_rank
+    named = {name: value for stage in here for name, value in stage.named_parameters()}
+    replica_group = ReplicaGroup(
+        [value for name, value in named.items() if name not in borrowed],
+        lambda: dict(pair for stage in here for pair in stage.named_buffers()).values(),
+        mesh.owners(copies),
+        trace,
+        partial(state_buffers, network),
+        len(copies),
+        # if the driver has a copy beside workers, these own and step the parameters
+        owns=me != driver or driver not in copies[1:],
+    )
+    several = len(copies) > 1
     return Engine(
         stages,
         placement,
         options,
         coordinates=mesh.coordinates,
         links=links,
-        replica_group=_replica_group(here, network, borrowed, mesh, copies, trace),
-        replayed=replayed_statistics(network, mesh, copies),
+        replica_group=replica_group,
+        replayed=ReplayedStatistics(network, partial(mesh.siblings, copies)) if several else None,
         device=device,
         seed=seed,
         trace=trace,
@@ -213,48 +226,6 @@ def _refuse_tied_copies(stages: Sequence[Sequence[str]], devices: Devices) -> No
                 "Cut elsewhere (the strategy's allocation=[...]), so that one stage has all "
                 "uses, or give it one copy (pipeline_parallel_size)."
             )
-
-
-def own_parameters(stages: Sequence[Stage], borrowed: frozenset[str]) -> list[nn.Parameter]:
-    """The parameters of these stages that this rank owns, which are all but those ``borrowed``."""
-    named = {name: value for stage in stages for name, value in stage.named_parameters()}
-    return [value for name, value in named.items() if name not in borrowed]
-
-
-def own_buffers(stages: Sequence[Stage]) -> list[Tensor]:
-    """The buffers that these stages use, each once."""
-    return list({name: value for s in stages for name, value in s.named_buffers()}.values())
-
-
-def _replica_group(
-    stages: Sequence[Stage],
-    network: nn.Module,
-    borrowed: frozenset[str],
-    mesh: Mesh,
-    copies: tuple[int, ...],
-    trace: Trace,
-) -> ReplicaGroup:
-    """The `ReplicaGroup` that averages the gradients of a rank's stages over all with the same.
-
-    Args:
-        stages: the stages of the rank.
-        network: the network of the stages.
-        borrowed: names in it of parameters that another rank owns and averages.
-        mesh: the mesh of this rank.
-        copies: ``pp_rank`` of the ranks of this replica that have the stages. If the driver is one
-            beside workers, these own and step the parameters, and it has proxies for them.
-        trace: where to record.
-    """
-    driver, here = 0, mesh.coordinates.pp_rank
-    return ReplicaGroup(
-        own_parameters(stages, borrowed),
-        partial(own_buffers, stages),
-        mesh.owners(copies),
-        trace,
-        partial(state_buffers, network),
-        len(copies),
-        owns=here != driver or driver not in copies[1:],
-    )
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
