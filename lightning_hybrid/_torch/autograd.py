@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ReferenceType
@@ -124,26 +124,22 @@ def pass_number() -> int:
     return int(_pass_number())
 
 
-@contextmanager
-def own_saved_tensors() -> Iterator[None]:
-    """Inside, hooks on saved tensors that the code around has set do not apply.
+def own_saved_tensors() -> AbstractContextManager[Any]:
+    """A context in which hooks on saved tensors that the code around has set do not apply.
 
     Activation checkpointing around the call of a network works by such hooks: on the tensors of a
     stage they would call the network again in the middle of its own backward. Without such hooks
     nothing is done, since any hooks switch off autograd's check of in-place changes.
     """
     if saved_tensors_hooks() is None:
-        yield
-    else:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            yield
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
-@contextmanager
-def forward_derivatives() -> Iterator[None]:
-    """Inside, forward-mode derivatives are computed, also in an autograd.Function's forward."""
-    with _with_forward_derivatives(True):
-        yield
+def forward_derivatives() -> AbstractContextManager[Any]:
+    """A context with forward-mode derivatives, also in an autograd.Function's forward."""
+    context: AbstractContextManager[Any] = _with_forward_derivatives(True)
+    return context
 
 
 def dual_level() -> int:

@@ -7,6 +7,7 @@ import torch
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.comm import Arriving, Header, TensorSpec
+from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import Kind
 from lightning_hybrid.stage.calls import (
     Call,
@@ -158,8 +159,9 @@ class ForwardPass(Pass):
                     set_random_state(states, engine.device)
                 before = random_state(engine.device)
             # 2. The layers.
-            with engine.noting(engine.stage_for(self.own, call.key), microbatch):
-                outputs = self._compute(microbatch, values, before)
+            stage = engine.stage_for(self.own, call.key)
+            with engine.noting(stage, microbatch):
+                outputs = self._compute(stage, microbatch, values, before)
             if not call.uses_rng:
                 return outputs
             # 3. The generators' state travels on with the activations. A state that has changed
@@ -172,8 +174,7 @@ class ForwardPass(Pass):
             call.states = after
             return outputs
 
-    def _compute(self, microbatch: int, values: Values, states: Values) -> Values:
-        stage = self.engine.stage_for(self.own, self.call.key)
+    def _compute(self, stage: Stage, microbatch: int, values: Values, states: Values) -> Values:
         numbers = self.call.key.numbers[microbatch]
         # a) no backward follows
         if not self.call.key.grad:

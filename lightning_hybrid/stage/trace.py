@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -114,12 +114,13 @@ class Trace:
     def on(self) -> bool:
         return self._path is not None
 
-    @contextmanager
-    def span(self, name: str, microbatch: int) -> Iterator[None]:
+    def span(self, name: str, microbatch: int) -> AbstractContextManager[None]:
         """Record the time spent inside, on the row "compute"."""
-        if self._path is None and self._watch is None:
-            yield
-            return
+        off = self._path is None and self._watch is None
+        return nullcontext() if off else self._recorded(f"{name} {microbatch}")
+
+    @contextmanager
+    def _recorded(self, name: str) -> Iterator[None]:
         # two clocks: the watch's is exact, the trace's is the same for all ranks of a host
         mark = self._watch.start() if self._watch else None
         start = time.time()
@@ -129,7 +130,7 @@ class Trace:
             if self._watch and mark is not None:
                 self._watch.stop(mark)
             if self.on:
-                self.add(f"{name} {microbatch}", "compute", start, time.time())
+                self.add(name, "compute", start, time.time())
 
     def add(self, name: str, row: str, start: float, end: float) -> None:
         """Record a span with given ends, in seconds since the epoch (one clock per host)."""

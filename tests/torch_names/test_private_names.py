@@ -636,9 +636,7 @@ def test_each_name_that_is_looked_up_has_a_check_and_no_other_one() -> None:
 
 
 def test_a_torch_without_a_required_name_is_refused_by_its_version_and_the_name() -> None:
-    with pytest.raises(
-        ImportError, match=rf"with torch {torch.__version__}, which has no torch:_C._x"
-    ):
+    with pytest.raises(ImportError, match=r"cannot work with torch .*, which has no torch:_C._x"):
         find("torch:_C._x")
 
 
