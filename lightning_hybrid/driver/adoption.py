@@ -35,7 +35,6 @@ from lightning_hybrid.graph import (
 from lightning_hybrid.planning import CalledNetwork, Plan
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import (
-    Synchronised,
     borrowed_parameters,
     check,
     tensors_of,
@@ -419,7 +418,6 @@ def _as_if_alone() -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         own_saved_tensors(),
-        Synchronised.paused(),
     ):
         yield
 

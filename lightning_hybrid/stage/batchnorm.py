@@ -13,8 +13,7 @@ whose place among them depends on which gradients there are. As with that all-re
 must call the network equally often.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,11 +26,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
 
 _BACKWARDS = (Tensor.backward, torch.autograd.backward)
-_ARGUMENTS_OF_TORCH = (
-    *("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
-    "cudnn_enabled",
-)
-"""The arguments of ``torch.batch_norm``, in its order (`F.batch_norm` has another)."""
 
 
 class Synchronised(TorchFunctionMode):
@@ -41,8 +35,6 @@ class Synchronised(TorchFunctionMode):
         group: of the ranks that have these layers, one per replica.
     """
 
-    _paused = 0
-
     def __init__(self, group: Group) -> None:
         super().__init__()
         self._group = group
@@ -51,25 +43,11 @@ class Synchronised(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.batch_norm and not Synchronised._paused:
+        if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
-        if func is torch.batch_norm and not Synchronised._paused:
-            given = dict(zip(_ARGUMENTS_OF_TORCH, args)) | kwargs
-            given.pop("cudnn_enabled")
-            return self._batch_norm(**given)
         if func in _BACKWARDS and set(types) <= {Tensor}:
             return self._backward(func, *args, **kwargs)
         return func(*args, **kwargs)
-
-    @classmethod
-    @contextmanager
-    def paused(cls) -> Iterator[None]:
-        """Inside, each rank takes statistics of its own: for code that not all ranks run."""
-        Synchronised._paused += 1
-        try:
-            yield
-        finally:
-            Synchronised._paused -= 1
 
     def _backward(self, func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Run a backward under this mode, for layers that activation checkpointing runs again.

@@ -116,20 +116,6 @@ def test_layers_that_run_again_in_the_backward_have_the_statistics_of_the_union(
         torch.testing.assert_close(mine.state_dict(), whole.state_dict())
 
 
-def test_the_function_that_torch_has_for_it_is_seen_too(groups: list[Any]) -> None:
-    def by_function(x: Tensor) -> Tensor:
-        return torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False)
-
-    parts = batches((3,))
-
-    def rank(number: int) -> Tensor:
-        with Synchronised(groups[number]):
-            return by_function(parts[number])
-
-    found = torch.cat(together(lambda: rank(0), lambda: rank(1)))
-    torch.testing.assert_close(found, by_function(torch.cat(parts)))
-
-
 def test_a_backward_of_what_needs_no_gradient_is_refused_as_ever() -> None:
     with Synchronised(NOBODY):
         with pytest.raises(RuntimeError, match="does not require grad"):
@@ -208,7 +194,7 @@ def test_no_host_waits_for_a_device_in_it(groups: list[Any]) -> None:
     together(lambda: rank(0), lambda: rank(1))
 
 
-@pytest.mark.parametrize("why", ["evaluation", "paused", "one replica"])
+@pytest.mark.parametrize("why", ["evaluation", "one replica"])
 def test_a_rank_that_is_by_itself_has_the_numbers_of_torch(why: str) -> None:
     module, [x, _] = layer(nn.BatchNorm1d(3)), batches((3,))
     reference = deepcopy(module)
@@ -216,17 +202,6 @@ def test_a_rank_that_is_by_itself_has_the_numbers_of_torch(why: str) -> None:
         each.train(why != "evaluation")
     group: Any = SimpleNamespace(size=lambda: 1) if why == "one replica" else NOBODY
     with Synchronised(group):
-        if why == "paused":
-            with Synchronised.paused(), Synchronised.paused():
-                found = module(x)
-        else:
-            found = module(x)
+        found = module(x)
     assert torch.equal(found, reference(x))
     assert torch.equal(module.running_mean, reference.running_mean)  # type: ignore[arg-type]
-
-
-def test_after_a_pause_that_failed_ranks_are_together_again() -> None:
-    with pytest.raises(KeyError), Synchronised.paused():
-        raise KeyError("on purpose")
-    with Synchronised(NOBODY), pytest.raises(AttributeError, match="allgather"):
-        layer(nn.BatchNorm1d(3))(batches((3,))[0])
