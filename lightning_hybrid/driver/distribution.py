@@ -11,13 +11,12 @@ from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph import StageCode, make_stages
+from lightning_hybrid.graph import StageCode, is_running_statistic, make_stages
 from lightning_hybrid.stage import (
     Engine,
     Trace,
     borrowed_parameters,
     engine_of,
-    is_running_statistic,
     lent_parameters,
     tensors_of,
 )

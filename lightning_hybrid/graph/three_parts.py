@@ -40,13 +40,6 @@ LIGHT = 0.1
 LARGEST_WEIGHT = 2**20
 """Most bytes of a weight that the tail may use, since it is sent with every micro-batch."""
 
-MICROBATCH_STATISTICS = (
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
-)
-"""Buffers of batch normalisation, which may be written: statistics are a micro-batch's."""
-
 Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 
 
@@ -120,7 +113,7 @@ def _lasting_change(graph: NetworkGraph) -> str | None:
     """A change that the next micro-batch would see, which no division could mend, in words."""
     for layer in graph.layers:
         where = f"{layer.module}.{layer.name}".removeprefix(".")
-        other = [name for name in layer.written if not _is_statistic(graph.network, name)]
+        other = [name for name in layer.written if not is_running_statistic(graph.network, name)]
         if other:
             return f"it changes {other[0]!r}"
         if layer.effects.unknown is not None:
@@ -153,9 +146,14 @@ def _divide(graph: NetworkGraph, draws: bool) -> _Parts:
     return next((parts for parts in found if parts.problem is None), found[0])
 
 
-def _is_statistic(network: nn.Module, name: str) -> bool:
+def is_running_statistic(network: nn.Module, name: str) -> bool:
+    """Whether a buffer of a network is a running statistic of batch normalisation.
+
+    Such a buffer may be written by each micro-batch: statistics are a micro-batch's.
+    """
     owner, _, key = name.rpartition(".")
-    return key in MICROBATCH_STATISTICS and isinstance(network.get_submodule(owner), BatchNorm)
+    known = key in ("running_mean", "running_var", "num_batches_tracked")
+    return known and isinstance(network.get_submodule(owner), BatchNorm)
 
 
 def _of_input(graph: NetworkGraph, symbols: Collection[Any], node: fx.Node) -> Label:

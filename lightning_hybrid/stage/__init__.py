@@ -20,7 +20,6 @@ from lightning_hybrid.stage.gradient_averaging import (
 )
 from lightning_hybrid.stage.lent_weights import LendingLine, LentWeights, lent_weights
 from lightning_hybrid.stage.rank_stages import StageOptions
-from lightning_hybrid.stage.replayed_statistics import is_running_statistic
 from lightning_hybrid.stage.split_backward import input_part
 from lightning_hybrid.stage.stage_check import (
     check,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
 from lightning_hybrid.graph import Stage
@@ -107,10 +106,3 @@ class ReplayedStatistics:
                     average = written[name]
                     value = added[name].to(average.dtype).view_as(average)
                     average.mul_(kept).add_(value * share)
-
-
-def is_running_statistic(network: nn.Module, name: str) -> bool:
-    """Whether a buffer of a network is a running statistic, which `ReplayedStatistics` updates."""
-    owner, _, key = name.rpartition(".")
-    known = key == _COUNT or key in _AVERAGES
-    return known and isinstance(network.get_submodule(owner), BatchNorm)
