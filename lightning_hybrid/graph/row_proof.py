@@ -28,7 +28,7 @@ from lightning_hybrid._torch.tensors import (
     schema,
     storage_key,
 )
-from lightning_hybrid._trees import tensors_in
+from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.graph.annotate import FAILURES, arguments_of, called, modes_restored
 from lightning_hybrid.graph.dropout_masks import MASKS
 from lightning_hybrid.graph.recurrent_layers import RECURRENT
@@ -44,7 +44,6 @@ from lightning_hybrid.graph.row_rules import (
     recurrent,
     rule_of,
 )
-from lightning_hybrid.graph.row_trial import Trial
 from lightning_hybrid.graph.rows import MEET, Label, Rows
 
 _FOLLOWED = {
@@ -64,8 +63,6 @@ class Followed:
     Attributes:
         labels: per node, those of its tensors in order; of a number none.
         why: per node in which samples meet first, the operator that makes them meet.
-        tried: nodes that no rule covers (custom operators, ``autograd.Function``), and that have
-            passed a trial.
         prologue: nodes that are computed from the inputs alone, and must be for all samples.
         numbers: nodes that are numbers read from the values of samples.
         early: nodes that are computed from the inputs alone.
@@ -73,7 +70,6 @@ class Followed:
 
     labels: dict[fx.Node, tuple[Label, ...]] = field(default_factory=dict)
     why: dict[fx.Node, str] = field(default_factory=dict)
-    tried: set[fx.Node] = field(default_factory=set)
     prologue: set[fx.Node] = field(default_factory=set)
     numbers: set[fx.Node] = field(default_factory=set)
     early: set[fx.Node] = field(default_factory=set)
@@ -188,7 +184,7 @@ class _Walk:
         is_unknown = _is_unknown(node) and any(run.label(t) is not None for t in given)
         try:
             self._values[node] = self._value(node, args, kwargs, example)
-            why = "an operator that is not torch's own" if is_unknown else run.why
+            why = self._of_unknown(node, (args, kwargs)) if is_unknown else run.why
         except FAILURES as error:
             # a comparison in an operation that fails may have fixed the batch's size for good
             for symbol in run.symbols:
@@ -197,28 +193,46 @@ class _Walk:
             self._values[node] = example
             for tensor in given if node in self._kept else ():
                 run.spoil(tensor)
-        # 2. If the rules cannot know its backward, a trial may say that samples stay apart.
-        may_pass = is_custom_operator(node.target) or run.why is None
-        if is_unknown and may_pass and self._passes(node, (args, kwargs), given):
-            self.found.tried.add(node)
-            return
-        # 3. Else the rules decide, or the prologue takes it.
+        # 2. The rules decide, or the prologue takes it.
         self._settle(node, why)
 
-    def _passes(self, node: fx.Node, arguments: Any, given: Sequence[Tensor]) -> bool:
-        """Try an operation, and label what it returns if samples do not seem to meet."""
-        run = self._run
-        tensors = [tensor for _, tensor in tensors_in(self._values[node])]
-        results = [run.by_shape(tensor) for tensor in tensors]
-        labels = [run.label(tensor) for tensor in given]
-        plain = all(one is None or (isinstance(one, Rows) and one.places is None) for one in labels)
-        if not plain or MEET in results or run.draws or node in self._kept:
-            return False
-        trial = Trial(lambda values: called(node, *values), arguments, labels, results, run.symbols)
-        passed = trial.passes()
-        for tensor, label in zip(tensors, results if passed else ()):
-            run.set(tensor, label)
-        return passed
+    def _of_unknown(self, node: fx.Node, arguments: Any) -> str | None:
+        """Why samples meet in an operation whose backward need not be that of its forward.
+
+        A custom operator may do anything. Of an ``autograd.Function`` TorchDynamo has captured both
+        directions, so that the rules can follow its backward, too: from gradients with the samples
+        of the results to gradients with those of the inputs.
+        """
+        run, leaves = self._run, dict[Tensor, Label]()
+        if is_custom_operator(node.target):
+            return "an operator that is not torch's own"
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            copy = value.detach()
+            run.set(copy, run.label(unwrapped(value)))
+            if value.is_floating_point():
+                leaves[copy.requires_grad_()] = run.label(copy)
+            return copy
+
+        given = rebuild(arguments, leaf)
+        with run:
+            results = [tensor for _, tensor in tensors_in(called(node, *given))]
+        ends = [result for result in results if result.requires_grad]
+        starts = [torch.empty_like(end) for end in ends]
+        for end, start in zip(ends, starts):
+            run.set(start, run.label(end))
+        with run:
+            found = torch.autograd.grad(ends, [*leaves], starts, allow_unused=True) if ends else ()
+        # (of what all samples share, the gradients of micro-batches are added: is it such a sum?)
+        apart = all(
+            gradient is None or (label is not None and run.label(gradient) == label)
+            for gradient, label in zip(found, leaves.values())
+        )
+        if run.why is None and apart:
+            return None
+        return f"{run.why or 'what all samples share'}, in its forward or backward"
 
     def _settle(self, node: fx.Node, why: str | None) -> None:
         """Decide whether the prologue computes a node, or else whether samples have met in it.
