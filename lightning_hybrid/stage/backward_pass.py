@@ -1,9 +1,11 @@
 """A backward pass of one stage, instruction by instruction."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,9 +22,11 @@ from lightning_hybrid.stage.calls import (
     generators_of_microbatch,
     set_random_state,
 )
-from lightning_hybrid.stage.forward_pass import Ahead
-from lightning_hybrid.stage.rank_stages import Pass, RankStages
+from lightning_hybrid.stage.forward_pass import Ahead, Pass
 from lightning_hybrid.stage.split_backward import CANNOT_BE_SPLIT, WeightPart, input_part
+
+if TYPE_CHECKING:
+    from lightning_hybrid.stage.engine import Engine
 
 
 class BackwardPass(Pass):
@@ -30,7 +34,7 @@ class BackwardPass(Pass):
 
     def __init__(
         self,
-        engine: RankStages,
+        engine: Engine,
         index: int,
         call: Call,
         mode: Backward,

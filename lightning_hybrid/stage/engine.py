@@ -16,19 +16,95 @@ driver behind the activations.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
-from lightning_hybrid.comm import CallKey, Status
-from lightning_hybrid.comm.protocol import Backward
+import torch
+
+from lightning_hybrid.comm import CallKey, Coordinates, Dealt, Failure, Status
+from lightning_hybrid.comm.protocol import Backward, Placement
 from lightning_hybrid.graph import Stage
+from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage.backward_pass import BackwardPass
+from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import Call, Gradients, Traffic, Values
+from lightning_hybrid.stage.early_forwards import EarlyForwards
 from lightning_hybrid.stage.forward_pass import ForwardPass
-from lightning_hybrid.stage.rank_stages import RankStages
+from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
+from lightning_hybrid.stage.rank_stages import OwnedStage, StageOptions, Todo, lists_of
+from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
+from lightning_hybrid.stage.trace import Trace
 
 
-class Engine(RankStages):
-    """Runs the stages of one network on one rank; see :class:`RankStages` for the arguments."""
+class Engine:
+    """Runs the stages of one network on one rank.
+
+    Args:
+        stages: this rank's stages of the network, by number.
+        placement: where all of its stages are, and how they run.
+        options: how stages compute.
+        coordinates: this rank.
+        links: links of each stage that is here, in their order.
+        replica_group: averages the gradients of this rank's stages over the replicas.
+        replayed: keeps the running statistics of a stage that has copies.
+        device: where the stages live.
+        seed: of the random numbers inside the network.
+        trace: where to record.
+
+    Attributes:
+        owned: the stages of this rank, in their order.
+        early: those of them that run forwards before their turn, each with what runs these.
+        failure: the first error on this rank or in an earlier stage, for the driver.
+        passed: whether the last pass came to its end (an error in a stage does not end a pass).
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        placement: Placement,
+        options: StageOptions,
+        *,
+        coordinates: Coordinates,
+        links: Mapping[int, Dealt],
+        replica_group: ReplicaGroup,
+        replayed: ReplayedStatistics | None = None,
+        device: torch.device,
+        seed: int,
+        trace: Trace,
+    ) -> None:
+        self.replayed = replayed
+        self.coordinates, self.replica_group = coordinates, replica_group
+        self.device, self.seed, self.trace = device, seed, trace
+        self.failure: Failure | None = None
+        self.passed = True
+        count, recompute = len(placement.devices), placement.recompute
+        streamed = STREAMED.get(placement.schedule)
+        delayed = options.delayed_weights if streamed and streamed.delayed else None
+        self._ahead = streamed.look_aheads(count)[0] if streamed else 0
+        self.shrink, self.recompute = options.shrink, recompute
+        self.owned = [
+            OwnedStage(
+                number,
+                [stages[number]],
+                both,
+                number == count - 1,
+                f"stage {number} " if len(links) > 1 else "",
+                EarlyForwards(delayed) if streamed else None,
+                # (a forward that runs again in the backward would run again for each part of it)
+                splits=number in placement.split
+                and not (options.compiled or recompute or stages[number].checkpointed),
+            )
+            for number, both in links.items()
+        ]
+        self.early = [(own, own.early) for own in self.owned if own.early is not None]
+        # Backward goes from the last stage to the first, so the first stage of the rank is the last
+        # to have its gradients; when its last backward begins, those of its others are final.
+        first, *others = (dict.fromkeys(own.specializations[0].parameters()) for own in self.owned)
+        self.done_before = [p for other in others for p in other if p not in first]
+        self._placement = placement
+        self._compiled = options.compiled
+        self._statistics = options.statistics and Synchronised(options.statistics)
 
     def forward(self, call: Call, inputs: Sequence[Values] = ()) -> list[Values]:
         """Run the forward list of this rank.
@@ -156,3 +232,40 @@ class Engine(RankStages):
             raise error  # the driver's own, as it is: the user may catch it and go on
         if failure is not None:
             raise failure.exception()
+
+    # ------------------------------------------------------------------ what passes ask
+
+    def untaken(self, call: Call) -> int:
+        """How many messages may be left that a neighbour has not taken, before a stage waits."""
+        return self._ahead * call.key.microbatches
+
+    def lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
+        """This rank's instructions for the forward and for the backward of a call with this key."""
+        here, microbatches = self.coordinates.pp_rank, key.microbatches
+        return lists_of(self._placement, here, microbatches, input_gradient)
+
+    def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
+        """The code of a stage for a call with this key, compiled if that is asked for."""
+        stage = own.specializations[key.specialization]
+        # at the first use: some graphs of a network never run on a rank
+        if self._compiled:
+            stage.compile_code()
+        return stage
+
+    def statistics(self, key: CallKey) -> AbstractContextManager[Any]:
+        """Inside, batch normalisation in training takes its statistics over the replicas."""
+        if self._statistics is None or not key.training:
+            return nullcontext()
+        return self._statistics
+
+    def noting(self, stage: Stage, microbatch: int) -> AbstractContextManager[Any]:
+        """Inside, running statistics of a stage with copies are noted, to be replayed later."""
+        if self.replayed is None or not stage.written:
+            return nullcontext()
+        return self.replayed.noting(stage, microbatch)
+
+    def fail(self, error: Exception, stage: int) -> None:
+        """Note an error of a stage; from now on this rank only sends and receives, and no more."""
+        where = f"in stage {stage}" if self.coordinates.free else ""
+        # the first error: it is mostly the cause of later ones
+        self.failure = self.failure or Failure.of(error, str(self.coordinates), where)

@@ -1,12 +1,15 @@
 """A forward pass of one stage, by its instructions; receives are posted before they are needed."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
-from lightning_hybrid.comm import Arriving, Header, TensorSpec
+from lightning_hybrid.comm import Arriving, Header, Links, TensorSpec
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import Kind
 from lightning_hybrid.stage.calls import (
@@ -19,7 +22,10 @@ from lightning_hybrid.stage.calls import (
     set_random_state,
     state_specs,
 )
-from lightning_hybrid.stage.rank_stages import Pass, RankStages
+from lightning_hybrid.stage.rank_stages import Todo
+
+if TYPE_CHECKING:
+    from lightning_hybrid.stage.engine import Engine
 
 
 class Ahead:
@@ -53,12 +59,52 @@ class Ahead:
         return arrival.wait()
 
 
+class Pass:
+    """A pass of one stage; each of its public methods carries out the instruction of its name.
+
+    Args:
+        engine: the stages of the rank.
+        index: which of them.
+        call: the call of the network.
+
+    Attributes:
+        error: the error that the stage has raised.
+    """
+
+    def __init__(self, engine: Engine, index: int, call: Call) -> None:
+        self.engine, self.own, self.call = engine, engine.owned[index], call
+        self.index, self.traffic = index, call.traffic[index]
+        self.saved = call.saved[index]
+        self.error: Exception | None = None
+
+    @contextmanager
+    def computing(self, what: str, microbatch: int) -> Iterator[None]:
+        """Inside, the stage computes: the time is recorded; an error is noted, and not raised."""
+        # (other ranks wait for what this list still has to send)
+        try:
+            with self.engine.trace.span(f"{self.own.label}{what}", microbatch):
+                yield
+        except Exception as error:
+            self.error = error
+            self.engine.fail(error, self.own.number)
+
+    def of_kind(self, todo: Todo, kind: Kind) -> list[int]:
+        """The micro-batches of this stage's instructions of a kind, in their order."""
+        return [m for index, each, m in todo if index == self.index and each is kind]
+
+    def links(self, microbatch: int) -> Links:
+        """The links of a micro-batch that this rank computes."""
+        return self.own.links.at(microbatch)
+
+    def do(self, kind: Kind, microbatch: int) -> None:
+        """Carry out an instruction."""
+        getattr(self, kind.value)(microbatch)
+
+
 class ForwardPass(Pass):
     """A forward pass of one stage, instruction by instruction."""
 
-    def __init__(
-        self, engine: RankStages, index: int, call: Call, inputs: Sequence[Values]
-    ) -> None:
+    def __init__(self, engine: Engine, index: int, call: Call, inputs: Sequence[Values]) -> None:
         super().__init__(engine, index, call)
         self.inputs = inputs
         self.outputs: list[Values] = []
