@@ -98,6 +98,27 @@ def arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return defaults | dict(zip((each.name for each in described), args)) | dict(kwargs)
 
 
+def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws from a random generator.
+
+    torch's own tag for it is also on dropout, attention and recurrent layers, which draw only in
+    training and with a rate above zero.
+
+    Args:
+        operator: the operator, as dispatch modes get it.
+        args: of the call.
+        kwargs: of the call.
+    """
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    if operator.namespace != "aten":
+        return True  # its author has tagged it so
+    given = arguments(operator, args, kwargs)
+    rates = ("dropout_p", "dropout", *(["p"] if "train" in given else []))
+    trains = all(given.get(name) is not False for name in ("train", "training"))
+    return trains and all(given.get(name) != 0 for name in rates)
+
+
 def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange all that two tensor objects hold; hooks stay with the objects.
 

@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid._torch.autograd import dual_level, functorch_level
 from lightning_hybrid._torch.graphs import attention_of_cpu
-from lightning_hybrid._torch.random_operators import draws
 from lightning_hybrid._torch.symbols import (
     OF_VALUES,
     ShapeEnv,
@@ -33,6 +32,7 @@ from lightning_hybrid._torch.tensors import (
     TorchDispatchMode,
     arguments,
     as_they_are,
+    draws,
     storage_key,
     version,
 )

@@ -20,11 +20,11 @@ from torch import Tensor, fx
 
 from lightning_hybrid._torch.autograd import unwrapped
 from lightning_hybrid._torch.graphs import higher_order_name, is_custom_operator
-from lightning_hybrid._torch.random_operators import draws
 from lightning_hybrid._torch.symbols import expression, follows_from_values, is_symbolic
 from lightning_hybrid._torch.tensors import (
     TorchDispatchMode,
     as_they_are,
+    draws,
     schema,
     storage_key,
 )

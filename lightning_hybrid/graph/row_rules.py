@@ -560,16 +560,12 @@ _NOT = {"isin", "equal", "max", "min", "copysign_", "frexp"}
 """Operators that torch tags as pointwise and that may look at other entries too."""
 
 _SPATIAL = {
-    "max_pool2d_with_indices": 2, "max_pool3d_with_indices": 3, "avg_pool2d": 2, "avg_pool3d": 3,
-    "_adaptive_avg_pool2d": 2, "_adaptive_avg_pool3d": 3, "adaptive_max_pool2d": 2,
-    "adaptive_max_pool3d": 3, "avg_pool1d": 1, "max_unpool2d": 2, "max_unpool3d": 3,
-    "upsample_linear1d": 1, "upsample_nearest1d": 1, "_upsample_nearest_exact1d": 1,
-    "upsample_nearest2d": 2, "_upsample_nearest_exact2d": 2, "upsample_bilinear2d": 2,
-    "upsample_bicubic2d": 2, "_upsample_bilinear2d_aa": 2, "_upsample_bicubic2d_aa": 2,
-    "upsample_nearest3d": 3, "_upsample_nearest_exact3d": 3, "upsample_trilinear3d": 3,
     "im2col": 3, "col2im": 2, "grid_sampler_2d": 3, "grid_sampler_3d": 4,
     "pixel_shuffle": 3, "pixel_unshuffle": 3, "channel_shuffle": 3, "native_channel_shuffle": 3,
 }  # fmt: skip
+
+_OF_DIMENSIONS = re.compile(r"_?(?:\w*pool|\w*unpool|upsample_\w+|\w+_pad)([123])d\w*")
+"""Names of operators that work on the last so many dimensions: pools, resizing, padding."""
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ENTRY_BY_ENTRY, pointwise),
@@ -596,8 +592,6 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("roll", "flip"), within(lambda call: _dims(call, "dims"))),
     **dict.fromkeys(("tril", "triu"), last(2)), "constant_pad_nd": within(_padded),
-    **{f"reflection_pad{n}d": last(n) for n in (1, 2, 3)},
-    **{f"replication_pad{n}d": last(n) for n in (1, 2, 3)},
     **dict.fromkeys(
         ("native_layer_norm", "_fused_rms_norm"),
         lambda f, call, outs: last(len(call["normalized_shape"]), "input")(f, call, outs),
@@ -651,4 +645,6 @@ def rule_of(func: Any) -> Rule | None:
     # before torch's tag: some operators that it calls pointwise have a rule of their own
     if name in RULES:
         return RULES[name]
+    if (found := _OF_DIMENSIONS.fullmatch(name)) is not None:
+        return spatial(int(found[1]))
     return pointwise if torch.Tag.pointwise in func.tags and name not in _NOT else None

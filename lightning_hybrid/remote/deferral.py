@@ -17,8 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid._torch.random_operators import draws
-from lightning_hybrid._torch.tensors import TorchDispatchMode, as_they_are, schema, swap_memory
+from lightning_hybrid._torch.tensors import (
+    TorchDispatchMode,
+    as_they_are,
+    draws,
+    schema,
+    swap_memory,
+)
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferred import (
