@@ -13,6 +13,7 @@ saves one tensor for it (:class:`SavedForBackward`).
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -102,10 +103,14 @@ class NetworkCall:
             outputs = _join(parts, graph)
         if graph.written_leaves:
             _write_back(graph, leaves, outputs)
-        if self._views:
+        if self._views is not None:
             outputs = list(outputs)
-            for view in self._views:
-                outputs[view.output] = view.of(graph, values)
+            learns = any(leaf.requires_grad for leaf in leaves)
+            # (captured without gradients: they are to have none here)
+            with torch.no_grad() if learns else nullcontext():
+                views = self._views(graph.given(values))
+            for node, view in views.items():
+                outputs[graph.tensor_outputs.index(node)] = view
         numbers = graph.values_of_numbers(graph.sizes(leaves)) if graph.numbers else ()
         return graph.returned(outputs, numbers)
 

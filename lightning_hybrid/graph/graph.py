@@ -308,6 +308,25 @@ class NetworkGraph:
         """The values of `numbers` for these sizes."""
         return tuple(value_with(node.meta["example_value"], sizes) for node in self.numbers)
 
+    def given(self, values: Sequence[Any]) -> dict[fx.Node, Any]:
+        """The values in a call of nodes that need no computation: inputs, what follows from sizes.
+
+        Args:
+            values: the arguments of the graph.
+        """
+        sizes = self.sizes(self.bind(values))
+        found = {node: values[place] for node, place in self.place.items()}
+        found |= zip(self.numbers, self.values_of_numbers(sizes))
+        for node in self._shapes:
+            shape = node.meta["example_value"]
+            found[node] = torch.Size(value_with(size, sizes) for size in shape)
+        return found
+
+    @cached_property
+    def _shapes(self) -> list[fx.Node]:
+        """The nodes that are shapes, and follow from the sizes of the inputs."""
+        return [node for node in self.graph.nodes if node.meta.get("shape")]
+
     def split(self, leaves: Sequence[Tensor], microbatches: int) -> list[list[Tensor]]:
         """Cut the tensors of `bind` along the batch, like `torch.Tensor.chunk`.
 

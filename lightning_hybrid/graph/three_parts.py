@@ -17,13 +17,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from sympy import sympify
 from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.graphs import copy_source
 from lightning_hybrid._torch.modules import BatchNorm
-from lightning_hybrid._torch.symbols import is_symbolic, symbols_in, value_with
+from lightning_hybrid._torch.symbols import is_symbolic, symbols_in
 from lightning_hybrid.graph.graph import NetworkGraph, is_symbol
 from lightning_hybrid.graph.graph_from_dynamo import describe_part, rows_of_input
 from lightning_hybrid.graph.mode_regions import Open, open_at, switched
@@ -77,10 +76,9 @@ class Divided:
         prologue = [node for node in nodes if node in parts.prologue]
         outputs = [node for node in nodes if node in parts.tail and node in graph.outputs]
         self._taken = parts.taken
-        self._prologue = _Beside(graph, parts.early, prologue)
-        self._tail = _Beside(graph, parts.tail, outputs)
+        self._prologue = Beside(graph, parts.early, prologue)
+        self._tail = Beside(graph, parts.tail, outputs)
         self._inputs, self.heavy = _heavy_part(graph, parts)
-        self._shapes = {n: n.meta["example_value"] for n in nodes if n.meta.get("shape")}
 
     def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
         """What the graph returns.
@@ -92,14 +90,9 @@ class Divided:
         graph = self._graph
         if self._taken is None:
             return run(graph, values)
-        # 1. Values that need no computation: the call's inputs, and what follows from their sizes.
-        sizes = graph.sizes(graph.bind(values))
-        found = {node: values[place] for node, place in graph.place.items()}
-        found |= zip(graph.numbers, graph.values_of_numbers(sizes))
-        for node, shape in self._shapes.items():
-            found[node] = torch.Size(value_with(size, sizes) for size in shape)
-        # 2. The three parts, each from the values of those before it. Prologue and tail run under
-        #    autograd like the code around the network.
+        # The three parts, each from the values of those before it. Prologue and tail run under
+        # autograd like the code around the network.
+        found = graph.given(values)
         found |= self._prologue(found)
         found |= zip(self._taken, run(self.heavy, [found[n] for n in self._inputs]))
         found |= self._tail(found)
@@ -370,7 +363,7 @@ def _label(heavy: NetworkGraph, parts: _Parts, copies: dict[fx.Node, fx.Node]) -
     heavy.meets, heavy.split_by = None, parts.summary()
 
 
-class _Beside:
+class Beside:
     """The prologue or the tail, which the driver computes like code around the network.
 
     Args:
