@@ -406,7 +406,7 @@ class CheckpointsItsBlocks(_Between):
     # `ddp` takes no reentrant ones beside unused parameters
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False
-    cuts: ClassVar = {2: ["net.blocks.2"]}
+    cuts: ClassVar = {2: ["net.blocks.4"]}
 
     class Net(nn.Module):
         def __init__(self) -> None:
