@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,10 @@ from torch import Tensor, fx, nn
 from lightning_hybrid._torch.graphs import higher_order_name, is_region
 from lightning_hybrid._torch.symbols import guards_hold, is_symbolic, symbols_in, value_with
 from lightning_hybrid.graph.annotate import Effects
-from lightning_hybrid.graph.reached import reached
 from lightning_hybrid.graph.rows import Rows, slices
 from lightning_hybrid.graph.source_places import input_name
+
+Node = TypeVar("Node", bound=Hashable)
 
 Sizes = Mapping[Any, int]
 """Per symbol of a free size (such as that of the batch), its value in a call."""
@@ -393,6 +394,22 @@ class NetworkGraph:
     def is_static(self) -> bool:
         """Whether no size of the batch is free: captured with one sample, or for one size only."""
         return not self.symbols
+
+
+def reached(start: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """All nodes that can be reached from the nodes ``start``, which are among them.
+
+    Args:
+        start: where to begin.
+        following: gives the nodes that are one step from a node.
+    """
+    found = set(start)
+    waiting = list(found)  # not by recursion: networks are deep
+    while waiting:
+        new = set(following(waiting.pop())) - found
+        found |= new
+        waiting += new
+    return found
 
 
 def why_whole(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:

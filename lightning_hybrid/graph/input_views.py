@@ -9,8 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from lightning_hybrid.graph.annotate import Effects
-from lightning_hybrid.graph.graph import NetworkGraph
-from lightning_hybrid.graph.reached import reached
+from lightning_hybrid.graph.graph import NetworkGraph, reached
 from lightning_hybrid.graph.three_parts import Beside
 
 

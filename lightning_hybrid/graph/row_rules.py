@@ -581,11 +581,9 @@ RULES: dict[str, Rule] = {
     "diagonal": within(lambda call: [call["dim1"], call["dim2"]]),
     **dict.fromkeys(
         (
-            *("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "std_mean"),
-            *("prod", "any", "all", "argmax", "argmin", "linalg_vector_norm", "norm", "nansum"),
-            *("logsumexp", "_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod"),
+            *("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod"),
             *("cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "median", "mode"),
-            *("kthvalue", "nanmedian", "aminmax", "count_nonzero", "glu"),
+            *("kthvalue", "nanmedian", "glu"),
             *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
         ),
         along,
@@ -647,4 +645,6 @@ def rule_of(func: Any) -> Rule | None:
         return RULES[name]
     if (found := _OF_DIMENSIONS.fullmatch(name)) is not None:
         return spatial(int(found[1]))
+    if torch.Tag.reduction in func.tags:
+        return along
     return pointwise if torch.Tag.pointwise in func.tags and name not in _NOT else None

@@ -23,11 +23,10 @@ from torch import Tensor, fx, nn
 from lightning_hybrid._torch.graphs import copy_source
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.symbols import is_symbolic, symbols_in
-from lightning_hybrid.graph.graph import NetworkGraph, is_symbol
+from lightning_hybrid.graph.graph import NetworkGraph, is_symbol, reached
 from lightning_hybrid.graph.graph_from_dynamo import describe_part, rows_of_input
 from lightning_hybrid.graph.mode_regions import Open, open_at, switched
 from lightning_hybrid.graph.partition import layer_flops
-from lightning_hybrid.graph.reached import reached
 from lightning_hybrid.graph.row_proof import Followed, follow
 from lightning_hybrid.graph.rows import MEET, Label, Rows
 from lightning_hybrid.graph.source_places import place_of
