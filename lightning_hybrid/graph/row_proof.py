@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -27,6 +27,7 @@ from lightning_hybrid._torch.tensors import (
     draws,
     schema,
     storage_key,
+    version,
 )
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.graph.annotate import FAILURES, arguments_of, called, modes_restored
@@ -34,17 +35,21 @@ from lightning_hybrid.graph.dropout_masks import MASKS
 from lightning_hybrid.graph.recurrent_layers import RECURRENT
 from lightning_hybrid.graph.row_rules import (
     FACTORIES,
+    KEEPS_ORDER,
     KEEPS_POSITION,
     LIKE,
     SHAPED,
+    TAKES_COLUMNS,
+    TAKES_COUNTS,
     TAKES_PLACES,
     Call,
     divided,
+    is_grouped,
     name_of,
     recurrent,
     rule_of,
 )
-from lightning_hybrid.graph.rows import MEET, Label, Rows
+from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Rows
 
 _FOLLOWED = {
     *("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"),
@@ -117,6 +122,7 @@ class _Walk:
     ) -> None:
         self.found, self._values = Followed(), dict[fx.Node, Any]()
         self._kept, self._early = kept, self.found.early
+        self._sizes: set[fx.Node] = set()  # nodes that are a number of picked entries
         self._attributes, self._source = attributes, source
         self._run = Labelling(symbols)
         examples = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
@@ -249,10 +255,14 @@ class _Walk:
         if not tensors and (run.reads or not run.tainted.isdisjoint(_symbols_of(value))):
             self.found.numbers.add(node)
             run.tainted |= _symbols_of(node.meta.get("example_value")) - self._known
+            if run.is_count(value):
+                self._sizes.add(node)
         met = run.draws or why or MEET in map(run.label, tensors)
         if met and self._is_prologue(node, tensors):
             return
-        if why != run.why or any(taken in self.found.numbers for taken in node.all_input_nodes):
+        # (numbers of picked entries are no reason: the rules know them)
+        meets = any(taken in self.found.numbers - self._sizes for taken in node.all_input_nodes)
+        if meets or why != run.why:
             for tensor in tensors:
                 run.spoil(tensor)
         if why is not None:
@@ -292,8 +302,7 @@ class _Walk:
     def _drawn(self, node: fx.Node, tensor: Tensor) -> Label:
         """The label of a result of a node, by its shape; a mask of dropout has its tensor's."""
         label = self.found.label(node.meta[MASKS]) if MASKS in node.meta else None
-        own = isinstance(label, Rows) and label.places is None
-        if own and self._run.borne_out(label, tensor) is label:
+        if isinstance(label, Rows) and label.plain and self._run.borne_out(label, tensor) is label:
             return label
         return self._run.by_shape(tensor)
 
@@ -312,6 +321,8 @@ def _quiet() -> Iterator[None]:
 def _is_unknown(node: fx.Node) -> bool:
     """Whether a node may do anything: its backward need not be the derivative of its forward."""
     name = higher_order_name(node.target)
+    if is_grouped(node.target):
+        return False
     return is_custom_operator(node.target) if name is None else name not in _FOLLOWED
 
 
@@ -344,6 +355,9 @@ class Labelling(TorchDispatchMode):
         self._labels: dict[int, Label] = {}
         self._alive: list[Tensor] = []  # the `id` of a freed tensor could be given to another
         self._views: dict[int, list[Tensor]] = {}
+        self._roots: dict[int, int] = {}  # per view with all entries in order: the tensor viewed
+        self._counts: dict[Any, Any] = {}  # per key of picked entries, or of an order: their number
+        self._sizes: dict[Any, Any] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -377,6 +391,29 @@ class Labelling(TorchDispatchMode):
         label = None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
         return self.borne_out(label, tensor)
 
+    def picked_by(self, mask: Tensor, count: Any) -> Any:
+        """A key for the entries that a mask picks (`Rows.picked`), ``count`` of them."""
+        picked = self._roots.get(id(mask), id(mask)), version(mask)
+        size = self._counts.setdefault(picked, self.size(count))
+        new = _symbols_of(count)
+        self.tainted |= new
+        if self.size(count) != size and len(new) == 1:  # the same mask, counted anew
+            self._same[new.pop()] = size
+        return picked
+
+    def ordered(self, order: Tensor) -> Any:
+        """A key for an order (`Rows.picked`), which no other tensor has."""
+        self._counts[id(order)] = self.size(order.shape[0])
+        return id(order)
+
+    def is_count(self, number: Any) -> bool:
+        """Whether a number is how many entries a mask or an order has picked."""
+        return is_symbolic(number) and self.size(number) in self._counts.values()
+
+    def is_whole(self, picked: Any, size: Any) -> bool:
+        """Whether an order goes through all entries of a dimension of this size."""
+        return isinstance(picked, int) and self._counts[picked] == self.size(size)
+
     # ------------------------------------------------------------------ labels
 
     def set(self, tensor: Tensor, label: Label) -> None:
@@ -395,6 +432,14 @@ class Labelling(TorchDispatchMode):
         """Note a write of values with this label: samples meet if the tensor's does not agree."""
         own = self.label(tensor)
         fits = label == own or (label is None and isinstance(own, Rows) and own.places is None)
+        shown = self._views[_memory(tensor)]
+        for other in shown:
+            if isinstance(before := self.label(other), Rows):
+                self.set(other, replace(before, is_sorted=False))
+        if isinstance(label, Rows) and label.at(label.dim) == own and label.places != own.places:
+            fits = all(other.shape == tensor.shape for other in shown)
+            for other in shown:  # all entries are places now
+                self.set(other, label)
         if label is MEET or not fits:
             self.spoil(tensor)
 
@@ -418,7 +463,12 @@ class Labelling(TorchDispatchMode):
         found = self._of(func, call, given, outs)
         labels = found if isinstance(found, list) else [found] * len(outs)
         labels = [self.borne_out(each, out) for each, out in zip(labels, outs, strict=True)]
-        # 3. Samples may have met; writes in place.
+        name = name_of(func)
+        if name in ("view", "alias", "detach") and len(given) == 1:
+            self._roots[id(outs[0])] = self._roots.get(id(given[0]), id(given[0]))
+        # 3. Results of most operators are not sorted; samples may have met; writes in place.
+        if name not in KEEPS_ORDER | {"sort"}:
+            labels = [replace(r, is_sorted=False) if isinstance(r, Rows) else r for r in labels]
         if reshapes:
             call.values["self"] = seen
         if MEET in labels and self.why is None and not any(self.label(t) is MEET for t in given):
@@ -466,10 +516,13 @@ class Labelling(TorchDispatchMode):
             return MEET if dims else None
         if not dims and any(isinstance(s, int) and s == 0 for s in out.shape):
             return None  # (it is empty)
+        if isinstance(label, Counts):
+            return MEET if dims else label
         if dims != [label.dim] or self._changes(label.outer):
             return MEET
         # whole repetitions of all samples, each with as many entries as any other
-        each = divided(self.size(out.shape[label.dim]), label.outer * self.batch)
+        count = self.batch if label.picked is None else self._counts[label.picked]
+        each = divided(self.size(out.shape[label.dim]), label.outer * count)
         return MEET if each is None or self._changes(each) else label
 
     def _of(
@@ -481,7 +534,7 @@ class Labelling(TorchDispatchMode):
             return MEET
         name = name_of(func)
         if func.namespace == "aten" and name == "arange" and self._is_range(call, outs):
-            return Rows(0, 1, places=self.size(outs[0].shape[0]))
+            return Rows(0, 1, Places(sympy.Integer(1), self.size(outs[0].shape[0])))
         # 2. A number that follows from the batch is another one in a micro-batch: x / len(x).
         sizes = FACTORIES.get(name, ())
         if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
@@ -508,12 +561,19 @@ class Labelling(TorchDispatchMode):
         return rule(self, call, outs)
 
     def _is_known(self, name: str, call: Call, labels: Collection[Label]) -> bool:
-        """Whether an operator's rule is right for the places among its inputs."""
-        if not any(isinstance(one, Rows) and one.places is not None for one in labels):
+        """Whether an operator's rule is right for the `Places` and `Counts` among its inputs."""
+        if any(isinstance(one, Counts) for one in labels):
+            return name in TAKES_COUNTS | KEEPS_ORDER
+        places = [one.places for one in labels if isinstance(one, Rows) and one.places]
+        if not places:
             return True
+        if any(one.column is not None for one in places):
+            return name in TAKES_COLUMNS | KEEPS_ORDER
         own = self.label(call["self"])
         indexes = isinstance(own, Rows) and own.places is None
-        return name in KEEPS_POSITION or (name in TAKES_PLACES and indexes)
+        return name in KEEPS_POSITION or (
+            name in TAKES_PLACES and (indexes or name == "floor_divide")
+        )
 
     def _is_range(self, call: Call, outs: list[Tensor]) -> bool:
         """Whether a call is ``arange(B)`` or, with k entries of each sample, ``arange(B * k)``."""

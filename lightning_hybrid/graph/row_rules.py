@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_hybrid._torch.symbols import is_symbolic
 from lightning_hybrid._torch.tensors import arguments, schema
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.graph.rows import MEET, Label, Rows
+from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Rows
 
 if TYPE_CHECKING:
     from lightning_hybrid.graph.row_proof import Labelling
@@ -124,6 +124,10 @@ def fills(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return f.label(call["self"]) if label is FREE and call["self"] is not None else label
 
 
+def unreduced(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    return pointwise(f, call, outs) if call["reduction"] == 0 else MEET
+
+
 # ---------------------------------------------------------------- views
 
 
@@ -147,7 +151,8 @@ def view(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     for dim, size in enumerate(out.shape):
         if f.depends(size):
             outer = divided(before, seen)
-            return MEET if outer is None else replace(rows, dim=dim, outer=outer)
+            found = None if outer is None else replace(rows, dim=dim, outer=outer)
+            return MEET if found is None else _only_column(found, out)
         seen = seen * f.size(size)
     return MEET
 
@@ -177,7 +182,7 @@ def permute(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
         if call["dim0"] is not None:
             one, other = call["dim0"] % count, call["dim1"] % count
         order[one], order[other] = order[other], order[one]
-    return rows.at(order.index(rows.dim))
+    return rows.at(order.index(rows.dim), places=True)
 
 
 def unsqueeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -190,7 +195,14 @@ def squeeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     if call.overload != "default" and rows.dim in dims:
         return MEET  # a single sample's dimension would be dropped
     gone = [d for d in dims if isinstance(tensor.shape[d], int) and tensor.shape[d] == 1]
-    return rows.at(rows.dim - sum(d < rows.dim for d in gone))
+    return _only_column(rows.at(rows.dim - sum(d < rows.dim for d in gone), places=True), outs[0])
+
+
+def _only_column(rows: Rows, out: Tensor) -> Label:
+    """``rows`` after a view: if only one column has places, the result must be that column."""
+    if rows.places is None or rows.places.column is None:
+        return rows
+    return replace(rows, places=replace(rows.places, column=None)) if out.dim() == 1 else MEET
 
 
 def _part(f: Labelling, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Label:
@@ -221,9 +233,17 @@ def split(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Labe
     return MEET if any(map(f.depends, call.numbers())) else rows
 
 
-def unbind(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def unbind(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     rows, dim = _of_self(f, call), call["dim"] % call["self"].dim()
-    return MEET if rows.dim == dim else rows.at(rows.dim - (dim < rows.dim))
+    if rows.dim == dim:
+        return MEET
+    found = rows.at(rows.dim - (dim < rows.dim))
+    if rows.places is None:
+        return found
+    # the columns of `nonzero`
+    which = [call["index"]] if call["index"] is not None else range(len(outs))
+    here = replace(found, places=replace(rows.places, column=None))
+    return [here if column == rows.places.column else found for column in which]
 
 
 def cat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -234,7 +254,7 @@ def cat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
         return MEET  # a tensor that all samples share does not split with the others
     those = [each for each in rows if isinstance(each, Rows)]
     dim = call["dim"] % tensors[0].dim()
-    if len({each.dim for each in those}) > 1:
+    if len({(each.dim, each.picked) for each in those}) > 1:
         return MEET
     if those[0].dim != dim:
         return _only(rows)
@@ -312,7 +332,7 @@ def batch_norm(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] 
     Instance normalisation is batch normalisation with the samples among the channels.
     """
     rows = f.label(call["input"])
-    if not isinstance(rows, Rows) or rows.places is not None:
+    if not isinstance(rows, Rows) or not rows.plain:
         return MEET
     others = call.others("input")
     if rows.dim == 0 and _all_free(f, others):
@@ -437,11 +457,26 @@ def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
 
 
 def index(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    return _picked_from(f, call["self"], f.label(call["self"]), *_picks(call))
+    at, tensors = _picks(call)
+    rows = f.label(call["self"])
+    if not any(_is_mask(t) for t in tensors):
+        return _picked_from(f, call["self"], rows, at, tensors)
+    if not _is_own_mask(f, call["self"], at, tensors):
+        return MEET
+    return Rows(at[0], picked=f.picked_by(tensors[0], outs[0].shape[at[0]]))
 
 
 def _is_mask(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bool, torch.uint8)
+
+
+def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor]) -> bool:
+    """Whether there is one mask, with the same samples as a tensor in the same dimension."""
+    rows, own = f.label(tensor), f.label(masks[0])
+    if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
+        return False
+    same = f.size(tensor.shape[rows.dim]) == f.size(masks[0].shape[own.dim])
+    return same and rows == own.at(own.dim + at[0])
 
 
 def _picked_from(
@@ -483,9 +518,9 @@ def _has_places(f: Labelling, tensor: Tensor) -> bool:
 def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
     """Whether the entries of ``picks`` are places in the samples' dimension of ``tensor``."""
     label, rows = _rows(f, picks), _rows(f, tensor)
-    if label is None or rows is None or rows.outer != 1:
+    if label is None or rows is None:
         return False
-    return bool(label.places == f.size(tensor.shape[rows.dim]))
+    return label.places == Places(rows.outer, f.size(tensor.shape[rows.dim]), rows.picked)
 
 
 def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -496,15 +531,89 @@ def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     if not isinstance(rows, Rows):
         return MEET
     if any(_is_mask(t) for t in tensors):
-        # one number wherever a mask is true that has the same samples in the same dimension
-        own = at == [0] and f.label(tensors[0]) == rows
-        same = f.size(tensor.shape[rows.dim]) == f.size(tensors[0].shape[rows.dim]) if own else None
-        return rows if same and value.dim() == 0 and f.label(value) is FREE else MEET
+        if not _is_own_mask(f, tensor, at, tensors) or at[0]:
+            return MEET
+        if value.dim() == 0 and f.label(value) is FREE:  # one number wherever the mask is true
+            return rows
+        own = value.dim() == tensor.dim() - tensors[0].dim() + 1
+        shown = Rows(0, picked=f.picked_by(tensors[0], value.shape[0])) if own else None
+        return rows if shown is not None and f.label(value) == shown else MEET
     there = _picked_from(f, tensor, rows, at, tensors)
     count = tensor.dim() - len(at) + max(t.dim() for t in tensors)
     if not isinstance(there, Rows) or value.dim() > count:
         return MEET
+    # (places that are added to other numbers are places no more)
+    replaces = call["accumulate"] is False
+    if replaces and tensor.dim() == 1 and f.is_whole(there.picked, tensor.shape[0]):
+        size = f.size(tensor.shape[0])  # `inverse[order] = arange(len(order))`
+        if f.label(value) == Rows(0, 1, Places(sympy.Integer(1), size)):
+            return replace(rows, places=Places(sympy.Integer(1), size, there.picked))
     return rows if _aligned(f, value, count) in (FREE, there) else MEET
+
+
+def nonzero(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """One row for each entry that is not zero, with its place in every dimension as columns.
+
+    The column of the samples' dimension holds places of samples.
+    """
+    mask, rows = call["self"], _of_self(f, call)
+    places = Places(rows.outer, f.size(mask.shape[rows.dim]), rows.picked, rows.dim)
+    return Rows(0, 1, places, f.picked_by(mask, outs[0].shape[0]))
+
+
+def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    """Sorting the samples themselves, of 1-d tensors: the results are picked by the new order."""
+    tensor, rows = call["self"], _of_self(f, call)
+    if rows != Rows(0, rows.outer) or tensor.dim() != 1:
+        return along(f, call, outs)
+    picked, size = f.ordered(outs[1]), f.size(tensor.shape[0])
+    places = Places(rows.outer, size)
+    ascending = not call["descending"]
+    return [Rows(0, picked=picked, is_sorted=ascending), Rows(0, 1, places, picked)]
+
+
+def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """``places // k`` turns places among k entries of each sample into places of samples."""
+    rows, by = f.label(call["self"]), call["other"]
+    if not isinstance(rows, Rows) or rows.places is None:
+        return pointwise(f, call, outs)
+    if isinstance(by, Tensor):
+        by = getattr(by, "constant", None)
+        by = None if by is None or by.dim() else int(by)
+    divides = isinstance(by, int) and by > 0 and rows.places.column is None
+    size = divided(rows.places.size, by) if divides else None
+    if size is None or divided(size, rows.places.outer * f.batch) is None or rows.places.picked:
+        return MEET
+    return replace(rows, places=replace(rows.places, size=size))
+
+
+def histogram(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """``histc`` of sorted numbers: how many samples (or entries of samples) have each number."""
+    rows, given = f.label(call["self"]), call["min"] == 0 and call["max"] > 0
+    return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted and given else MEET
+
+
+def cumsum(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    counts = f.label(call["self"])
+    return replace(counts, summed=True) if isinstance(counts, Counts) else along(f, call, outs)
+
+
+def grouped_matrices(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    """`torch.nn.functional.grouped_mm`: sorted rows, each times the matrix of its group."""
+    first = "self" if call["self"] is not None else "input"
+    rows, ends = f.label(call[first]), f.label(call["offs"])
+    if not isinstance(rows, Rows) or rows.dim or rows.picked is None or call[first].dim() != 2:
+        return MEET
+    shared = _all_free(f, call.others(first, "offs"))
+    return rows if shared and ends == Counts(rows.picked, summed=True) else MEET
+
+
+def nll_loss(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    rows = f.label(call["self"])
+    good = isinstance(rows, Rows) and rows.dim == 0 and f.label(call["target"]) == rows
+    shared = _all_free(f, call.others("self", "target"))
+    good = good and shared and call["reduction"] == 0 and call["self"].dim() > 1
+    return [rows, FREE] if good else MEET
 
 
 def distances(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -546,8 +655,16 @@ KEEPS_POSITION = {
 }
 """Operators whose results still are places if their input is."""
 
-TAKES_PLACES = {"index", "index_put", "index_select", "index_add", "index_copy"}
+TAKES_PLACES = {"index", "index_put", "index_select", "index_add", "index_copy", "floor_divide"}
 """Operators whose rules are right for indices that are places."""
+
+TAKES_COLUMNS = {"select", "unbind", "squeeze", "view"}
+"""Operators that take the places out of what `nonzero` returns."""
+
+TAKES_COUNTS = {"cumsum", "_grouped_mm", "grouped_mm_fallback"}
+
+KEEPS_ORDER = {"_to_copy", "clone", "detach", "alias"}
+"""Operators that change no value."""
 
 _ENTRY_BY_ENTRY = {
     *("clone", "detach", "_to_copy", "alias", "lift_fresh_copy", "lift_fresh", "zero"),
@@ -581,8 +698,8 @@ RULES: dict[str, Rule] = {
     "diagonal": within(lambda call: [call["dim1"], call["dim2"]]),
     **dict.fromkeys(
         (
-            *("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod"),
-            *("cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "median", "mode"),
+            *("_softmax", "_log_softmax", "_safe_softmax", "cumprod"),
+            *("cummax", "cummin", "logcumsumexp", "argsort", "topk", "median", "mode"),
             *("kthvalue", "nanmedian", "glu"),
             *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
         ),
@@ -619,12 +736,27 @@ RULES: dict[str, Rule] = {
     "embedding": embedding, "gather": gather,
     **{name: spatial(count) for name, count in _SPATIAL.items()},
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
-    **dict.fromkeys(("index", "index_select"), index),
+    **dict.fromkeys(("index", "index_select"), index), "nonzero": nonzero,
     **dict.fromkeys(("index_put", "index_add", "index_copy"), index_put),
+    "sort": sort, "floor_divide": floor_divide, "histc": histogram, "cumsum": cumsum,
+    "_grouped_mm": grouped_matrices,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
+    **dict.fromkeys(
+        (
+            *("mse_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+            *("smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+        ),
+        unreduced,
+    ),
     **dict.fromkeys(("bucketize", "searchsorted", "view_as_real"), within(lambda call: ())),
     "isin": within(lambda call: (), "elements"),
     "_cdist_forward": distances, "multinomial": last(1),
 }  # fmt: skip
+
+
+def is_grouped(operator: Any) -> bool:
+    """Whether an operator is transformers' substitute for a missing ``grouped_mm`` of torch."""
+    return str(operator).startswith("transformers.grouped_mm_fallback")
 
 
 _INPLACE = re.compile(r"(?<=[a-z0-9])_$")
@@ -638,7 +770,7 @@ def name_of(func: Any) -> str:
 def rule_of(func: Any) -> Rule | None:
     """The rule for an operator; ``None``: there is none, so that samples may meet in it."""
     if func.namespace != "aten":
-        return None
+        return grouped_matrices if is_grouped(func) else None
     name = name_of(func)
     # before torch's tag: some operators that it calls pointwise have a rule of their own
     if name in RULES:

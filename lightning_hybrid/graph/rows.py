@@ -9,12 +9,32 @@ and joined of them; or it is neither, since samples have met (``MEET``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Places:
+    """The entries of a tensor of integers are places in a dimension that is the samples'.
+
+    A place is an index. In a micro-batch the entries are places in the micro-batch's dimension, so
+    that they are good to index with and for nothing else.
+
+    Attributes:
+        outer: `Rows.outer` of that dimension.
+        size: the size of that dimension, an expression.
+        picked: `Rows.picked` of that dimension.
+        column: the only column (in dimension 1) that has places; ``None``: all entries are places.
+    """
+
+    outer: Any
+    size: Any
+    picked: Any = None
+    column: int | None = None
 
 
 @dataclass(frozen=True)
@@ -28,18 +48,41 @@ class Rows:
     Attributes:
         dim: the dimension.
         outer: an integer, or an expression of sizes.
-        places: the size of a dimension, if the entries are places (indices) in that dimension of
-            the samples', as in ``torch.arange(B)``. In a micro-batch they are places in that of the
-            micro-batch, so that they are good to index with and for nothing else.
+        places: the dimension that the entries are places in, if they are, as in
+            ``torch.arange(B)``.
+        picked: what has picked the entries (a mask, an order), if they are not those of all samples
+            in order. Each is made of one sample alone, but nobody knows of which; those of two
+            tensors are the same only if the same has picked them. A micro-batch picks its own.
+        is_sorted: whether the entries are the sorted numbers from which the order ``picked`` comes.
     """
 
     dim: int
     outer: Any = 1
-    places: Any = None
+    places: Places | None = None
+    picked: Any = None
+    is_sorted: bool = field(default=False, compare=False)
+
+    @property
+    def plain(self) -> bool:
+        """Whether tensors of micro-batches can be joined to that of the whole batch."""
+        return self.places is None and self.picked is None
 
     def at(self, dim: int, *, places: bool = False) -> Rows:
         """The same samples in another dimension; with ``places``, entries still are places."""
         return replace(self, dim=dim, places=self.places if places else None)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The label of a histogram of numbers by which entries of samples were sorted.
+
+    Attributes:
+        picked: the order that the sort gives the samples.
+        summed: whether counts are cumulative: each with those of all smaller numbers.
+    """
+
+    picked: Any
+    summed: bool = False
 
 
 class _Meet(Enum):
@@ -49,7 +92,7 @@ class _Meet(Enum):
 MEET = _Meet.MEET
 """Samples have met, or it is not known that they have not."""
 
-Label = Rows | _Meet | None
+Label = Rows | Counts | _Meet | None
 """What is known of a tensor's samples; ``None``: it is the same in all micro-batches."""
 
 

@@ -100,11 +100,10 @@ class ScalesByItsInputs(MakesItsLossInside):
 
 class SendsSamplesToExperts(MakesItsLossInside):
     """Each sample goes to the two experts that a router chooses, by `torch.where` and
-    `index_add_`. The batch stays whole.
+    `index_add_`.
     """
 
     sampled = True
-    parts = 1
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -128,9 +127,7 @@ class SendsSamplesToExperts(MakesItsLossInside):
 
 
 class MasksSamplesOfExperts(SendsSamplesToExperts):
-    """Experts take the samples that a mask picks, and results are added into the masked places.
-    The batch stays whole.
-    """
+    """Experts take the samples that a mask picks, and results are added into the masked places."""
 
     class Net(SendsSamplesToExperts.Net):
         def mixed(self, h: Tensor) -> Tensor:
@@ -145,9 +142,7 @@ class MasksSamplesOfExperts(SendsSamplesToExperts):
 
 
 class SortsSamplesByExpert(SendsSamplesToExperts):
-    """Samples are sorted by the expert that was chosen, and put back in order. The batch stays
-    whole.
-    """
+    """Samples are sorted by the expert that was chosen, and put back in order."""
 
     class Net(SendsSamplesToExperts.Net):
         def mixed(self, h: Tensor) -> Tensor:
@@ -165,6 +160,8 @@ class LimitsItsExperts(SendsSamplesToExperts):
     """Experts with a capacity: which samples find a place depends on all of them, so the batch
     stays whole.
     """
+
+    parts = 1
 
     class Net(SendsSamplesToExperts.Net):
         def mixed(self, h: Tensor) -> Tensor:
@@ -248,12 +245,26 @@ class MixesItsInputsInThree(_InThree, MixesItsInputs):
     """Mixup at the start of the network, and batches of 6 go through in three micro-batches."""
 
 
+class SendsSamplesToExpertsInThree(_InThree, SendsSamplesToExperts):
+    """Experts that a router chooses, in micro-batches of two samples, of which some experts see
+    none.
+    """
+
+
 class TakesTimeFirstInThree(_InThree, TakesTimeFirst):
     """The batch is dimension 1 of the inputs, and is split there into three micro-batches."""
 
 
 class ComparesSamplesInThree(_InThree, ComparesSamplesAtTheEnd):
     """A contrastive loss at the end of the network, over three micro-batches."""
+
+
+class MasksSamplesOfExpertsInThree(_InThree, MasksSamplesOfExperts):
+    """Experts take the samples that a mask picks, in micro-batches of two samples."""
+
+
+class SortsSamplesByExpertInThree(_InThree, SortsSamplesByExpert):
+    """Samples are sorted by their expert in each of three micro-batches."""
 
 
 class MakesItsLossInsideInAnyNumber(MakesItsLossInside):
@@ -266,6 +277,12 @@ class MakesItsLossInsideInAnyNumber(MakesItsLossInside):
 
 class ComparesSamplesInAnyNumber(ComparesSamplesAtTheEnd):
     """A contrastive loss at the end of the network, in a number of micro-batches that is chosen."""
+
+    arguments: ClassVar = {"num_microbatches": "auto"}
+
+
+class SendsSamplesToExpertsInAnyNumber(SendsSamplesToExperts):
+    """Experts that a router chooses, in a number of micro-batches that is chosen."""
 
     arguments: ClassVar = {"num_microbatches": "auto"}
 
