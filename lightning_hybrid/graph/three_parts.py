@@ -258,7 +258,7 @@ class _Parts:
         if _is_given(node):
             return False
         label = self.followed.label(node)
-        is_joined = label is None or (isinstance(label, Rows) and label.places is None)
+        is_joined = label is None or (isinstance(label, Rows) and label.plain)
         if self.followed.meets(node) or not is_joined:
             return True
         # stages return nothing but tensors and numbers
