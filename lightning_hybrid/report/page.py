@@ -34,7 +34,7 @@ svg text.on { fill: var(--on); }
 .c6 { fill: var(--c6); stroke: var(--c6); } .c7 { fill: var(--c7); stroke: var(--c7); }
 svg rect { stroke: none; } .curve { fill: none; }
 .axis { stroke: var(--ink); } .grid { stroke: var(--rule); }
-.limit { stroke: var(--limit); stroke-width: 2; } .cut { stroke: var(--ink); stroke-width: 2; }
+.limit { stroke: var(--limit); stroke-width: 2; }
 .ideal { stroke: var(--quiet); stroke-dasharray: 3 3; }
 """
 

@@ -1,4 +1,4 @@
-"""Draw pictures as SVG: bars, curves, a timeline, a network as a strip.
+"""Draw pictures as SVG: bars, curves, a timeline.
 
 Colours are classes of the page's style sheet.
 """
@@ -68,14 +68,6 @@ class Svg:
         return "\n".join([*self._parts, "</svg>\n"])
 
 
-def shortened(text: str, width: float) -> str:
-    """The text if it fits into a width; else its beginning and an ellipsis, or nothing."""
-    room = int(width / CHARACTER)
-    if len(text) <= room:
-        return text
-    return f"{text[: room - 1]}…" if room > 3 else ""
-
-
 def ticks(top: float, count: int = 6) -> list[float]:
     """About `count` round numbers from 0 to `top`, for an axis."""
     if top <= 0:
@@ -107,17 +99,17 @@ _BARS_AFTER = 150
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A bar of stacked parts.
+    """A bar.
 
     Attributes:
         name: text left of the bar.
-        parts: colour class and value of each part.
+        value: its length.
         text: text right of the bar.
         limit: value at which a line is drawn across the bar; None: no line.
     """
 
     name: str
-    parts: Sequence[tuple[str, float]]
+    value: float
     text: str
     limit: float | None = None
 
@@ -125,21 +117,17 @@ class Bar:
 def draw_bars(bars: Sequence[Bar], title: str) -> str:
     """Draw bars, one below the other, on one scale."""
     svg = Svg(_BARS_TOP + _BAR * len(bars) + 8, title)
-    values = [sum(value for _, value in bar.parts) for bar in bars]
     # the scale includes the limits, whose lines must be inside
-    top = max([*values, *(bar.limit or 0.0 for bar in bars)]) or 1.0
+    top = max(max(bar.value, bar.limit or 0.0) for bar in bars) or 1.0
     unit = (WIDTH - MARGIN - _BARS_AFTER) / top
-    for number, (bar, value) in enumerate(zip(bars, values)):
+    for number, bar in enumerate(bars):
         y = _BARS_TOP + _BAR * number
         svg.text(MARGIN - 8, y + _BAR / 2, bar.name, "end")
-        x = float(MARGIN)
-        for kind, part in bar.parts:
-            svg.rect(x, y + 3, part * unit, _BAR - 6, kind)
-            x += part * unit
+        svg.rect(MARGIN, y + 3, bar.value * unit, _BAR - 6, f"c{number % 8}")
         if bar.limit is not None:
             at = MARGIN + bar.limit * unit
             svg.line(at, y + 1, at, y + _BAR - 1, "limit")
-        svg.text(MARGIN + max(value, bar.limit or 0.0) * unit + 8, y + _BAR / 2, bar.text)
+        svg.text(MARGIN + max(bar.value, bar.limit or 0.0) * unit + 8, y + _BAR / 2, bar.text)
     return str(svg)
 
 
@@ -193,59 +181,6 @@ def draw_curves(
     return str(svg)
 
 
-# ---------------------------------------------------------------- the network as a strip
-
-_STRIP_TOP, _STRIP_HEIGHT = 26, 54
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A stage of a network in a strip.
-
-    Attributes:
-        name: text above it, such as `stage 0`.
-        load: load of the stage; its width is in proportion to it.
-        device: number of its device, which determines the colour.
-        partitions: name and load of each partition, in order.
-        cut: text below the cut after the stage; empty: no cut is drawn.
-    """
-
-    name: str
-    load: float
-    device: int
-    partitions: Sequence[tuple[str, float]]
-    cut: str
-
-
-def draw_strip(pieces: Sequence[Piece], title: str) -> str:
-    """Draw a network as a strip of stages, with the cuts between them."""
-    svg = Svg(_STRIP_TOP + _STRIP_HEIGHT + 44, title)
-    # avoid a division by zero if no loads are known
-    total = sum(piece.load for piece in pieces) or 1.0
-    unit = (WIDTH - 24) / total
-    x = 12.0
-    for number, piece in enumerate(pieces):
-        width = piece.load * unit
-        svg.text(x + width / 2, 14, shortened(piece.name, width), "middle")
-        left = x
-        for name, load in piece.partitions:
-            hint = f"{name}: {load / total:.1%} of the load"
-            svg.rect(
-                left + 0.5, _STRIP_TOP, load * unit - 1, _STRIP_HEIGHT, f"c{piece.device % 8}", hint
-            )
-            left += load * unit
-        first = piece.partitions[0][0] if piece.partitions else ""
-        svg.text(x + 4, _STRIP_TOP + _STRIP_HEIGHT / 2, shortened(first, width - 8), "start", "on")
-        x += width
-        if piece.cut:
-            svg.line(x, _STRIP_TOP - 8, x, _STRIP_TOP + _STRIP_HEIGHT + 8, "cut")
-            # texts of neighbouring cuts on different lines, so that they do not overlap
-            below = _STRIP_TOP + _STRIP_HEIGHT + (16 if number % 2 == 0 else 32)
-            anchor = "end" if x > WIDTH - 60 else "start" if x < 60 else "middle"
-            svg.text(x, below, piece.cut, anchor, "quiet")
-    return str(svg)
-
-
 # ---------------------------------------------------------------- what each device does in a step
 
 KINDS = {
@@ -278,22 +213,17 @@ class Span:
     hint: str = ""
 
 
-def draw_timeline(
-    lanes: Mapping[str, Sequence[Span]], title: str, end_s: float | None = None
-) -> str:
+def draw_timeline(lanes: Mapping[str, Sequence[Span]], title: str) -> str:
     """Draw a timeline of a step, with a lane for each device.
 
     Args:
         lanes: By name of the device, its spans. All-reduces are drawn in the lower third of a lane,
             since they overlap computation.
         title: Description of the picture.
-        end_s: Least end of the axis, for instance to give two pictures one scale; None: that of the
-            last span.
     """
     height = _LANES_TOP + _LANE * len(lanes) + _LANES_BOTTOM
     svg = Svg(height, title)
-    last_s = max((span.end_s for spans in lanes.values() for span in spans), default=0.0)
-    end_s = max(end_s or 0.0, last_s) or 1.0
+    end_s = max((span.end_s for spans in lanes.values() for span in spans), default=0.0) or 1.0
     unit = (WIDTH - MARGIN - 20) / end_s
     kinds = {span.kind for spans in lanes.values() for span in spans}
     _legend(svg, [kind for kind in KINDS if kind in kinds])

@@ -5,16 +5,14 @@ import pytest
 
 from lightning_hybrid.report import (
     Bar,
-    Piece,
     Span,
     draw_bars,
     draw_curves,
-    draw_strip,
     draw_timeline,
     page,
     table,
 )
-from lightning_hybrid.report.pictures import WIDTH, shortened, ticks
+from lightning_hybrid.report.pictures import WIDTH, ticks
 
 SPANS = {
     "device 1": [
@@ -24,14 +22,9 @@ SPANS = {
     ],
     "device 0 <driver>": [Span(start_s=1.0, end_s=2.0, kind="forward", label="0")],
 }
-PIECES = [
-    Piece(name="stage 0", load=0.75, device=1, partitions=[("a", 0.5), ("b", 0.25)], cut="4 kB"),
-    Piece(name="stage 1", load=0.25, device=0, partitions=[("c", 0.25)], cut=""),
-]
 PICTURES = {
     "timeline": draw_timeline(SPANS, "a & b"),
-    "bars": draw_bars([Bar(name="x", parts=[("c0", 3.0)], text="3", limit=4.0)], "bars"),
-    "strip": draw_strip(PIECES, "cuts"),
+    "bars": draw_bars([Bar(name="x", value=3.0, text="3", limit=4.0)], "bars"),
     "curves": draw_curves([1, 2, 4], {"one": [1.0, 2.0, None], "two": [None] * 3}, "curves"),
 }
 
@@ -59,11 +52,6 @@ def test_lengths_are_in_proportion_to_times() -> None:
     assert backward / forward == pytest.approx(2, rel=0.01)
 
 
-def test_widths_of_a_network_are_in_proportion_to_loads() -> None:
-    widths = [w for kind in ("c1", "c0") for _, w in rectangles(PICTURES["strip"], kind)]
-    assert [w / widths[2] for w in widths] == pytest.approx([2, 1, 1], rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("top", "expected"), [(10.0, [0, 2, 4, 6, 8, 10]), (0.9, [0, 0.1]), (1.0, [0, 0.2]), (0.0, [0])]
 )
@@ -71,12 +59,6 @@ def test_ticks_are_round(top: float, expected: list[float]) -> None:
     found = ticks(top)
     assert found[: len(expected)] == pytest.approx(expected)
     assert len(found) <= 12
-
-
-def test_a_text_ends_where_there_is_no_room() -> None:
-    assert shortened("layer1.conv", 1000) == "layer1.conv"
-    assert shortened("layer1.conv", 40) == "layer…"
-    assert shortened("layer1.conv", 10) == ""
 
 
 def test_a_page_needs_nothing_from_elsewhere_and_knows_dark_screens() -> None:
