@@ -2,11 +2,11 @@
 
 from lightning_hybrid.planning.chains import best_chain, fair_ends
 from lightning_hybrid.planning.cluster import (
-    TOLERANCE,
     Cluster,
     Device,
     Rates,
     given_speeds,
+    measured_speeds,
     memory_of_rank,
     want_second_look,
     with_second_look,
@@ -38,7 +38,6 @@ from lightning_hybrid.planning.units import parse, spell
 __all__ = [
     "ASSUMED_TENSORS",
     "AUTO",
-    "TOLERANCE",
     "CalledNetwork",
     "Cluster",
     "CopiedStages",
@@ -75,6 +74,7 @@ __all__ = [
     "look_at",
     "make_plan",
     "measure_speed",
+    "measured_speeds",
     "memory_of_rank",
     "of_slowest",
     "optimizer_bytes",
