@@ -86,7 +86,7 @@ def test_a_plan_is_shown_and_written(folder: Path, capsys: pytest.CaptureFixture
     assert "Not measured: counted operations" in shown
     assert "Shapes, the fastest first" in shown
     page = (folder / "plan.html").read_text()
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 3
     assert "Speed-up" in page
 
 
