@@ -25,7 +25,7 @@ from lightning_hybrid.planning.memory_free import free_addresses, free_bytes, fr
 from lightning_hybrid.planning.memory_needed import ASSUMED_TENSORS, optimizer_bytes
 from lightning_hybrid.planning.partition_table import CalledNetwork, PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.plan_page import Section, plan_page
+from lightning_hybrid.planning.plan_page import plan_page
 from lightning_hybrid.planning.planner import Site, make_plan
 from lightning_hybrid.planning.replanned import Planned
 from lightning_hybrid.planning.search import AUTO, Method, Objective, PlanSettings
@@ -53,7 +53,6 @@ __all__ = [
     "Planned",
     "Prediction",
     "Rates",
-    "Section",
     "Site",
     "Sizes",
     "StepProblem",

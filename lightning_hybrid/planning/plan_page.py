@@ -1,7 +1,6 @@
 """Make the HTML page of a plan: its table, the timeline of a step, and memory.
 
-Sections with more than the plan itself has (alternatives, speed-ups for other numbers of devices)
-are added by the caller.
+Sections with more than the plan itself has (alternatives) are added by the caller.
 """
 
 from collections.abc import Sequence
@@ -20,8 +19,6 @@ _KINDS = {
     Kind.WEIGHT: "weight",
     Kind.REDUCE: "reduce",
 }
-Section = tuple[str, str]
-"""Heading, and content in HTML."""
 
 
 def plan_page(
@@ -30,7 +27,7 @@ def plan_page(
     title: str = "Plan",
     notes: Sequence[str] = (),
     limits: Sequence[float] | None = None,
-    more: Sequence[Section] = (),
+    more: Sequence[tuple[str, str]] = (),
 ) -> str:
     """Make the page as HTML, in one file.
 
@@ -39,7 +36,7 @@ def plan_page(
         title: Title of the page.
         notes: Sentences below the title.
         limits: Bytes that each device of a replica can hold.
-        more: Further sections, at the end.
+        more: Further sections, at the end: headings, and contents in HTML.
     """
     head = plan.describe().splitlines()[:2]
     summary = "".join(paragraph(text) for text in (*head, *notes))

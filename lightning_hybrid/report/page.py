@@ -8,9 +8,7 @@ _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --quiet: #59636e;
   --rule: #d1d9e0; --lane: #f1f3f5; --on: #10202f;
   --forward: #8fc1f0; --backward: #f3b36b; --weight: #f3d27a; --reduce: #9a6bd1;
-  --step: #86c98a; --limit: #c62828;
-  --c0: #8fc1f0; --c1: #f3b36b; --c2: #86c98a; --c3: #c9a3e6; --c4: #f2a3a3; --c5: #7fd0cf;
-  --c6: #d8c878; --c7: #b9c2cc; }
+  --step: #86c98a; --limit: #c62828; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #14181d; --quiet: #9ba7b3;
   --rule: #3a424b; --lane: #222830; --reduce: #b99af0; --limit: #ff6b6b; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
@@ -28,14 +26,8 @@ svg text.on { fill: var(--on); }
 .lane { fill: var(--lane); } .forward { fill: var(--forward); } .backward { fill: var(--backward); }
 .weight { fill: var(--weight); }
 .reduce { fill: var(--reduce); } .step { fill: var(--step); }
-.c0 { fill: var(--c0); stroke: var(--c0); } .c1 { fill: var(--c1); stroke: var(--c1); }
-.c2 { fill: var(--c2); stroke: var(--c2); } .c3 { fill: var(--c3); stroke: var(--c3); }
-.c4 { fill: var(--c4); stroke: var(--c4); } .c5 { fill: var(--c5); stroke: var(--c5); }
-.c6 { fill: var(--c6); stroke: var(--c6); } .c7 { fill: var(--c7); stroke: var(--c7); }
-svg rect { stroke: none; } .curve { fill: none; }
-.axis { stroke: var(--ink); } .grid { stroke: var(--rule); }
+.bar { fill: var(--forward); } .axis { stroke: var(--ink); }
 .limit { stroke: var(--limit); stroke-width: 2; }
-.ideal { stroke: var(--quiet); stroke-dasharray: 3 3; }
 """
 
 

@@ -1,4 +1,4 @@
-"""Draw pictures as SVG: bars, curves, a timeline.
+"""Draw pictures as SVG: bars, a timeline.
 
 Colours are classes of the page's style sheet.
 """
@@ -6,7 +6,6 @@ Colours are classes of the page's style sheet.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 
 WIDTH = 960
 """Width of every picture, in its own units; the page scales it."""
@@ -45,17 +44,6 @@ class Svg:
         self._parts.append(
             f'<line x1="{x:.2f}" y1="{y:.2f}" x2="{to_x:.2f}" y2="{to_y:.2f}" class="{kind}"/>'
         )
-
-    def path(self, points: Sequence[tuple[float, float]], kind: str, width: float) -> None:
-        """Add lines from point to point, with a mark on each point."""
-        text = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-        self._parts.append(
-            f'<polyline points="{text}" class="curve {kind}" stroke-width="{width:g}"/>'
-        )
-        for x, y in points:
-            self._parts.append(
-                f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{width + 1:g}" class="{kind}"/>'
-            )
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> None:
         """Add a line of text, whose vertical middle is at y."""
@@ -123,61 +111,11 @@ def draw_bars(bars: Sequence[Bar], title: str) -> str:
     for number, bar in enumerate(bars):
         y = _BARS_TOP + _BAR * number
         svg.text(MARGIN - 8, y + _BAR / 2, bar.name, "end")
-        svg.rect(MARGIN, y + 3, bar.value * unit, _BAR - 6, f"c{number % 8}")
+        svg.rect(MARGIN, y + 3, bar.value * unit, _BAR - 6, "bar")
         if bar.limit is not None:
             at = MARGIN + bar.limit * unit
             svg.line(at, y + 1, at, y + _BAR - 1, "limit")
         svg.text(MARGIN + max(bar.value, bar.limit or 0.0) * unit + 8, y + _BAR / 2, bar.text)
-    return str(svg)
-
-
-# ---------------------------------------------------------------- curves over the number of devices
-
-_CURVES_TOP, _CURVES_HEIGHT = 34, 260
-
-
-def draw_curves(
-    numbers: Sequence[int], curves: Mapping[str, Sequence[float | None]], title: str
-) -> str:
-    """Draw curves of speed-ups over numbers of devices, and a thin line for the ideal speed-up.
-
-    Args:
-        numbers: Numbers of devices, rising; they are drawn at equal distances.
-        curves: By name of the curve, a value or None for each number.
-        title: Description of the picture.
-    """
-    svg = Svg(_CURVES_TOP + _CURVES_HEIGHT + 46, title)
-    known = [value for values in curves.values() for value in values if value is not None]
-    # the scale is that of the curves: the ideal is drawn as far as it fits
-    top = max([1.0, *known]) * 1.1
-    width = WIDTH - MARGIN - 40
-    across = [MARGIN + width * k / max(1, len(numbers) - 1) for k in range(len(numbers))]
-
-    def height(value: float) -> float:
-        return _CURVES_TOP + _CURVES_HEIGHT * (1 - value / top)
-
-    for tick in ticks(top):
-        svg.line(MARGIN, height(tick), MARGIN + width, height(tick), "grid")
-        svg.text(MARGIN - 8, height(tick), f"{tick:g}", "end")
-    for x, number in zip(across, numbers):
-        svg.line(x, _CURVES_TOP + _CURVES_HEIGHT, x, _CURVES_TOP + _CURVES_HEIGHT + 5)
-        svg.text(x, _CURVES_TOP + _CURVES_HEIGHT + 16, str(number), "middle")
-    svg.line(MARGIN, _CURVES_TOP + _CURVES_HEIGHT, MARGIN + width, _CURVES_TOP + _CURVES_HEIGHT)
-    svg.text(MARGIN + width, _CURVES_TOP + _CURVES_HEIGHT + 34, "devices", "end", "quiet")
-    ideal = [(x, number) for x, number in zip(across, numbers) if number <= top]
-    for (x, one), (to_x, other) in pairwise(ideal):
-        svg.line(x, height(one), to_x, height(other), "ideal")
-    # the last curve is drawn first and widest, so that others on top of it leave it visible
-    for index, values in reversed([*enumerate(curves.values())]):
-        points = [(x, height(v)) for x, v in zip(across, values) if v is not None]
-        svg.path(points, f"c{index}", 2 + 2 * index)
-    left = float(MARGIN)
-    for index, name in enumerate(curves):
-        svg.rect(left, 9, 14, 12, f"c{index}")
-        svg.text(left + 20, 15, name)
-        left += 50 + CHARACTER * len(name)
-    svg.line(left, 15, left + 16, 15, "ideal")
-    svg.text(left + 22, 15, "one device times their number")
     return str(svg)
 
 

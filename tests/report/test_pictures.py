@@ -7,7 +7,6 @@ from lightning_hybrid.report import (
     Bar,
     Span,
     draw_bars,
-    draw_curves,
     draw_timeline,
     page,
     table,
@@ -25,7 +24,6 @@ SPANS = {
 PICTURES = {
     "timeline": draw_timeline(SPANS, "a & b"),
     "bars": draw_bars([Bar(name="x", value=3.0, text="3", limit=4.0)], "bars"),
-    "curves": draw_curves([1, 2, 4], {"one": [1.0, 2.0, None], "two": [None] * 3}, "curves"),
 }
 
 
