@@ -33,7 +33,6 @@ from lightning_hybrid.planning.shares import batch_sizes, deal, without_the_slow
 from lightning_hybrid.planning.sizes import Machine, Prediction, Sizes
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import speedup
-from lightning_hybrid.planning.units import parse, spell
 
 __all__ = [
     "ASSUMED_TENSORS",
@@ -78,10 +77,8 @@ __all__ = [
     "of_slowest",
     "optimizer_bytes",
     "owners_of",
-    "parse",
     "plan_page",
     "speedup",
-    "spell",
     "update_s_per_byte",
     "want_second_look",
     "what_lacks",

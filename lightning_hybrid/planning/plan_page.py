@@ -5,10 +5,10 @@ Sections with more than the plan itself has (alternatives) are added by the call
 
 from collections.abc import Sequence
 
+from lightning_hybrid.planning.memory_check import gigabytes
 from lightning_hybrid.planning.plan import Plan, StagePlan, cells
 from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import StepCosts
-from lightning_hybrid.planning.units import spell
 from lightning_hybrid.report import Bar, Span, draw_bars, draw_timeline, page, paragraph, table
 from lightning_hybrid.schedules import STREAMED, Kind, collected, deal, make_schedule
 
@@ -132,7 +132,7 @@ def _memory(plan: Plan, limits: Sequence[float] | None) -> str:
     for device in _devices(plan)[:_MOST_LANES]:
         held = sum(row.memory_bytes or 0 for row in _rows(plan, device))
         limit = None if limits is None else limits[device]
-        text = _bytes(held) + ("" if limit is None else f" of {_bytes(limit)}")
+        text = gigabytes(held) + ("" if limit is None else f" of {gigabytes(limit)}")
         bars.append(Bar(name=_name(plan, device), value=held, text=text, limit=limit))
     what = "Parameters, gradients, optimizer state, and the activations of all micro-batches"
     if plan.recompute:
@@ -161,7 +161,3 @@ def _shares(plan: Plan) -> bool:
 
 def _name(plan: Plan, device: int) -> str:
     return f"device {device}" + (" (driver)" if device == 0 and plan.stages > 1 else "")
-
-
-def _bytes(size: float) -> str:
-    return spell("memory", float(f"{size:.3g}"))
