@@ -172,7 +172,11 @@ def fit(
             same in all runs, or a time is not positive.
     """
     names = [*intrinsic, *extrinsic]
-    values, measured = _table(runs, names), _times(times_s, len(runs))
+    if len(times_s) != len(runs):
+        raise PlanError(
+            f"there are {len(runs)} runs and {len(times_s)} times: one for each is needed"
+        )
+    values, measured = _table(runs, names), _table([{"time": t} for t in times_s], ["time"])[:, 0]
     constants = 1 + 2 * len(intrinsic) + len(extrinsic)
     if not intrinsic or len(runs) < constants:
         raise PlanError(
@@ -290,13 +294,3 @@ def _table(runs: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats:
                     f"{name} of run {number} is {value}: a finite number of more than 0 is needed"
                 )
     return table
-
-
-def _times(times_s: Sequence[float], count: int) -> Floats:
-    times = np.asarray(times_s, dtype=np.float64)
-    if times.shape != (count,):
-        raise PlanError(f"there are {count} runs and {times.size} times: one for each is needed")
-    for number, time in enumerate(times):
-        if not 0 < time < np.inf:
-            raise PlanError(f"time {number} is {time}: a finite number of more than 0 is needed")
-    return times

@@ -9,7 +9,7 @@ from lightning_hybrid.planning.memory_check import gigabytes
 from lightning_hybrid.planning.plan import Plan, StagePlan, cells
 from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import StepCosts
-from lightning_hybrid.report import Bar, Span, draw_bars, draw_timeline, page, paragraph, table
+from lightning_hybrid.report import Span, draw_timeline, page, paragraph, table
 from lightning_hybrid.schedules import STREAMED, Kind, collected, deal, make_schedule
 
 _MOST_LANES = 32
@@ -128,20 +128,18 @@ def _timeline(plan: Plan) -> str:
 def _memory(plan: Plan, limits: Sequence[float] | None) -> str:
     if not plan.rows or any(row.memory_bytes is None for row in plan.rows):
         return ""
-    bars = []
+    rows = []
     for device in _devices(plan)[:_MOST_LANES]:
         held = sum(row.memory_bytes or 0 for row in _rows(plan, device))
-        limit = None if limits is None else limits[device]
-        text = gigabytes(held) + ("" if limit is None else f" of {gigabytes(limit)}")
-        bars.append(Bar(name=_name(plan, device), value=held, text=text, limit=limit))
+        line = {"device": _name(plan, device), "holds": gigabytes(held)}
+        rows.append(line if limits is None else line | {"has": gigabytes(limits[device])})
     what = "Parameters, gradients, optimizer state, and the activations of all micro-batches"
     if plan.recompute:
         what = (
             "Parameters, gradients, optimizer state, and the activations of one micro-batch; beside"
             " them stages keep the inputs of all"
         )
-    line = "." if limits is None else "; the red line is what the device has."
-    return paragraph(what + line) + draw_bars(bars, "memory of each device")
+    return paragraph(f"{what}.") + table(rows, left=["device"])
 
 
 def _devices(plan: Plan) -> list[int]:

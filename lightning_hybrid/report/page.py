@@ -8,9 +8,9 @@ _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --quiet: #59636e;
   --rule: #d1d9e0; --lane: #f1f3f5; --on: #10202f;
   --forward: #8fc1f0; --backward: #f3b36b; --weight: #f3d27a; --reduce: #9a6bd1;
-  --step: #86c98a; --limit: #c62828; }
+  --step: #86c98a; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #14181d; --quiet: #9ba7b3;
-  --rule: #3a424b; --lane: #222830; --reduce: #b99af0; --limit: #ff6b6b; } }
+  --rule: #3a424b; --lane: #222830; --reduce: #b99af0; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
@@ -26,8 +26,7 @@ svg text.on { fill: var(--on); }
 .lane { fill: var(--lane); } .forward { fill: var(--forward); } .backward { fill: var(--backward); }
 .weight { fill: var(--weight); }
 .reduce { fill: var(--reduce); } .step { fill: var(--step); }
-.bar { fill: var(--forward); } .axis { stroke: var(--ink); }
-.limit { stroke: var(--limit); stroke-width: 2; }
+.axis { stroke: var(--ink); }
 """
 
 

@@ -118,7 +118,7 @@ def test_the_same_seed_gives_the_same_model() -> None:
         ({"intrinsic": ["one"]}, None, "'one' is the same in all runs"),
         ({"intrinsic": ["none"]}, None, "none of run 0 is 0"),
         ({}, [1.0], "10 runs and 1 times"),
-        ({}, [-1.0] * 10, "time 0 is -1"),
+        ({}, [-1.0] * 10, "time of run 0 is -1"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(changes: Any, times: Any, message: str) -> None:

@@ -8,9 +8,8 @@ from torch import nn
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph.profile import PartitionProfile, Profile
 from lightning_hybrid.planning.memory_check import Fit, Way, check_memory
-from lightning_hybrid.planning.memory_needed import in_flight, optimizer_bytes, remaining
+from lightning_hybrid.planning.memory_needed import optimizer_bytes, remaining
 from lightning_hybrid.planning.plan import Plan, StagePlan
-from lightning_hybrid.schedules.gpipe import gpipe
 
 GB = 10**9
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -54,10 +53,6 @@ def test_replicas_that_divide_states_have_an_equal_part_each() -> None:
     optimizer = torch.optim.Adam(network.parameters())
     assert optimizer_bytes(network, [optimizer]) == {"weight": 120, "bias": 40}
     assert optimizer_bytes(network, [optimizer], 3) == {"weight": 40, "bias": 14}
-
-
-def test_fill_and_drain_holds_all_micro_batches() -> None:
-    assert in_flight(gpipe(3, 5)) == 5
 
 
 def profile() -> tuple[Profile, list[int]]:

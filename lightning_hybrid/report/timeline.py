@@ -1,16 +1,14 @@
-"""Draw pictures as SVG: bars, a timeline.
+"""Draw what each device does in a step as SVG; colours are classes of the page's style sheet."""
 
-Colours are classes of the page's style sheet.
-"""
-
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 WIDTH = 960
-"""Width of every picture, in its own units; the page scales it."""
+"""Width of the picture, in its own units; the page scales it."""
 MARGIN = 120
-"""Width left of the axes, for names."""
+"""Width left of the lanes, for names."""
 CHARACTER = 6.6
 """Largest width of a character, in units."""
 
@@ -39,10 +37,10 @@ class Svg:
             f'class="{kind}">{title}</rect>'
         )
 
-    def line(self, x: float, y: float, to_x: float, to_y: float, kind: str = "axis") -> None:
+    def line(self, x: float, y: float, to_x: float, to_y: float) -> None:
         """Add a straight line."""
         self._parts.append(
-            f'<line x1="{x:.2f}" y1="{y:.2f}" x2="{to_x:.2f}" y2="{to_y:.2f}" class="{kind}"/>'
+            f'<line x1="{x:.2f}" y1="{y:.2f}" x2="{to_x:.2f}" y2="{to_y:.2f}" class="axis"/>'
         )
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> None:
@@ -56,18 +54,11 @@ class Svg:
         return "\n".join([*self._parts, "</svg>\n"])
 
 
-def ticks(top: float, count: int = 6) -> list[float]:
-    """About `count` round numbers from 0 to `top`, for an axis."""
-    if top <= 0:
-        return [0.0]
-    # steps of 1, 2 or 5 times a power of ten
-    step = 10.0 ** len(str(int(top))) if top >= 1 else 1.0
-    while True:
-        for divisor in (1, 2, 5, 10):
-            if top / (step / divisor) >= count - 1:
-                step /= divisor
-                return [step * number for number in range(int(top / step * (1 + 1e-9)) + 1)]
-        step /= 10
+def ticks(top: float) -> list[float]:
+    """About six round numbers from 0 to `top`, for an axis."""
+    power = 10.0 ** math.floor(math.log10(top / 5))
+    step = max(power * digit for digit in (1, 2, 5) if 5 * power * digit <= top * (1 + 1e-9))
+    return [step * number for number in range(int(top / step * (1 + 1e-9)) + 1)]
 
 
 def scaled(top: float) -> tuple[float, str]:
@@ -77,49 +68,6 @@ def scaled(top: float) -> tuple[float, str]:
             return factor, name
     return 1e6, "us"
 
-
-# ---------------------------------------------------------------- bars
-
-_BAR, _BARS_TOP = 26, 8
-_BARS_AFTER = 150
-"""Width right of the bars, for their values."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """A bar.
-
-    Attributes:
-        name: text left of the bar.
-        value: its length.
-        text: text right of the bar.
-        limit: value at which a line is drawn across the bar; None: no line.
-    """
-
-    name: str
-    value: float
-    text: str
-    limit: float | None = None
-
-
-def draw_bars(bars: Sequence[Bar], title: str) -> str:
-    """Draw bars, one below the other, on one scale."""
-    svg = Svg(_BARS_TOP + _BAR * len(bars) + 8, title)
-    # the scale includes the limits, whose lines must be inside
-    top = max(max(bar.value, bar.limit or 0.0) for bar in bars) or 1.0
-    unit = (WIDTH - MARGIN - _BARS_AFTER) / top
-    for number, bar in enumerate(bars):
-        y = _BARS_TOP + _BAR * number
-        svg.text(MARGIN - 8, y + _BAR / 2, bar.name, "end")
-        svg.rect(MARGIN, y + 3, bar.value * unit, _BAR - 6, "bar")
-        if bar.limit is not None:
-            at = MARGIN + bar.limit * unit
-            svg.line(at, y + 1, at, y + _BAR - 1, "limit")
-        svg.text(MARGIN + max(bar.value, bar.limit or 0.0) * unit + 8, y + _BAR / 2, bar.text)
-    return str(svg)
-
-
-# ---------------------------------------------------------------- what each device does in a step
 
 KINDS = {
     "forward": "forward",
