@@ -6,7 +6,7 @@ A description is a YAML file, see `lightning_hybrid/asking/clusters/`::
     devices:                      # in the order of the ranks
       - name: RTX 4090
         count: 2                  # as many of them in a row; 1 if left out
-        compute: 82.6 TFLOP/s     # or, for all devices, `speed: 1.0`, relative to each other
+        compute: 82.6 TFLOP/s     # only their ratios count where the network is measured
         memory: 24 GB             # may be left out: not known, no limit
       - name: RTX 3090
         count: 2
@@ -48,14 +48,12 @@ class DeviceSpec:
 
     Attributes:
         name: model, as the vendor calls it.
-        flops_per_s: floating-point operations per second; None if `speed` is given.
-        speed: speed relative to the other devices; None if `flops_per_s` is given.
+        flops_per_s: floating-point operations per second.
         memory_bytes: size of its memory; None: not known.
     """
 
     name: str
-    flops_per_s: float | None = None
-    speed: float | None = None
+    flops_per_s: float
     memory_bytes: float | None = None
 
 
@@ -88,11 +86,11 @@ class ClusterDescription:
         about: origin of the numbers.
         places: for each device, its number in the whole cluster, by which levels group it; empty:
             its own number.
-        unit: the rate or speed that counts as 1; None: that of the first device.
+        unit: the FLOP/s that count as speed 1; None: those of the first device.
 
     Raises:
-        PlanError: there is no device; some devices have a compute rate and others a relative speed;
-            a level is not made of whole groups of the level inside; or no level joins all devices.
+        PlanError: there is no device; a level is not made of whole groups of the level inside; or
+            no level joins all devices.
     """
 
     name: str
@@ -105,13 +103,6 @@ class ClusterDescription:
     def __post_init__(self) -> None:
         if not self.devices:
             raise PlanError(f"cluster {self.name!r} has no devices")
-        by_flops = [device.flops_per_s is not None for device in self.devices]
-        if any(by_flops) != all(by_flops):
-            odd = self.devices[by_flops.index(False)]
-            raise PlanError(
-                f"device {odd.name!r} of cluster {self.name!r} has a relative speed, others have "
-                "a compute rate: give all devices the one or the other"
-            )
         for inner, outer in pairwise(self.levels):
             if outer.devices <= inner.devices or outer.devices % inner.devices:
                 raise PlanError(
@@ -129,11 +120,11 @@ class ClusterDescription:
     @cached_property
     def relative_speeds(self) -> tuple[float, ...]:
         """Speed of each device, relative to the first one of the whole cluster."""
-        return tuple(rate / self._unit for rate in map(_rate, self.devices))
+        return tuple(device.flops_per_s / self._unit for device in self.devices)
 
     @property
     def _unit(self) -> float:
-        return self.unit or _rate(self.devices[0])
+        return self.unit or self.devices[0].flops_per_s
 
     @cached_property
     def memory_limits(self) -> tuple[float, ...] | None:
@@ -245,37 +236,22 @@ class ClusterDescription:
             raise PlanError(f"{path}: {error}") from error
 
 
-def _rate(device: DeviceSpec) -> float:
-    return device.flops_per_s or device.speed or 1.0
-
-
 def _device_record(device: DeviceSpec, count: int) -> dict[str, Any]:
     record: dict[str, Any] = {"name": device.name, "count": count}
-    if device.flops_per_s is not None:
-        record["compute"] = spell("compute", device.flops_per_s)
-    else:
-        record["speed"] = device.speed
+    record["compute"] = spell("compute", device.flops_per_s)
     if device.memory_bytes is not None:
         record["memory"] = spell("memory", device.memory_bytes)
     return record
 
 
 def _devices(entry: Any, where: str) -> list[DeviceSpec]:
-    fields = _checked(entry, where, ("name",), ("count", "compute", "speed", "memory"))
-    if ("compute" in fields) == ("speed" in fields):
-        raise PlanError(
-            f"{where} ({fields['name']}) needs either 'compute', such as '15.7 TFLOP/s', or "
-            "'speed', a number relative to the other devices"
-        )
-    flops = speed = memory = None
-    if "compute" in fields:
-        flops = parse("compute", fields["compute"], f"{where}.compute")
-    else:
-        speed = _number(fields["speed"], f"{where}.speed")
-    if "memory" in fields:
-        memory = parse("memory", fields["memory"], f"{where}.memory")
+    fields = _checked(entry, where, ("name", "compute"), ("count", "memory"))
     device = DeviceSpec(
-        name=str(fields["name"]), flops_per_s=flops, speed=speed, memory_bytes=memory
+        name=str(fields["name"]),
+        flops_per_s=parse("compute", fields["compute"], f"{where}.compute"),
+        memory_bytes=parse("memory", fields["memory"], f"{where}.memory")
+        if "memory" in fields
+        else None,
     )
     return [device] * _count(fields.get("count", 1), f"{where}.count")
 
@@ -321,10 +297,3 @@ def _count(value: Any, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{where} is {value!r}: an integer of at least 1 is needed")
     return value
-
-
-def _number(value: Any, where: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
-        raise PlanError(f"{where} is {value!r}: a finite number of more than 0 is needed")
-    return float(value)

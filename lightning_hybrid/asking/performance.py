@@ -28,7 +28,7 @@ from scipy.optimize import differential_evolution, least_squares, minimize
 from lightning_hybrid.allocation import Floats
 from lightning_hybrid.errors import PlanError
 
-VERSION = 1
+VERSION = 2
 """Version of the JSON format."""
 _POWERS = (0.0, 3.0)
 _EXPONENTS = (-3.0, 3.0)

@@ -20,7 +20,6 @@ from lightning_hybrid.asking.target import (
     make_optimizer,
     read_target,
 )
-from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import device_name, optimizer_bytes, speedup
 
@@ -121,11 +120,6 @@ def make_study(options: argparse.Namespace) -> Study:
     else:
         # times are those of the first device; others follow by their relative speed
         rate = cluster.devices[0].flops_per_s
-        if rate is None:
-            raise PlanError(
-                f"cluster {cluster.name!r} has relative speeds only: counted operations need a "
-                "rate ('compute: 15.7 TFLOP/s' for each device), or use --measure"
-            )
         costs_of = counted_parts(
             *(graph, partitions, rate, state), divides_states=options.shard_optimizer_states
         )

@@ -99,7 +99,7 @@ def test_a_model_survives_a_file(tmp_path: Path) -> None:
         PerformanceModel.load(tmp_path / "nowhere.json")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"version": 1}', '{"version": 9}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"version": 2}', '{"version": 9}'])
 def test_what_is_no_model_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(PlanError, match=r"no performance model can be read from .*model\.json"):

@@ -52,7 +52,7 @@ def test_a_page_needs_nothing_from_elsewhere_and_knows_dark_screens() -> None:
     text = page("<title>", [("Pictures", PICTURE), ("Empty", "")])
     assert "&lt;title&gt;" in text
     assert "Empty" not in text
-    assert "prefers-color-scheme: dark" in text
+    assert "color-scheme: light dark" in text
     links = re.findall(r'(?:src|href)="[^"]*"|url\([^)]*\)|https?://[^"]+', text)
     assert set(links) <= {"http://www.w3.org/2000/svg"}  # a name, not an address
     classes = set(re.findall(r'class="([\w ]+)"', text))
