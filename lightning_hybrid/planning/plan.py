@@ -355,7 +355,7 @@ class Plan:
             raise PlanError(f"{path}: {error}") from error
 
     def to_html(self, path: str | Path) -> None:
-        """Write the plan as an HTML page with pictures, in one file."""
+        """Write the plan as an HTML page with the picture of a step, in one file."""
         # here, since that module imports this one
         from lightning_hybrid.planning.plan_page import plan_page
 

@@ -57,7 +57,7 @@ def test_replicas_that_divide_states_have_an_equal_part_each() -> None:
 
 def profile() -> tuple[Profile, list[int]]:
     rows = tuple(
-        PartitionProfile(name, 1, 0.1, 0.1, 0.1, 1, GB, GB, activation * GB, None, None, 2 * GB)
+        PartitionProfile(name, 1, 0.1, 0.2, 1, GB, GB, activation * GB, None, None, 2 * GB)
         for name, activation in (("stem", 1), ("head", 3))
     )
     return Profile(rows, 2, "cpu"), [row.memory_bytes(2) for row in rows]
