@@ -75,7 +75,7 @@ def plans(out: Path) -> None:
     level = Level(
         name="switch", devices=HOSTS, bandwidth_bytes_per_s=MBIT * 1e6 / 8, latency_s=LATENCY_S
     )
-    device = DeviceSpec(name="part of a CPU", speed=1.0)
+    device = DeviceSpec(name="part of a CPU", flops_per_s=1.0)
     cluster = ClusterDescription(name="hosts", devices=(device,) * HOSTS, levels=(level,))
     network = FrontAndBack().train()
     graph, leaves = capture_call(network, (torch.randn(BATCH, TOKENS, WIDTH),), {})

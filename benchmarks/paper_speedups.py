@@ -47,7 +47,7 @@ class Network:
 
     def __init__(self, depth: int) -> None:
         cluster = ClusterDescription.load("p3.16xlarge")
-        self.link, rate = cluster.levels[0], cluster.devices[0].flops_per_s or 1.0
+        self.link, rate = cluster.levels[0], cluster.devices[0].flops_per_s
         with torch.device("meta"):
             network = ResAttNet3D(depth)
             graph, _ = capture_call(network, (torch.empty(SAMPLES, *VOLUME),), {})

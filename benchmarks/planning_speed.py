@@ -48,7 +48,7 @@ def resattnet(cluster: ClusterDescription) -> CostsOf:
         network = ResAttNet3D(34)
         graph, _ = capture_call(network, (torch.empty(VOLUMES),), {})
     state = optimizer_bytes(network, [torch.optim.Adam(network.parameters())])
-    rate = cluster.devices[0].flops_per_s or 1.0
+    rate = cluster.devices[0].flops_per_s
     return counted_parts(graph, network_partitions(graph), rate, state)
 
 
@@ -78,7 +78,7 @@ def chain(partitions: int) -> CostsOf:
 
 def many_devices(count: int) -> ClusterDescription:
     """Hosts of eight devices."""
-    device = DeviceSpec(name="one", speed=1.0, memory_bytes=40e9)
+    device = DeviceSpec(name="one", flops_per_s=1.0, memory_bytes=40e9)
     levels = (
         Level(name="host", devices=8, bandwidth_bytes_per_s=2e11, latency_s=5e-6),
         Level(name="network", devices=count, bandwidth_bytes_per_s=1.2e10, latency_s=2e-5),

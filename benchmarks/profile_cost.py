@@ -50,11 +50,11 @@ def main() -> None:
                 )
                 parts = [
                     sum(getattr(p, f"{what}_s") for p in profile.partitions)
-                    for what in ("forward", "backward_input", "backward_weight")
+                    for what in ("forward", "backward")
                 ]
                 print(
                     f"  micro-batch of {size}: {time.perf_counter() - begin:.2f} s for "
-                    + "a forward of {:.3f} s, a backward of {:.3f} + {:.3f} s".format(*parts)
+                    + "a forward of {:.3f} s, a backward of {:.3f} s".format(*parts)
                 )
             record({f"{number} time": time.perf_counter() - start}, "s")
             print(f"  in all {time.perf_counter() - start:.2f} s")

@@ -15,7 +15,6 @@ solver.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -45,34 +44,6 @@ class Settings:
     tries: int = 60
     tolerance: float = 1e-3
     refine: bool = True
-
-
-class Genes(Protocol):
-    """The operators of a representation, whose chromosomes are integer arrays."""
-
-    def random(self, rng: np.random.Generator) -> Ints:
-        """A random feasible chromosome (Algorithm 2)."""
-
-    def crossover(self, left: Ints, right: Ints) -> Ints:
-        """A child with the first half of one parent and the second of the other (Algorithm 3)."""
-
-    def invert(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Reverse a random stretch (the paper's mutation)."""
-
-    def perturb(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Change one gene at random."""
-
-    def refine(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Improve a chromosome by local search."""
-
-    def canonical(self, genes: Ints) -> Ints:
-        """Renumber equal devices in order of appearance.
-
-        So assignments that differ only in the numbers of equal devices become one chromosome.
-        """
-
-    def decode(self, genes: Ints) -> Ints:
-        """The assignment of a chromosome, shape (n,)."""
 
 
 def roulette(fitness: Floats, rng: np.random.Generator) -> int:

@@ -91,6 +91,7 @@ class Runs:
         return min(reach, end - 1)
 
     def crossover(self, left: Ints, right: Ints) -> Ints:
+        """A child with the first half of one parent and the second of the other (Algorithm 3)."""
         n, m = self.problem.n, self.problem.m
         middle = m // 2
         genes = np.concatenate([left[:, :middle], right[:, middle:]], axis=1)
@@ -104,6 +105,7 @@ class Runs:
         return genes
 
     def invert(self, genes: Ints, rng: np.random.Generator) -> Ints:
+        """Reverse a random stretch (the paper's mutation)."""
         piece = stretch(self.problem.m, rng)
         order, lengths = genes[0].copy(), _lengths(genes)
         order[piece], lengths[piece] = order[piece][::-1], lengths[piece][::-1]
@@ -227,6 +229,7 @@ class Runs:
         return None  # even the outermost run takes longer than the goal
 
     def canonical(self, genes: Ints) -> Ints:
+        """Renumber equal devices, so that assignments that differ only in these are one."""
         return np.array([renumbered(self._pinned(genes[0]), self.problem), genes[1]])
 
     def _pinned(self, order: Ints) -> Ints:
@@ -241,6 +244,7 @@ class Runs:
         return order
 
     def decode(self, genes: Ints) -> Ints:
+        """The assignment of a chromosome, shape (n,)."""
         return np.repeat(genes[0], _lengths(genes))
 
 

@@ -5,7 +5,7 @@ by HiGHS.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from math import prod
 
@@ -28,41 +28,15 @@ def solve_exactly(problem: Problem) -> Ints:
     Raises:
         AllocationError: no assignment satisfies the limits, or the search would take too long.
     """
-    if not problem.contiguous:
-        return _highs(problem)
-    return _chain(problem) if problem.order is None else _ordered(problem, problem.order)
-
-
-def _ordered(problem: Problem, order: tuple[int, ...]) -> Ints:
-    """Solve a contiguous problem for a given order of the devices, by dynamic programming.
-
-    `best[r][k]` is the least cost of the first k partitions on the first r devices.
-    """
-    combine = np.add if problem.objective == "profit" else np.maximum
-    best = [np.where(np.arange(problem.n + 1) == 0, 0.0, np.inf)]
-    starts = []
-    for device in order:
-        costs = combine(best[-1][:, None], _run_costs(problem, device))
-        starts.append(costs.argmin(axis=0))
-        best.append(costs.min(axis=0))
-    if not np.isfinite(best[-1][-1]):
-        raise AllocationError(
-            "no contiguous assignment in the given order of the devices keeps each within its "
-            "limits: use larger devices, smaller partitions, or more devices"
-        )
-    assignment, k = np.empty(problem.n, dtype=np.int64), problem.n
-    for device, start in zip(reversed(order), reversed(starts)):
-        assignment[start[k] : k] = device
-        k = int(start[k])
-    return assignment
+    return _chain(problem) if problem.contiguous else _highs(problem)
 
 
 def _chain(problem: Problem) -> Ints:
     """Solve a contiguous problem by dynamic programming over (devices used, partitions done).
 
     Equal devices are interchangeable, so a state counts the used devices of each class: m + 1
-    states when all are equal, 2^m when all differ. `best[state][i]` is the least cost of running
-    the first i partitions on the devices of the state, and ::
+    states when all are equal or their order is given, 2^m when all differ. `best[state][i]` is the
+    least cost of running the first i partitions on the devices of the state, and ::
 
         best[state][k] = min over class c, i < k of  best[state - c][i] (+) run_c[i, k]
 
@@ -70,26 +44,36 @@ def _chain(problem: Problem) -> Ints:
     i .. k-1 on a device of class c. `last_device`, if it is given, is a class by itself, which is
     taken in the last step only.
     """
-    counts = Counter(problem.classes)
+    counts, order = Counter(problem.classes), problem.order
     classes, totals = list(counts), list(counts.values())
-    _check_size(problem, totals)
     combine = np.add if problem.objective == "profit" else np.maximum
-    runs = [_run_costs(problem, device) for device in classes]
     start = np.where(np.arange(problem.n + 1) == 0, 0.0, np.inf)
     full = tuple(totals)
+    # each state comes after those with fewer devices: `product` counts up
+    if order is None:
+        _check_size(problem, totals)
+        states: Iterable[tuple[int, ...]] = product(*(range(total + 1) for total in totals))
+    else:
+        used = [order[:count] for count in range(problem.m + 1)]
+        states = [tuple(int(device in devices) for device in classes) for devices in used]
+    runs = [_run_costs(problem, device) for device in classes]
+
+    def may_be_last(state: tuple[int, ...], device: int) -> bool:
+        if order is not None:
+            return device == order[sum(state) - 1]
+        ending = problem.last_device is not None and state == full
+        return (device == problem.last_device) == ending
 
     def usable(state: tuple[int, ...]) -> list[tuple[int, Floats, Floats]]:
         """The classes that may be last in a state: class, costs before it, costs of its runs."""
-        ending = problem.last_device is not None and state == full
         return [
             (c, best[_without(state, c)], run)
-            for c, run in enumerate(runs)
-            if state[c] and (classes[c] == problem.last_device) == ending
+            for c, (device, run) in enumerate(zip(classes, runs))
+            if state[c] and may_be_last(state, device)
         ]
 
-    # (`product` counts up, so that each state comes after those with fewer devices)
     best: dict[tuple[int, ...], Floats] = {}
-    for state in product(*(range(total + 1) for total in totals)):
+    for state in states:
         reached = [combine(before[:, None], run).min(axis=0) for _, before, run in usable(state)]
         nothing = start if not any(state) else np.full_like(start, np.inf)
         best[state] = np.min([nothing, *reached], axis=0)

@@ -82,10 +82,12 @@ class Labels:
         return [int(j) for j in rng.permutation(np.flatnonzero(room))]
 
     def crossover(self, left: Ints, right: Ints) -> Ints:
+        """A child with the first half of one parent and the second of the other (Algorithm 3)."""
         middle = len(left) // 2
         return np.concatenate([left[:middle], right[middle:]])
 
     def invert(self, genes: Ints, rng: np.random.Generator) -> Ints:
+        """Reverse a random stretch (the paper's mutation)."""
         genes, piece = genes.copy(), stretch(len(genes), rng)
         genes[piece] = genes[piece][::-1]
         return genes
@@ -160,9 +162,11 @@ class Labels:
         return changed
 
     def canonical(self, genes: Ints) -> Ints:
+        """Renumber equal devices, so that assignments that differ only in these are one."""
         return renumbered(genes, self.problem)
 
     def decode(self, genes: Ints) -> Ints:
+        """The assignment of a chromosome: itself."""
         return genes
 
 

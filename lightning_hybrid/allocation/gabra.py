@@ -19,7 +19,7 @@ when it is within `tolerance` of the bound. It calls no exact solver.
 
 import numpy as np
 
-from lightning_hybrid.allocation.chromosomes import Genes, Settings, roulette
+from lightning_hybrid.allocation.chromosomes import Settings, roulette
 from lightning_hybrid.allocation.contiguous_chromosomes import Runs
 from lightning_hybrid.allocation.free_chromosomes import Labels
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
@@ -68,7 +68,7 @@ class _Evolution:
 
     def __init__(self, problem: Problem, rng: np.random.Generator, settings: Settings) -> None:
         self.problem, self.rng, self.settings = problem, rng, settings
-        self.genes: Genes = Runs(problem) if problem.contiguous else Labels(problem)
+        self.genes: Runs | Labels = Runs(problem) if problem.contiguous else Labels(problem)
         self.members: list[Ints] = []
         self.costs: list[float] = []
         self.seen: set[bytes] = set()
@@ -122,23 +122,16 @@ class _Evolution:
 
     def _breed(self) -> Ints:
         settings, rng = self.settings, self.rng
-        first, second = self._select(), self._select()
-        genes = first
+        genes, other = (self.members[roulette(self._fitness(), rng)] for _ in range(2))
         if rng.random() < settings.crossover:
-            genes = self._crossed(first, second)
+            # one of the two children, at random
+            parents = ((genes, other), (other, genes))[int(rng.integers(2))]
+            genes = self.genes.crossover(*parents)
         if rng.random() < settings.mutation:
             genes = self.genes.invert(genes, rng)
         if rng.random() < settings.mutation:
             genes = self.genes.perturb(genes, rng)
         return genes
-
-    def _crossed(self, first: Ints, second: Ints) -> Ints:
-        """One of the two children of a crossover, at random."""
-        which = int(self.rng.integers(2))
-        return self.genes.crossover(*((first, second), (second, first))[which])
-
-    def _select(self) -> Ints:
-        return self.members[roulette(self._fitness(), self.rng)]
 
     def _fitness(self) -> Floats:
         """For each member how much better it is than the worst one.

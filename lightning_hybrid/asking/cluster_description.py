@@ -6,7 +6,7 @@ A description is a YAML file, see `lightning_hybrid/asking/clusters/`::
     devices:                      # in the order of the ranks
       - name: RTX 4090
         count: 2                  # as many of them in a row; 1 if left out
-        compute: 82.6 TFLOP/s     # or, for all devices, `speed: 1.0`, relative to each other
+        compute: 82.6 TFLOP/s     # only their ratios count where the network is measured
         memory: 24 GB             # may be left out: not known, no limit
       - name: RTX 3090
         count: 2
@@ -35,8 +35,8 @@ from typing import Any, Self
 
 import yaml
 
+from lightning_hybrid.asking.units import parse, spell
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import parse, spell
 
 SHIPPED = Path(__file__).parent / "clusters"
 """Folder of the descriptions that come with the package."""
@@ -48,14 +48,12 @@ class DeviceSpec:
 
     Attributes:
         name: model, as the vendor calls it.
-        flops_per_s: floating-point operations per second; None if `speed` is given.
-        speed: speed relative to the other devices; None if `flops_per_s` is given.
+        flops_per_s: floating-point operations per second.
         memory_bytes: size of its memory; None: not known.
     """
 
     name: str
-    flops_per_s: float | None = None
-    speed: float | None = None
+    flops_per_s: float
     memory_bytes: float | None = None
 
 
@@ -76,10 +74,6 @@ class Level:
     bandwidth_bytes_per_s: float
     latency_s: float
 
-    def transfer_s(self, size_bytes: float) -> float:
-        """Seconds that a message of this size takes between two devices."""
-        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterDescription:
@@ -92,11 +86,11 @@ class ClusterDescription:
         about: origin of the numbers.
         places: for each device, its number in the whole cluster, by which levels group it; empty:
             its own number.
-        unit: the rate or speed that counts as 1; None: that of the first device.
+        unit: the FLOP/s that count as speed 1; None: those of the first device.
 
     Raises:
-        PlanError: there is no device; some devices have a compute rate and others a relative speed;
-            a level is not made of whole groups of the level inside; or no level joins all devices.
+        PlanError: there is no device; a level is not made of whole groups of the level inside; or
+            no level joins all devices.
     """
 
     name: str
@@ -109,13 +103,6 @@ class ClusterDescription:
     def __post_init__(self) -> None:
         if not self.devices:
             raise PlanError(f"cluster {self.name!r} has no devices")
-        by_flops = [device.flops_per_s is not None for device in self.devices]
-        if any(by_flops) != all(by_flops):
-            odd = self.devices[by_flops.index(False)]
-            raise PlanError(
-                f"device {odd.name!r} of cluster {self.name!r} has a relative speed, others have "
-                "a compute rate: give all devices the one or the other"
-            )
         for inner, outer in pairwise(self.levels):
             if outer.devices <= inner.devices or outer.devices % inner.devices:
                 raise PlanError(
@@ -133,11 +120,11 @@ class ClusterDescription:
     @cached_property
     def relative_speeds(self) -> tuple[float, ...]:
         """Speed of each device, relative to the first one of the whole cluster."""
-        return tuple(rate / self._unit for rate in map(_rate, self.devices))
+        return tuple(device.flops_per_s / self._unit for device in self.devices)
 
     @property
     def _unit(self) -> float:
-        return self.unit or _rate(self.devices[0])
+        return self.unit or self.devices[0].flops_per_s
 
     @cached_property
     def memory_limits(self) -> tuple[float, ...] | None:
@@ -146,18 +133,8 @@ class ClusterDescription:
         return None if None in sizes else tuple(size or 0.0 for size in sizes)
 
     def level(self, devices: Iterable[int]) -> Level | None:
-        """The innermost level that joins all of these devices; None for a single device.
-
-        Raises:
-            PlanError: there is no device with one of the numbers.
-        """
+        """The innermost level that joins all of these devices; None for a single device."""
         numbers = set(devices)
-        for number in numbers:
-            if not 0 <= number < len(self.devices):
-                raise PlanError(
-                    f"cluster {self.name!r} has the devices 0..{len(self.devices) - 1}, "
-                    f"not {number}"
-                )
         if len(numbers) < 2:
             return None
         places = [self.places[number] for number in numbers] if self.places else numbers
@@ -259,37 +236,22 @@ class ClusterDescription:
             raise PlanError(f"{path}: {error}") from error
 
 
-def _rate(device: DeviceSpec) -> float:
-    return device.flops_per_s or device.speed or 1.0
-
-
 def _device_record(device: DeviceSpec, count: int) -> dict[str, Any]:
     record: dict[str, Any] = {"name": device.name, "count": count}
-    if device.flops_per_s is not None:
-        record["compute"] = spell("compute", device.flops_per_s)
-    else:
-        record["speed"] = device.speed
+    record["compute"] = spell("compute", device.flops_per_s)
     if device.memory_bytes is not None:
         record["memory"] = spell("memory", device.memory_bytes)
     return record
 
 
 def _devices(entry: Any, where: str) -> list[DeviceSpec]:
-    fields = _checked(entry, where, ("name",), ("count", "compute", "speed", "memory"))
-    if ("compute" in fields) == ("speed" in fields):
-        raise PlanError(
-            f"{where} ({fields['name']}) needs either 'compute', such as '15.7 TFLOP/s', or "
-            "'speed', a number relative to the other devices"
-        )
-    flops = speed = memory = None
-    if "compute" in fields:
-        flops = parse("compute", fields["compute"], f"{where}.compute")
-    else:
-        speed = _number(fields["speed"], f"{where}.speed")
-    if "memory" in fields:
-        memory = parse("memory", fields["memory"], f"{where}.memory")
+    fields = _checked(entry, where, ("name", "compute"), ("count", "memory"))
     device = DeviceSpec(
-        name=str(fields["name"]), flops_per_s=flops, speed=speed, memory_bytes=memory
+        name=str(fields["name"]),
+        flops_per_s=parse("compute", fields["compute"], f"{where}.compute"),
+        memory_bytes=parse("memory", fields["memory"], f"{where}.memory")
+        if "memory" in fields
+        else None,
     )
     return [device] * _count(fields.get("count", 1), f"{where}.count")
 
@@ -335,10 +297,3 @@ def _count(value: Any, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{where} is {value!r}: an integer of at least 1 is needed")
     return value
-
-
-def _number(value: Any, where: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
-        raise PlanError(f"{where} is {value!r}: a finite number of more than 0 is needed")
-    return float(value)

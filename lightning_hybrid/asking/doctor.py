@@ -4,8 +4,6 @@ import os
 import platform
 import shutil
 import socket
-import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +27,7 @@ from lightning_hybrid.comm import (
     probe_pair,
 )
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import TOLERANCE, Device, look_at, memory_of_rank
+from lightning_hybrid.planning import Device, look_at, measured_speeds, memory_of_rank
 from lightning_hybrid.process import LETTING_GO_S, Meeting, make_store
 
 _ALL_PAIRS = 8
@@ -45,21 +43,17 @@ class Facts:
     """What was measured on one rank.
 
     Attributes:
-        device: description of its device.
-        flops_per_s: FLOP/s of a matrix product in float32, on all ranks at the same time.
+        device: description of its device; its units of work are FLOPs of a matrix product in
+            float32, on all ranks at the same time.
         versions: versions of Python and of packages, which must be equal on all ranks.
         address: address of the interface that leads to the main host.
         shared_bytes: free bytes of the host's shared memory; None: there is none.
-        sees_host: whether the rank finds a file that the first rank of its host has put into shared
-            memory.
     """
 
     device: Device
-    flops_per_s: float
     versions: dict[str, str]
     address: str
     shared_bytes: int | None
-    sees_host: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +84,6 @@ class Checkup:
                     other = fact.versions.get(name)
                     lines.append(f"{name}: rank 0 has {value}, rank {rank} has {other}")
         for rank, fact in enumerate(self.facts):
-            if not fact.sees_host:
-                lines.append(
-                    f"shared memory: rank {rank} does not see what the first process on "
-                    f"{fact.device.host} puts into {_SHARED} (containers of their own?)"
-                )
             if len(set(self.hosts)) > 1 and fact.address.startswith("127."):
                 lines.append(
                     f"interface: rank {rank} reaches the main host over loopback though there are "
@@ -104,35 +93,22 @@ class Checkup:
 
     def cluster(self, name: str) -> ClusterDescription:
         """The measurements as a description of the cluster, for `plan` and `simulate`."""
+        devices = [fact.device for fact in self.facts]
+        unit = devices[0].units_per_s
         return ClusterDescription(
             name=name,
             about="Measured by lightning-hybrid doctor: compute is a matrix product in float32, "
             "latency and bandwidth are medians over pairs.",
             devices=tuple(
                 DeviceSpec(
-                    name=fact.device.name,
-                    flops_per_s=_rounded(flops_per_s),
-                    memory_bytes=_memory(fact.device, [f.device for f in self.facts]),
+                    name=device.name,
+                    flops_per_s=_rounded(speed * unit),
+                    memory_bytes=_memory(device, devices),
                 )
-                for fact, flops_per_s in zip(self.facts, self._rates())
+                for device, speed in zip(devices, measured_speeds(devices))
             ),
             levels=tuple(self._levels()),
         )
-
-    def _rates(self) -> list[float]:
-        """FLOP/s of each rank; equal ones for devices of one host and model that differ little.
-
-        So a plan does not change with other work of the machine.
-        """
-        kinds = [(fact.device.host, fact.device.name) for fact in self.facts]
-        rates = []
-        for fact, kind in zip(self.facts, kinds):
-            alike = [f.flops_per_s for f, other in zip(self.facts, kinds) if other == kind]
-            near = min(alike) >= max(alike) * (
-                1 - TOLERANCE["cpu" if fact.device.threads else "cuda"]
-            )
-            rates.append(statistics.median(alike) if near else fact.flops_per_s)
-        return rates
 
     def _levels(self) -> list[Level]:
         hosts, count = self.hosts, len(self.facts)
@@ -215,7 +191,7 @@ def _together(rank: int, count: int, device: torch.device) -> Checkup | None:
     dist.all_gather_object(hosts, socket.gethostname())
     flops = probe_flops(device)
     facts: list[Facts] = [None] * count  # type: ignore[list-item]
-    dist.all_gather_object(facts, _facts(rank, device, flops, hosts))
+    dist.all_gather_object(facts, _facts(device, flops))
     found = [probe_pair(one, other, device) for one, other in _pairs(hosts)]
     everything: list[list[PairProbe]] = [[] for _ in range(count)]
     dist.all_gather_object(everything, [pair for pair in found if pair is not None])
@@ -237,37 +213,15 @@ def _pairs(hosts: list[str]) -> list[tuple[int, int]]:
     return sorted({*pairwise(range(len(hosts))), *combinations(first, 2)})
 
 
-def _facts(rank: int, device: torch.device, flops: float, hosts: list[str]) -> Facts:
+def _facts(device: torch.device, flops_per_s: float) -> Facts:
     return Facts(
-        device=look_at(device),
-        flops_per_s=flops,
+        device=look_at(device, (flops_per_s, flops_per_s)),
         versions={"python": platform.python_version()}
         | {name: _version(name) for name in _PACKAGES}
         | {"cuda": str(torch.version.cuda)},
         address=_address(),
         shared_bytes=shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,
-        sees_host=_sees_host(rank, hosts),
     )
-
-
-def _sees_host(rank: int, hosts: list[str]) -> bool:
-    """Whether this rank finds a file that the first rank of its host puts into shared memory.
-
-    All ranks call this together.
-    """
-    first = hosts.index(hosts[rank]) == rank
-    mine = None
-    if first and _SHARED.is_dir():
-        with suppress(OSError):
-            mine = tempfile.NamedTemporaryFile(dir=_SHARED)  # noqa: SIM115 (closed below)
-    names: list[str | None] = [None] * len(hosts)
-    dist.all_gather_object(names, mine.name if mine else None)
-    name = names[hosts.index(hosts[rank])]
-    seen = name is None or Path(name).exists()
-    dist.barrier()
-    if mine is not None:
-        mine.close()
-    return seen
 
 
 def _address() -> str:

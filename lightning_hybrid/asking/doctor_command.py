@@ -85,13 +85,11 @@ def _start(count: int, out: str | None) -> None:
 def _print(found: Checkup) -> None:
     console = terminal()
     columns = ("rank", "host", "device", "GFLOP/s", "memory", "shared memory", "address")
-    rows = (
-        (
-            *(str(rank), fact.device.host, fact.device.name, f"{fact.flops_per_s / 1e9:,.4g}"),
-            *(_gb(fact.device.memory_bytes), _gb(fact.shared_bytes), fact.address),
-        )
-        for rank, fact in enumerate(found.facts)
-    )
+    rows = []
+    for rank, fact in enumerate(found.facts):
+        device, rate = fact.device, f"{fact.device.units_per_s / 1e9:,.4g}"
+        memory = _gb(device.memory_bytes), _gb(fact.shared_bytes)
+        rows.append((str(rank), device.host, device.name, rate, *memory, fact.address))
     show_table(console, "Ranks", columns, rows, left=("host", "device"))
     if found.pairs:
         _print_links(console, found)
@@ -103,7 +101,7 @@ def _print(found: Checkup) -> None:
     for line in problems:
         console.print(f"DIFFERS {line}")
     if not problems and len(found.facts) > 1:
-        console.print("All ranks reach each other and agree in versions and shared memory.")
+        console.print("All ranks reach each other and agree in versions.")
 
 
 def _print_links(console: Console, found: Checkup) -> None:

@@ -64,9 +64,7 @@ def run(options: argparse.Namespace) -> None:
     times = [row[options.time] for row in rows]
 
     def fit_to(rows: Sequence[Run], times: Sequence[float]) -> PerformanceModel:
-        # the table has no units: the names of its columns are used
-        units, more = {name: name for name in intrinsic}, {name: name for name in extrinsic}
-        return fit(rows, times, intrinsic=units, extrinsic=more, strength=options.strength)
+        return fit(rows, times, intrinsic=intrinsic, extrinsic=extrinsic, strength=options.strength)
 
     model = fit_to(rows, times)
     console = terminal()

@@ -17,8 +17,8 @@ factors that explain nothing to zero, if it is strong enough for the noise; with
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -28,7 +28,7 @@ from scipy.optimize import differential_evolution, least_squares, minimize
 from lightning_hybrid.allocation import Floats
 from lightning_hybrid.errors import PlanError
 
-VERSION = 1
+VERSION = 2
 """Version of the JSON format."""
 _POWERS = (0.0, 3.0)
 _EXPONENTS = (-3.0, 3.0)
@@ -37,41 +37,21 @@ _NEGLIGIBLE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Intrinsic:
-    """A factor of what is computed, such as FLOPs: it adds `weight (value / scale)^power`.
+class Factor:
+    """A factor, whose value in a run counts as `(value / scale)^power`.
 
     Attributes:
         name: key of its value in a run.
-        unit: unit of its values, for the description.
-        scale: geometric mean of the values that it was fitted to, in this unit.
-        weight: what it adds at `scale`, as a fraction of the mean measured time.
-        power: exponent of `value / scale`.
+        scale: geometric mean of the values that it was fitted to, in their unit.
+        power: the exponent; of an extrinsic factor, if it is negative, more of it takes less time.
+        weight: what an intrinsic factor adds at `scale`, as a fraction of the mean measured time;
+            1 for extrinsic factors.
     """
 
     name: str
-    unit: str
     scale: float
-    weight: float
     power: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extrinsic:
-    """A factor of how a run is spread, such as the number of devices.
-
-    It multiplies the sum of the intrinsic factors by `(value / scale)^exponent`.
-
-    Attributes:
-        name: key of its value in a run.
-        unit: unit of its values, for the description.
-        scale: geometric mean of the values that it was fitted to, in this unit.
-        exponent: exponent of `value / scale`; if it is negative, more of it takes less time.
-    """
-
-    name: str
-    unit: str
-    scale: float
-    exponent: float
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +61,9 @@ class PerformanceModel:
     Attributes:
         mean_s: mean of the measured times that it was fitted to.
         constant: fraction of `mean_s` that depends on no factor.
-        intrinsic: factors that add up.
-        extrinsic: factors that multiply this sum.
+        intrinsic: factors of what is computed, such as FLOPs: they add up.
+        extrinsic: factors of how a run is spread, such as the number of devices: they multiply this
+            sum.
         strength: weight of the regulariser in the fit; 0: none.
         error: mean absolute relative error on the runs that it was fitted to.
         version: version of the JSON format.
@@ -90,8 +71,8 @@ class PerformanceModel:
 
     mean_s: float
     constant: float
-    intrinsic: tuple[Intrinsic, ...]
-    extrinsic: tuple[Extrinsic, ...]
+    intrinsic: tuple[Factor, ...]
+    extrinsic: tuple[Factor, ...]
     strength: float
     error: float
     version: int = VERSION
@@ -102,11 +83,12 @@ class PerformanceModel:
         Raises:
             PlanError: a factor is missing, or not a finite number of more than 0.
         """
-        names = [f.name for f in self.intrinsic] + [f.name for f in self.extrinsic]
-        values = dict(zip(names, _table([run], names)[0]))
-        work = sum(f.weight * (values[f.name] / f.scale) ** f.power for f in self.intrinsic)
-        spread = np.prod([(values[f.name] / f.scale) ** f.exponent for f in self.extrinsic])
-        return float(self.mean_s * (self.constant + work * spread))
+        factors = (*self.intrinsic, *self.extrinsic)
+        values = _table([run], [factor.name for factor in factors])[0]
+        # of an intrinsic factor its share of the time, of an extrinsic one a multiple
+        parts = [f.weight * (value / f.scale) ** f.power for f, value in zip(factors, values)]
+        count = len(self.intrinsic)
+        return float(self.mean_s * (self.constant + sum(parts[:count]) * np.prod(parts[count:])))
 
     def error_on(self, runs: Sequence[Mapping[str, float]], times_s: Sequence[float]) -> float:
         """Mean absolute relative error on given runs, such as those held out of the fit."""
@@ -124,16 +106,16 @@ class PerformanceModel:
                 continue
             lines.append(
                 f"{factor.name} accounts for {factor.weight:.0%} of the time, which grows with its "
-                f"power {factor.power:.2f}: twice as many {factor.unit} take "
-                f"{2**factor.power:.2f} times as long there."
+                f"power {factor.power:.2f}: twice as much takes {2**factor.power:.2f} times as "
+                "long there."
             )
-        for spread in sorted(self.extrinsic, key=lambda f: -abs(f.exponent)):
-            if abs(spread.exponent) < _NEGLIGIBLE:
-                lines.append(f"{spread.name} does not matter (exponent {spread.exponent:.3f}).")
+        for factor in sorted(self.extrinsic, key=lambda f: -abs(f.power)):
+            if abs(factor.power) < _NEGLIGIBLE:
+                lines.append(f"{factor.name} does not matter (exponent {factor.power:.3f}).")
                 continue
             lines.append(
-                f"Twice as much of {spread.name} ({spread.unit}) multiplies what depends on "
-                f"factors by {2**spread.exponent:.2f}."
+                f"Twice as much of {factor.name} multiplies what depends on factors by "
+                f"{2**factor.power:.2f}."
             )
         lines.append(f"{self.constant:.0%} of the time depends on none of them.")
         return "\n".join(lines)
@@ -142,43 +124,25 @@ class PerformanceModel:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read a model.
-
-        Raises:
-            PlanError: the text is no JSON object, or has other fields than a model of this version.
-        """
-        try:
-            record = json.loads(text)
-            if record.get("version") != VERSION:
-                raise PlanError(
-                    f"the performance model has format version {record.get('version')}, this "
-                    f"package reads {VERSION}: fit it anew"
-                )
-            intrinsic = tuple(Intrinsic(**factor) for factor in record["intrinsic"])
-            extrinsic = tuple(Extrinsic(**factor) for factor in record["extrinsic"])
-            return cls(**{**record, "intrinsic": intrinsic, "extrinsic": extrinsic})
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-            known = ", ".join(field.name for field in fields(cls))
-            raise PlanError(
-                f"this is no performance model ({error}): a JSON object with {known} is needed"
-            ) from error
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a model from a file.
+        """Read a model from a file with what `to_json` gives.
 
         Raises:
-            PlanError: the file cannot be read, or `from_json` refuses it.
+            PlanError: the file cannot be read, is no JSON object, or has other fields than a model
+                of this version.
         """
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+            if record["version"] != VERSION:
+                raise ValueError(f"it has version {record['version']}, not {VERSION}")
+            factors = {
+                kind: tuple(Factor(**factor) for factor in record[kind])
+                for kind in ("intrinsic", "extrinsic")
+            }
+            return cls(**(record | factors))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(
-                f"no performance model can be read from {str(path)!r}: {error}"
+                f"no performance model can be read from {str(path)!r} ({error}): fit it anew"
             ) from error
 
 
@@ -186,8 +150,8 @@ def fit(
     runs: Sequence[Mapping[str, float]],
     times_s: Sequence[float],
     *,
-    intrinsic: Mapping[str, str],
-    extrinsic: Mapping[str, str],
+    intrinsic: Collection[str],
+    extrinsic: Collection[str],
     strength: float = 1e-3,
     generations: int = 300,
     seed: int = 0,
@@ -197,8 +161,8 @@ def fit(
     Args:
         runs: Values of the factors of each run, by name; all more than 0.
         times_s: Measured seconds of each run.
-        intrinsic: Names of the intrinsic factors, each with its unit.
-        extrinsic: Names of the extrinsic factors, each with its unit.
+        intrinsic: Names of the intrinsic factors.
+        extrinsic: Names of the extrinsic factors.
         strength: Weight of the regulariser; 0: none.
         generations: Most generations of the differential evolution; a local search follows.
         seed: Seed of the differential evolution.
@@ -208,7 +172,11 @@ def fit(
             same in all runs, or a time is not positive.
     """
     names = [*intrinsic, *extrinsic]
-    values, measured = _table(runs, names), _times(times_s, len(runs))
+    if len(times_s) != len(runs):
+        raise PlanError(
+            f"there are {len(runs)} runs and {len(times_s)} times: one for each is needed"
+        )
+    values, measured = _table(runs, names), _table([{"time": t} for t in times_s], ["time"])[:, 0]
     constants = 1 + 2 * len(intrinsic) + len(extrinsic)
     if not intrinsic or len(runs) < constants:
         raise PlanError(
@@ -231,12 +199,12 @@ def fit(
         mean_s=mean_s,
         constant=float(best[0]),
         intrinsic=tuple(
-            Intrinsic(name=name, unit=unit, scale=float(s), weight=float(a), power=float(p))
-            for (name, unit), s, a, p in zip(intrinsic.items(), scales, weights, powers)
+            Factor(name=name, scale=float(s), power=float(p), weight=float(a))
+            for name, s, p, a in zip(intrinsic, scales, powers, weights)
         ),
         extrinsic=tuple(
-            Extrinsic(name=name, unit=unit, scale=float(s), exponent=float(q))
-            for (name, unit), s, q in zip(extrinsic.items(), scales[len(intrinsic) :], exponents)
+            Factor(name=name, scale=float(s), power=float(q))
+            for name, s, q in zip(extrinsic, scales[len(intrinsic) :], exponents)
         ),
         strength=strength,
         error=float(np.mean(np.abs(expression.times(best) / expression.measured - 1))),
@@ -291,28 +259,24 @@ class _Expression:
             tol=1e-10,
             polish=False,
         )
-        polished = minimize(
-            self.cost,
-            found.x,
-            bounds=self.bounds,
-            method="L-BFGS-B",
-            options={"maxiter": 5_000, "ftol": 1e-16, "gtol": 1e-12},
-        )
-        best = np.asarray(min((found, polished), key=lambda answer: answer.fun).x)
-        return best if self.strength else self.squared(best)
-
-    def squared(self, start: Floats) -> Floats:
-        """Improve constants by least squares, which is for a fit without regulariser.
-
-        Weights and powers can replace each other with hardly a change of the cost, so that general
-        methods end early; least squares, which has each error by itself, goes on.
-        """
-        low, high = np.array(self.bounds).T
-        found = least_squares(
-            self.errors, np.clip(start, low, high), bounds=(low, high), x_scale="jac",
-            ftol=1e-15, xtol=1e-15, gtol=1e-15, max_nfev=1_000,
-        )  # fmt: skip
-        return np.asarray(min((start, found.x), key=self.cost))
+        if self.strength:
+            polished = minimize(
+                self.cost,
+                found.x,
+                bounds=self.bounds,
+                method="L-BFGS-B",
+                options={"maxiter": 5_000, "ftol": 1e-16, "gtol": 1e-12},
+            )
+        else:
+            # Without a regulariser weights and powers can replace each other with hardly a change
+            # of the cost, where general methods end early; least squares, which has each error by
+            # itself, goes on.
+            low, high = np.array(self.bounds).T
+            polished = least_squares(
+                self.errors, np.clip(found.x, low, high), bounds=(low, high), x_scale="jac",
+                ftol=1e-15, xtol=1e-15, gtol=1e-15, max_nfev=1_000,
+            )  # fmt: skip
+        return np.asarray(min((found.x, polished.x), key=self.cost))
 
 
 def _table(runs: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats:
@@ -330,13 +294,3 @@ def _table(runs: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats:
                     f"{name} of run {number} is {value}: a finite number of more than 0 is needed"
                 )
     return table
-
-
-def _times(times_s: Sequence[float], count: int) -> Floats:
-    times = np.asarray(times_s, dtype=np.float64)
-    if times.shape != (count,):
-        raise PlanError(f"there are {count} runs and {times.size} times: one for each is needed")
-    for number, time in enumerate(times):
-        if not 0 < time < np.inf:
-            raise PlanError(f"time {number} is {time}: a finite number of more than 0 is needed")
-    return times

@@ -4,14 +4,14 @@ A shape is the numbers of replicas, devices, stages and micro-batches of a run.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lightning_hybrid.asking.shapes import Shape, fastest, plan_of
-from lightning_hybrid.asking.study import Study, add_study_options, device_counts, make_study
+from lightning_hybrid.asking.study import Study, add_study_options, make_study
 from lightning_hybrid.asking.terminal import short, show_table, terminal, write
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import Plan, Section, plan_page
-from lightning_hybrid.report import draw_curves, paragraph, table
+from lightning_hybrid.planning import Plan, plan_page
+from lightning_hybrid.report import table
 
 _SHAPES = "Shapes, the fastest first"
 _SHOWN = 8
@@ -135,33 +135,13 @@ def _page(
     devices = plan.devices_per_replica
     # the page shows one replica: for each device the least memory of all replicas
     mine = None if limits is None else [min(limits[k::devices]) for k in range(devices)]
-    rows = table(_rows(study, shapes))
     return plan_page(
         plan,
         title=f"{study.target.name} on {count} of {study.cluster.name}",
         notes=facts,
         limits=mine,
-        more=[(_SHAPES, rows), _speed_ups(study, count)],
+        more=[(_SHAPES, table(_rows(study, shapes)))],
     )
-
-
-def _speed_ups(study: Study, count: int) -> Section:
-    counts = device_counts(count)
-    curves: Mapping[str, list[float | None]] = {
-        kind: [None if shape is None else study.speed_up(shape) for shape in found]
-        for kind, found in study.curves(counts).items()
-    }
-    text = paragraph(
-        "The fastest shape of each kind that fits: one stage a replica, one replica, and any. "
-        "Samples a second over those of one device with memory enough."
-    )
-    text += draw_curves(counts, curves, "speed-up against the number of devices")
-    rows = [
-        {"devices": str(number)}
-        | {kind: "-" if v[k] is None else f"{v[k]:.2f}" for kind, v in curves.items()}
-        for k, number in enumerate(counts)
-    ]
-    return "Speed-up", text + table(rows)
 
 
 def _seconds(seconds: float) -> str:

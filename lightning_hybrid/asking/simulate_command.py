@@ -1,21 +1,26 @@
 """`lightning-hybrid simulate`: predict the speed-up of a network for each number of devices."""
 
 import argparse
-
-from rich.console import Console
+from collections.abc import Callable, Mapping
 
 from lightning_hybrid.asking.shapes import Shape, fastest
-from lightning_hybrid.asking.study import KINDS, Study, add_study_options, device_counts, make_study
+from lightning_hybrid.asking.study import Study, add_study_options, make_study
 from lightning_hybrid.asking.terminal import short, show_table, terminal
 from lightning_hybrid.errors import PlanError
+
+_KINDS: dict[str, Callable[[Shape], bool]] = {
+    "data parallel": lambda shape: shape.devices_per_replica == 1,
+    "pipeline": lambda shape: shape.replicas == 1,
+    "hybrid": lambda shape: True,
+}
+_MOST_TRIED = 128
+"""Devices up to which every number is tried for a wanted speed-up."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to a parser."""
     add_study_options(parser)
-    wanted = parser.add_mutually_exclusive_group()
-    wanted.add_argument("--speed-up", type=float, metavar="X", help="wanted, over one device")
-    wanted.add_argument("--samples-per-s", type=float, metavar="X", help="wanted throughput")
+    parser.add_argument("--speed-up", type=float, metavar="X", help="wanted, over one device")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -25,40 +30,49 @@ def run(options: argparse.Namespace) -> None:
         PlanError: the network or the cluster is refused, or the network fits on no number of
             devices.
     """
-    wanted = options.speed_up or options.samples_per_s
+    wanted: float | None = options.speed_up
     if wanted is not None and wanted <= 0:
-        raise PlanError(f"{wanted} is wanted: a number of more than 0 is needed")
+        raise PlanError(f"--speed-up {wanted}: a number of more than 0 is needed")
     study = make_study(options)
     most = len(study.cluster.devices)
-    # all numbers if a number of devices is asked for
-    counts = device_counts(most) if wanted is None or most > 128 else [*range(1, most + 1)]
-    curves = study.curves(counts)
-    best = dict(zip(counts, curves["hybrid"]))
-    if not any(best.values()):
+    shown = _device_counts(most)
+    counts = shown if wanted is None or most > _MOST_TRIED else [*range(1, most + 1)]
+    fitting = {n: [shape for shape in study.shapes(n) if shape.fits] for n in counts}
+    best = {number: shapes[0] for number, shapes in fitting.items() if shapes}
+    if not best:
         fastest(study.shapes(most))  # raises with what is missing
+    rows = [_row(study, number, fitting[number]) for number in shown]
+    columns = ("devices", *_KINDS, "samples/s", "efficiency", "shape")
+    title = "Speed-up over one device, and the fastest shape"
     console = terminal()
-    shown = device_counts(most)
-    _print_table(console, study, {n: [curves[k][counts.index(n)] for k in KINDS] for n in shown})
+    show_table(console, title, columns, rows, left=["shape"])
     console.print(study.origin)
-    fits = next(count for count, shape in best.items() if shape is not None)
-    console.print("It fits on one device." if fits == 1 else f"It fits from {fits} devices on.")
+    least = min(best)
+    console.print("It fits on one device." if least == 1 else f"It fits from {least} devices on.")
     if wanted is not None:
-        console.print(_answer(study, best, options))
+        console.print(_answer(study, best, wanted))
 
 
-def _answer(study: Study, best: dict[int, Shape | None], options: argparse.Namespace) -> str:
-    """A sentence with the least number of devices that reach the wanted speed."""
+def _row(study: Study, number: int, shapes: list[Shape]) -> list[str]:
+    """The cells of a number of devices, from the shapes that fit on them."""
+    firsts = [next(filter(is_of, shapes), None) for is_of in _KINDS.values()]
+    cells = [str(number), *("-" if s is None else f"{study.speed_up(s):.2f}" for s in firsts)]
+    if not shapes:
+        return [*cells, "-", "-", "does not fit"]
+    efficiency = f"{study.speed_up(shapes[0]) / number:.0%}"
+    return [*cells, short(shapes[0].samples_per_s), efficiency, str(shapes[0])]
+
+
+def _answer(study: Study, best: Mapping[int, Shape], wanted: float) -> str:
+    """A sentence with the least number of devices that reach the wanted speed-up."""
     for count, shape in best.items():
-        if shape is None:
-            continue
-        speed_up, rate = study.speed_up(shape), shape.samples_per_s
-        if speed_up >= (options.speed_up or 0) and rate >= (options.samples_per_s or 0):
+        if study.speed_up(shape) >= wanted:
             return (
-                f"You need {count} device{'s' * (count > 1)}: {shape}, {short(rate)} samples/s, "
-                f"{speed_up:.2f} times one device."
+                f"You need {count} device{'s' * (count > 1)}: {shape}, "
+                f"{short(shape.samples_per_s)} samples/s, "
+                f"{study.speed_up(shape):.2f} times one device."
             )
-    fitting = [shape for shape in best.values() if shape is not None]
-    top = max(fitting, key=lambda shape: shape.samples_per_s)
+    top = max(best.values(), key=lambda shape: shape.samples_per_s)
     return (
         f"No number up to {max(best)} is enough: the most is {short(top.samples_per_s)} samples/s, "
         f"{study.speed_up(top):.2f} times one device ({top}). Describe a larger cluster, or one "
@@ -66,15 +80,9 @@ def _answer(study: Study, best: dict[int, Shape | None], options: argparse.Names
     )
 
 
-def _print_table(console: Console, study: Study, rows: dict[int, list[Shape | None]]) -> None:
-    cells = []
-    for count, shapes in rows.items():
-        best = shapes[-1]
-        speed_ups = ["-" if shape is None else f"{study.speed_up(shape):.2f}" for shape in shapes]
-        last = ["-", "-", "does not fit"]
-        if best is not None:
-            last = [short(best.samples_per_s), f"{study.speed_up(best) / count:.0%}", str(best)]
-        cells.append([str(count), *speed_ups, *last])
-    columns = ("devices", *KINDS, "samples/s", "efficiency", "shape")
-    title = "Speed-up over one device, and the fastest shape"
-    show_table(console, title, columns, cells, left=["shape"])
+def _device_counts(most: int) -> list[int]:
+    """Numbers of devices for a table: all up to 8, then powers of two, and `most`."""
+    counts = list(range(1, min(most, 8) + 1))
+    while counts[-1] * 2 <= most and counts[-1] >= 8:
+        counts.append(counts[-1] * 2)
+    return counts if counts[-1] == most else [*counts, most]

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,11 +20,8 @@ from lightning_hybrid.asking.target import (
     make_optimizer,
     read_target,
 )
-from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import device_name, optimizer_bytes, speedup
-
-KINDS = ("data parallel", "pipeline", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -60,15 +57,6 @@ class Study:
     def one_device_s(self) -> float:
         """Predicted seconds of a step on the first device alone, even if it does not fit there."""
         return min(shape.step_s for shape in self.shapes(1))
-
-    def curves(self, counts: Sequence[int]) -> dict[str, list[Shape | None]]:
-        """By kind of shape, the fastest one that fits for each number of devices, or None."""
-        found: dict[str, list[Shape | None]] = {kind: [] for kind in KINDS}
-        for count in counts:
-            shapes = [shape for shape in self.shapes(count) if shape.fits]
-            for kind in KINDS:
-                found[kind].append(next((s for s in shapes if _is_of(kind, s)), None))
-        return found
 
     def speed_up(self, shape: Shape) -> float:
         """Speed-up of a shape over one device, in samples per second (`speedup`, Eq. 14)."""
@@ -132,11 +120,6 @@ def make_study(options: argparse.Namespace) -> Study:
     else:
         # times are those of the first device; others follow by their relative speed
         rate = cluster.devices[0].flops_per_s
-        if rate is None:
-            raise PlanError(
-                f"cluster {cluster.name!r} has relative speeds only: counted operations need a "
-                "rate ('compute: 15.7 TFLOP/s' for each device), or use --measure"
-            )
         costs_of = counted_parts(
             *(graph, partitions, rate, state), divides_states=options.shard_optimizer_states
         )
@@ -147,20 +130,6 @@ def make_study(options: argparse.Namespace) -> Study:
             "taken to cost half; optimizer step, loading and your code are left out."
         )
     return Study(target, cluster, batch, graph.symbol is not None and batch > 1, costs_of, origin)
-
-
-def device_counts(most: int) -> list[int]:
-    """Numbers of devices for a table: all up to 8, then powers of two, and `most`."""
-    counts = list(range(1, min(most, 8) + 1))
-    while counts[-1] * 2 <= most and counts[-1] >= 8:
-        counts.append(counts[-1] * 2)
-    return counts if counts[-1] == most else [*counts, most]
-
-
-def _is_of(kind: str, shape: Shape) -> bool:
-    if kind == "data parallel":
-        return shape.devices_per_replica == 1
-    return kind == "hybrid" or shape.replicas == 1
 
 
 def _advance(done: int, of: int) -> None:

@@ -28,16 +28,13 @@ class Target:
     Attributes:
         name: name of the network, as the user has given it.
         make: function that builds the network.
-        inputs: shapes and types of the inputs of a call; empty: those of its `example_input_array`,
-            else of the first batch of its data.
-        data: function that makes the data module; None: there is none.
+        inputs: shapes and types of the inputs of a call; empty: those of its `example_input_array`.
         trainer: arguments of the Trainer in the configuration; empty if there is none.
     """
 
     name: str
     make: Callable[[], nn.Module]
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    data: Callable[[], Any] | None
     trainer: Mapping[str, Any]
 
 
@@ -60,8 +57,8 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="configuration of a LightningCLI: its model, its data and number of devices; where "
-        "the model has no class_path, name the class as NETWORK",
+        help="configuration of a LightningCLI: its model and number of devices; where the model "
+        "has no class_path, name the class as NETWORK",
     )
 
 
@@ -76,19 +73,16 @@ def read_target(options: argparse.Namespace) -> Target:
     config = _read_config(options.config) if options.config else {}
     inputs = tuple(_shape(text) for text in options.input)
     trainer = config.get("trainer") or {}
-    data = config.get("data")
     if options.network and not options.config:
-        return Target(options.network, _maker(options.network), inputs, None, {})
+        return Target(options.network, _maker(options.network), inputs, {})
     if not options.config:
         raise PlanError("name a network, such as models:ResAttNet3D, or give --config FILE")
     model = _with_class(config.get("model"), options.network, f"{options.config}: model")
     name = str(model["class_path"]).rpartition(".")[2]
-    has_class = isinstance(data, dict) and "class_path" in data
     return Target(
         name,
         lambda: _network(_instance(model, f"{options.config}: model"), name),
         inputs,
-        (lambda: _instance(data, f"{options.config}: data")) if has_class else None,
         trainer,
     )
 
@@ -209,13 +203,11 @@ def _call(text: str, where: str) -> tuple[str, dict[str, Any]]:
 def _attribute(module: str, name: str) -> Any:
     try:
         found = import_module(module)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:  # the latter of an empty name
         raise PlanError(
             f"no module {module!r} can be imported from here or from the installed packages: "
             f"{_said(error)}"
         ) from error
-    except ValueError as error:  # an empty name
-        raise PlanError(f"{module!r} is no name of a module") from error
     if not hasattr(found, name):
         raise PlanError(f"module {module!r} has no {name!r}")
     return getattr(found, name)
@@ -247,8 +239,6 @@ def _arguments(
         tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in target.inputs]
         return tuple(tensors), {}
     example = getattr(network, "example_input_array", None)
-    if example is None and target.data is not None:
-        example = _first_batch(target.data, target.name)
     if example is None:
         raise PlanError(
             f"{target.name} has no example_input_array, so --input is needed: the sizes of its "
@@ -259,22 +249,6 @@ def _arguments(
     if isinstance(example, dict):
         return (), example
     return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
-
-
-def _first_batch(make_data: Callable[[], Any], name: str) -> Any:
-    """The first tensor of the first training batch, which is taken to be the network's input."""
-    try:
-        data = make_data()
-        data.prepare_data()
-        data.setup("fit")
-        batch = next(iter(data.train_dataloader()))
-    except HybridError:
-        raise
-    except Exception as error:
-        raise PlanError(
-            f"the data of {name} gives no batch ({_said(error)}): give --input instead"
-        ) from error
-    return next((tensor for _, tensor in tensors_in(batch)), None)
 
 
 def _read_config(path: str) -> dict[str, Any]:

@@ -21,9 +21,7 @@ class PartitionProfile:
         name: dotted name of its first module.
         flops: floating-point operations of one forward.
         forward_s: seconds of one forward; None: counted only.
-        backward_input_s: seconds of a backward that only makes the gradients of the partition's
-            inputs.
-        backward_weight_s: what the gradients of its parameters add to that, in seconds.
+        backward_s: seconds of one backward; None: counted only.
         output_bytes: bytes that cross a cut after it.
         parameter_bytes: size of its parameters.
         gradient_bytes: size of the gradients of those of its parameters that are trained.
@@ -42,8 +40,7 @@ class PartitionProfile:
     name: str
     flops: int
     forward_s: float | None
-    backward_input_s: float | None
-    backward_weight_s: float | None
+    backward_s: float | None
     output_bytes: int
     parameter_bytes: int
     gradient_bytes: int
@@ -62,9 +59,7 @@ class PartitionProfile:
     @property
     def backward(self) -> float:
         """Seconds of one backward, or where only FLOPs are known those of two forwards."""
-        if self.backward_input_s is None or self.backward_weight_s is None:
-            return 2.0 * self.flops
-        return self.backward_input_s + self.backward_weight_s
+        return 2.0 * self.flops if self.backward_s is None else self.backward_s
 
     @property
     def parts(self) -> tuple[float, float | None]:
@@ -72,7 +67,7 @@ class PartitionProfile:
 
         If it cannot be split, the whole backward and None.
         """
-        if self.backward_input_s is None or self.backward_weight_s is None:
+        if self.backward_s is None:
             return float(self.flops), float(self.flops)
         if self.input_apart_s is None or self.weight_apart_s is None:
             return self.backward, None
@@ -141,7 +136,7 @@ class Profile:
 
 COUNTED = "counted"
 _NOT_MEASURED: dict[str, Any] = dict.fromkeys(
-    ("forward_s", "backward_input_s", "backward_weight_s", "input_apart_s", "weight_apart_s")
+    ("forward_s", "backward_s", "input_apart_s", "weight_apart_s")
 )
 
 

@@ -2,11 +2,11 @@
 
 from lightning_hybrid.planning.chains import best_chain, fair_ends
 from lightning_hybrid.planning.cluster import (
-    TOLERANCE,
     Cluster,
     Device,
     Rates,
     given_speeds,
+    measured_speeds,
     memory_of_rank,
     want_second_look,
     with_second_look,
@@ -25,7 +25,7 @@ from lightning_hybrid.planning.memory_free import free_addresses, free_bytes, fr
 from lightning_hybrid.planning.memory_needed import ASSUMED_TENSORS, optimizer_bytes
 from lightning_hybrid.planning.partition_table import CalledNetwork, PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.plan_page import Section, plan_page
+from lightning_hybrid.planning.plan_page import plan_page
 from lightning_hybrid.planning.planner import Site, make_plan
 from lightning_hybrid.planning.replanned import Planned
 from lightning_hybrid.planning.search import AUTO, Method, Objective, PlanSettings
@@ -33,12 +33,10 @@ from lightning_hybrid.planning.shares import batch_sizes, deal, without_the_slow
 from lightning_hybrid.planning.sizes import Machine, Prediction, Sizes
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import speedup
-from lightning_hybrid.planning.units import parse, spell
 
 __all__ = [
     "ASSUMED_TENSORS",
     "AUTO",
-    "TOLERANCE",
     "CalledNetwork",
     "Cluster",
     "CopiedStages",
@@ -54,7 +52,6 @@ __all__ = [
     "Planned",
     "Prediction",
     "Rates",
-    "Section",
     "Site",
     "Sizes",
     "StepProblem",
@@ -75,14 +72,13 @@ __all__ = [
     "look_at",
     "make_plan",
     "measure_speed",
+    "measured_speeds",
     "memory_of_rank",
     "of_slowest",
     "optimizer_bytes",
     "owners_of",
-    "parse",
     "plan_page",
     "speedup",
-    "spell",
     "update_s_per_byte",
     "want_second_look",
     "what_lacks",

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile
 from lightning_hybrid.planning.measure import device_name
 
-FORMAT = 3
+FORMAT = 4
 """Number to increase when what is measured, or how, changes within a version of this package."""
 
 

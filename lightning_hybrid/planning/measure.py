@@ -168,15 +168,13 @@ class _Times(NamedTuple):
 
     Attributes:
         forward_s: time of a forward.
-        backward_input_s: time of a backward that computes the gradients of the inputs alone.
-        backward_weight_s: time that the gradients of the parameters add to it.
+        backward_s: time of a backward.
         input_apart_s: time of the input part of a split backward; ``None``: it cannot be split.
         weight_apart_s: time of the weight part of a split backward; ``None``: it cannot be split.
     """
 
     forward_s: float
-    backward_input_s: float
-    backward_weight_s: float
+    backward_s: float
     input_apart_s: float | None = None
     weight_apart_s: float | None = None
 
@@ -225,12 +223,12 @@ class _Partition:
         working = peak.taken() - saved - made  # gradients are counted elsewhere
         working = working if working >= LITTLE_BYTES else 0
         forwards, backwards = _medians(lambda: self._in_one(parameters), repeats)
-        if not parameters or self.stage.layers[0] == 0:  # only one kind of gradient is computed
-            halves = (0.0, backwards) if parameters else (backwards, 0.0, backwards, 0.0)
-            return _Times(forwards, *halves), saved, working
-        for_inputs = min(_medians(lambda: self._in_one([]), repeats)[1], backwards)
-        apart = _medians(self._in_parts, repeats)
-        return _Times(forwards, for_inputs, backwards - for_inputs, *apart), saved, working
+        apart: Sequence[float] = ()  # no stage waits for gradients of the network's inputs
+        if not parameters:
+            apart = backwards, 0.0
+        elif self.stage.layers[0] > 0:
+            apart = _medians(self._in_parts, repeats)
+        return _Times(forwards, backwards, *apart), saved, working
 
     def _forward(self) -> tuple[float, list[Tensor], list[Any]]:
         """Run a forward; its seconds, the inputs that require gradients, and the outputs."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings
-from lightning_hybrid.schedules import SCHEDULES, STREAMED, Kind, Schedule
+from lightning_hybrid.schedules import STREAMED
 
 DRIVER_BYTES, WORKER_BYTES = 96 * 2**20, 56 * 2**20
 """Memory beside tensors that a process takes after its free memory was read: for TorchDynamo, code
@@ -63,20 +63,6 @@ def optimizer_bytes(
     return sizes
 
 
-def in_flight(schedule: Schedule) -> int:
-    """The largest number of micro-batches between forward and backward at once, in any stage."""
-    most = 0
-    for forward, backward in zip(schedule.forward, schedule.backward):
-        held = 0
-        # a split backward frees activations only with its weight part
-        split = any(instruction.kind is Kind.WEIGHT for instruction in backward)
-        last = Kind.WEIGHT if split else Kind.BACKWARD
-        for instruction in (*forward, *backward):
-            held += (instruction.kind is Kind.FORWARD) - (instruction.kind is last)
-            most = max(most, held)
-    return most
-
-
 @dataclass(frozen=True)
 class Held:
     """Memory that a network takes in training.
@@ -110,10 +96,9 @@ def held_in_training(
     """
     widest = round(max(table.cut_bytes, default=0))
     streamed = STREAMED.get(settings.schedule)
-    # schedules that are not streamed hold as many micro-batches as gpipe
-    name = settings.schedule if streamed else "gpipe"
-    # a single stage runs the backward of each micro-batch before the next one's forward
-    most = 1 if stages == 1 else in_flight(SCHEDULES[name](2, microbatches))
+    # all micro-batches of a batch go forward before the first one goes backward; but a single stage
+    # runs the backward of each before the next one's forward
+    most = 1 if stages == 1 else microbatches
     kept_inputs = copies = 0  # copies of the weights of a stage
     if recompute:
         most, kept_inputs = 1, most * widest

@@ -352,18 +352,12 @@ class Plan:
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
 
-    def to_html(self, path: str | Path, trace: str | Path | None = None) -> None:
-        """Write the plan as an HTML page with pictures, in one file.
-
-        Args:
-            path: The file.
-            trace: Folder with the trace of a run of this plan, which is then shown beside the
-                prediction; None: that of ``LIGHTNING_HYBRID_TRACE``, if there is one.
-        """
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as an HTML page with the picture of a step, in one file."""
         # here, since that module imports this one
         from lightning_hybrid.planning.plan_page import plan_page
 
-        Path(path).write_text(plan_page(self, trace), encoding="utf-8")
+        Path(path).write_text(plan_page(self), encoding="utf-8")
 
     def table(self) -> list[dict[str, str | int | float]]:
         """A table with a line per stage, as dictionaries; without rows only devices, replicas."""

@@ -1,25 +1,6 @@
-"""HTML pages with tables and pictures, in one file: functions from plain data to text."""
+"""HTML pages with tables and a picture, in one file: functions from plain data to text."""
 
 from lightning_hybrid.report.page import page, paragraph, table
-from lightning_hybrid.report.pictures import (
-    Bar,
-    Piece,
-    Span,
-    draw_bars,
-    draw_curves,
-    draw_strip,
-    draw_timeline,
-)
+from lightning_hybrid.report.timeline import Span, draw_timeline
 
-__all__ = [
-    "Bar",
-    "Piece",
-    "Span",
-    "draw_bars",
-    "draw_curves",
-    "draw_strip",
-    "draw_timeline",
-    "page",
-    "paragraph",
-    "table",
-]
+__all__ = ["Span", "draw_timeline", "page", "paragraph", "table"]

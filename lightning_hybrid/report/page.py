@@ -5,37 +5,21 @@ from html import escape
 
 # part of the page, which must open without other files and without a network
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --quiet: #59636e;
-  --rule: #d1d9e0; --lane: #f1f3f5; --on: #10202f;
-  --forward: #8fc1f0; --backward: #f3b36b; --weight: #f3d27a; --reduce: #9a6bd1;
-  --step: #86c98a; --limit: #c62828;
-  --c0: #8fc1f0; --c1: #f3b36b; --c2: #86c98a; --c3: #c9a3e6; --c4: #f2a3a3; --c5: #7fd0cf;
-  --c6: #d8c878; --c7: #b9c2cc; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #14181d; --quiet: #9ba7b3;
-  --rule: #3a424b; --lane: #222830; --reduce: #b99af0; --limit: #ff6b6b; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; color: CanvasText; background: Canvas;
   max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0; }
 div.wide { overflow-x: auto; }
-th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid var(--rule); }
+th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8886; }
 th.left, td.left { text-align: left; }
 td:not(.left) { white-space: nowrap; }
-p.quiet { color: var(--quiet); max-width: 52rem; margin: .3rem 0; }
+p.quiet { color: GrayText; max-width: 52rem; margin: .3rem 0; }
 svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; display: block; }
-svg text { fill: var(--ink); } svg text.quiet { fill: var(--quiet); }
-svg text.on { fill: var(--on); }
-.lane { fill: var(--lane); } .forward { fill: var(--forward); } .backward { fill: var(--backward); }
-.weight { fill: var(--weight); }
-.reduce { fill: var(--reduce); } .step { fill: var(--step); }
-.c0 { fill: var(--c0); stroke: var(--c0); } .c1 { fill: var(--c1); stroke: var(--c1); }
-.c2 { fill: var(--c2); stroke: var(--c2); } .c3 { fill: var(--c3); stroke: var(--c3); }
-.c4 { fill: var(--c4); stroke: var(--c4); } .c5 { fill: var(--c5); stroke: var(--c5); }
-.c6 { fill: var(--c6); stroke: var(--c6); } .c7 { fill: var(--c7); stroke: var(--c7); }
-svg rect { stroke: none; } .curve { fill: none; }
-.axis { stroke: var(--ink); } .grid { stroke: var(--rule); }
-.limit { stroke: var(--limit); stroke-width: 2; } .cut { stroke: var(--ink); stroke-width: 2; }
-.ideal { stroke: var(--quiet); stroke-dasharray: 3 3; }
+svg text { fill: CanvasText; } svg text.quiet { fill: GrayText; } svg text.on { fill: #10202f; }
+.lane { fill: #8882; } .forward { fill: #8fc1f0; } .backward { fill: #f3b36b; }
+.weight { fill: #f3d27a; } .reduce { fill: #9a6bd1; } .step { fill: #86c98a; }
+.axis { stroke: CanvasText; }
 """
 
 

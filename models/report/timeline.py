@@ -84,8 +84,7 @@ def why_no_timeline(plan: Mapping[str, Any]) -> str:
     else:
         why = f"of schedule {plan.get('schedule')}, a step of which is not drawn here"
     return (
-        f"No timeline: this is a plan {why}. The page of the plan shows what is known of its step, "
-        "and beside it a run that was traced (LIGHTNING_HYBRID_TRACE=FOLDER in fit):"
+        f"No timeline: this is a plan {why}. The page of the plan shows what is known of its step:"
     )
 
 

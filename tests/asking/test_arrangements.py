@@ -21,7 +21,7 @@ def cluster(*devices: tuple[float, float], bandwidth: float = 2.5e8) -> ClusterD
     return ClusterDescription(
         name="test",
         devices=tuple(
-            DeviceSpec(name=f"of {speed}", speed=speed, memory_bytes=memory * 1e9)
+            DeviceSpec(name=f"of {speed}", flops_per_s=speed, memory_bytes=memory * 1e9)
             for speed, memory in devices
         ),
         levels=(

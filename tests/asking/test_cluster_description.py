@@ -5,8 +5,8 @@ import pytest
 import yaml
 
 from lightning_hybrid.asking.cluster_description import SHIPPED, ClusterDescription
+from lightning_hybrid.asking.units import parse, spell
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.units import parse, spell
 
 SHIPPED_NAMES = ["8x8-a100", "cpu-processes", "dgx-h100", "p3.16xlarge", "workstation"]
 
@@ -33,7 +33,6 @@ def test_quantities_are_read_in_base_units() -> None:
     assert cluster.memory_limits == (16e9, 16e9, 8e9, 8e9)
     net = cluster.levels[1]
     assert (net.bandwidth_bytes_per_s, net.latency_s) == (1e9, 1e-3)
-    assert net.transfer_s(5e8) == 1e-3 + 0.5
 
 
 def test_a_link_is_that_of_the_innermost_level_that_joins_the_devices() -> None:
@@ -41,8 +40,6 @@ def test_a_link_is_that_of_the_innermost_level_that_joins_the_devices() -> None:
     names = {pair: cluster.level(pair) for pair in [(0, 1), (1, 2), (3, 2), (0, 3)]}
     assert [level.name for level in names.values() if level] == ["bus", "net", "bus", "net"]
     assert cluster.level([1]) is None
-    with pytest.raises(PlanError, match=r"has the devices 0\.\.3, not 4"):
-        cluster.level([0, 4])
 
 
 @pytest.mark.parametrize("name", SHIPPED_NAMES)
@@ -89,8 +86,16 @@ def test_units(quantity: str, written: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("quantity", "written", "message"),
     [
-        ("memory", 16, "here is 16, without a unit: write '16 GB'"),
-        ("bandwidth", "25 GHz", "'GHz' is no unit of bandwidth: write '25 GB/s' or '100 Gbit/s'"),
+        (
+            "memory",
+            16,
+            "here is 16, which is no memory: write a number and its unit, such as '16 GB'",
+        ),
+        (
+            "bandwidth",
+            "25 GHz",
+            "'25 GHz', which is no bandwidth: .* such as '25 GB/s' or '100 Gbit/s'",
+        ),
         ("compute", "much", "here is 'much', which is no compute"),
         ("compute", "1.2.3 TFLOP/s", "which is no compute"),
         ("latency", "-1 us", "here is '-1 us'"),
@@ -107,11 +112,15 @@ def test_wrong_quantities_are_named(quantity: str, written: Any, message: str) -
     [
         ({"colour": 1}, "the cluster has the unknown field 'colour'"),
         ({"devices": [{"name": "A", "memry": "1 GB"}]}, r"devices\[0\].*did you mean 'memory'"),
-        ({"devices": [{"count": 2, "speed": 1}]}, r"devices\[0\] lacks 'name'"),
-        ({"devices": [{"name": "A"}]}, r"devices\[0\] \(A\) needs either 'compute'"),
-        ({"devices": [{"name": "A", "compute": 3e12}]}, r"devices\[0\].compute .* without a unit"),
-        ({"devices": [{"name": "A", "speed": 0}]}, r"devices\[0\].speed is 0"),
-        ({"devices": [{"name": "A", "speed": 1, "count": 0}]}, r"devices\[0\].count is 0"),
+        ({"devices": [{"count": 2}]}, r"devices\[0\] lacks 'name', 'compute'"),
+        (
+            {"devices": [{"name": "A", "compute": 3e12}]},
+            r"devices\[0\].compute .* write a number and its unit",
+        ),
+        (
+            {"devices": [{"name": "A", "compute": "1 FLOP/s", "count": 0}]},
+            r"devices\[0\].count is 0",
+        ),
         ({"devices": []}, "has no devices"),
         ({"devices": 3}, "devices is 3: a list is needed"),
         ({"levels": [{"name": "bus", "devices": 4}]}, r"levels\[0\] lacks 'bandwidth', 'latency'"),
@@ -123,14 +132,11 @@ def test_a_wrong_file_is_refused_with_the_place(changes: dict[str, Any], message
         ClusterDescription.from_yaml(text(**changes))
 
 
-def test_levels_and_speeds_that_contradict_each_other_are_refused() -> None:
+def test_levels_that_contradict_each_other_are_refused() -> None:
     level = {"name": "bus", "bandwidth": "1 GB/s", "latency": "1 us"}
     levels = [level | {"devices": 3}, level | {"devices": 4}]
     with pytest.raises(PlanError, match="joins 4 devices, which is no multiple of the 3"):
         ClusterDescription.from_yaml(text(levels=levels))
-    devices = [{"name": "A", "compute": "1 TFLOP/s"}, {"name": "B", "speed": 1}]
-    with pytest.raises(PlanError, match="'B' of cluster 'small' has a relative speed"):
-        ClusterDescription.from_yaml(text(devices=devices))
 
 
 def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ NETWORK = Level(name="network", devices=4, bandwidth_bytes_per_s=1.25e9, latency
 
 
 def cluster(*speeds: float, levels: tuple[Level, ...] = (HOST, NETWORK)) -> ClusterDescription:
-    devices = tuple(DeviceSpec(name=f"of {speed}", speed=speed) for speed in speeds)
+    devices = tuple(DeviceSpec(name=f"of {speed}", flops_per_s=speed) for speed in speeds)
     return ClusterDescription(name="test", devices=devices, levels=levels)
 
 

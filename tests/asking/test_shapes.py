@@ -17,7 +17,7 @@ def cluster(count: int = 4, memory: float | None = None, bandwidth: float = 1e9,
         levels.append(
             Level(name="out", devices=count, bandwidth_bytes_per_s=bandwidth, latency_s=1e-3)
         )
-    device = DeviceSpec(name="one", speed=1.0, memory_bytes=memory)
+    device = DeviceSpec(name="one", flops_per_s=1.0, memory_bytes=memory)
     return ClusterDescription(name="test", devices=(device,) * count, levels=tuple(levels))
 
 
@@ -161,7 +161,7 @@ def test_a_ring_moves_twice_what_is_not_ones_own() -> None:
 
 
 def unlike(*speeds: float) -> ClusterDescription:
-    devices = tuple(DeviceSpec(name=f"of {speed}", speed=speed) for speed in speeds)
+    devices = tuple(DeviceSpec(name=f"of {speed}", flops_per_s=speed) for speed in speeds)
     return replace(cluster(len(speeds)), devices=devices)
 
 

@@ -76,10 +76,10 @@ def test_measured_profile_is_for_the_given_microbatch() -> None:
     assert [p.flops for p in profile.partitions] == [p.flops // 2 for p in partitions]
     # the input of the first layer, and the ReLU's result (also the input of the second)
     assert [p.activation_bytes for p in profile.partitions] == [(3 * 4 + 3 * 8) * 4, 3 * 8 * 4]
-    assert all(p.forward_s and p.backward_weight_s for p in profile.partitions)
+    assert all(p.forward_s and p.backward_s for p in profile.partitions)
     first, second = profile.partitions
-    assert first.backward_input_s == 0.0  # nobody asks for the gradient of the network's inputs
-    assert second.backward_input_s
+    assert first.parts[1] is None  # nobody waits for the gradient of the network's inputs
+    assert second.input_apart_s
 
 
 class Doubled(torch.autograd.Function):

@@ -1,19 +1,13 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from planned import planned, simulate
 
-from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import traced_step
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page, predicted_lanes
-from lightning_hybrid.planning.traced_step import measured_step
 from lightning_hybrid.schedules.gpipe import gpipe
-from lightning_hybrid.stage import trace
 
 
 def made_plan(**changes: object) -> Plan:
@@ -83,62 +77,10 @@ def test_traffic_is_activations_gradients_and_the_ring() -> None:
 
 def test_a_page_has_every_section_and_the_plan_of_a_hand_made_one_fewer() -> None:
     headings = re.findall("<h2>(.*?)</h2>", plan_page(made_plan(), limits=[50, 50]))
-    assert headings == ["The plan", "One step", "Load", "Memory", "The network and its cuts"]
+    assert headings == ["The plan", "One step", "Memory"]
     bare = Plan(replicas=1, stages=2, microbatches=1, schedule="gpipe", cuts=("b",))
     assert re.findall("<h2>(.*?)</h2>", plan_page(bare)) == ["The plan"]
     assert "predicted" not in plan_page(made_plan().without_times()).partition("<body>")[2]
-
-
-def write_trace(folder: Path, spans: dict[int, list[tuple[str, float, float]]]) -> None:
-    for rank, events in spans.items():
-        one = trace.Trace(rank, str(Coordinates(rank, 1, 2)))
-        for name, start, end in events:
-            one.add(name, "compute", start, end)
-        one.write()
-    (folder / "rank9.json").write_text("no trace")
-
-
-def test_a_step_comes_out_of_the_trace_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(trace.VARIABLE, str(tmp_path))
-    plan = made_plan(replicas=1)
-    worker, driver = [], []
-    for start in (0.0, 100.0, 200.0):  # a validation, then a step of 20 s
-        worker += [(f"forward {m}", start + m, start + m + 1) for m in (0, 1)]
-        driver += [(f"forward {m}", start + 2 + m, start + 3 + m) for m in (0, 1)]
-        start += 10
-        worker += [(f"forward {m}", start + m, start + m + 1) for m in (0, 1)]
-        driver += [(f"forward {m}", start + 2 + m, start + 3 + m) for m in (0, 1)]
-        driver += [(f"backward {m}", start + 8 - 2 * m, start + 10 - 2 * m) for m in (0, 1)]
-        worker += [(f"backward {m}", start + 18 - 2 * m, start + 20 - 2 * m) for m in (0, 1)]
-    write_trace(tmp_path, {0: driver, 1: worker})
-    step = measured_step(plan, None)
-    assert len(step) == 8
-    assert min(work.start_s for work in step) == 0.0
-    assert max(work.end_s for work in step) == pytest.approx(20.0)
-    assert [w.device for w in step[:2]] == [1, 1]
-    plan.to_html(tmp_path / "page.html")
-    assert "Measured" in (tmp_path / "page.html").read_text()
-
-
-def test_the_name_of_the_variable_is_that_of_the_trace() -> None:
-    assert traced_step.VARIABLE == trace.VARIABLE
-
-
-def test_a_trace_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="holds no trace of a training step with 2 stages"):
-        made_plan().to_html(tmp_path / "page.html", trace=tmp_path)
-
-
-def test_a_page_of_a_run_without_a_trace_shows_the_prediction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(trace.VARIABLE, raising=False)
-    made_plan().to_html(tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert "Predicted" in text
-    assert "Measured" not in text
 
 
 def test_plans_of_before_are_read() -> None:

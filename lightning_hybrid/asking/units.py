@@ -1,6 +1,5 @@
 """Read and write quantities with their unit: `16 GB`, `100 Gbit/s`, `5 us`."""
 
-import math
 import re
 from typing import Any
 
@@ -23,7 +22,7 @@ _EXAMPLES = {
     "bandwidth": "'25 GB/s' or '100 Gbit/s'",
     "latency": "'5 us'",
 }
-_NUMBER = re.compile(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(.*?)\s*")
+_NUMBER = re.compile(r"\s*([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*(.*?)\s*")
 
 
 def parse(quantity: str, value: Any, where: str) -> float:
@@ -41,24 +40,16 @@ def parse(quantity: str, value: Any, where: str) -> float:
         PlanError: there is no number, no unit or an unknown one, or the number is negative (or 0,
             except for a latency).
     """
-    units, example = UNITS[quantity], _EXAMPLES[quantity]
-    match = _NUMBER.fullmatch(str(value))
-    try:
-        number, unit = (float(match[1]), match[2]) if match else (math.nan, "")
-    except ValueError:  # for instance a number with two points
-        number, unit = math.nan, ""
-    if math.isnan(number):
-        raise PlanError(f"{where} is {value!r}, which is no {quantity}: write {example}")
-    if not unit:
-        raise PlanError(f"{where} is {value!r}, without a unit: write {example}")
-    if unit not in units:
+    units, match = UNITS[quantity], _NUMBER.fullmatch(str(value))
+    if match is None or match[2] not in units:
         raise PlanError(
-            f"{where} is {value!r}, and {unit!r} is no unit of {quantity}: write {example} "
-            f"(known: {', '.join(units)})"
+            f"{where} is {value!r}, which is no {quantity}: write a number and its unit, such as "
+            f"{_EXAMPLES[quantity]} (known: {', '.join(units)})"
         )
+    number = float(match[1])
     if number < 0 or (number == 0 and quantity != "latency"):
         raise PlanError(f"{where} is {value!r}: a {quantity} of more than 0 is needed")
-    return number * units[unit]
+    return number * units[match[2]]
 
 
 def spell(quantity: str, value: float) -> str:

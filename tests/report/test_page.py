@@ -3,18 +3,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_hybrid.report import (
-    Bar,
-    Piece,
-    Span,
-    draw_bars,
-    draw_curves,
-    draw_strip,
-    draw_timeline,
-    page,
-    table,
-)
-from lightning_hybrid.report.pictures import WIDTH, shortened, ticks
+from lightning_hybrid.report import Span, draw_timeline, page, table
+from lightning_hybrid.report.timeline import WIDTH, ticks
 
 SPANS = {
     "device 1": [
@@ -24,16 +14,7 @@ SPANS = {
     ],
     "device 0 <driver>": [Span(start_s=1.0, end_s=2.0, kind="forward", label="0")],
 }
-PIECES = [
-    Piece(name="stage 0", load=0.75, device=1, partitions=[("a", 0.5), ("b", 0.25)], cut="4 kB"),
-    Piece(name="stage 1", load=0.25, device=0, partitions=[("c", 0.25)], cut=""),
-]
-PICTURES = {
-    "timeline": draw_timeline(SPANS, "a & b"),
-    "bars": draw_bars([Bar(name="x", parts=[("c0", 3.0)], text="3", limit=4.0)], "bars"),
-    "strip": draw_strip(PIECES, "cuts"),
-    "curves": draw_curves([1, 2, 4], {"one": [1.0, 2.0, None], "two": [None] * 3}, "curves"),
-}
+PICTURE = draw_timeline(SPANS, "a & b")
 
 
 def rectangles(text: str, kind: str) -> list[tuple[float, float]]:
@@ -42,9 +23,8 @@ def rectangles(text: str, kind: str) -> list[tuple[float, float]]:
     return [(float(x), float(width)) for x, width, one in found if one == kind]
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_well_formed_and_inside_its_frame(name: str) -> None:
-    root = ElementTree.fromstring(PICTURES[name])
+def test_a_picture_is_well_formed_and_inside_its_frame() -> None:
+    root = ElementTree.fromstring(PICTURE)
     height = float(root.attrib["viewBox"].split()[3])
     for shape in root.iter():
         x, y = (float(shape.get(a, 0)) for a in ("x", "y"))
@@ -53,19 +33,14 @@ def test_a_picture_is_well_formed_and_inside_its_frame(name: str) -> None:
 
 
 def test_lengths_are_in_proportion_to_times() -> None:
-    (_, forward), (_, second) = rectangles(PICTURES["timeline"], "forward")[1:]  # after the legend
-    _, backward = rectangles(PICTURES["timeline"], "backward")[1]
+    (_, forward), (_, second) = rectangles(PICTURE, "forward")[1:]  # after the legend
+    _, backward = rectangles(PICTURE, "backward")[1]
     assert forward == pytest.approx(second, abs=0.02)
     assert backward / forward == pytest.approx(2, rel=0.01)
 
 
-def test_widths_of_a_network_are_in_proportion_to_loads() -> None:
-    widths = [w for kind in ("c1", "c0") for _, w in rectangles(PICTURES["strip"], kind)]
-    assert [w / widths[2] for w in widths] == pytest.approx([2, 1, 1], rel=0.01)
-
-
 @pytest.mark.parametrize(
-    ("top", "expected"), [(10.0, [0, 2, 4, 6, 8, 10]), (0.9, [0, 0.1]), (1.0, [0, 0.2]), (0.0, [0])]
+    ("top", "expected"), [(10.0, [0, 2, 4, 6, 8, 10]), (0.9, [0, 0.1]), (1.0, [0, 0.2])]
 )
 def test_ticks_are_round(top: float, expected: list[float]) -> None:
     found = ticks(top)
@@ -73,17 +48,11 @@ def test_ticks_are_round(top: float, expected: list[float]) -> None:
     assert len(found) <= 12
 
 
-def test_a_text_ends_where_there_is_no_room() -> None:
-    assert shortened("layer1.conv", 1000) == "layer1.conv"
-    assert shortened("layer1.conv", 40) == "layer…"
-    assert shortened("layer1.conv", 10) == ""
-
-
 def test_a_page_needs_nothing_from_elsewhere_and_knows_dark_screens() -> None:
-    text = page("<title>", [("Pictures", "".join(PICTURES.values())), ("Empty", "")])
+    text = page("<title>", [("Pictures", PICTURE), ("Empty", "")])
     assert "&lt;title&gt;" in text
     assert "Empty" not in text
-    assert "prefers-color-scheme: dark" in text
+    assert "color-scheme: light dark" in text
     links = re.findall(r'(?:src|href)="[^"]*"|url\([^)]*\)|https?://[^"]+', text)
     assert set(links) <= {"http://www.w3.org/2000/svg"}  # a name, not an address
     classes = set(re.findall(r'class="([\w ]+)"', text))
