@@ -69,7 +69,7 @@ conformance: $(READY)
 
 # another part of the slow tier with each commit
 part: $(READY)
-	$(PYTEST) 2 -m conformance --part "$$(git rev-parse HEAD)" tests/conformance tests/wheel tests/torch_names tests/graph
+	$(PYTEST) 2 -m conformance --part "$$(git rev-parse HEAD)" tests/conformance tests/wheel tests/torch_names tests/graph tests/capture tests/driver tests/datamodules tests/allocation tests/planning tests/asking
 
 # emulated GPUs, which the other tests must not see
 as-gpu: export OMP_NUM_THREADS := 1

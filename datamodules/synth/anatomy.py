@@ -11,7 +11,8 @@ strength, with compact support: an exponential tail would spread half of the cha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -84,7 +85,13 @@ def template_box_mm() -> tuple[tuple[float, float], ...]:
 
 def build_anatomy(resolution_mm: float) -> Anatomy:
     """Read the template and prepare every field for images of the given voxel size."""
-    grid_mm = min(resolution_mm, _COARSEST_MM)
+    healthy = _structures(min(resolution_mm, _COARSEST_MM))
+    return replace(healthy, t1=template_volume("t1", healthy.grid, resolution_mm))
+
+
+@cache
+def _structures(grid_mm: float) -> Anatomy:
+    """All that is found in the template on a grid, which images of many voxel sizes share."""
     grid = centred_grid(template_box_mm(), np.full(3, grid_mm))
     t1, grey, white = (template_volume(kind, grid, grid_mm) for kind in ("t1", "gm", "wm"))
     brain = t1 > 0.12
@@ -96,7 +103,7 @@ def build_anatomy(resolution_mm: float) -> Anatomy:
         ndimage.gaussian_filter(field, 2.0 / grid_mm, output=field)
     return Anatomy(
         grid=grid,
-        t1=template_volume("t1", grid, resolution_mm),
+        t1=t1,
         brain=brain.astype(np.float32),
         hippocampi=hippocampi,
         ventricles=ventricles.astype(np.float32),

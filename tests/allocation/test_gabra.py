@@ -270,6 +270,7 @@ def test_a_faster_device_never_lengthens_the_optimum(seed: int, which: int) -> N
     assert fast <= slow
 
 
+@pytest.mark.conformance
 @settings(max_examples=3)
 @given(st.integers(0, 1000), st.permutations(range(3)), st.booleans())
 @example(475, [2, 0, 1], False)  # HiGHS with presolve is 0.2 % off

@@ -317,6 +317,7 @@ def test_classes_of_torch_are_captured(network: nn.Module) -> None:
     assert len(graph_of(network, X).layers) > 1
 
 
+@pytest.mark.conformance
 def test_no_number_of_networks_of_a_class_ends_capturing() -> None:
     for _ in range(18):  # more than one code object may be compiled
         assert len(graph_of(nn.Linear(4, 4), X).layers) == 1
@@ -428,10 +429,15 @@ def test_a_cut_within_modes_leaves_and_enters_them() -> None:
 
 
 RECURRENT = [
-    nn.GRU(4, 4, batch_first=True),
     nn.LSTM(4, 2, 2, bidirectional=True),
-    nn.RNN(4, 4, nonlinearity="relu"),
-    nn.LSTM(4, 4, 2, dropout=0.5, batch_first=True),
+    *(
+        pytest.param(layer, marks=pytest.mark.conformance)
+        for layer in (
+            nn.GRU(4, 4, batch_first=True),
+            nn.RNN(4, 4, nonlinearity="relu"),
+            nn.LSTM(4, 4, 2, dropout=0.5, batch_first=True),
+        )
+    ),
 ]
 
 
@@ -524,7 +530,10 @@ def test_outputs_that_share_memory_come_from_one_stage() -> None:
 # ---------------------------------------------------------------- rules 9 to 13: batches
 
 
-@pytest.mark.parametrize(("sizes", "splits"), [((1, 1), False), ((2, 1), True)])
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [((1, 1), False), pytest.param((2, 1), True, marks=pytest.mark.conformance)],
+)
 def test_batch_norm_of_one_value_per_sample_is_not_split_into_single_samples(
     sizes: tuple[int, int], splits: bool
 ) -> None:

@@ -66,6 +66,7 @@ def test_batches_are_plain_tensors_and_strings(module):
     assert all(isinstance(name, str) for name in batch["subject"] + batch["image_id"])
 
 
+@pytest.mark.conformance
 def test_no_training_batch_is_one_scan_alone_and_nothing_else_is_left_out(tiny_cohort, tmp_path):
     scans = len(prepared(tiny_cohort, tmp_path).scans("train"))
     for size in (1, scans - 1, scans):

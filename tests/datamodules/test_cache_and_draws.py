@@ -60,6 +60,7 @@ def epochs(module: ADNIDataModule, count: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.conformance
 def test_augmentation_is_the_same_whatever_the_number_of_processes(tiny_cohort, tmp_path):
     runs = [
         epochs(prepared(tiny_cohort, tmp_path / "cache", num_workers=workers), 2)

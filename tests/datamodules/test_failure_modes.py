@@ -320,6 +320,7 @@ def test_going_on_without_bad_scans_counts_them_all(download, tmp_path, name):
     assert used == sum(bool(record.split) for record in skipping.records)
 
 
+@pytest.mark.conformance
 def test_six_damaged_scans_of_twelve_are_all_named(tmp_path):
     root = tmp_path / "twelve"
     generate(root, CohortSpec((("AD", 6), ("NC", 6)), resolution_mm=8.0))
@@ -463,6 +464,7 @@ def test_an_option_that_is_cut_short_is_refused(tiny_cohort, capsys):
     assert "unrecognized arguments: --horiz" in capsys.readouterr().err
 
 
+@pytest.mark.conformance
 def test_montage_names_the_class_of_each_row(tiny_cohort, tmp_path, monkeypatch):
     drawn: list[str] = []
     monkeypatch.setattr(Axes, "text", lambda self, x, y, text, **_: drawn.append(text))

@@ -86,6 +86,7 @@ def as_image(values: torch.Tensor) -> torch.Tensor:
     return MetaTensor(values)
 
 
+@pytest.mark.conformance
 def test_raw_heads_of_the_hard_level_are_prepared(tmp_path):
     spec = CohortSpec((("AD", 4), ("NC", 4)), resolution_mm=6.0, difficulty="L2")
     generate(tmp_path / "hard", spec)

@@ -149,7 +149,7 @@ def check_as_one_device(module: Model, replica: Replica) -> None:
     check_copies_alike(replica)
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize("optimizer", [pytest.param(sgd, marks=pytest.mark.conformance), adam])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_losses_and_weights_are_those_of_one_device(
     shape: str, optimizer: Callable[[nn.Module], torch.optim.Optimizer], replicas: Make

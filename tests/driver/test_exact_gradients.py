@@ -24,7 +24,7 @@ slow = pytest.mark.conformance
 SHAPES = [
     (2, torch.float64),
     (3, torch.float32),
-    (4, torch.float64),
+    pytest.param(4, torch.float64, marks=slow),
     pytest.param(3, torch.float64, marks=slow),
     pytest.param(4, torch.float32, marks=slow),
 ]

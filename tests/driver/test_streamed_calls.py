@@ -153,7 +153,7 @@ def frozen_scale(module: Model) -> Model:
 @pytest.mark.parametrize("stages", [3, *(pytest.param(number, marks=slow) for number in (2, 4))])
 @pytest.mark.parametrize("weights", ["stash", "recompute", "current"])
 @pytest.mark.parametrize(
-    "name", ["pipedream", "fdg", *(pytest.param(name, marks=slow) for name in ("ddg", "akintoye"))]
+    "name", ["fdg", *(pytest.param(name, marks=slow) for name in ("pipedream", "ddg", "akintoye"))]
 )
 def test_a_delayed_schedule_trains_as_its_serial_model(
     streamed: Streamed, name: str, weights: Any, stages: int

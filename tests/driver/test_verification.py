@@ -227,10 +227,11 @@ def trained(ranks: Any, network: nn.Module, verify: Any) -> tuple[Driven, list[T
     return driven, [*seen, *(t.detach().clone() for t in module.state_dict().values())]
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     ("norm", "ways"),
     [
-        pytest.param(nn.Identity, {"all"}, marks=pytest.mark.conformance),
+        (nn.Identity, {"all"}),
         (NORMALISED, {"_first_part", "all"}),
     ],
 )

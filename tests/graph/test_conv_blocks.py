@@ -29,9 +29,8 @@ def main_convolutions(depth: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("depth", "count"), [(18, 17), pytest.param(34, 33, marks=pytest.mark.conformance)]
-)
+@pytest.mark.conformance
+@pytest.mark.parametrize(("depth", "count"), [(18, 17), (34, 33)])
 def test_each_main_convolution_begins_a_partition(depth: int, count: int) -> None:
     names = [p.name for p in network_partitions(graph_of_depth(depth))]
     assert len(main_convolutions(depth)) == count

@@ -49,6 +49,7 @@ def test_everybody_of_another_cohort_is_tested_on(trained, elsewhere, tmp_path):
     assert names[:2] == ["network", "temperature of the validation scans"]
 
 
+@pytest.mark.conformance
 def test_the_shift_of_another_scanner_is_told_and_none_of_the_same(
     trained,
     elsewhere,

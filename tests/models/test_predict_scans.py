@@ -75,6 +75,7 @@ def test_the_same_numbers_as_the_model_gives_for_the_prepared_scan(trained, tmp_
     assert [float(row["p_NC"]), float(row["p_AD"])] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.conformance
 def test_bad_scans_say_why_and_do_not_end_the_others(trained, tmp_path, monkeypatch):
     folder = tmp_path / "scans"
     folder.mkdir()
@@ -113,6 +114,7 @@ def test_a_table_says_who_it_is_and_what_is_out_of_range(trained, tmp_path, monk
     assert "intensity_p" not in (tmp_path / "out/predictions.html").read_text()  # but in words
 
 
+@pytest.mark.conformance
 def test_scans_and_people_that_were_trained_on_are_told(trained, tmp_path, monkeypatch):
     from models.transfer import hashed, read_checkpoint
 

@@ -140,6 +140,7 @@ def write_often(file: Path, letter: str) -> None:
         _write(file, {"text": [letter] * 2000})
 
 
+@pytest.mark.conformance
 def test_processes_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None:
     file, fork = tmp_path / "profiles" / "one.json", get_context("fork")
     writers = [fork.Process(target=write_often, args=(file, letter)) for letter in "ab"]
