@@ -42,7 +42,6 @@ REQUIRED = frozenset(
         "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
         "torch.autograd:_engine_run_backward",
         "torch.autograd.forward_ad:_set_fwd_grad_enabled",
-        "torch.utils.checkpoint:_CheckpointFrame",
         # modes, and classes that intercept operations
         "torch:_C.DisableTorchFunctionSubclass",
         "torch:_C._EnableTorchFunction",

@@ -32,11 +32,10 @@ from torch import nn
 
 from lightning_hybrid._torch.autograd import (
     backwards_as_ever,
-    checkpointed_region,
     dual_level,
     functorch_level,
+    is_checkpointed,
     own_saved_tensors,
-    saved_tensors_hooks,
 )
 from lightning_hybrid._torch.capture import without_mode
 from lightning_hybrid._torch.modules import in_functional_call, tables
@@ -44,10 +43,10 @@ from lightning_hybrid._torch.tensors import users_mode
 from lightning_hybrid.capture import NotCaptured
 from lightning_hybrid.driver.adoption import Adoption
 from lightning_hybrid.driver.found_network import FoundNetwork, indented
-from lightning_hybrid.driver.network_call import NetworkCall, SavedForBackward
+from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.verification import Check, Verification
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph import CannotFollow, NetworkGraph, compute_whole
+from lightning_hybrid.graph import CannotFollow, NetworkGraph, compute_whole, place_now
 from lightning_hybrid.remote import Kind, NoMemory, watched
 from lightning_hybrid.stage import Synchronised
 
@@ -148,12 +147,10 @@ class _Running:
     Attributes:
         statistics: the mode around the call that computes batch statistics over all replicas, if
             there is one; entered where the driver computes layers.
-        saved: the tensor that it saves for activation checkpointing around it, if there is such.
         check: what compares the call with the network's own Python, if this call is checked.
     """
 
     statistics: AbstractContextManager[Any]
-    saved: SavedForBackward | None
     check: Check | None
 
 
@@ -183,7 +180,7 @@ class CapturedCalls:
         self._verification = Verification(
             *(module, self._driver, self._options.verify, self._announcements)
         )
-        self._running = _Running(nullcontext(), None, None)
+        self._running = _Running(nullcontext(), None)
 
     def call(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -224,12 +221,7 @@ class CapturedCalls:
         remote = self._driver.remote
         remote.adopt_replaced()
         # on the whole batch, so that its Python and its hooks run once
-        calls = self._driver.calls
-        with (
-            calls.in_region(checkpointed_region(saved_tensors_hooks())),
-            calls.one_stream(),
-            self._weights_at_hand(found),
-        ):
+        with self._driver.calls.one_stream(), self._weights_at_hand(found):
             result = found.forward(*arguments, **keywords)
         remote.adopt_replaced()  # (buffers that the call itself has replaced)
         return result
@@ -260,30 +252,17 @@ class CapturedCalls:
 
         Raises:
             NotCaptured: TorchDynamo cannot follow the call, and nothing of it has run.
-            NetworkError: a part of a chain of graphs cannot be captured, or run in stages.
+            NetworkError: a part of a chain of graphs cannot be captured, or run in stages; or the
+                call is inside of activation checkpointing.
         """
-        hooks = saved_tensors_hooks()
-        saved = None if hooks is None else SavedForBackward(hooks)
-        region = checkpointed_region(hooks)
-        check = None
-        # (a checkpointed region that runs again was checked in its first run)
-        if region is None or not region[1]:
-            check = self._verification.begin(found, arguments, keywords)
-        with self._driver.calls.in_region(region):
-            result = self._captured(found, arguments, keywords, saved, check)
-        if saved is not None:
-            # last of all: checkpointing may end a region that runs again here, by an exception
-            saved.save()
-        return result
-
-    def _captured(
-        self,
-        found: FoundNetwork,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        saved: SavedForBackward | None,
-        check: Check | None,
-    ) -> Any:
+        if torch.is_grad_enabled() and is_checkpointed():
+            raise NetworkError(
+                f"{found.shown} is called inside of activation checkpointing ({place_now()}), "
+                "which would run all of its stages again in the backward. Leave "
+                "torch.utils.checkpoint out of this call: checkpoint parts of the network inside "
+                "of its forward, or give the strategy recompute=True."
+            )
+        check = self._verification.begin(found, arguments, keywords)
         remote = self._driver.remote
         with ExitStack() as stack:
             stack.enter_context(self._logging_later())
@@ -293,7 +272,7 @@ class CapturedCalls:
             mode = stack.enter_context(without_mode(Synchronised))
             # (a hook of the network may call another network in the middle of this call)
             stack.callback(setattr, self, "_running", self._running)
-            self._running = _Running(mode or nullcontext(), saved, check)
+            self._running = _Running(mode or nullcontext(), check)
             # saved-tensor hooks of the code around the call are not for what stages save
             stack.enter_context(own_saved_tensors())
             # (checks and trials in here run backward passes that are not the user's)
@@ -385,7 +364,7 @@ class CapturedCalls:
                     synchronised = isinstance(running.statistics, Synchronised)
                     with self._logging_later.unheard():
                         running.check.begin(call, values, synchronised=synchronised)
-                return call(values, running.saved)
+                return call(values)
             self._driver.have_here(found.module, whole=True)
             with running.statistics:
                 return compute_whole(graph, values)

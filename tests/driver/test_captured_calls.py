@@ -42,9 +42,7 @@ class Calls:
         driver: Any = SimpleNamespace(
             remote=remote,
             have_here=lambda module, whole: None,
-            calls=SimpleNamespace(
-                one_stream=lambda: self.noted("one stream"), in_region=lambda _: nullcontext()
-            ),
+            calls=SimpleNamespace(one_stream=lambda: self.noted("one stream")),
         )
         self.module = nn.Linear(3, 3)
         self.found: Any = SimpleNamespace(
