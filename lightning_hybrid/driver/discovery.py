@@ -472,8 +472,8 @@ def _why_without_gradients() -> str:
     frames = (frame for frame, _ in traceback.walk_stack(None))
     if any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame in frames):
         reason += (
-            ", by activation checkpointing around it: checkpoint parts of it inside of its forward, "
-            "or give the strategy recompute=True"
+            ", by activation checkpointing around it: checkpoint parts of it inside of its "
+            "forward, or give the strategy recompute=True"
         )
     return reason
 
