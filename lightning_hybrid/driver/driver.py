@@ -30,15 +30,13 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.comm.protocol import Command, Placement
 from lightning_hybrid.driver.after_run import AfterRun
-from lightning_hybrid.driver.chosen_gradients import ChosenGradients
+from lightning_hybrid.driver.backward_passes import ChosenGradients, HeldHooks
 from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.distribution import Distributed, Distribution
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
-from lightning_hybrid.driver.held_hooks import HeldHooks
-from lightning_hybrid.driver.loans import Loan
 from lightning_hybrid.driver.network_options import DriverOptions
-from lightning_hybrid.driver.ownership import Ownership, Unsettled
+from lightning_hybrid.driver.ownership import Loan, Ownership, Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.driver.tied_weights import Borrowing

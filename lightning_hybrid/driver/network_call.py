@@ -20,8 +20,7 @@ from lightning_hybrid._torch.autograd import (
     is_batched,
 )
 from lightning_hybrid._torch.tensors import storage_key
-from lightning_hybrid.driver.driven_network import DrivenNetwork
-from lightning_hybrid.driver.split_batch import Specialization
+from lightning_hybrid.driver.driven_network import DrivenNetwork, Specialization
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph, joined, place_now, slices, views_of_inputs
 from lightning_hybrid.stage import Gradients

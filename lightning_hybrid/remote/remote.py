@@ -37,10 +37,9 @@ from lightning_hybrid.remote.deferred import (
     vacate,
     value_of,
 )
-from lightning_hybrid.remote.proxy import make_plain, make_proxy
+from lightning_hybrid.remote.proxy import Kind, Remote, RemoteStore, make_plain, make_proxy
 from lightning_hybrid.remote.remote_gradients import RemoteGradients
 from lightning_hybrid.remote.remote_places import RemotePlaces
-from lightning_hybrid.remote.remote_source import Kind, Remote, RemoteStore
 from lightning_hybrid.remote.unread import is_unread, left_unread
 
 

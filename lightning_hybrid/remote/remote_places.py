@@ -14,8 +14,15 @@ from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
 from lightning_hybrid.errors import HybridError, NetworkError
 from lightning_hybrid.remote.deferred import is_deferred
 from lightning_hybrid.remote.hollow_network import emptied
-from lightning_hybrid.remote.proxy import make_plain, make_proxy, proxies, source_of
-from lightning_hybrid.remote.remote_source import Kind, Remote, Table
+from lightning_hybrid.remote.proxy import (
+    Kind,
+    Remote,
+    Table,
+    make_plain,
+    make_proxy,
+    proxies,
+    source_of,
+)
 
 
 class RemotePlaces:

@@ -62,5 +62,11 @@ from lightning_hybrid.state.sharded_checkpoint import (
     write_rest,
     write_shard,
 )
-from lightning_hybrid.state.tensor_file import TensorFile, Ticket, let_go_of_checkpoints, read_files
-from lightning_hybrid.state.worker_files import FilesOfWorker, put_mapped
+from lightning_hybrid.state.tensor_file import (
+    FilesOfWorker,
+    TensorFile,
+    Ticket,
+    let_go_of_checkpoints,
+    put_mapped,
+    read_files,
+)

@@ -15,7 +15,7 @@ from lightning_hybrid.driver import captured_calls
 from lightning_hybrid.driver.captured_calls import CapturedCalls
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import CannotFollow
-from lightning_hybrid.remote.remote_source import Kind
+from lightning_hybrid.remote.proxy import Kind
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.stage import Synchronised
 

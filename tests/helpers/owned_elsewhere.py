@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.remote.proxy import Kind
 from lightning_hybrid.remote.remote import RemoteTensors
 from lightning_hybrid.remote.remote_places import refuse_shared
-from lightning_hybrid.remote.remote_source import Kind
 
 
 class Owner:
