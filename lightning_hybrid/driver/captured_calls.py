@@ -3,7 +3,7 @@
 A call that cannot be captured, or that uses weights in another order than the stages, runs on the
 driver, with weights that are fetched for it. That is exact, and slow.
 
-Some calls never go through the stages (:class:`DriverOnlyCalls`):
+Some calls never go through the stages (:func:`why_on_driver`):
 
 * `torch.func.functional_call(net, weights, x)` runs the code of ``net`` on tensors of the caller:
   averaged weights, those of an inner optimizer's step or of a hypernetwork. Their gradients go to
@@ -38,7 +38,7 @@ from lightning_hybrid._torch.autograd import (
     own_saved_tensors,
 )
 from lightning_hybrid._torch.capture import without_mode
-from lightning_hybrid._torch.modules import in_functional_call, tables
+from lightning_hybrid._torch.modules import in_functional_call
 from lightning_hybrid._torch.tensors import users_mode
 from lightning_hybrid.capture import NotCaptured
 from lightning_hybrid.driver.adoption import Adoption
@@ -51,39 +51,20 @@ from lightning_hybrid.remote import Kind, NoMemory, watched
 from lightning_hybrid.stage import Synchronised
 
 
-class DriverOnlyCalls:
-    """Tells calls that must run on the driver from those that stages may compute.
+def why_on_driver() -> str | None:
+    """Why the call that is being made must run on the driver, as a predicate of its module.
 
-    Args:
-        module: the LightningModule, with its own weights.
+    Returns:
+        ``None``: stages may compute it.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        # copies, since functional_call puts other weights into these tables
-        self._own = {part: dict(tables(part)[0]) for part in module.modules()}
-
-    def reason(self, module: nn.Module) -> str | None:
-        """Why a call of a module must run on the driver, as a predicate of the module.
-
-        Returns:
-            ``None``: stages may compute it.
-        """
-        if functorch_level() or dual_level() >= 0:
-            return "is called inside of a transform of functions (torch.func.vmap, grad, jvp, ...)"
-        mode = users_mode()
-        if mode is not None:
-            return f"is called inside of a mode that sees each operation ({type(mode).__name__})"
-        if in_functional_call() and self._has_others(module):
-            return "is called on other weights than its own (torch.func.functional_call)"
-        return None
-
-    def _has_others(self, module: nn.Module) -> bool:
-        """Whether a module has other parameters now than at the start of the run."""
-        return any(
-            self._own.get(part, {}).get(name) is not value
-            for part in module.modules()
-            for name, value in tables(part)[0].items()
-        )
+    if functorch_level() or dual_level() >= 0:
+        return "is called inside of a transform of functions (torch.func.vmap, grad, jvp, ...)"
+    mode = users_mode()
+    if mode is not None:
+        return f"is called inside of a mode that sees each operation ({type(mode).__name__})"
+    if in_functional_call():
+        return "is called on other weights than its own (torch.func.functional_call)"
+    return None
 
 
 class LoggingLater:
@@ -161,7 +142,6 @@ class CapturedCalls:
         module: the LightningModule.
         adoption: gives ranks their stages of further graphs of a network that is cut.
         adopt: cuts a network.
-        aside: tells which calls must run on the driver.
         stays: is called with the name of a network that stays on the driver, and the reason.
     """
 
@@ -170,11 +150,10 @@ class CapturedCalls:
         module: nn.Module,
         adoption: Adoption,
         adopt: Adopt,
-        aside: DriverOnlyCalls,
         stays: Callable[[str, str], object],
     ) -> None:
         self._driver, self._adoption, self._adopt = adoption.driver, adoption, adopt
-        self._aside, self._stays = aside, stays
+        self._stays = stays
         self._options, self._announcements = adoption.options, adoption.announcements
         self._logging_later = LoggingLater(module)
         self._verification = Verification(
@@ -196,7 +175,7 @@ class CapturedCalls:
             NetworkError: it can neither be captured nor run on the driver.
         """
         # (where it uses weights of other ranks, their proxies fetch them)
-        if self._aside.reason(found.module) is not None:
+        if why_on_driver() is not None:
             return found.forward(*arguments, **keywords)
         try:
             return self.captured(found, arguments, keywords)

@@ -60,10 +60,9 @@ class Calls:
         announcements: Any = SimpleNamespace(
             say=lambda _, line: self.notes.append(line), captured=lambda _: None
         )
-        aside: Any = SimpleNamespace(reason=lambda _: None)
         options: Any = SimpleNamespace(progress=StartProgress(None), verify=False)
         adoption: Any = SimpleNamespace(driver=driver, options=options, announcements=announcements)
-        self.calls = CapturedCalls(self.module, adoption, self.adopt, aside, self.kept.setdefault)
+        self.calls = CapturedCalls(self.module, adoption, self.adopt, self.kept.setdefault)
 
     def __call__(self) -> Any:
         return self.calls.call(self.found, (X,), {})
