@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import wraps
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -25,35 +25,8 @@ from lightning_hybrid.state import (
     placed,
 )
 
-
-class Counterparts(Protocol):
-    """The copies of the user's optimizers on the workers; ``index`` is the number of one."""
-
-    def step(self, index: int, changed: list[Hyperparameters] | None) -> None:
-        """Have the workers step, after the driver's optimizer has stepped.
-
-        Args:
-            index: number of the optimizer.
-            changed: the parameter groups, if they have changed since the last step.
-        """
-
-    def zero_grad(self, index: int, set_to_none: bool) -> None:
-        """Clear the gradients of the optimizer on the workers."""
-
-    def settle(self) -> None:
-        """Bring all gradients to the owners of their parameters, before they are used."""
-
-    def state(self, index: int) -> Mapping[str, dict[str, Any]]:
-        """The states that the workers have, by parameter name."""
-
-    def ship(self) -> None:
-        """Send the optimizers to the workers, after a state was loaded or changed by hand."""
-
-    def at_hand(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Inside, this rank has all parameters and gradients of the optimizer."""
-
-    def share(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Inside, the optimizer steps this rank's share of parameters, if states are divided."""
+if TYPE_CHECKING:
+    from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 
 
 class OptimizerLink:
@@ -77,7 +50,7 @@ class OptimizerLink:
         optimizer: Optimizer,
         names: Mapping[int, str],
         index: int,
-        counterparts: Counterparts,
+        counterparts: "DrivenOptimizers",
         others: OtherReplicas | None = None,
     ) -> None:
         self.optimizer, self._index, self._counterparts = optimizer, index, counterparts

@@ -2,10 +2,10 @@
 
 from lightning_hybrid.state.atomic_checkpoints import (
     AtomicCheckpointIO,
+    Background,
     ShardedSaves,
     with_atomic_writes,
 )
-from lightning_hybrid.state.background import Background
 from lightning_hybrid.state.clipping import (
     clip_factor,
     gradient_norms,
@@ -30,10 +30,12 @@ from lightning_hybrid.state.divided_optimizer_states import (
     Division,
     OtherReplicas,
     Replicas,
+    States,
     StateShares,
+    gather_states,
+    outlined,
 )
-from lightning_hybrid.state.gathered_optimizer_states import States, gather_states
-from lightning_hybrid.state.optimizer_state import DriverState, outlined, placed, were_divided
+from lightning_hybrid.state.optimizer_state import DriverState, placed, were_divided
 from lightning_hybrid.state.optimizers import (
     complete,
     groups_of,
