@@ -178,7 +178,7 @@ class DrivenOptimizers:
         # where all states are here, they replace those of the workers
         fresh = tuple([index for index, link in enumerate(self._links) if link.is_back])
         for link in self._links:
-            link.ship_quietly()
+            link.silence_state()
         self._divide(parameters)
         for worker in self._commands.workers.ranks:
             owned = {*self._ownership.tensors_of(worker)}

@@ -89,7 +89,7 @@ class OptimizerLink:
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         if self.divided is not None:
             self.divided.refuse_alone(optimizer)
-        self._silence_hooks()
+        self.silence_state()
 
     @property
     def divided(self) -> OtherReplicas | None:
@@ -158,13 +158,6 @@ class OptimizerLink:
         state = self.optimizer.state
         own = state.own() if isinstance(state, DriverState) else state
         return {self._names.get(id(p), ""): state for p, state in own.items() if state}
-
-    def ship_quietly(self) -> None:
-        """Prepare the optimizer to be sent, until :meth:`shipped` is called.
-
-        Reading ``optimizer.state`` fetches nothing then.
-        """
-        self._silence_hooks()
 
     def leave(self, parameters: Iterable[Parameter]) -> None:
         """Drop the states of these parameters here, since workers have them."""
@@ -324,7 +317,7 @@ class OptimizerLink:
             self._entered.enter_context(self._counterparts.at_hand(self.optimizer))
             return
         self._begun = groups_of(self.optimizer, self._names)
-        self._silence_hooks()
+        self.silence_state()
         # other ranks' parameters, if not seen as proxies, have no gradient, so the step skips them
         self._entered.enter_context(as_they_are())
         self._entered.enter_context(self._counterparts.share(self.optimizer))
@@ -332,8 +325,8 @@ class OptimizerLink:
             self._read_states()
             self._reads = False
 
-    def _silence_hooks(self) -> None:
-        """Let reads of ``optimizer.state`` fetch nothing until `_entered` is closed."""
+    def silence_state(self) -> None:
+        """Let reads of ``optimizer.state`` fetch nothing, until it steps or :meth:`shipped`."""
         if self._state is not None:
             self._entered.enter_context(self._state.quietly())
 
