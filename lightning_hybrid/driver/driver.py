@@ -22,7 +22,6 @@ from lightning_hybrid.comm import (
     Failure,
     Mesh,
     broadcast_object,
-    copies_of,
     gather_objects,
     meet,
     protocol,
@@ -44,7 +43,7 @@ from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import StageCode
-from lightning_hybrid.remote import RemoteTensors, is_deferred, materialize, refuse_shared
+from lightning_hybrid.remote import RemoteTensors, View, is_deferred, materialize, views_of
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import (
     ReplicaGroup,
@@ -174,14 +173,10 @@ class Driver:
                 around a call, instead of from generators of its own.
 
         Raises:
-            NetworkError: something else shows the memory of a weight that another rank is to own.
             Exception: see :meth:`Distribution.distribute`.
         """
-        number, prefix = len(self._networks), f"{name}." if name else ""
-        stages = zip(codes, map(copies_of, placement.devices))
-        away = [prefix + n for code, ranks in stages if any(ranks) for n in code.owned]
-        # before weights are sent: a message that is being sent shows their memory too
-        refuse_shared(self._module, away)
+        # before weights are sent: a message that is being sent would be found as a view of them
+        number, views = len(self._networks), views_of(network)
         made = self.distribution.distribute(number, name, network, codes, placement)
         driven = DrivenNetwork(
             *(number, name, network, made.engine, made.borrowed[0], placement, self._parts),
@@ -193,7 +188,7 @@ class Driver:
             # gradient accumulation has become shorter since it was launched
             if not STREAMED[placement.schedule].delayed:
                 self.optimizers.before_step = self.interrupt
-        self._take_charge(driven, made)
+        self._take_charge(driven, made, views)
         self._workers.before_weights_change = self.interrupt
         return driven
 
@@ -263,12 +258,13 @@ class Driver:
         """
         self._share_optimizers = self._options.share
 
-    def _take_charge(self, driven: DrivenNetwork, made: Distributed) -> None:
+    def _take_charge(self, driven: DrivenNetwork, made: Distributed, views: Sequence[View]) -> None:
         """Tell the parts of the driver which rank owns which tensors of a distributed network.
 
         Args:
             driven: the network.
             made: its stages, which all ranks have by now.
+            views: tensors of the user's that show the memory of its weights.
         """
         replica_group = driven.engine.replica_group
         self._networks.append(driven)
@@ -282,7 +278,7 @@ class Driver:
         stages = [own.specializations[0] for own in driven.engine.owned]
         used_here = driven.full_names(name for stage in stages for name in stage.buffer_names)
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
-        self.remote.add(self._module, proxies, used_here)
+        self.remote.add(self._module, proxies, used_here, views)
         self._borrowing.add([driven.full_names(sorted(names)) for names in made.borrowed])
         for loan in self._loans(driven, made.lent):
             self._ownership.loans.add(loan)

@@ -19,9 +19,9 @@ from lightning_hybrid.remote.deferred import (
 )
 from lightning_hybrid.remote.hollow_network import Hollow, NoMemory, watched
 from lightning_hybrid.remote.intercepted import Intercepted
+from lightning_hybrid.remote.living_views import View, views_of
 from lightning_hybrid.remote.proxy import Kind, hook_refused, read_now
 from lightning_hybrid.remote.remote import RemoteTensors
-from lightning_hybrid.remote.remote_places import refuse_shared
 from lightning_hybrid.remote.unread import (
     Unread,
     is_unread,

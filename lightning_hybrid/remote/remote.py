@@ -37,6 +37,7 @@ from lightning_hybrid.remote.deferred import (
     vacate,
     value_of,
 )
+from lightning_hybrid.remote.living_views import View
 from lightning_hybrid.remote.proxy import Kind, Remote, RemoteStore, make_plain, make_proxy
 from lightning_hybrid.remote.remote_gradients import RemoteGradients
 from lightning_hybrid.remote.remote_places import RemotePlaces
@@ -80,7 +81,13 @@ class RemoteTensors:
         self._brought: dict[str, Tensor] = {}
         self.in_graph = self.changed_here = False
 
-    def add(self, module: nn.Module, names: Iterable[str], here_too: Iterable[str] = ()) -> None:
+    def add(
+        self,
+        module: nn.Module,
+        names: Iterable[str],
+        here_too: Iterable[str] = (),
+        views: Iterable[View] = (),
+    ) -> None:
         """Make proxies of these parameters and buffers of ``module``.
 
         Args:
@@ -90,9 +97,14 @@ class RemoteTensors:
                 are always those of the owner: they are constants (a network is not cut between two
                 uses of a buffer that it changes), or running statistics of a copied stage, which
                 each copy updates alike.
+            views: tensors of the user's code that show their memory (see :func:`living_views`),
+                found before the weights were sent, since messages show their memory too.
+
+        Raises:
+            NetworkError: one shares its memory with another parameter, or with a larger tensor.
         """
         self._here_too.update(here_too)
-        self.places.add(module, names)
+        self.places.add(module, names, views)
         # (this step may have computed with any of them already, when they were ordinary tensors)
         self.gradients.in_graph |= self._tensors[Kind.PARAMETER]
         self.in_graph = True

@@ -1,6 +1,5 @@
 """The parameters and buffers of the user's module that other ranks own, and that are proxies."""
 
-import gc
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.autograd import is_wrapped
 from lightning_hybrid._torch.modules import tables
-from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
-from lightning_hybrid.errors import HybridError, NetworkError
-from lightning_hybrid.remote.deferred import is_deferred
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote.hollow_network import emptied
+from lightning_hybrid.remote.living_views import View, refuse_larger, refuse_one_memory
 from lightning_hybrid.remote.proxy import (
     Kind,
     Remote,
@@ -40,17 +37,29 @@ class RemotePlaces:
         self._places: dict[str, tuple[dict[str, Any], str, Remote]] = {}
         self.tensors: dict[Kind, dict[str, Remote]] = {Kind.PARAMETER: {}, Kind.BUFFER: {}}
 
-    def add(self, module: nn.Module, names: Iterable[str]) -> None:
-        """Make proxies of parameters and buffers.
+    def add(self, module: nn.Module, names: Iterable[str], views: Iterable[View]) -> None:
+        """Make proxies of parameters and buffers, and of views of them.
 
         Args:
             module: the LightningModule.
             names: names of the parameters and buffers.
+            views: views of tensors of the module; those of other tensors are left out.
+
+        Raises:
+            NetworkError: one shares its memory with another parameter, or with a larger tensor.
         """
+        names = list(names)
+        refuse_one_memory(module, names)
         for name in names:
             owner, _, key = name.rpartition(".")
             parameters, buffers = tables(module.get_submodule(owner))
             self._open(name, buffers if parameters.get(key) is None else parameters, key)
+        remotes = {id(remote.value): remote for remote in self.all()}
+        for view, value in views:  # (as taken by `data`, or from a state dict)
+            if id(value) not in remotes:
+                continue
+            refuse_larger(view, value, remotes[id(value)].name)
+            make_proxy(view, remotes[id(value)])
 
     def replaced(self) -> Iterator[Remote]:
         """Make proxies of the buffers that code has put in the place of others, and yield them.
@@ -127,75 +136,3 @@ class RemotePlaces:
         self._places[name] = (place, key, known)
         make_proxy(value, known)
         return known
-
-
-def refuse_shared(module: nn.Module, names: Iterable[str]) -> None:
-    """Refuse parameters that other ranks are to own and whose memory something else here shows too.
-
-    A change on the other rank would not be seen there, nor a change there on the other rank; and a
-    write through such a view leaves no trace that could be noticed later.
-
-    Args:
-        module: the LightningModule.
-        names: names of the tensors that other ranks are to own.
-
-    Raises:
-        NetworkError: there is such a parameter.
-    """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    # (torch's older `spectral_norm` has a view of `weight_orig` as `weight`, until its first call)
-    replaced = [
-        vars(part).get(key.removesuffix("_orig"))
-        for part in module.modules()
-        for key in tables(part)[0]
-    ]
-    with as_they_are():
-        in_memory: dict[int, dict[int, Tensor]] = {}
-        for tensor in (*parameters.values(), *module.buffers(), *replaced):
-            if tensor is not None and _is_strided(tensor):
-                in_memory.setdefault(_memory(tensor), {})[id(tensor)] = tensor
-        for name in names:
-            parameter = parameters.get(name)
-            if parameter is None or not _is_strided(parameter):
-                continue
-            known = in_memory[_memory(parameter)]
-            others = [t for key, t in known.items() if key not in map(id, (parameter, *replaced))]
-            # (cuDNN has all weights of a recurrent layer side by side in one storage)
-            overlaps = any(_overlap(other, parameter) for other in others)
-            if overlaps or _has_holders(parameter, besides=len(known) - 1):
-                raise NetworkError(
-                    f"Another tensor shows the memory of {name!r}, which another rank is to own, "
-                    "and would not change with it. Of what was taken by `data`, `detach()` or "
-                    "`state_dict()` keep a copy (`parameter.data.clone()`); give a parameter that "
-                    "is a part of a larger tensor its own memory (`parameter.data = part.clone()`);"
-                    " instead of `a.data = b.data` write `module.a = module.b`."
-                )
-
-
-def _has_holders(parameter: Tensor, *, besides: int) -> bool:
-    """Whether more than so many other tensors that are in use show the memory of a parameter."""
-    if not is_shared(parameter, besides=besides):
-        return False
-    gc.collect()  # (what it finds is not in use)
-    return is_shared(parameter, besides=besides)
-
-
-def _memory(tensor: Tensor) -> int:
-    return storage_key(tensor.untyped_storage())
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    (first, end), (other_first, other_end) = _extent(one), _extent(other)
-    return first < other_end and other_first < end
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The positions in its storage of a tensor's first byte and of the byte behind its last."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-    first = int(tensor.storage_offset())
-    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    dense = tensor.layout is torch.strided and not is_wrapped(tensor)
-    return dense and not is_deferred(tensor) and tensor.numel() > 0

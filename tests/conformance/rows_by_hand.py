@@ -31,6 +31,28 @@ class _Manual(Row):
         raise NotImplementedError
 
 
+class KeepsViewsOfWeights(Row):
+    """Takes `p.data`, `p.detach()` and a `state_dict()` before the first step, and reads and
+    changes them in the middle of the run.
+    """
+
+    fast = True
+    shapes = EVERY
+
+    def on_fit_start(self) -> None:
+        self.data = [p.data for p in self.parameters()]
+        self.state = self.state_dict()
+        self.row = self.net.first.weight.detach()[0]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 2:
+            self.data[0].mul_(0.5)
+            self.state["net.third.weight"].add_(0.1)
+            self.row.zero_()
+        self.seen.append([float(value.sum()) for value in (*self.data, self.row)])
+        self.seen.append({name: value.clone() for name, value in self.state.items()})
+
+
 class ClearsGradientsOfTheModule(_Manual):
     """Calls `module.zero_grad()` instead of the optimizer's, under manual optimization."""
 

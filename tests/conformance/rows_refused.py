@@ -99,7 +99,7 @@ class RefusedTwoParametersInOneMemory(Row):
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     cuts: ClassVar = {2: ["net.third"]}
     # where both are in one stage they are as on one device
-    equal_or_refused = ("shows the memory of 'net.second.weight'", "module.a = module.b")
+    equal_or_refused = ("'net.second.weight' and 'net.third.weight'", "module.a = module.b")
 
     def build(self) -> None:
         super().build()
@@ -366,16 +366,6 @@ class RefusedParametersInOneTensor(Row):
         sizes = [p.numel() for p in parameters]
         for parameter, part in zip(parameters, self.flat.split(sizes)):
             parameter.data = part.view_as(parameter)
-
-
-class RefusedViewsOfWeights(Row):
-    """Keeps `p.data`, `p.detach()` or a `state_dict()` from before the first step: keep copies."""
-
-    fast = True
-    refused = ("shows the memory of", "parameter.data.clone()")
-
-    def on_fit_start(self) -> None:
-        self.state = self.state_dict()
 
 
 class RefusedClippingByHandInConfigureModel(BuildsInConfigureModel):

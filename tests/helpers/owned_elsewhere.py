@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.remote.living_views import views_of
 from lightning_hybrid.remote.proxy import Kind
 from lightning_hybrid.remote.remote import RemoteTensors
-from lightning_hybrid.remote.remote_places import refuse_shared
 
 
 class Owner:
@@ -67,8 +67,7 @@ class World:
         self.remote = RemoteTensors(self.owner, torch.device("cpu"))
         names = [n for n, _ in self.here.named_parameters()]
         names += [n for n, _ in self.here.named_buffers()]
-        refuse_shared(self.here, names)
-        self.remote.add(self.here, names)
+        self.remote.add(self.here, names, views=views_of(self.here))
 
     def backward_there(self) -> None:
         self.there(torch.randn(5, 3)).square().sum().backward()
