@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from weakref import ReferenceType
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -27,7 +27,6 @@ _pass_number = find("torch:_C._current_graph_task_id")
 _graph_is_kept = find("torch:_C._autograd._get_current_graph_task_keep_graph")
 _saved_tensors_hooks = find("torch:_C._autograd._top_saved_tensors_default_hooks")
 _with_forward_derivatives = find("torch.autograd.forward_ad:_set_fwd_grad_enabled")
-_CheckpointFrame = find("torch.utils.checkpoint:_CheckpointFrame")
 _functional_call = find("torch.nn.utils.stateless:_functional_call")
 _function_modes = find("torch.overrides:_get_current_function_mode_stack")
 _dispatch_modes = find("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
@@ -79,7 +78,7 @@ def backwards_as_ever() -> Iterator[None]:
 
 def is_in_backward() -> bool:
     """Whether autograd runs this code, in the backward of a node or in a hook."""
-    return pass_number() != -1
+    return int(_pass_number()) != -1
 
 
 def graph_is_kept() -> bool:
@@ -91,7 +90,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """A pair of hooks on saved tensors: the first packs a tensor, the second gives it back."""
 
 
-def saved_tensors_hooks() -> Hooks | None:
+def _hooks_around() -> Hooks | None:
     """The hooks that the code around this call has put on tensors saved for backward, if any.
 
     There is no public way to ask.
@@ -100,38 +99,24 @@ def saved_tensors_hooks() -> Hooks | None:
     return hooks
 
 
-def checkpointed_region(hooks: Hooks | None) -> tuple[object, bool] | None:
-    """The region of `torch.utils.checkpoint` whose hooks these are, and whether it runs again.
+def is_checkpointed() -> bool:
+    """Whether this code runs in a region of `torch.utils.checkpoint` that saves no tensors.
 
-    It is found among the variables that the hook functions enclose; there is no public way.
-    ``None``: the hooks are of no such region.
+    Such a region (``use_reentrant=False``) works by hooks on saved tensors.
     """
-    if hooks is None:
-        return None
-    function: Any = inspect.unwrap(hooks[0])
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(function, "__closure__", None) or ()):
-        found = cell.cell_contents
-        if name == "frame" and isinstance(found, _CheckpointFrame):
-            return found, False
-        if name == "target_frame_ref" and isinstance(found, ReferenceType):
-            return found(), True
-    return None
-
-
-def pass_number() -> int:
-    """The number of the running backward pass; -1: there is none."""
-    return int(_pass_number())
+    hooks = _hooks_around()
+    return (
+        hooks is not None and inspect.unwrap(hooks[0]).__module__ == torch.utils.checkpoint.__name__
+    )
 
 
 def own_saved_tensors() -> AbstractContextManager[Any]:
     """A context in which hooks on saved tensors that the code around has set do not apply.
 
-    Activation checkpointing around the call of a network works by such hooks: on the tensors of a
-    stage they would call the network again in the middle of its own backward. Without such hooks
-    nothing is done, since any hooks switch off autograd's check of in-place changes.
+    They are not for what stages save. Without such hooks nothing is done, since any hooks switch
+    off autograd's check of in-place changes.
     """
-    if saved_tensors_hooks() is None:
+    if _hooks_around() is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 

@@ -377,14 +377,14 @@ class TakeOptimizers(Command):
     """Replace the worker's optimizers by the driver's.
 
     Attributes:
-        fresh: bits: if bit k is set, the worker drops its state of optimizer k.
+        fresh: numbers of the optimizers of which the worker drops the states that it has.
         data: the optimizers, as written by :func:`lightning_hybrid.state.optimizers.ship`.
         tensors: large tensors of their states, in the order in which they are needed.
         replica_of: by name of a parameter, the replica that steps it; every replica steps a
             parameter that is not named.
     """
 
-    fresh: int
+    fresh: tuple[int, ...]
     data: bytes
     tensors: Tensors
     replica_of: Mapping[str, int] = field(default_factory=dict)

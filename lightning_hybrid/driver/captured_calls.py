@@ -3,7 +3,7 @@
 A call that cannot be captured, or that uses weights in another order than the stages, runs on the
 driver, with weights that are fetched for it. That is exact, and slow.
 
-Some calls never go through the stages (:class:`DriverOnlyCalls`):
+Some calls never go through the stages (:func:`why_on_driver`):
 
 * `torch.func.functional_call(net, weights, x)` runs the code of ``net`` on tensors of the caller:
   averaged weights, those of an inner optimizer's step or of a hypernetwork. Their gradients go to
@@ -32,60 +32,39 @@ from torch import nn
 
 from lightning_hybrid._torch.autograd import (
     backwards_as_ever,
-    checkpointed_region,
     dual_level,
     functorch_level,
     in_functional_call,
+    is_checkpointed,
     own_saved_tensors,
-    saved_tensors_hooks,
     users_mode,
 )
 from lightning_hybrid._torch.capture import without_mode
-from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.capture import NotCaptured
 from lightning_hybrid.driver.adoption import Adoption
 from lightning_hybrid.driver.found_network import FoundNetwork, indented
-from lightning_hybrid.driver.network_call import NetworkCall, SavedForBackward
+from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.verification import Check, Verification
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph import CannotFollow, NetworkGraph, compute_whole
+from lightning_hybrid.graph import CannotFollow, NetworkGraph, compute_whole, place_now
 from lightning_hybrid.remote import Kind, NoMemory, watched
 from lightning_hybrid.stage import Synchronised
 
 
-class DriverOnlyCalls:
-    """Tells calls that must run on the driver from those that stages may compute.
+def why_on_driver() -> str | None:
+    """Why the call that is being made must run on the driver, as a predicate of its module.
 
-    Args:
-        module: the LightningModule, with its own weights.
+    Returns:
+        ``None``: stages may compute it.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        # copies, since functional_call puts other weights into these tables
-        self._own = {part: dict(tables(part)[0]) for part in module.modules()}
-
-    def reason(self, module: nn.Module) -> str | None:
-        """Why a call of a module must run on the driver, as a predicate of the module.
-
-        Returns:
-            ``None``: stages may compute it.
-        """
-        if functorch_level() or dual_level() >= 0:
-            return "is called inside of a transform of functions (torch.func.vmap, grad, jvp, ...)"
-        mode = users_mode()
-        if mode is not None:
-            return f"is called inside of a mode that sees each operation ({type(mode).__name__})"
-        if in_functional_call() and self._has_others(module):
-            return "is called on other weights than its own (torch.func.functional_call)"
-        return None
-
-    def _has_others(self, module: nn.Module) -> bool:
-        """Whether a module has other parameters now than at the start of the run."""
-        return any(
-            self._own.get(part, {}).get(name) is not value
-            for part in module.modules()
-            for name, value in tables(part)[0].items()
-        )
+    if functorch_level() or dual_level() >= 0:
+        return "is called inside of a transform of functions (torch.func.vmap, grad, jvp, ...)"
+    mode = users_mode()
+    if mode is not None:
+        return f"is called inside of a mode that sees each operation ({type(mode).__name__})"
+    if in_functional_call():
+        return "is called on other weights than its own (torch.func.functional_call)"
+    return None
 
 
 class LoggingLater:
@@ -149,12 +128,10 @@ class _Running:
     Attributes:
         statistics: the mode around the call that computes batch statistics over all replicas, if
             there is one; entered where the driver computes layers.
-        saved: the tensor that it saves for activation checkpointing around it, if there is such.
         check: what compares the call with the network's own Python, if this call is checked.
     """
 
     statistics: AbstractContextManager[Any]
-    saved: SavedForBackward | None
     check: Check | None
 
 
@@ -165,7 +142,6 @@ class CapturedCalls:
         module: the LightningModule.
         adoption: gives ranks their stages of further graphs of a network that is cut.
         adopt: cuts a network.
-        aside: tells which calls must run on the driver.
         stays: is called with the name of a network that stays on the driver, and the reason.
     """
 
@@ -174,17 +150,16 @@ class CapturedCalls:
         module: nn.Module,
         adoption: Adoption,
         adopt: Adopt,
-        aside: DriverOnlyCalls,
         stays: Callable[[str, str], object],
     ) -> None:
         self._driver, self._adoption, self._adopt = adoption.driver, adoption, adopt
-        self._aside, self._stays = aside, stays
+        self._stays = stays
         self._options, self._announcements = adoption.options, adoption.announcements
         self._logging_later = LoggingLater(module)
         self._verification = Verification(
             *(module, self._driver, self._options.verify, self._announcements)
         )
-        self._running = _Running(nullcontext(), None, None)
+        self._running = _Running(nullcontext(), None)
 
     def call(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -200,7 +175,7 @@ class CapturedCalls:
             NetworkError: it can neither be captured nor run on the driver.
         """
         # (where it uses weights of other ranks, their proxies fetch them)
-        if self._aside.reason(found.module) is not None:
+        if why_on_driver() is not None:
             return found.forward(*arguments, **keywords)
         try:
             return self.captured(found, arguments, keywords)
@@ -225,12 +200,7 @@ class CapturedCalls:
         remote = self._driver.remote
         remote.adopt_replaced()
         # on the whole batch, so that its Python and its hooks run once
-        calls = self._driver.calls
-        with (
-            calls.in_region(checkpointed_region(saved_tensors_hooks())),
-            calls.one_stream(),
-            self._weights_at_hand(found),
-        ):
+        with self._driver.calls.one_stream(), self._weights_at_hand(found):
             result = found.forward(*arguments, **keywords)
         remote.adopt_replaced()  # (buffers that the call itself has replaced)
         return result
@@ -261,30 +231,17 @@ class CapturedCalls:
 
         Raises:
             NotCaptured: TorchDynamo cannot follow the call, and nothing of it has run.
-            NetworkError: a part of a chain of graphs cannot be captured, or run in stages.
+            NetworkError: a part of a chain of graphs cannot be captured, or run in stages; or the
+                call is inside of activation checkpointing.
         """
-        hooks = saved_tensors_hooks()
-        saved = None if hooks is None else SavedForBackward(hooks)
-        region = checkpointed_region(hooks)
-        check = None
-        # (a checkpointed region that runs again was checked in its first run)
-        if region is None or not region[1]:
-            check = self._verification.begin(found, arguments, keywords)
-        with self._driver.calls.in_region(region):
-            result = self._captured(found, arguments, keywords, saved, check)
-        if saved is not None:
-            # last of all: checkpointing may end a region that runs again here, by an exception
-            saved.save()
-        return result
-
-    def _captured(
-        self,
-        found: FoundNetwork,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        saved: SavedForBackward | None,
-        check: Check | None,
-    ) -> Any:
+        if torch.is_grad_enabled() and is_checkpointed():
+            raise NetworkError(
+                f"{found.shown} is called inside of activation checkpointing ({place_now()}), "
+                "which would run all of its stages again in the backward. Leave "
+                "torch.utils.checkpoint out of this call: checkpoint parts of the network inside "
+                "of its forward, or give the strategy recompute=True."
+            )
+        check = self._verification.begin(found, arguments, keywords)
         remote = self._driver.remote
         with ExitStack() as stack:
             stack.enter_context(self._logging_later())
@@ -294,7 +251,7 @@ class CapturedCalls:
             mode = stack.enter_context(without_mode(Synchronised))
             # (a hook of the network may call another network in the middle of this call)
             stack.callback(setattr, self, "_running", self._running)
-            self._running = _Running(mode or nullcontext(), saved, check)
+            self._running = _Running(mode or nullcontext(), check)
             # saved-tensor hooks of the code around the call are not for what stages save
             stack.enter_context(own_saved_tensors())
             # (checks and trials in here run backward passes that are not the user's)
@@ -386,7 +343,7 @@ class CapturedCalls:
                     synchronised = isinstance(running.statistics, Synchronised)
                     with self._logging_later.unheard():
                         running.check.begin(call, values, synchronised=synchronised)
-                return call(values, running.saved)
+                return call(values)
             self._driver.have_here(found.module, whole=True)
             with running.statistics:
                 return compute_whole(graph, values)

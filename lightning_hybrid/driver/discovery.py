@@ -35,7 +35,7 @@ from lightning_hybrid.capture import (
 )
 from lightning_hybrid.comm import Mesh
 from lightning_hybrid.driver.adoption import Adoption, why_not_cut
-from lightning_hybrid.driver.captured_calls import CapturedCalls, DriverOnlyCalls
+from lightning_hybrid.driver.captured_calls import CapturedCalls, why_on_driver
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.found_network import (
     FoundNetwork,
@@ -87,8 +87,7 @@ class Discovery:
         self._shared = {name: kind_of(tensors[name]) for name in names}
         self._hooks = _hooks_of(module)
         self._parameters = dict(module.named_parameters())
-        self._aside = DriverOnlyCalls(module)
-        self._calls = CapturedCalls(module, self._adoption, self._adopt, self._aside, self._stays)
+        self._calls = CapturedCalls(module, self._adoption, self._adopt, self._stays)
         self._watched: dict[str, Watched] = {}
         self._captures: list[Capture] = []
         self._ranks = mesh.coordinates.ranks_per_replica
@@ -217,7 +216,7 @@ class Discovery:
         if self._ranks == 1:
             self._adopt_whole(this, forward)
             return module.forward(*arguments, **keywords)
-        aside = self._aside.reason(module)
+        aside = why_on_driver()
         if aside is not None:
             return self._call_aside(this, aside, watched, call)
         # captured in an evaluation before
@@ -472,8 +471,8 @@ def _why_without_gradients() -> str:
     frames = (frame for frame, _ in traceback.walk_stack(None))
     if any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame in frames):
         reason += (
-            ", by activation checkpointing: it must be torch.utils.checkpoint.checkpoint(..., "
-            "use_reentrant=False), since the other kind calls it so"
+            ", by activation checkpointing around it: checkpoint parts of it inside of its "
+            "forward, or give the strategy recompute=True"
         )
     return reason
 

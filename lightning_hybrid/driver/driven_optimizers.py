@@ -58,9 +58,6 @@ from lightning_hybrid.state import (
     unscale,
 )
 
-ALL = -1
-"""For ``fresh``, whose bit k is for optimizer k: all optimizers."""
-
 
 class DrivenOptimizers:
     """The optimizers of one run, on the driver.
@@ -133,7 +130,7 @@ class DrivenOptimizers:
             OptimizerLink(optimizer, self._names, index, self, self._others)
             for index, optimizer in enumerate(optimizers)
         ]
-        self.ship(fresh=ALL)
+        self.ship()
 
     def follow(self, before: "DrivenOptimizers") -> None:
         """Take charge of what was connected for other stages.
@@ -153,17 +150,13 @@ class DrivenOptimizers:
     # ------------------------------------------------------------------ shipping
 
     @signals_deferred
-    def ship(self, *, fresh: int = 0) -> None:
+    def ship(self) -> None:
         """Send the optimizers to the workers, and drop the states of workers' parameters here.
 
         Before the first network is cut nothing is sent: workers need no optimizers then.
-
-        Args:
-            fresh: bit k says that the state of optimizer k that is sent replaces that of the
-                workers; without it they keep the state that they have.
         """
         if self._steps_all:
-            self.ship_in_any_case(fresh)
+            self.ship_in_any_case()
 
     @property
     def _steps_all(self) -> bool:
@@ -174,22 +167,18 @@ class DrivenOptimizers:
         """Register that no network will be cut: this rank steps all parameters, or its share."""
         if self._shares is not None and not self._all_here:
             self._all_here = True
-            self.ship(fresh=ALL)
+            self.ship()
 
-    def ship_in_any_case(self, fresh: int) -> None:
-        """Send the optimizers to the workers like :meth:`ship`, also before a network is cut.
-
-        Args:
-            fresh: see :meth:`ship`.
-        """
+    def ship_in_any_case(self) -> None:
+        """Send the optimizers to the workers like :meth:`ship`, also before a network is cut."""
         parameters = self._parameters()
         # first of all: one that steps whole keeps all of its states on this rank
         self._try_all()
         whole = [link.whole for link in self._links]
         # where all states are here, they replace those of the workers
-        fresh |= sum(link.is_back << index for index, link in enumerate(self._links))
+        fresh = tuple([index for index, link in enumerate(self._links) if link.is_back])
         for link in self._links:
-            link.ship_quietly()
+            link.silence_state()
         self._divide(parameters)
         for worker in self._commands.workers.ranks:
             owned = {*self._ownership.tensors_of(worker)}

@@ -29,15 +29,13 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.comm.protocol import Command, Placement
 from lightning_hybrid.driver.after_run import AfterRun
-from lightning_hybrid.driver.chosen_gradients import ChosenGradients
+from lightning_hybrid.driver.backward_passes import ChosenGradients, HeldHooks
 from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.distribution import Distributed, Distribution
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
-from lightning_hybrid.driver.driven_optimizers import ALL, DrivenOptimizers
-from lightning_hybrid.driver.held_hooks import HeldHooks
-from lightning_hybrid.driver.loans import Loan
+from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.network_options import DriverOptions
-from lightning_hybrid.driver.ownership import Ownership, Unsettled
+from lightning_hybrid.driver.ownership import Loan, Ownership, Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.driver.tied_weights import Borrowing
@@ -268,13 +266,13 @@ class Driver:
             made: its stages, which all ranks have by now.
             views: tensors of the user's that show the memory of its weights.
         """
-        first, replica_group = not self._networks, driven.engine.replica_group
+        replica_group = driven.engine.replica_group
         self._networks.append(driven)
         copied = self._copied(driven)
         # before optimizers are sent: a state goes to the owner of its parameter
         self._ownership.add(driven.number, made.remote, copied)
         self._replicated.add(replica_group, driven.full_names(driven.owned_names))
-        self.optimizers.ship(fresh=ALL if first else 0)
+        self.optimizers.ship()
         tensors = tensors_of(self._module)
         owned_there = (name for names in made.remote.values() for name in names)
         stages = [own.specializations[0] for own in driven.engine.owned]
@@ -523,7 +521,7 @@ class Driver:
             if not self._after.hand_out():
                 self.weights.hand_out(but=self._apart)
             # also where no network was cut: scripts read groups of optimizers on each rank
-            self.optimizers.ship_in_any_case(fresh=0)
+            self.optimizers.ship_in_any_case()
         self._end(protocol.End(results))
 
     @signals_deferred

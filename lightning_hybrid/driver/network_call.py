@@ -1,13 +1,8 @@
 """A call of a network that has been cut, as one node of autograd on the driver.
 
 The forward of the node (:class:`_CallNode`) runs the pipeline and returns the outputs; its backward
-sends the gradients back through the stages.
-
-Stages keep what the backward needs, so autograd saves no tensor of the call. But activation
-checkpointing around the call (`torch.utils.checkpoint` with ``use_reentrant=False``) works by
-hooks on saved tensors: when the first of them is needed, it runs its region again, and with it the
-network, whose running statistics are then written for a second time, as on one device. So the call
-saves one tensor for it (:class:`SavedForBackward`).
+sends the gradients back through the stages, which keep what they need for it: autograd saves no
+tensor of the call.
 """
 
 import weakref
@@ -20,53 +15,16 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.autograd import (
-    Hooks,
     backward_reaches,
     forward_derivatives,
     graph_is_kept,
     is_batched,
-    pass_number,
 )
 from lightning_hybrid._torch.tensors import storage_key
-from lightning_hybrid.driver.driven_network import DrivenNetwork
-from lightning_hybrid.driver.split_batch import Specialization
+from lightning_hybrid.driver.driven_network import DrivenNetwork, Specialization
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph, joined, place_now, slices, views_of_inputs
 from lightning_hybrid.stage import Gradients
-
-
-class SavedForBackward:
-    """A tensor that a call saves by the saved-tensor hooks of the code around it.
-
-    Args:
-        hooks: these hooks: one that packs a tensor, and one that unpacks it.
-    """
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._pack, self._unpack = hooks
-        self._wanted = self._saved = False
-        self._held: Any = None
-        self._asked = -1
-
-    def want(self) -> None:
-        """Note that the call may have a backward, so that :meth:`save` is to save a tensor."""
-        self._wanted = True
-
-    def save(self) -> None:
-        """Save the tensor, at the end of the call.
-
-        Checkpointing that runs a region again may end the region here, by an exception.
-        """
-        if self._wanted:
-            self._held = self._pack(torch.zeros(()))
-            self._saved = True
-
-    def ask(self) -> None:
-        """Unpack the tensor at the start of the call's backward, once in each backward pass."""
-        number = pass_number()
-        if self._saved and self._asked != number:
-            self._asked = number
-            self._unpack(self._held)
 
 
 class NetworkCall:
@@ -81,13 +39,11 @@ class NetworkCall:
         self.network, self.specialization = network, specialization
         self._views = views_of_inputs(specialization.graph)
 
-    def __call__(self, values: Sequence[Any], saved: SavedForBackward | None = None) -> list[Any]:
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Run the pipeline in the place of the graph.
 
         Args:
             values: the arguments of the graph.
-            saved: the tensor that the call saves for activation checkpointing around it; ``None``:
-                there is none around it.
 
         Returns:
             What the graph returns.
@@ -97,7 +53,7 @@ class NetworkCall:
         if graph.written_leaves:
             _refuse_shared_memory(graph, leaves)
         if self.learns(leaves):
-            outputs = _CallNode.apply(self, saved, self.network.anchor(), *leaves)  # type: ignore[no-untyped-call]
+            outputs = _CallNode.apply(self, self.network.anchor(), *leaves)  # type: ignore[no-untyped-call]
         else:
             _, parts = self.network.forward(self.specialization, leaves, grad=False)
             outputs = _join(parts, graph)
@@ -128,16 +84,13 @@ class _CallNode(torch.autograd.Function):
     def forward(
         ctx: Any,
         called: NetworkCall,
-        saved: SavedForBackward | None,
         anchor: Tensor | None,
         *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
         network, specialization = called.network, called.specialization
         with forward_derivatives():
             call, parts = network.forward(specialization, leaves, grad=True)
-        ctx.network, ctx.call, ctx.saved = network, call, saved
-        if saved is not None:
-            saved.want()
+        ctx.network, ctx.call = network, call
         ctx.trained = anchor is not None  # (else all parameters are frozen)
         graph = specialization.graph
         ctx.graph, ctx.sizes = graph, specialization.samples(leaves)
@@ -187,8 +140,6 @@ class _CallNode(torch.autograd.Function):
                 "Trying to backward through a call of the network a second time. Specify "
                 "retain_graph=True in the first backward."
             )
-        if ctx.saved is not None:
-            ctx.saved.ask()
         inputs = network.backward(
             ctx.call,
             _split_gradients(gradients, ctx.sizes, ctx.graph),
@@ -199,7 +150,7 @@ class _CallNode(torch.autograd.Function):
         if not keep:
             # (this pass has dropped what all ranks kept of the call)
             ctx.finaliser.detach()
-        return None, None, None, *_join_gradients(inputs, ctx.wanted, ctx.graph)
+        return None, None, *_join_gradients(inputs, ctx.wanted, ctx.graph)
 
 
 def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None:

@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import wraps
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -14,7 +14,7 @@ from lightning_hybrid._torch.optimizers import has_step_hook, order_step_hooks, 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm.protocol import Hyperparameters
-from lightning_hybrid.driver.own_changes import OwnChanges, same
+from lightning_hybrid.driver.optimizer_trial import plain_attributes, same
 from lightning_hybrid.remote import is_deferred, is_of_one_rank, is_unread, materialize
 from lightning_hybrid.state import (
     DriverState,
@@ -25,35 +25,8 @@ from lightning_hybrid.state import (
     placed,
 )
 
-
-class Counterparts(Protocol):
-    """The copies of the user's optimizers on the workers; ``index`` is the number of one."""
-
-    def step(self, index: int, changed: list[Hyperparameters] | None) -> None:
-        """Have the workers step, after the driver's optimizer has stepped.
-
-        Args:
-            index: number of the optimizer.
-            changed: the parameter groups, if they have changed since the last step.
-        """
-
-    def zero_grad(self, index: int, set_to_none: bool) -> None:
-        """Clear the gradients of the optimizer on the workers."""
-
-    def settle(self) -> None:
-        """Bring all gradients to the owners of their parameters, before they are used."""
-
-    def state(self, index: int) -> Mapping[str, dict[str, Any]]:
-        """The states that the workers have, by parameter name."""
-
-    def ship(self) -> None:
-        """Send the optimizers to the workers, after a state was loaded or changed by hand."""
-
-    def at_hand(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Inside, this rank has all parameters and gradients of the optimizer."""
-
-    def share(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Inside, the optimizer steps this rank's share of parameters, if states are divided."""
+if TYPE_CHECKING:
+    from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 
 
 class OptimizerLink:
@@ -77,7 +50,7 @@ class OptimizerLink:
         optimizer: Optimizer,
         names: Mapping[int, str],
         index: int,
-        counterparts: Counterparts,
+        counterparts: "DrivenOptimizers",
         others: OtherReplicas | None = None,
     ) -> None:
         self.optimizer, self._index, self._counterparts = optimizer, index, counterparts
@@ -88,7 +61,6 @@ class OptimizerLink:
         self._sent = self._begun = groups_of(optimizer, names)
         self._state: DriverState | None = None
         self._attributes: dict[str, Any] = {}
-        self._own = OwnChanges(optimizer)
         self._kinds: set[object] = set()
         self._depth = 0  # a step that calls its base class's step runs the hooks twice
         self._closed = False
@@ -117,7 +89,7 @@ class OptimizerLink:
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         if self.divided is not None:
             self.divided.refuse_alone(optimizer)
-        self._silence_hooks()
+        self.silence_state()
 
     @property
     def divided(self) -> OtherReplicas | None:
@@ -187,15 +159,6 @@ class OptimizerLink:
         own = state.own() if isinstance(state, DriverState) else state
         return {self._names.get(id(p), ""): state for p, state in own.items() if state}
 
-    def ship_quietly(self) -> None:
-        """Prepare the optimizer to be sent, until :meth:`shipped` is called.
-
-        Reading ``optimizer.state`` fetches nothing then, and what a step under way has changed by
-        itself is undone, since the workers' step changes it too.
-        """
-        self._silence_hooks()
-        self._entered.enter_context(self._own.undone())
-
     def leave(self, parameters: Iterable[Parameter]) -> None:
         """Drop the states of these parameters here, since workers have them."""
         for parameter in () if self.whole else parameters:
@@ -207,9 +170,8 @@ class OptimizerLink:
         if not self._reads:
             self._read_states()
         self._entered.close()
-        with self._own.undone():
-            self._sent = groups_of(self.optimizer, self._names)
-            self._attributes = _plain(self.optimizer)
+        self._sent = groups_of(self.optimizer, self._names)
+        self._attributes = plain_attributes(self.optimizer)
         if self.is_back and not (self.whole or self._closed):
             self._state = DriverState(self.optimizer.state, self._fetch, self._others)
             self.optimizer.state = self._state
@@ -278,8 +240,7 @@ class OptimizerLink:
         now = [len(group["params"]) for group in self.optimizer.param_groups]
         if now == [len(group["params"]) for group in self._sent]:
             return None
-        with self._own.undone():
-            self._sent = groups_of(self.optimizer, self._names)
+        self._sent = groups_of(self.optimizer, self._names)
         return self._sent
 
     def _make_step(self) -> Any:
@@ -324,18 +285,15 @@ class OptimizerLink:
         *before, closure = arguments if len(arguments) > 1 else (*arguments, None)
         closure = keywords.get("closure", closure)
         self._entered.close()  # an earlier step may have failed half-way
-        self._own.end()
         self._counterparts.settle()
         if closure is None or not self.whole:
             self._enter()
         # (else parameters are fetched after the closure; if the step reads them before, as proxies)
         if closure is None:
             return None
-        self._own.begin()
 
         def open_closure() -> Any:
             self._entered.close()
-            self._own.closure_called()
             result = closure()  # (after an error in it the workers do not step)
             self._counterparts.settle()
             self._enter()
@@ -352,16 +310,14 @@ class OptimizerLink:
         has all parameters and gradients here.
         """
         if not self.whole:
-            self._own.check()
             self._tell_changes()
         if self._state is None:
             self._read_states()
         if self.whole:
             self._entered.enter_context(self._counterparts.at_hand(self.optimizer))
             return
-        with self._own.undone():
-            self._begun = groups_of(self.optimizer, self._names)
-        self._silence_hooks()
+        self._begun = groups_of(self.optimizer, self._names)
+        self.silence_state()
         # other ranks' parameters, if not seen as proxies, have no gradient, so the step skips them
         self._entered.enter_context(as_they_are())
         self._entered.enter_context(self._counterparts.share(self.optimizer))
@@ -369,8 +325,8 @@ class OptimizerLink:
             self._read_states()
             self._reads = False
 
-    def _silence_hooks(self) -> None:
-        """Let reads of ``optimizer.state`` fetch nothing until `_entered` is closed."""
+    def silence_state(self) -> None:
+        """Let reads of ``optimizer.state`` fetch nothing, until it steps or :meth:`shipped`."""
         if self._state is not None:
             self._entered.enter_context(self._state.quietly())
 
@@ -379,9 +335,7 @@ class OptimizerLink:
         if not self._kinds >= {kind_of_group(group) for group in self.optimizer.param_groups}:
             self.reason = None  # (hyper-parameters of another kind, as after a warm-up: try again)
         back = self._state is not None and self.is_back
-        with self._own.undone():
-            attributes = _plain(self.optimizer)
-        if self.reason is None or back or self._attributes != attributes:
+        if self.reason is None or back or self._attributes != plain_attributes(self.optimizer):
             self._counterparts.ship()
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -400,16 +354,10 @@ class OptimizerLink:
         if self._depth > 0:
             return
         self._entered.close()
-        self._own.end()
         if self.whole:
             return
         changed = None if same(self._begun, self._sent) else self._begun
         # (the workers' step will change these as the driver's has)
-        self._sent, self._attributes = groups_of(optimizer, self._names), _plain(optimizer)
+        self._sent = groups_of(optimizer, self._names)
+        self._attributes = plain_attributes(optimizer)
         self._counterparts.step(self._index, changed)
-
-
-def _plain(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of an optimizer that are numbers, flags or texts."""
-    kinds = (int, float, str, type(None))
-    return {key: value for key, value in vars(optimizer).items() if isinstance(value, kinds)}

@@ -19,7 +19,8 @@ whole and in parts, through the same functions that send optimizers to workers:
   one parameter, so a tolerance would only hide small interactions.
 * The user's optimizer and the random generators stay as they were, and nothing is printed or
   logged. What its code counts outside of itself (class attributes, globals) counts the trial's
-  steps too. An optimizer whose step draws random numbers steps as a whole.
+  steps too. An optimizer whose step draws random numbers steps as a whole, and so does one that
+  counts or sets its rate before it calls its closure: workers step later, and would do so again.
 
 When the hyper-parameters change in kind (a learning rate that is no longer zero), it is tried
 again. A trial does not show what an optimizer does only after more than thirteen steps, or only for
@@ -42,7 +43,6 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._torch.optimizers import runs_step_hooks
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.driver.own_changes import OwnChanges, same
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_offloaded
 from lightning_hybrid.state import (
@@ -232,6 +232,10 @@ class _Copy:
         self.start = {name: p.detach().clone() for name, p in parameters.items()}
         self.names = {id(p): name for name, p in parameters.items()}
 
+    def settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The groups of the optimizer and its plain attributes, as they are now."""
+        return groups_of(self.optimizer, self.names), plain_attributes(self.optimizer)
+
     def backward(self, targets: Mapping[str, Tensor], scale: float, *, sparse: bool) -> Tensor:
         """Set the gradients of the owned stand-ins: ``scale`` times their distance from targets.
 
@@ -314,11 +318,13 @@ def _compare(stand_ins: _StandIns, way: _Way) -> str:
         targets = stand_ins.gradients(step)
         before = _random_state(stand_ins.device)
         try:
-            _step([whole], targets, scale, way)
+            early = _step([whole], targets, scale, way)
         except Exception:
             if step == len(_SCALES):
                 return ""  # (it takes no NaN, as a whole or in parts)
             raise
+        if early:
+            return "it counts, or sets its options, before it calls its closure"
         # (each rank would draw numbers of its own)
         if not same(before, _random_state(stand_ins.device)):
             return "its steps draw random numbers"
@@ -334,28 +340,29 @@ def _compare(stand_ins: _StandIns, way: _Way) -> str:
     return ""
 
 
-def _step(copies: Sequence[_Copy], targets: Mapping[str, Tensor], scale: float, way: _Way) -> None:
-    """Step copies as the ranks of a replica do: the first is the driver's, the others workers'."""
+def _step(copies: Sequence[_Copy], targets: Mapping[str, Tensor], scale: float, way: _Way) -> bool:
+    """Step copies as the ranks of a replica do: the first is the driver's, the others workers'.
+
+    Returns:
+        Whether the first has changed groups or attributes before it has called its closure.
+    """
     driver, *workers = copies
-    own = OwnChanges(driver.optimizer)
-    begun: list[dict[str, Any]] = groups_of(driver.optimizer, driver.names)
+    settings = [driver.settings()]  # at the start, and whenever the closure is called
 
     def backward() -> Tensor:
-        own.closure_called()
+        settings.append(driver.settings())
         losses = [copy.backward(targets, scale, sparse=way.sparse) for copy in copies]
-        with own.undone():
-            begun[:] = groups_of(driver.optimizer, driver.names)
         return torch.stack(losses).sum()
 
-    own.begin()
     if way.closure:
         driver.optimizer.step(backward)  # type: ignore[arg-type]
     else:
         backward()
         driver.optimizer.step()
     for worker in workers:
-        take_groups(worker.optimizer, begun, worker.parameters)
+        take_groups(worker.optimizer, settings[-1][0], worker.parameters)
         worker.optimizer.step()
+    return not same(settings[0], settings[1])
 
 
 def _difference(whole: _Copy, driver: _Copy, worker: _Copy) -> str:
@@ -388,3 +395,33 @@ def _random_state(device: torch.device) -> list[Any]:
     # (hashed: its 625 numbers would be compared one by one)
     python = hash(random.getstate())
     return [torch.get_rng_state(), *on_device, python, *np.random.get_state()]
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values are equal bit for bit, in containers and objects too; NaN equals NaN."""
+    if left is right:
+        return True
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        left, right = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (left, right))
+        alike = (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)
+        return alike and torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, np.ndarray):
+        return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
+    try:
+        if left == right or (left != left and right != right):
+            return True
+        return hasattr(left, "__dict__") and bool(vars(left)) and same(vars(left), vars(right))
+    except Exception:  # (a value may raise any error when it is compared, or contain itself)
+        return False
+
+
+def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer that are numbers, flags or texts."""
+    kinds = (int, float, str, type(None))
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, kinds)}

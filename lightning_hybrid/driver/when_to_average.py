@@ -82,17 +82,11 @@ class ReplicaGradients:
         Returns:
             What it returns, and whether it has added to gradients of a network.
         """
-        self.settle()
-        synchronize, networks = self.synchronize, set(self._unsettled.networks)
-        self.synchronize = False
-        self._unsettled.networks.clear()
-        try:
+        with self.kept_local():
+            self._unsettled.networks.clear()
             found = backward()
             self.settle()
             return found, bool(self._unsettled.networks)
-        finally:
-            self.synchronize = synchronize
-            self._unsettled.networks |= networks
 
     def before_backward(self) -> None:
         """Prepare for `loss.backward()`: without workers, averaging may overlap with it."""

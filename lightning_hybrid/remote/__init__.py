@@ -20,9 +20,8 @@ from lightning_hybrid.remote.deferred import (
 from lightning_hybrid.remote.hollow_network import Hollow, NoMemory, watched
 from lightning_hybrid.remote.intercepted import Intercepted
 from lightning_hybrid.remote.living_views import View, views_of
-from lightning_hybrid.remote.proxy import hook_refused, read_now
+from lightning_hybrid.remote.proxy import Kind, hook_refused, read_now
 from lightning_hybrid.remote.remote import RemoteTensors
-from lightning_hybrid.remote.remote_source import Kind
 from lightning_hybrid.remote.unread import (
     Unread,
     is_unread,
@@ -32,39 +31,3 @@ from lightning_hybrid.remote.unread import (
     streaming,
     unread,
 )
-
-__all__ = [
-    "Deferral",
-    "Hollow",
-    "Intercepted",
-    "Kind",
-    "NoMemory",
-    "RemoteTensors",
-    "Unread",
-    "View",
-    "give_up",
-    "has_loaded",
-    "hook_refused",
-    "is_deferred",
-    "is_of_one_rank",
-    "is_offloaded",
-    "is_unread",
-    "is_vacant",
-    "leave_unread",
-    "left_unread",
-    "materialize",
-    "materialize_here",
-    "materialized",
-    "materialized_with",
-    "occupy",
-    "offload",
-    "place_of",
-    "read_now",
-    "streaming",
-    "take_again",
-    "unread",
-    "vacate",
-    "value_of",
-    "views_of",
-    "watched",
-]

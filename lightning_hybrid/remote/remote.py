@@ -38,10 +38,9 @@ from lightning_hybrid.remote.deferred import (
     value_of,
 )
 from lightning_hybrid.remote.living_views import View
-from lightning_hybrid.remote.proxy import make_plain, make_proxy
+from lightning_hybrid.remote.proxy import Kind, Remote, RemoteStore, make_plain, make_proxy
 from lightning_hybrid.remote.remote_gradients import RemoteGradients
 from lightning_hybrid.remote.remote_places import RemotePlaces
-from lightning_hybrid.remote.remote_source import Kind, Remote, RemoteStore
 from lightning_hybrid.remote.unread import is_unread, left_unread
 
 
@@ -348,29 +347,16 @@ class RemoteTensors:
             with torch.no_grad():
                 self._fetch(wanted)
 
-    def read_all(self) -> None:
-        """Fetch all parameters that are stale here."""
-        with as_they_are():
-            for name in [*self._tensors[Kind.PARAMETER]]:
-                self.read(self._tensors[Kind.PARAMETER][name])
-
-    def bring(self, prefix: str) -> None:
-        """Fetch the parameters and buffers of a module that are stale here.
+    def bring(self, prefix: str = "") -> None:
+        """Fetch the parameters and buffers of a module that are stale here, in one go.
 
         Args:
             prefix: the beginning of their names.
         """
-        self.fetch(name for name in self.places.names() if name.startswith(prefix))
-
-    def fetch(self, names: Iterable[str]) -> None:
-        """Fetch those of these parameters and buffers that are stale here, in one go."""
-        wanted = set(names)
-        if not wanted:
-            return
         self.flush()
         with torch.no_grad(), as_they_are():
             for remotes in self.places.tensors.values():
-                self._fetch([remotes[name] for name in wanted & remotes.keys()])
+                self._fetch([r for name, r in remotes.items() if name.startswith(prefix)])
 
     def absent_bytes(self, prefix: str) -> int:
         """Bytes of the parameters of a module that have no memory here.

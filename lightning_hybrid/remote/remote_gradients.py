@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.remote.proxy import make_proxy, source_of
-from lightning_hybrid.remote.remote_source import Kind, Remote, RemoteStore, Table
+from lightning_hybrid.remote.proxy import Kind, Remote, RemoteStore, Table, make_proxy, source_of
 
 
 class RemoteGradients:

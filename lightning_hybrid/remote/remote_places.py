@@ -11,8 +11,15 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote.hollow_network import emptied
 from lightning_hybrid.remote.living_views import View, refuse_larger, refuse_one_memory
-from lightning_hybrid.remote.proxy import make_plain, make_proxy, proxies, source_of
-from lightning_hybrid.remote.remote_source import Kind, Remote, Table
+from lightning_hybrid.remote.proxy import (
+    Kind,
+    Remote,
+    Table,
+    make_plain,
+    make_proxy,
+    proxies,
+    source_of,
+)
 
 
 class RemotePlaces:

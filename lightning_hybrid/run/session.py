@@ -539,7 +539,7 @@ class DriverSession:
             with self._run.building.loading(module):
                 yield
             return
-        self._driver.remote.read_all()
+        self._driver.remote.bring()
         with self._driver.remote.suspended(), self._run.building.loading(module):
             yield
         self._driver.weights.scatter()

@@ -2,10 +2,10 @@
 
 from lightning_hybrid.state.atomic_checkpoints import (
     AtomicCheckpointIO,
+    Background,
     ShardedSaves,
     with_atomic_writes,
 )
-from lightning_hybrid.state.background import Background
 from lightning_hybrid.state.clipping import (
     clip_factor,
     gradient_norms,
@@ -30,10 +30,12 @@ from lightning_hybrid.state.divided_optimizer_states import (
     Division,
     OtherReplicas,
     Replicas,
+    States,
     StateShares,
+    gather_states,
+    outlined,
 )
-from lightning_hybrid.state.gathered_optimizer_states import States, gather_states
-from lightning_hybrid.state.optimizer_state import DriverState, outlined, placed, were_divided
+from lightning_hybrid.state.optimizer_state import DriverState, placed, were_divided
 from lightning_hybrid.state.optimizers import (
     complete,
     groups_of,
@@ -62,68 +64,11 @@ from lightning_hybrid.state.sharded_checkpoint import (
     write_rest,
     write_shard,
 )
-from lightning_hybrid.state.tensor_file import TensorFile, Ticket, let_go_of_checkpoints, read_files
-from lightning_hybrid.state.worker_files import FilesOfWorker, put_mapped
-
-__all__ = [
-    "LAST_S",
-    "AtomicCheckpointIO",
-    "Background",
-    "Divided",
-    "Division",
-    "DriverState",
-    "FilesOfWorker",
-    "Key",
-    "OtherReplicas",
-    "Owned",
-    "Replicas",
-    "Shard",
-    "ShardedSaves",
-    "StateShares",
-    "States",
-    "Takeover",
-    "TensorFile",
-    "Ticket",
-    "Unfilled",
-    "await_shard",
-    "clip_factor",
-    "complete",
-    "finish",
-    "gather_after_run",
-    "gather_optimizer_after_run",
-    "gather_states",
-    "gradient_norms",
-    "gradients_of",
-    "groups_of",
-    "is_sharded",
-    "kind_of_group",
-    "leave_shard",
-    "leave_to_worker",
-    "let_go_of_checkpoints",
-    "make_what_no_network_owns",
-    "outline",
-    "outlined",
-    "placed",
-    "put_mapped",
-    "read_files",
-    "record_of",
-    "refuse_later",
-    "refuse_tied",
-    "save_alone",
-    "share_optimizers",
-    "ship",
-    "staged",
-    "state_of",
-    "take_groups",
-    "to_send",
-    "total_norm",
-    "unread_there",
-    "unscale",
-    "unship",
-    "were_divided",
-    "whole",
-    "with_atomic_writes",
-    "write_records",
-    "write_rest",
-    "write_shard",
-]
+from lightning_hybrid.state.tensor_file import (
+    FilesOfWorker,
+    TensorFile,
+    Ticket,
+    let_go_of_checkpoints,
+    put_mapped,
+    read_files,
+)

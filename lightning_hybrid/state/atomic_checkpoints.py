@@ -1,7 +1,8 @@
 """Writes checkpoints so that a kill in the middle of it leaves the previous one whole.
 
 A file is replaced by a rename. If one of the two is a folder, their paths are exchanged in one
-step, where the system can: after a kill both are as before, or both exchanged.
+step, where the system can: after a kill both are as before, or both exchanged. Asynchronous
+checkpoints are written by jobs that run beside training (:class:`Background`).
 """
 
 import ctypes
@@ -20,8 +21,8 @@ import torch
 
 from lightning_hybrid._lightning import CheckpointIO, TorchCheckpointIO
 from lightning_hybrid._lightning_private import WrappingCheckpointIO
+from lightning_hybrid.comm import BackgroundThread
 from lightning_hybrid.remote import streaming
-from lightning_hybrid.state.background import Background
 from lightning_hybrid.state.sharded_checkpoint import (
     LAST_S,
     is_sharded,
@@ -35,6 +36,54 @@ from lightning_hybrid.state.tensor_file import (
     may_be_mapped,
     remember_mapped,
 )
+
+
+class Background:
+    """Runs one job after the other, each in a thread that ends with the process."""
+
+    def __init__(self) -> None:
+        self._last: BackgroundThread | None = None
+        self._error: BaseException | None = None
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Run a job in a thread when all earlier ones are over; if one has failed, skip it."""
+        before = self._last
+
+        def run() -> None:
+            # in order: a later job may remove what an earlier one replaces
+            if before is not None:
+                before.join()
+            # after a failed save the checkpoint before it must not be removed
+            if self._error is None:
+                try:
+                    job()
+                except BaseException as error:
+                    self._error = error
+
+        self._last = BackgroundThread(run, "checkpoints")
+        self._last.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is not done yet, or has failed since the last `wait`."""
+        alive = self._last is not None and self._last.is_alive()
+        return alive or self._error is not None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all jobs are done.
+
+        Args:
+            timeout_s: the longest time to wait; ``None``: no limit.
+
+        Raises:
+            BaseException: the error of the first job that has failed since the last call.
+        """
+        if self._last is not None:
+            self._last.join(timeout_s)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 

@@ -43,11 +43,10 @@ from lightning_hybrid.remote import (
     vacate,
 )
 from lightning_hybrid.stage import tensors_of
-from lightning_hybrid.state.gathered_optimizer_states import gather_states
+from lightning_hybrid.state.divided_optimizer_states import gather_states
 from lightning_hybrid.state.optimizer_state import placed
 from lightning_hybrid.state.optimizers import complete, state_of
-from lightning_hybrid.state.tensor_file import read_files
-from lightning_hybrid.state.worker_files import FilesOfWorker
+from lightning_hybrid.state.tensor_file import FilesOfWorker, read_files
 
 
 def where(coordinates: Coordinates, pp_rank: int) -> str:

@@ -9,19 +9,32 @@ whole (:mod:`lightning_hybrid.driver.optimizer_trial`), so the numbers are the s
 All replicas divide alike, since they know the same names and sizes, and have gradients of the same
 parameters once these are averaged. The driver divides what its workers own, since it sends them
 their states; what no worker owns is divided when it is stepped for the first time.
+
+For a checkpoint :func:`gather_states` brings them to one rank, tensor by tensor.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import Group
+from lightning_hybrid.comm import (
+    ANOTHER_REPLICA,
+    Group,
+    TensorSpec,
+    bytes_of,
+    gather_objects,
+    start,
+    wait,
+)
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.stage import Broadcasts
+from lightning_hybrid.state.tensor_file import PIECE_BYTES, TensorFile, let_go, read_files
 
 Replicas = dict[str, int]
 """By name of a parameter, the number of the replica that has its state, which never changes."""
@@ -178,3 +191,79 @@ class StateShares:
 
     def _where(self, parameter: object) -> int | None:
         return self.replica_of.get(self._names.get(id(parameter), ""))
+
+
+States = dict[str, dict[str, Any]]
+"""The states of one optimizer: by name of the parameter, its state by key."""
+
+
+def outlined(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state as a message: dense tensors as their `TensorSpec`, step counts and the like whole."""
+    return {
+        key: TensorSpec.of(value, gradient=False)
+        if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided
+        else value.detach().cpu()
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }
+
+
+def gather_states(group: Group, mine: States, folder: str) -> States:
+    """On the first rank of a group: the states of all others, mapped from a file; elsewhere empty.
+
+    Collective. A rank takes no memory beside its own states but for one piece of a tensor.
+
+    Args:
+        group: a gloo group.
+        mine: the states of this rank.
+        folder: for the file, if possible.
+
+    Raises:
+        OSError: there is no room for the file.
+    """
+    outlines: list[States] = gather_objects(
+        group, {name: outlined(state) for name, state in mine.items()}
+    )
+    if group.rank():
+        for name, state in outlines[group.rank()].items():
+            for key, spec in state.items():
+                if isinstance(spec, TensorSpec):
+                    _send(group, spec.laid_out(mine[name][key]))
+        return {}
+    found: States = {}
+    for source, theirs in enumerate(outlines[1:], 1):
+        with closing(TensorFile(folder)) as file:
+            stored = {
+                name: {key: _stored(file, group, source, value) for key, value in state.items()}
+                for name, state in theirs.items()
+            }
+            for states in read_files([file.ticket(stored)]) or ():
+                found |= states
+    return found
+
+
+def _send(group: Group, tensor: Tensor) -> None:
+    for piece in bytes_of(tensor).split(PIECE_BYTES) if tensor.numel() else ():
+        here = piece.cpu()
+        wait(start(group.send, [here], 0, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+        let_go(here.numpy().data)  # (it may be mapped from a worker's file)
+
+
+def _stored(file: TensorFile, group: Group, source: int, value: Any) -> Any:
+    if not isinstance(value, TensorSpec):
+        return value
+    if 0 in value.shape:
+        return value.empty(torch.device("cpu"))
+    return file.store(value, _pieces(group, source, value))
+
+
+def _pieces(group: Group, source: int, spec: TensorSpec) -> Iterator[Tensor]:
+    left = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+    # one piece bounds the memory of both ends, however large the tensor
+    buffer = torch.empty(min(left, PIECE_BYTES), dtype=torch.uint8)
+    while left:
+        piece = buffer[: min(left, PIECE_BYTES)]
+        wait(start(group.recv, [piece], source, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+        yield piece
+        left -= piece.numel()

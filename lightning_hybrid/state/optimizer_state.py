@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import TensorSpec
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_unread
 from lightning_hybrid.state.divided_optimizer_states import OtherReplicas
@@ -122,15 +120,3 @@ def were_divided(optimizers: Iterable[Optimizer], *, trains: bool) -> bool:
             "Make a new one, and give trainer.fit(ckpt_path=...) to go on with its states."
         )
     return bool(divided)
-
-
-def outlined(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state as a message: dense tensors as their `TensorSpec`, step counts and the like whole."""
-    return {
-        key: TensorSpec.of(value, gradient=False)
-        if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided
-        else value.detach().cpu()
-        if isinstance(value, Tensor)
-        else value
-        for key, value in state.items()
-    }

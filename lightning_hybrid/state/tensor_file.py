@@ -17,7 +17,7 @@ import ctypes
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +27,15 @@ from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_hybrid._torch.tensors import storage_key
+from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.comm import TensorSpec, bytes_of
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import free_addresses, gigabytes
-from lightning_hybrid.remote import Unread, unread
+from lightning_hybrid.remote import Unread, is_unread, is_vacant, leave_unread, unread, value_of
+from lightning_hybrid.stage import tensors_of
 
 PIECE_BYTES = 64 * 2**20
 """Most bytes that are copied at once."""
@@ -354,3 +355,73 @@ def load_unread(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
             "Raise `ulimit -v`."
         )
     return loaded
+
+
+class FilesOfWorker:
+    """Writes tensors of a worker to a file for other ranks, and maps the files of others.
+
+    Args:
+        module: the LightningModule of this rank.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._file: TensorFile | None = None
+
+    def write(self, value: Any, folder: str) -> Ticket | None:
+        """Write tensors to a file that is kept until the next call; ``None``: there is no room."""
+        self.close()
+        with suppress(OSError):
+            self._file = TensorFile(folder)
+            return self._file.write(value)
+        return None
+
+    def read(self, tickets: Sequence[Ticket], owned: Collection[str]) -> bool:
+        """Map the weights of other ranks into this rank's module.
+
+        Args:
+            tickets: of the other ranks' files.
+            owned: names of the tensors that this rank owns, which are copied to.
+
+        Returns:
+            Whether the files could be read.
+        """
+        files = read_files(tickets)
+        if files is None:
+            return False
+        for file in files:
+            put_mapped(self._module, file["weights"], owned)
+        return True
+
+    def close(self) -> None:
+        """Close the file; all other ranks have opened it by now."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def put_mapped(
+    module: nn.Module, values: Mapping[str, Tensor], owned: Collection[str] = ()
+) -> None:
+    """Give parameters and buffers the values that are mapped from a file.
+
+    Those that this rank owns, or that others share memory with, keep their memory, and are copied
+    to.
+    """
+    tensors = tensors_of(module)
+    with torch.no_grad(), as_they_are():
+        for name, value in values.items():
+            tensor = tensors[name]
+            alike = tensor.shape == value.shape and tensor.layout is value.layout is torch.strided
+            if is_unread(value):
+                # (views of this memory would keep the old numbers if it were replaced)
+                if name in owned or (not is_vacant(tensor) and is_shared(tensor)):
+                    tensor.copy_(value_of(value))
+                else:
+                    leave_unread(tensor, name, value)
+            elif is_vacant(tensor):
+                tensor.data = value
+            elif alike and (name in owned or tensor.device.type != "cpu" or is_shared(tensor)):
+                tensor.copy_(value)
+            else:
+                tensor.data = value.to(tensor.device, tensor.dtype)

@@ -1,5 +1,3 @@
 """The worker: it carries out its driver's commands."""
 
 from lightning_hybrid.worker.worker import Worker
-
-__all__ = ["Worker"]

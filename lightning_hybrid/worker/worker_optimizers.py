@@ -69,9 +69,9 @@ class WorkerOptimizers:
     def _take_optimizers(self, command: protocol.TakeOptimizers) -> None:
         """Make the optimizers anew as the driver sends them; states that do not come are kept."""
         before = self.all
-        for index, old in enumerate(before):
-            if command.fresh >> index & 1:  # (the states that come replace these)
-                old.state.clear()
+        for index in command.fresh:  # (the states that come replace these)
+            if index < len(before):
+                before[index].state.clear()
         self.all = unship(command.data, command.tensors, self._parameters)
         for old, new in zip(before, self.all):
             for parameter, state in old.state.items():

@@ -8,7 +8,7 @@ import pytest
 from lightning_hybrid.comm import protocol
 from lightning_hybrid.comm import protocol as messages
 from lightning_hybrid.comm.protocol import MESSAGES, Command, Message, Reduce
-from lightning_hybrid.remote.remote_source import Kind
+from lightning_hybrid.remote.proxy import Kind
 
 FAMILIES = {
     *(Message, Command, messages.Word),

@@ -710,7 +710,7 @@ class Noam(Adam):
 
 class CountsBeforeItsClosure(_Optimized):
     """The optimizer counts its steps and sets its rate before it calls the closure (Noam); it steps
-    in parts.
+    on the driver.
     """
 
     sampled = True

@@ -112,15 +112,29 @@ class RefusedTwoParametersInOneMemory(Row):
 
 class RefusedReentrantCheckpoint(Row):
     """Activation checkpointing with `use_reentrant=True` around the only call of the network: use
-    `use_reentrant=False`.
+    `recompute=True`, or checkpoint its blocks inside of its `forward`.
     """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False  # `ddp` finds its parameters ready twice
-    refused = ("'net' was called without gradients only", "use_reentrant=False")
+    refused = ("'net' was called without gradients only", "recompute=True")
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         output = checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=True)
+        return nn.functional.cross_entropy(output, y)
+
+
+class RefusedCheckpointAroundTheCall(Row):
+    """Activation checkpointing around the call of the network (`use_reentrant=False`): use
+    `recompute=True`, or checkpoint its blocks inside of its `forward`.
+    """
+
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    fast = True
+    refused = ("inside of activation checkpointing", "recompute=True")
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        output = checkpoint(lambda x: self.net(x).tanh(), x, use_reentrant=False)
         return nn.functional.cross_entropy(output, y)
 
 

@@ -7,7 +7,6 @@ import places
 import torch
 from suite import ONE_OF_THREE, ONE_OF_TWO, STEPS, TWO_OF_TWO, Layers, Record, Row
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
@@ -89,18 +88,6 @@ class ChangesSize(Row):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         scale = torch.linspace(0.5, 1, 3 + 2 * (len(self.seen) % 2), dtype=x.dtype)
         return nn.functional.cross_entropy(self.net(x[:, None] * scale[:, None]), y)
-
-
-class CheckpointsActivations(Row):
-    """Activation checkpointing around the call of the network (`use_reentrant=False`): it runs
-    again in the backward.
-    """
-
-    fast = True
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        output = checkpoint(lambda x: self.net(x).tanh(), x, use_reentrant=False)
-        return nn.functional.cross_entropy(output, y)
 
 
 class KeywordArguments(Row):
@@ -396,27 +383,6 @@ class NormalizesBatches(Row):
     def build(self) -> None:
         layers = [m for i in (6, 8) for m in (nn.Linear(i, 8), nn.BatchNorm1d(8), nn.Tanh())]
         self.net = nn.Sequential(*layers, nn.Linear(8, 3))
-
-
-class NormalizesBatchesUnderACheckpoint(NormalizesBatches):
-    """Batch norm in a network that runs again in the backward (activation checkpointing):
-    statistics and counters hear of it twice, as on one device.
-    """
-
-    sampled = True
-    microbatches = 1
-
-    def build(self) -> None:
-        super().build()
-        self.calls = 0
-        self.net[3].register_forward_hook(self.count)
-
-    def count(self, *_: Any) -> None:
-        self.calls += 1
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        self.seen.append(self.calls)
-        return nn.functional.cross_entropy(checkpoint(self.net, x, use_reentrant=False), y)
 
 
 class NormalizesBatchesAndRecomputes(NormalizesBatches):

@@ -15,7 +15,7 @@ from lightning_hybrid.driver import captured_calls
 from lightning_hybrid.driver.captured_calls import CapturedCalls
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import CannotFollow
-from lightning_hybrid.remote.remote_source import Kind
+from lightning_hybrid.remote.proxy import Kind
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.stage import Synchronised
 
@@ -42,9 +42,7 @@ class Calls:
         driver: Any = SimpleNamespace(
             remote=remote,
             have_here=lambda module, whole: None,
-            calls=SimpleNamespace(
-                one_stream=lambda: self.noted("one stream"), in_region=lambda _: nullcontext()
-            ),
+            calls=SimpleNamespace(one_stream=lambda: self.noted("one stream")),
         )
         self.module = nn.Linear(3, 3)
         self.found: Any = SimpleNamespace(
@@ -62,10 +60,9 @@ class Calls:
         announcements: Any = SimpleNamespace(
             say=lambda _, line: self.notes.append(line), captured=lambda _: None
         )
-        aside: Any = SimpleNamespace(reason=lambda _: None)
         options: Any = SimpleNamespace(progress=StartProgress(None), verify=False)
         adoption: Any = SimpleNamespace(driver=driver, options=options, announcements=announcements)
-        self.calls = CapturedCalls(self.module, adoption, self.adopt, aside, self.kept.setdefault)
+        self.calls = CapturedCalls(self.module, adoption, self.adopt, self.kept.setdefault)
 
     def __call__(self) -> Any:
         return self.calls.call(self.found, (X,), {})

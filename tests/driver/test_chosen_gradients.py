@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.autograd import run_backwards_by
-from lightning_hybrid.driver.chosen_gradients import ChosenGradients
+from lightning_hybrid.driver.backward_passes import ChosenGradients
 from lightning_hybrid.errors import NetworkError
 
 

@@ -10,7 +10,7 @@ from lightning_hybrid.comm.protocol import Answer, Check, Free, Report, Step
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.errors import HybridError, RemoteError
-from lightning_hybrid.remote.remote_source import Kind
+from lightning_hybrid.remote.proxy import Kind
 
 
 class Proxies:

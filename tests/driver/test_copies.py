@@ -13,7 +13,7 @@ from noted_messages import noted
 from torch import Tensor, nn
 
 from lightning_hybrid.comm import copies_of
-from lightning_hybrid.driver.held_hooks import HeldHooks
+from lightning_hybrid.driver.backward_passes import HeldHooks
 from lightning_hybrid.errors import NetworkError
 
 SHAPES = {

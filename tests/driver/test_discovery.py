@@ -36,9 +36,7 @@ class Watched:
             keep=lambda module: None,
             have_here=lambda module, whole=False: None,
             remote=SimpleNamespace(suspended=nullcontext, places=SimpleNamespace(names=set)),
-            calls=SimpleNamespace(
-                one_stream=nullcontext, in_region=lambda _: nullcontext(), follows=False
-            ),
+            calls=SimpleNamespace(one_stream=nullcontext, follows=False),
         )
         mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 3), drivers=None)
         self.networks = Discovery(
@@ -244,10 +242,10 @@ def test_a_network_that_is_prepared_for_quantisation_is_refused_for_its_observer
     line = refusal(torch.ao.quantization.prepare_qat(network.train()), lambda net: net(X))
     assert line.startswith("'net' cannot be captured as one graph: TorchDynamo does not follow 'F")
     assert f"FakeQuantize.forward' (called in {__file__}:" in line
-    assert "use_reentrant" not in line
+    assert "recompute" not in line
 
 
-def test_only_a_checkpoint_is_told_to_be_of_the_other_kind() -> None:
+def test_only_a_checkpoint_is_told_to_be_inside_of_the_network() -> None:
     def without_gradients(net: nn.Module) -> None:
         with torch.no_grad():
             net(X)
@@ -258,9 +256,9 @@ def test_only_a_checkpoint_is_told_to_be_of_the_other_kind() -> None:
     said = f"'net' was called without gradients only ({__file__}:"
     plain, of_checkpoint = refusal(large(), without_gradients), refusal(large(), in_a_checkpoint)
     assert plain.startswith(said)
-    assert "use_reentrant" not in plain
+    assert "recompute" not in plain
     assert of_checkpoint.startswith(said)
-    assert "use_reentrant=False" in of_checkpoint
+    assert "recompute=True" in of_checkpoint
 
 
 def test_a_large_network_that_is_never_called_is_missed() -> None:

@@ -8,7 +8,7 @@ import torch
 from driven import Replica, batches, loss_of, model
 from torch import nn
 
-from lightning_hybrid.driver.held_hooks import HeldHooks
+from lightning_hybrid.driver.backward_passes import HeldHooks
 
 
 def clamp(network: nn.Module) -> None:

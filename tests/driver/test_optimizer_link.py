@@ -53,7 +53,8 @@ class Linked:
             parameter.grad = torch.ones_like(parameter)
         self.optimizer = SGD([self.module.weight], lr=0.1, momentum=0.9)
         names = {id(p): name for name, p in self.module.named_parameters()}
-        self.link = OptimizerLink(self.optimizer, names, 3, self.notes)
+        counterparts: Any = self.notes
+        self.link = OptimizerLink(self.optimizer, names, 3, counterparts)
         self.link.try_once(lambda _: reason)
         self.link.shipped()
 
@@ -134,7 +135,8 @@ def test_methods_that_the_user_has_put_on_an_optimizer_come_back() -> None:
     optimizer = SGD(module.parameters(), lr=0.1)
     mine: Any = lambda set_to_none=True: None  # noqa: E731
     vars(optimizer)["zero_grad"] = mine
-    link = OptimizerLink(optimizer, {}, 0, Notes())
+    notes: Any = Notes()
+    link = OptimizerLink(optimizer, {}, 0, notes)
     assert vars(optimizer)["zero_grad"] is not mine
     link.close()
     assert vars(optimizer)["zero_grad"] is mine

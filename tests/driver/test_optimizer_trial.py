@@ -208,8 +208,17 @@ class CountsBeforeTheClosure(Mine):
         return super().step(closure)
 
 
-def test_what_counts_before_its_closure_steps_in_parts() -> None:
-    assert reason(CountsBeforeTheClosure) == ""
+class CountsBeforeTheClosureInAnAttribute(Mine):
+    n = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.n += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [CountsBeforeTheClosure, CountsBeforeTheClosureInAnAttribute])
+def test_what_counts_before_its_closure_steps_as_a_whole(kind: type[Mine]) -> None:
+    assert reason(kind) == "it counts, or sets its options, before it calls its closure"
 
 
 class Talks(Mine):

@@ -15,7 +15,7 @@ from lightning_hybrid.comm.protocol import (
     TakeWeights,
 )
 from lightning_hybrid.driver.ownership import Ownership, Unsettled
-from lightning_hybrid.remote.remote_source import Kind
+from lightning_hybrid.remote.proxy import Kind
 
 ONE, TWO = torch.ones(1), torch.full((2,), 2.0)
 

@@ -1,9 +1,7 @@
 """Which random numbers the calls of a step draw."""
 
-import pytest
 import torch
 
-from lightning_hybrid.driver import step_calls
 from lightning_hybrid.driver.step_calls import StepCalls
 
 
@@ -39,28 +37,3 @@ def test_calls_without_gradients_never_draw_what_training_draws() -> None:
             evaluation.add(made.draw_number(grad=False))
     assert len(training) == len(evaluation) == 12
     assert training.isdisjoint(evaluation)
-
-
-class Region:
-    """Stands for a checkpointed region."""
-
-
-def test_a_region_that_runs_again_draws_what_it_drew(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, one, other = calls(), Region(), Region()
-
-    def numbers(region: Region, *, again: bool, count: int = 2) -> list[int]:
-        found = []
-        for _ in range(count):
-            with made.in_region((region, again)):
-                found.append(made.draw_number(grad=True))
-                made.note()
-        return found
-
-    made.begin(3)
-    first, second = numbers(one, again=False), numbers(other, again=False)
-    assert len({*first, *second}) == 4
-    for number in (11, 12):  # two backward passes through a graph that is kept
-        monkeypatch.setattr(step_calls, "pass_number", lambda number=number: number)
-        assert numbers(other, again=True) == second
-        assert numbers(one, again=True, count=1) == first[:1]
-    assert made.draw_number(grad=True) not in {*first, *second}

@@ -16,7 +16,6 @@ from adopted import Driven
 from driven import batches
 from monai.data import MetaTensor
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid._torch import capture
 from lightning_hybrid.driver import verification
@@ -373,15 +372,6 @@ def test_a_chain_of_graphs_is_compared_as_a_whole(
     assert runs == ["all", "all"]  # of the second and third call, when it is cut
     assert capsys.readouterr().out == "between\n" * 3
     assert not any("not verified" in line for line in driven.lines)
-
-
-def test_what_a_region_of_checkpointing_runs_again_is_not_looked_at_again(
-    ranks: Any, runs: list[str]
-) -> None:
-    driven = Driven(ranks, Scaled(), verify=1)
-    for value in batches(2):
-        checkpoint(driven.module.net, value, use_reentrant=False).sum().backward()
-    assert runs == ["all", "all"]
 
 
 class WritesIntoItsInput(Scaled):

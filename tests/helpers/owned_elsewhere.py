@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.remote.living_views import views_of
+from lightning_hybrid.remote.proxy import Kind
 from lightning_hybrid.remote.remote import RemoteTensors
-from lightning_hybrid.remote.remote_source import Kind
 
 
 class Owner:

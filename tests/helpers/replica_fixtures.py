@@ -67,7 +67,7 @@ def trained(service: Service) -> Callable[[], torch.optim.Optimizer]:
     twin.load_state_dict(service.module.state_dict())
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
     shipped = ship([optimizer], dict(twin.named_parameters()), set())
-    service.driver.send(TakeOptimizers(-1, *shipped))
+    service.driver.send(TakeOptimizers((0,), *shipped))
     service.driver.send(TakeGradients(False, GRADIENTS.items()))
     for name, parameter in twin.named_parameters():
         parameter.grad = GRADIENTS[name].clone()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.remote.living_views import in_one_memory, living_views
-from lightning_hybrid.remote.remote_source import Kind
+from lightning_hybrid.remote.proxy import Kind
 
 TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
     "data": lambda p: p.data,

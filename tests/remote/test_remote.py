@@ -9,7 +9,7 @@ from owned_elsewhere import World
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.remote.remote_source import Kind
+from lightning_hybrid.remote.proxy import Kind
 
 
 def test_a_parameter_stays_the_same_object_and_its_looks_ask_nobody(world: World) -> None:

@@ -7,7 +7,7 @@ import torch
 from driven import Replica, batches, let_go, model
 
 from lightning_hybrid.comm.protocol import Check
-from lightning_hybrid.remote.remote_source import Kind
+from lightning_hybrid.remote.proxy import Kind
 
 
 @pytest.fixture

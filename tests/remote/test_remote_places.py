@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote.hollow_network import NoMemory
-from lightning_hybrid.remote.remote_source import Kind
+from lightning_hybrid.remote.proxy import Kind
 
 
 def test_names_are_told_by_kind(world: World) -> None:

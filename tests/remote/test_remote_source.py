@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.remote.remote_source import Kind, Remote
+from lightning_hybrid.remote.proxy import Kind, Remote
 
 
 def test_a_change_in_place_counts_from_the_first_fetch_until_the_owner_has_it() -> None:

@@ -168,7 +168,7 @@ def test_loaded_weights_go_to_the_workers() -> None:
     driven = Driven()
     with driven.session.loading(driven.run.module):
         driven.notes.append("load")
-    assert driven.notes == ["read_all", "suspended", "load", "end of suspended", "scatter"]
+    assert driven.notes == ["bring", "suspended", "load", "end of suspended", "scatter"]
 
 
 @pytest.mark.parametrize(

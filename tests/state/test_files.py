@@ -9,7 +9,7 @@ from driven import Replica, batches, loss_of, model
 from torch import nn
 
 from lightning_hybrid.driver.weights import FilesOfWorkers
-from lightning_hybrid.state.worker_files import FilesOfWorker, put_mapped
+from lightning_hybrid.state.tensor_file import FilesOfWorker, put_mapped
 
 
 def test_the_driver_maps_what_the_workers_own(replicas: Any, tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_without_room_there_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightning_hybrid.state.worker_files.TensorFile", full)
+    monkeypatch.setattr("lightning_hybrid.state.tensor_file.TensorFile", full)
     assert FilesOfWorker(nn.Module()).write([torch.ones(2)], "") is None
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from ranks import gloo_groups, together
 
-from lightning_hybrid.state import gathered_optimizer_states as gathered_states
-from lightning_hybrid.state.gathered_optimizer_states import States, gather_states
+from lightning_hybrid.state import divided_optimizer_states as gathered_states
+from lightning_hybrid.state.divided_optimizer_states import States, gather_states
 
 
 def states(rank: int) -> States:

@@ -57,7 +57,7 @@ def test_a_step_is_surrounded_by_the_precision_of_the_driver(service: Service) -
     twin = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(twin.parameters())
     shipped = ship([optimizer], dict(twin.named_parameters()), set())
-    service.driver.send(TakeOptimizers(-1, *shipped))
+    service.driver.send(TakeOptimizers((0,), *shipped))
     service.driver.send(TakeGradients(False, GRADIENTS.items()))
     double = Precision("cpu", torch.bfloat16, autocast=False, default_dtype=torch.float64)
     for command in (Step(0, precision=double), Step(0)):
