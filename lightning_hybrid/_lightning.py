@@ -100,7 +100,6 @@ LightningDataModule = pytorch.LightningDataModule
 LightningModule = pytorch.LightningModule
 LightningOptimizer = pytorch.core.optimizer.LightningOptimizer
 Logger = pytorch.loggers.Logger
-LRSchedulerConfig = pytorch.utilities.types.LRSchedulerConfig
 MixedPrecision = pytorch.plugins.MixedPrecision
 ModelPruning = pytorch.callbacks.ModelPruning
 ParallelStrategy = pytorch.strategies.ParallelStrategy

@@ -1,6 +1,6 @@
 """The private names of Lightning that this package uses, each with its reason, all in this file."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import device
@@ -79,18 +79,13 @@ __all__ = [
     "TunerExit",
     "WrappingCheckpointIO",
     "ask_strategy_whether_distributed",
-    "batch_counts",
     "begin_batches_alone",
     "call_teardown_hooks",
     "end_run",
     "forget_loaded_checkpoint",
     "let_fabric_clear_gradients",
-    "load_as_ever",
-    "loaders_of",
     "random_states",
     "rebuilt_loader",
-    "set_batch_counts",
-    "set_loaders",
     "set_module_device",
     "set_num_threads",
     "set_random_states",
@@ -135,26 +130,6 @@ def set_random_states(states: dict[str, Any]) -> None:
     _set_rng_states(states)
 
 
-def batch_counts(trainer: Trainer) -> list[Any]:
-    """What ``num_training_batches``, ``num_val_batches`` and so on are, of all loops."""
-    evaluations = [loop._max_batches for loop in _evaluation_loops(trainer)]
-    return [trainer.fit_loop.max_batches, trainer.predict_loop.max_batches, *evaluations]
-
-
-def set_batch_counts(trainer: Trainer, counts: list[Any]) -> None:
-    """Put there what :func:`batch_counts` gave: a worker's loops have seen no loader."""
-    trainer.fit_loop.max_batches, trainer.predict_loop.max_batches, *evaluations = counts
-    for loop, count in zip(_evaluation_loops(trainer), evaluations):
-        loop._max_batches = count
-
-
-def loaders_of(trainer: Trainer) -> list[tuple[str, Any]]:
-    """For each loop the property that gives its loaders, and these; ``None``: it has none."""
-    found = [getattr(loop._combined_loader, "iterables", None) for loop in _loaded_loops(trainer)]
-    names = ("train_dataloader", "predict_dataloaders", "val_dataloaders", "val_dataloaders")
-    return list(zip((*names, "test_dataloaders"), found))
-
-
 def rebuilt_loader(loader: Any, batches: Iterable[list[Any]]) -> Any:
     """A ``DataLoader`` like another one, whose batches are made of other samples.
 
@@ -175,32 +150,6 @@ def rebuilt_loader(loader: Any, batches: Iterable[list[Any]]) -> Any:
 
 LOADING = "train_dataloader()"
 """Name of the barrier at which ranks wait for each other when they have made train loaders."""
-
-
-def set_loaders(trainer: Trainer, loaders: list[Any], load: Callable[[], None]) -> None:
-    """On a worker, until the next run: what stands for the combined loader of each loop.
-
-    Args:
-        trainer: Lightning's.
-        loaders: the stand-ins.
-        load: is called where the Trainer would make a train loader, to know its length.
-    """
-    for loop, each in zip(_loaded_loops(trainer), loaders):
-        loop._combined_loader = each
-    vars(trainer.fit_loop)["setup_data"] = load
-
-
-def load_as_ever(trainer: Trainer) -> None:
-    """Have Lightning load data in this run, also where this rank was a worker in the last."""
-    vars(trainer.fit_loop).pop("setup_data", None)
-
-
-def _loaded_loops(trainer: Trainer) -> list[Any]:
-    return [trainer.fit_loop, trainer.predict_loop, *_evaluation_loops(trainer)]
-
-
-def _evaluation_loops(trainer: Trainer) -> list[Any]:
-    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
 
 
 def training_source(trainer: Trainer) -> Any:

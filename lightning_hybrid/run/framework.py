@@ -84,5 +84,5 @@ class ByTrainer:
         return collect_results(self.trainer, returned, self._before)
 
     def adopt(self, results: Results) -> None:
-        """On a worker, take over results, but for attributes that this rank has changed itself."""
-        adopt_results(self.trainer, cast(TrainerResults, results), self._before)
+        """On a worker, take over results."""
+        adopt_results(self.trainer, cast(TrainerResults, results))

@@ -35,7 +35,6 @@ from lightning_hybrid._lightning_private import (
     LOADING,
     ask_strategy_whether_distributed,
     forget_loaded_checkpoint,
-    load_as_ever,
 )
 from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import (
@@ -402,7 +401,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     def setup_distributed(self) -> None:
         refuse_device(self.root_device)
-        load_as_ever(self._module.trainer)
         self._refuse_no_room()
         self.set_world_ranks()
         self._process_group_backend = backend = self._get_process_group_backend()
