@@ -9,7 +9,7 @@ from lightning_hybrid.run.building import (
     move_module,
 )
 from lightning_hybrid.run.device_times import Measurement
-from lightning_hybrid.run.progress import Line, StartProgress
+from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.replica_world import (
     Launched,
     ReplicaWorld,
@@ -28,7 +28,6 @@ __all__ = [
     "DeferredModule",
     "DriverSession",
     "Launched",
-    "Line",
     "Measurement",
     "NoWorld",
     "Phase",

@@ -16,7 +16,6 @@ from lightning_hybrid._lightning import (
     Precision,
     Trainer,
     TrainerFn,
-    rank_zero_info,
 )
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
@@ -25,7 +24,7 @@ from lightning_hybrid.remote import take_again
 from lightning_hybrid.run.building import DeferredModule, WholeModule
 from lightning_hybrid.run.device_times import Measurement
 from lightning_hybrid.run.framework import ByTrainer, Framework
-from lightning_hybrid.run.progress import StartProgress, display_of
+from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.world import World
 from lightning_hybrid.stage import StageOptions, broadcast_module
 from lightning_hybrid.state import make_what_no_network_owns
@@ -109,7 +108,7 @@ class Run:
             ),
             shared=world.shared_names(trainer.lightning_module),
             plans=plans,
-            progress=StartProgress(display_of(trainer, rank_zero_info) if is_zero else None),
+            progress=StartProgress.beside(trainer) if is_zero else StartProgress(None),
         )
 
     @property

@@ -35,7 +35,7 @@ from lightning_hybrid.planning import (
     Prediction,
     Sizes,
 )
-from lightning_hybrid.run.progress import StartProgress, display_of
+from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.rehearsal import rehearsal
 from lightning_hybrid.run.world import World
 
@@ -64,7 +64,7 @@ class SizeChooser:
         self._supposing = supposing
         self._trainer, self._config, self._allowed = trainer, config, allowed
         self._machine, self._device = machine, device
-        self._progress = StartProgress(display_of(trainer, rank_zero_info))
+        self._progress = StartProgress.beside(trainer)
 
     def on_all_ranks(self, world: World, *, deferred: bool) -> Sizes | None:
         """Choose sizes on rank 0; all ranks call this together and get them.

@@ -39,7 +39,6 @@ from lightning_hybrid.process import (
 from lightning_hybrid.run import (
     BetweenRuns,
     DriverSession,
-    Line,
     Measurement,
     NoWorld,
     Phase,
@@ -334,7 +333,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         """What is known of a run that begins, on all ranks together."""
         world, device = self._ranks.joined, self.root_device
         self._framework = _ByFabric(module)
-        display = partial(Line, rank_zero_info) if self.is_global_zero else None
         return Run(
             config=self._ranks.config,
             framework=self._framework,
@@ -349,7 +347,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             measurement=Measurement(device, wanted=False),
             shared=world.shared_names(module),
             plans=self._plans,
-            progress=StartProgress(display),
+            progress=StartProgress(rank_zero_info if self.is_global_zero else None),
         )
 
     def _serve(self, session: WorkerSession) -> Results:
