@@ -1,5 +1,6 @@
 """Measure how long each device of a replica computes in training, for logs and plan checks."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class Measurement:
         """By name, functions that make a worker's reports to its driver."""
         return {} if self.stopwatch is None else {_BUSY: self.stopwatch.read}
 
-    def meter(self, ask_workers: Callable[[str], list[Any]]) -> "BusyMeter":
+    def meter(self, ask_workers: Callable[[str], list[Any]]) -> "Meter":
         """On a driver, make the meter of all devices of its replica.
 
         Args:
@@ -60,32 +61,62 @@ class Measurement:
         """
         watch = self.stopwatch
         assert watch is not None, "nobody was to read it"
-        return BusyMeter(lambda: [*ask_workers(_BUSY), watch.read()])
+        return BusyMeter(lambda: [*ask_workers(_BUSY), watch.read()]).read
+
+
+Meter = Callable[[], Sequence[float]]
+"""A function that returns the seconds which devices 1, 2, ... of a replica, and then device 0, the
+driver's, have computed in the run. It waits until the workers have carried out earlier commands."""
 
 
 class BusyMeter:
     """The seconds that each device of a replica has computed, for several readers.
 
     Args:
-        read: returns the seconds since its last call for devices 1, 2, ... and then device 0, the
-            driver's. It waits until the workers have carried out all earlier commands.
+        new: returns the seconds since its last call.
     """
 
-    def __init__(self, read: Callable[[], Sequence[float]]) -> None:
-        self._read = read
-        self._totals: list[float] = []
+    def __init__(self, new: Meter) -> None:
+        self._new = new
+        self._totals: Sequence[float] = ()
 
-    def reader(self) -> Callable[[], list[float]]:
-        """Make a function that returns the seconds of each device since its own last call."""
-        before: list[float] = []
+    def read(self) -> Sequence[float]:
+        """The seconds since the start; see :data:`Meter`."""
+        self._totals = _sum(self._totals, self._new())
+        return self._totals
 
-        def since() -> list[float]:
-            # `_read` begins at zero after each call: totals are kept here for all readers
-            nonlocal before
-            new = self._read()
-            self._totals = [a + b for a, b in zip(self._totals or [0.0] * len(new), new)]
-            found = [a - b for a, b in zip(self._totals, before or [0.0] * len(new))]
-            before = self._totals
-            return found
 
-        return since
+class Window:
+    """What training batches that follow each other take, without pauses between them.
+
+    Args:
+        meter: of the devices of this replica.
+
+    Attributes:
+        wall_s: seconds that have passed, up to the last `pause`.
+        busy_s: seconds that each device has computed in them.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.wall_s, self.busy_s = 0.0, list[float]()
+        self._since: float | None = None
+        self.resume()
+
+    def pause(self) -> None:
+        """From now on nothing counts."""
+        if self._since is not None:
+            now = self._meter()
+            self.busy_s = _sum(self.busy_s, [b - a for a, b in zip(self._before, now)])
+            self.wall_s += time.perf_counter() - self._since
+            self._since = None
+
+    def resume(self) -> None:
+        """Training goes on after a pause."""
+        if self._since is None:
+            self._before = self._meter()
+            self._since = time.perf_counter()
+
+
+def _sum(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(one or [0.0] * len(other), other)]

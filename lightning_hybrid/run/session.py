@@ -42,7 +42,7 @@ from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
-from lightning_hybrid.run.device_times import BusyMeter, StepWatcher
+from lightning_hybrid.run.device_times import Meter, StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
 from lightning_hybrid.run.plan_check import PlanCheck
 from lightning_hybrid.run.replanning import Replanning
@@ -172,7 +172,7 @@ class DriverSession:
         if run.fitting and run.config.replan == "epoch" and run.cuts_stay and not self._shares:
             rank_zero_info(f"replan='epoch' changes nothing in this run: {run.cuts_stay}.")
         if run.changes_cuts and meter is not None:
-            self._replanning = Replanning(run, meter.reader(), rank_zero_info)
+            self._replanning = Replanning(run, meter, rank_zero_info)
             watchers.append(self._replanning)
         self._watchers = watchers
 
@@ -679,7 +679,7 @@ def _versions_of_gradients(module: nn.Module) -> list[tuple[int, int] | None]:
     return [None if g is None else (id(g), version(g)) for g in gradients]
 
 
-def _watchers(run: Run, meter: BusyMeter | None) -> list[StepWatcher]:
+def _watchers(run: Run, meter: Meter | None) -> list[StepWatcher]:
     """Who looks at the steps of a run: of the first driver only."""
     if not run.fitting or not run.is_global_zero:
         return []
@@ -697,12 +697,12 @@ def _watchers(run: Run, meter: BusyMeter | None) -> list[StepWatcher]:
     coordinates = run.world.mesh.coordinates
     replicas = coordinates.replicas
     if config.log_performance:
-        watchers.append(PerformanceLog(run.trainer, replicas, meter.reader()))
         devices = replicas * coordinates.ranks_per_replica
-        watchers.append(RunTable(run.trainer, run.plans, replicas, devices))
+        table = RunTable(run.trainer, run.plans, replicas, devices)
+        watchers.append(PerformanceLog(run.trainer, replicas, meter, table))
     cluster = run.world.cluster
     compared = run.device.type == "cpu" and config.streamed is None and not run.changes_cuts
     if cluster is not None and compared:
         chain = cluster.order[: coordinates.ranks_per_replica]
-        watchers.append(PlanCheck(run.plans, meter.reader(), chain, rank_zero_info))
+        watchers.append(PlanCheck(run.plans, meter, chain, rank_zero_info))
     return watchers
