@@ -9,10 +9,8 @@ generators do not change, and nothing is printed.
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, redirect_stdout
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, redirect_stdout
 from types import FunctionType
 from typing import Any
 
@@ -41,27 +39,9 @@ _SHARED_BYTES = 2**20
 """Larger tensors and arrays are taken for data, which a copy shares; smaller ones, which may be
 counters, are copied."""
 
-Maker = Callable[[LightningModule], Any]
-"""A function from a copy of the module to the source of its train loaders: the copy itself, a copy
-of the data module, or copies of the loaders."""
-
 
 class CannotRehearse(HybridError):
     """Raised if a training step cannot be run before the run; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rehearsed:
-    """What a rehearsed training step has shown.
-
-    Attributes:
-        networks: the networks that were called, in the order of their first calls.
-        divided: function from the number of replicas to the number of parts into which the user's
-            code divides the batch of a single replica; 1: it does not divide it.
-    """
-
-    networks: Sequence[CalledNetwork]
-    divided: Callable[[int], int]
 
 
 @contextmanager
@@ -71,9 +51,10 @@ def rehearsal(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
-    supposing: Callable[[int], AbstractContextManager[None]],
-) -> Iterator[Rehearsed]:
+) -> Iterator[Sequence[CalledNetwork]]:
     """Run a training step on a copy of the module; inside, its networks may be measured.
+
+    They are those that were called, in the order of their first calls.
 
     Args:
         trainer: the Trainer, which is about to fit.
@@ -81,37 +62,17 @@ def rehearsal(
         names: names of the modules that are networks; None: they are found.
         device: device of this rank.
         precision: Lightning's precision plugin, whose context is entered.
-        supposing: makes a context in which the user's code finds this number of replicas.
 
     Raises:
         CannotRehearse: no call of a network was seen.
     """
-    source = training_source(trainer)
-    # a copy shares large tensors, since data sets may be too large to be copied
-    shared = cache(lambda: _shared_copy(source))
-
-    def maker(copied: LightningModule) -> Any:
-        return copied if isinstance(source, LightningModule) else shared()
-
-    @cache
-    def batch_size(replicas: int) -> int:
-        with supposing(replicas), redirect_stdout(io.StringIO()):
-            return _batch_size(maker(copied))
-
-    def divided(replicas: int) -> int:
-        if replicas == 1 or not isinstance(source, LightningModule | LightningDataModule):
-            return 1
-        # compare the loaders' batch sizes with one replica and with several
-        alone, one_of_several = batch_size(1), batch_size(replicas)
-        return max(1, round(alone / one_of_several)) if alone and one_of_several else 1
-
     states = random_states()
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            copied, looked = _look(trainer, module, names, device, precision, maker)
+            looked = _look(trainer, module, names, device, precision)
             with closing(looked), precision.train_step_context():
-                yield Rehearsed(networks=looked.seen, divided=divided)
+                yield looked.seen
     finally:
         set_random_states(states)
 
@@ -122,15 +83,14 @@ def _look(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
-    maker: Maker,
-) -> tuple[LightningModule, LookAhead]:
-    """Try the training step on a batch, then the call on the example; the copy, and what was seen.
+) -> LookAhead:
+    """Try the training step on a batch, then the call on the example; what was seen.
 
     Raises:
         CannotRehearse: no call of a network was seen in either.
     """
     # errors of the user's code are not raised here: the run will raise them
-    problems, place = [], with_room_for(module, device)
+    problems, place, source = [], with_room_for(module, device), training_source(trainer)
     for attempt in (_train_on_a_batch, _call_on_the_example):
         try:
             stand_in = copy.copy(trainer)
@@ -140,13 +100,13 @@ def _look(
             looked = LookAhead(copied, names)
             with redirect_stdout(io.StringIO()), precision.train_step_context():
                 try:
-                    attempt(maker, copied, place, precision)
+                    attempt(source, copied, place, precision)
                 except Exception as error:
                     if not looked.seen:
                         raise
                     problems.append(_told(error))  # an error after the network's call is no matter
             if looked.seen:
-                return copied, looked
+                return looked
             problems += looked.problems or ["no call of a module with parameters was seen"]
         except Exception as error:
             problems.append(_told(error))
@@ -179,10 +139,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _train_on_a_batch(
-    maker: Maker, copied: LightningModule, device: torch.device, precision: Precision
+    source: Any, copied: LightningModule, device: torch.device, precision: Precision
 ) -> None:
     """Run ``training_step`` on the first batch, with the hooks that transfer it."""
-    source = maker(copied)
+    # a copy shares large tensors, since data sets may be too large to be copied
+    source = copied if isinstance(source, LightningModule) else _shared_copy(source)
     datamodule = source if isinstance(source, LightningDataModule) else None
     batch = precision.convert_input(_first_batch(_train_loaders(source)))
     for hook, arguments in (
@@ -205,19 +166,8 @@ def _train_loaders(source: Any) -> Any:
     return source.train_dataloader() if makes else source
 
 
-def _batch_size(source: Any) -> int:
-    """The sum of the loaders' ``batch_size``; 0: they have none, or cannot be made."""
-    try:
-        loaders = _train_loaders(source)
-    except Exception:  # the user's code may raise anything for several replicas
-        return 0
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    sizes = [getattr(loader, "batch_size", None) for loader in combined.flattened]
-    return sum(size for size in sizes if isinstance(size, int))
-
-
 def _call_on_the_example(
-    maker: Maker, copied: LightningModule, device: torch.device, precision: Precision
+    _: Any, copied: LightningModule, device: torch.device, precision: Precision
 ) -> None:
     """Call the module on its ``example_input_array``."""
     example = copied.example_input_array

@@ -64,12 +64,10 @@ class World:
     Attributes:
         everyone: the meeting of all ranks.
         phase: which ranks take part in barriers and broadcasts now.
-        supposed_replicas: number of replicas that the user's code finds in phase CHOOSING.
     """
 
     def __init__(self, everyone: Everyone) -> None:
         self.everyone, self.phase = everyone, Phase.TOGETHER
-        self.supposed_replicas = 1
         self._joined: Joined | None = None
         self._has_heard = False  # whether a meeting has told of a failure
         self._watch = Watch(str(self.coordinates), everyone.store)
@@ -224,15 +222,6 @@ class World:
         self.phase = Phase.TOGETHER  # not after an error, of which `fail` tells the others
 
     @contextmanager
-    def supposing(self, replicas: int) -> Iterator[None]:
-        """Inside, in phase CHOOSING, the user's code finds this number of replicas."""
-        self.supposed_replicas = replicas
-        try:
-            yield
-        finally:
-            self.supposed_replicas = 1
-
-    @contextmanager
     def _alone(self) -> Iterator[None]:
         before, self.phase = self.phase, Phase.ALONE
         try:
@@ -291,7 +280,6 @@ class NoWorld:
 
     phase = Phase.APART
     has_coordinates = False
-    supposed_replicas = 1
 
     def barrier(self, name: str = "") -> None:
         """Return at once."""

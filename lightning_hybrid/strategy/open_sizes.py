@@ -46,9 +46,7 @@ def choose_sizes(
             return False
         return allowed(replicas, stages)
 
-    chooser = SizeChooser(
-        trainer, ranks.config, machine, ranks.root_device, may_have, ranks.supposing
-    )
+    chooser = SizeChooser(trainer, ranks.config, machine, ranks.root_device, may_have)
     sizes = chooser.on_all_ranks(world, deferred=deferred)
     if sizes is not None:
         ranks.config = ranks.config.with_sizes(sizes)

@@ -5,8 +5,6 @@ are told of it is :mod:`lightning_hybrid.run.replica_world`.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -118,12 +116,7 @@ class Ranks:
     @property
     def replica_world(self) -> ReplicaWorld:
         """The world of the replicas, as this process is told it."""
-        coordinates = self.coordinates
-        if self.world.phase is Phase.CHOOSING:
-            replicas = self.world.supposed_replicas
-            stages = coordinates.replicas * coordinates.ranks_per_replica // replicas
-            coordinates = Coordinates(coordinates.rank, replicas, stages)
-        return ReplicaWorld.of(coordinates, self.launched, self.hosts, self.per_host)
+        return ReplicaWorld.of(self.coordinates, self.launched, self.hosts, self.per_host)
 
     def is_told(self, what: str) -> None:
         """The user's code is told a number of replicas, maybe before it is chosen.
@@ -164,14 +157,6 @@ class Ranks:
         hear_of_reads(None)
         self._shown.restore()
         self._number(self.launched.rank, self.hosts * self.per_host)
-
-    @contextmanager
-    def supposing(self, replicas: int) -> Iterator[None]:
-        """Inside, where sizes are being chosen, the user's code finds so many replicas."""
-        with self.joined.supposing(replicas):
-            self._show()
-            yield
-        self._show()
 
     # ------------------------------------------------------------------ groups
 

@@ -50,12 +50,11 @@ from lightning_hybrid.config import (
 )
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.planning import Plan, free_bytes, free_of_host
+from lightning_hybrid.planning import Plan, free_of_host
 from lightning_hybrid.process import (
     HybridSubprocessLauncher,
     Parted,
     Results,
-    has_met,
 )
 from lightning_hybrid.run import (
     BetweenRuns,
@@ -91,7 +90,6 @@ from lightning_hybrid.strategy.refusals import (
     refuse_interactive,
     refuse_layer_sync,
     refuse_lazy,
-    refuse_no_room,
     refuse_optimizers,
     refuse_other_places,
     refuse_streaming,
@@ -392,16 +390,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         refuse_interactive(works=self._launcher.is_interactive_compatible)
 
     def _refuse_copies(self) -> None:
-        self._refuse_no_room()
         refuse_copies(self._module, self._ranks.per_host - 1, free_of_host())
-
-    def _refuse_no_room(self) -> None:
-        if self._ranks.stages > 1 and not has_met():
-            refuse_no_room(self._module, free_bytes())
 
     def setup_distributed(self) -> None:
         refuse_device(self.root_device)
-        self._refuse_no_room()
         self.set_world_ranks()
         self._process_group_backend = backend = self._get_process_group_backend()
         self._ranks.meet(backend, self._timeout or timedelta(minutes=30))

@@ -123,14 +123,6 @@ class Data(LightningDataModule):
         return DataLoader(self.samples, batch_size=4, shuffle=True)
 
 
-class Divided(Data):
-    """Replicas share a batch of 32."""
-
-    def train_dataloader(self) -> DataLoader:
-        assert self.trainer is not None
-        return DataLoader(self.samples, batch_size=32 // self.trainer.world_size, shuffle=True)
-
-
 class DividedInSetup(Data):
     """What it hears in `setup` is what it trains with."""
 
@@ -219,7 +211,6 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     if job.get("loader") == "reads":
         os.environ["WORLD_SIZE"] = "2"  # as `torchrun` does
     data = {
-        "divided": Divided,
         "in setup": DividedInSetup,
         "prepared": Prepared,
         "reads": ReadsInSetup,

@@ -6,6 +6,7 @@ device has computed is not measured: it is what its plan says, divided by ``true
 
 import json
 import sys
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,7 +132,9 @@ def measure(trainer: Trainer, speeds: list[Any]) -> None:
         return list(totals)
 
     BusyMeter.read = read  # type: ignore[method-assign]
-    device_times.time = SimpleNamespace(perf_counter=lambda: 0.0)  # type: ignore[assignment]
+    ticks = count()  # no time passes that would matter
+    clock = SimpleNamespace(perf_counter=lambda: 1e-9 * next(ticks))
+    device_times.time = clock  # type: ignore[assignment]
 
 
 def main(folder: Path) -> None:

@@ -28,7 +28,6 @@ JOBS = [
     {"name": "in setup", "network": "tiny", "strategy": OPEN, "loader": "in setup"},
     {"name": "reads", "network": "tiny", "strategy": OPEN, "loader": "reads"},
     {"name": "monitored", "network": "tiny", "strategy": OPEN, "monitors": True},
-    {"name": "divided", "network": "wide", "strategy": OPEN, "loader": "divided"},
     {"name": "prepared", "network": "tiny", "strategy": OPEN, "loader": "prepared"},
     {"name": "prepared twice", "network": "tiny", "strategy": [2, 1], "loader": "prepared"},
     {"name": "fails", "network": "fails", "strategy": OPEN},
@@ -182,10 +181,3 @@ def test_the_environment_says_one_replica_until_sizes_are_chosen(ranks: Ranks) -
     assert ranks[0]["reads"]["shape"] == (1, 0)
     assert "os.environ['WORLD_SIZE'] was asked before" in said(ranks, "reads")
     assert ranks[0]["reads"]["user"]["batches"] == ranks[0]["in setup"]["user"]["batches"]
-
-
-@pytest.mark.conformance
-def test_a_batch_that_replicas_share_counts_once(ranks: Ranks) -> None:
-    assert "for 2 batches" in said(ranks, "tiny")
-    assert "2 replicas. Predicted step" in said(ranks, "divided")  # chosen, or next
-    assert "for 2 batches" not in said(ranks, "divided")
