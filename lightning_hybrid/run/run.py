@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +9,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
-    Accelerator,
     FabricMixedPrecision,
     MixedPrecision,
     Precision,
@@ -40,7 +38,6 @@ class Run:
         module: the LightningModule, or the module that was given to ``fabric.setup``.
         world: the ranks of the run.
         device: device of this rank.
-        accelerator: Lightning's accelerator.
         precision: Lightning's precision plugin.
         fitting: whether the run trains.
         synchronised: whether batch statistics are taken over the replicas.
@@ -57,7 +54,6 @@ class Run:
     module: nn.Module
     world: World
     device: torch.device
-    accelerator: Accelerator
     precision: Precision
     fitting: bool
     synchronised: bool
@@ -98,7 +94,6 @@ class Run:
             module=trainer.lightning_module,
             world=world,
             device=device,
-            accelerator=trainer.accelerator,
             precision=trainer.precision_plugin,
             fitting=fitting,
             synchronised=fitting and synchronise and world.coordinates.replicas > 1,
@@ -152,11 +147,6 @@ class Run:
             self.config.settings.delayed_weights,
             self.config.gradient_shrinking,
         )
-
-    def device_stats(self) -> dict[str, Any]:
-        """The statistics of this rank's device for DeviceStatsMonitor."""
-        # by the class, since on a driver the instance's method asks the workers too
-        return type(self.accelerator).get_device_stats(self.accelerator, self.device)
 
     def plan_network(
         self,

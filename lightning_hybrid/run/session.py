@@ -30,6 +30,7 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.driver import (
     Discovery,
+    DrivenOptimizers,
     Driver,
     DriverOptions,
     NetworkOptions,
@@ -53,8 +54,6 @@ from lightning_hybrid.run.world import Phase
 from lightning_hybrid.stage import Synchronised
 from lightning_hybrid.state import save_alone, were_divided
 from lightning_hybrid.worker import Worker
-
-_DEVICE = "device"  # name of a worker's report
 
 T = TypeVar("T")
 
@@ -182,13 +181,12 @@ class DriverSession:
             return
         run_backwards_by(self._driver.chosen_gradients)
         optimizers = self._driver.optimizers
-        # Clipping by a norm needs the gradients of all stages. It is set on the objects, since the
-        # LightningModule asks the plugin for it and DeviceStatsMonitor the accelerator, without a
-        # word to the strategy, and both may be of a class of the user's, which none of ours is.
+        # Clipping by a norm needs the gradients of all stages. It is set on the object, since the
+        # LightningModule asks the plugin for it without a word to the strategy, and that may be of
+        # a class of the user's, which none of ours is.
         vars(self._run.precision).update(
             clip_grad_by_norm=optimizers.clip_norm, clip_grad_by_value=optimizers.clip_values
         )
-        vars(self._run.accelerator)["get_device_stats"] = self._device_stats
         for scaler in scalers_of(self._run.precision):
             replace_unscaling(scaler, optimizers.unscale)
 
@@ -199,18 +197,8 @@ class DriverSession:
         run_backwards_by(None)
         vars(self._run.precision).pop("clip_grad_by_norm", None)
         vars(self._run.precision).pop("clip_grad_by_value", None)
-        vars(self._run.accelerator).pop("get_device_stats", None)
         for scaler in scalers_of(self._run.precision):
             replace_unscaling(scaler, None)
-
-    def _device_stats(self, device: Any) -> dict[str, Any]:
-        """What DeviceStatsMonitor logs: the driver's, and each worker's by its stage or device."""
-        stats = self._run.device_stats()
-        several = self._run.config.several_stages_per_device
-        for stage, others in enumerate(self._driver.reports(_DEVICE)):
-            worker = f"device{stage + 1}" if several else f"stage{stage}"
-            stats |= {f"{worker}.{name}": value for name, value in others.items()}
-        return stats
 
     def __deepcopy__(self, memo: object) -> "DriverSession":
         """Copies of a Trainer, and of what it has patched, belong to the same run."""
@@ -326,15 +314,10 @@ class DriverSession:
         finally:
             gradients.synchronize = before
 
-    def clip_norm(
-        self, optimizer: Optimizer, max_norm: float, order: float, *, finite: bool
-    ) -> Tensor:
-        """See :meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm`."""
-        return self._driver.optimizers.clip_norm(optimizer, max_norm, order, finite=finite)
-
-    def clip_values(self, optimizer: Optimizer, bound: float) -> None:
-        """Clamp the gradients of all stages to [-bound, bound]."""
-        self._driver.optimizers.clip_values(optimizer, bound)
+    @property
+    def optimizers(self) -> DrivenOptimizers:
+        """The user's, as they step on all ranks."""
+        return self._driver.optimizers
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers step on all ranks.
@@ -619,13 +602,12 @@ class WorkerSession:
     @classmethod
     def begin(cls, run: Run) -> "WorkerSession":
         """Get ready to serve."""
-        reports = {_DEVICE: run.device_stats, **run.measurement.reports}
         options, watch = run.stage_options(), run.measurement.stopwatch
         shards = run.config.shard_optimizer_states
 
         def follow(before: "Worker | None") -> "Worker":
             return Worker(
-                *(run.module, run.world.mesh, run.device, options, watch, reports),
+                *(run.module, run.world.mesh, run.device, options, watch, run.measurement.reports),
                 shards=shards,
                 before=before,
             )

@@ -339,7 +339,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             module=module,
             world=world,
             device=device,
-            accelerator=cast(Any, self.accelerator),
             precision=cast(Any, self.precision),
             fitting=True,
             synchronised=False,
@@ -460,7 +459,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     ) -> Tensor:
         """Clip by the norm of the gradients of all stages, which is returned."""
         self.precision.unscale_gradients(self._known(optimizer))
-        return self._driving.clip_norm(
+        return self._driving.optimizers.clip_norm(
             optimizer, float(max_norm), float(norm_type), finite=error_if_nonfinite
         )
 
@@ -469,7 +468,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     ) -> None:
         """Clip each gradient of all stages to a value."""
         self.precision.unscale_gradients(self._known(optimizer))
-        self._driving.clip_values(optimizer, float(clip_val))
+        self._driving.optimizers.clip_values(optimizer, float(clip_val))
 
     def _known(self, optimizer: Optimizer) -> Optimizer:
         if optimizer not in self._optimizers:

@@ -425,7 +425,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if not run.world.coordinates.is_driver:
             raise Parted(partial(self._serve, WorkerSession.begin(run)))
         run.world.phase = Phase.RUNNING
-        run.accelerator.setup(trainer)
+        trainer.accelerator.setup(trainer)
         run.share_weights()
         self.model_to_device()
         self._session = DriverSession.begin(run, partial(self._plan_network, run))
