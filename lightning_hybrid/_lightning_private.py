@@ -1,4 +1,8 @@
-"""The private names of Lightning that this package uses, each with its reason, all in this file."""
+"""The private names of Lightning that this package uses, each with its reason, all in this file.
+
+The protected ones that subclasses of its strategies and launchers use are listed with their reasons
+in ``tests/test_architecture.py``, which finds any others.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -50,48 +54,6 @@ def let_fabric_clear_gradients() -> None:
         self.optimizer.zero_grad(*arguments, **keywords)
 
     fabric.wrappers._FabricOptimizer.zero_grad = zero_grad  # type: ignore[attr-defined]
-
-
-INHERITED = {
-    "_backward_sync_control": "what Fabric asks for `no_backward_sync`",
-    "_call_children_scripts": "starts the processes of a script; ours watches them afterwards",
-    "_checkpoint_io": "what the user has given, before Lightning's default takes its place",
-    "_configure_launcher": "where DDPStrategy, too, makes its launcher",
-    "_get_process_group_backend": "the backend that the user or the device asks for",
-    "_launcher": "what `_configure_launcher` sets",
-    "_layer_sync": "set by the Trainer for sync_batchnorm; there is no property",
-    "_lightning_optimizers": "the wrappers that the user's code steps",
-    "_num_nodes": "number of hosts, which Fabric sets past the property",
-    "_optimizers": "what the property `optimizers` returns; its setter is overridden",
-    "_process_group_backend": "read by the property of DDPStrategy",
-    "_set_world_ranks": "where Fabric's DDPStrategy takes the numbers of the launcher",
-    "_setup_distributed": "where it makes its groups",
-    "_start_method": "which launcher the name of the strategy has asked for",
-    "_timeout": "of the groups, as given to DDPStrategy",
-}
-"""Protected names of Lightning's strategies and launchers that subclasses here use, and why."""
-
-__all__ = [
-    "INHERITED",
-    "LOADING",
-    "MultiProcessingLauncher",
-    "SubprocessScriptLauncher",
-    "TunerExit",
-    "WrappingCheckpointIO",
-    "ask_strategy_whether_distributed",
-    "begin_batches_alone",
-    "call_teardown_hooks",
-    "end_run",
-    "forget_loaded_checkpoint",
-    "let_fabric_clear_gradients",
-    "random_states",
-    "rebuilt_loader",
-    "set_module_device",
-    "set_num_threads",
-    "set_random_states",
-    "set_rank_of_messages",
-    "training_source",
-]
 
 
 _ASKED: set[type[Any]] = set()
