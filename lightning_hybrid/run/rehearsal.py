@@ -1,9 +1,9 @@
 """Run a training step on a copy of the module before a run, to find and capture its networks.
 
 With automatic sizes this is needed before it is known which ranks are drivers. Rank 0 copies the
-LightningModule, takes one batch of a copy of the loader (else ``example_input_array``) and runs
-``training_step`` on it, without a backward. The user's module, loaders, loggers and random
-generators do not change, and nothing is printed.
+LightningModule, takes one batch of a copy of the loader and runs ``training_step`` on it, without a
+backward. The user's module, loaders, loggers and random generators do not change, and nothing is
+printed.
 """
 
 import copy
@@ -27,7 +27,6 @@ from lightning_hybrid._lightning import (
     Precision,
     Trainer,
     is_param_in_hook_signature,
-    move_data_to_device,
 )
 from lightning_hybrid._lightning_private import random_states, set_random_states, training_source
 from lightning_hybrid.driver import LookAhead
@@ -84,33 +83,27 @@ def _look(
     device: torch.device,
     precision: Precision,
 ) -> LookAhead:
-    """Try the training step on a batch, then the call on the example; what was seen.
+    """Run the training step of a copy on a batch. Returns what was seen.
 
     Raises:
-        CannotRehearse: no call of a network was seen in either.
+        CannotRehearse: no call of a network was seen in it.
     """
+    place, stand_in = with_room_for(module, device), copy.copy(trainer)
+    # what the step logs must not reach the loggers
+    stand_in.loggers = [DummyLogger()] if trainer.loggers else []
+    copied = _copied(module, trainer, stand_in).to(place)
+    looked = LookAhead(copied, names)
+    problems: list[str] = []
     # errors of the user's code are not raised here: the run will raise them
-    problems, place, source = [], with_room_for(module, device), training_source(trainer)
-    for attempt in (_train_on_a_batch, _call_on_the_example):
-        try:
-            stand_in = copy.copy(trainer)
-            # what the step logs must not reach the loggers
-            stand_in.loggers = [DummyLogger()] if trainer.loggers else []
-            copied = _copied(module, trainer, stand_in).to(place)
-            looked = LookAhead(copied, names)
-            with redirect_stdout(io.StringIO()), precision.train_step_context():
-                try:
-                    attempt(source, copied, place, precision)
-                except Exception as error:
-                    if not looked.seen:
-                        raise
-                    problems.append(_told(error))  # an error after the network's call is no matter
-            if looked.seen:
-                return looked
-            problems += looked.problems or ["no call of a module with parameters was seen"]
-        except Exception as error:
-            problems.append(_told(error))
-    raise CannotRehearse(problems[0])
+    try:
+        with redirect_stdout(io.StringIO()), precision.train_step_context():
+            _train_on_a_batch(training_source(trainer), copied, place, precision)
+    except Exception as error:  # after the network's call it is no matter
+        problems.append(_told(error))
+    if not looked.seen:
+        problems += looked.problems or ["no call of a module with parameters was seen"]
+        raise CannotRehearse(problems[0])
+    return looked
 
 
 def _told(error: Exception) -> str:
@@ -164,20 +157,6 @@ def _train_on_a_batch(
 def _train_loaders(source: Any) -> Any:
     makes = isinstance(source, LightningModule | LightningDataModule)
     return source.train_dataloader() if makes else source
-
-
-def _call_on_the_example(
-    _: Any, copied: LightningModule, device: torch.device, precision: Precision
-) -> None:
-    """Call the module on its ``example_input_array``."""
-    example = copied.example_input_array
-    if example is None:
-        raise CannotRehearse("the module has no example_input_array")
-    example = move_data_to_device(precision.convert_input(example), device)
-    if isinstance(example, dict):
-        copied(**example)
-    else:
-        copied(*(example if isinstance(example, tuple) else (example,)))
 
 
 def _first_batch(loaders: Any) -> Any:

@@ -134,13 +134,6 @@ class DividedInSetup(Data):
         return DataLoader(self.samples, batch_size=self.batch_size, shuffle=True)
 
 
-class ReadsInSetup(DividedInSetup):
-    """It asks the environment."""
-
-    def setup(self, stage: str) -> None:
-        self.batch_size = 32 // int(os.environ["WORLD_SIZE"])
-
-
 class Prepared(Data):
     """As tutorials do it: what is loaded from is made in `prepare_data`."""
 
@@ -208,12 +201,9 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         from lightning_hybrid import HybridGabraStrategy
 
         strategy = HybridGabraStrategy(*strategy, **job.get("arguments", {}))
-    if job.get("loader") == "reads":
-        os.environ["WORLD_SIZE"] = "2"  # as `torchrun` does
     data = {
         "in setup": DividedInSetup,
         "prepared": Prepared,
-        "reads": ReadsInSetup,
     }.get(job.get("loader"), Data)(samples)
     loaders: dict[str, Any] = {"datamodule": data}
     if job.get("loader") == "plain":

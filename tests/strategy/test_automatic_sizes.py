@@ -26,7 +26,6 @@ JOBS = [
     {"name": "predicts first", "network": "tiny", "strategy": OPEN, "predicts first": True},
     {"name": "asks before", "network": "tiny", "strategy": OPEN, "asks before": True},
     {"name": "in setup", "network": "tiny", "strategy": OPEN, "loader": "in setup"},
-    {"name": "reads", "network": "tiny", "strategy": OPEN, "loader": "reads"},
     {"name": "monitored", "network": "tiny", "strategy": OPEN, "monitors": True},
     {"name": "prepared", "network": "tiny", "strategy": OPEN, "loader": "prepared"},
     {"name": "prepared twice", "network": "tiny", "strategy": [2, 1], "loader": "prepared"},
@@ -174,10 +173,3 @@ def test_the_number_of_replicas_that_was_told_before_sizes_were_chosen_stays_tru
     assert [rank["asks before"]["before"] for rank in ranks] == [(1, 0), (1, 1)]
     assert ranks[0][job]["shape"] == (1, 0)
     assert "trainer.world_size was asked before" in said(ranks, job)
-
-
-@pytest.mark.conformance
-def test_the_environment_says_one_replica_until_sizes_are_chosen(ranks: Ranks) -> None:
-    assert ranks[0]["reads"]["shape"] == (1, 0)
-    assert "os.environ['WORLD_SIZE'] was asked before" in said(ranks, "reads")
-    assert ranks[0]["reads"]["user"]["batches"] == ranks[0]["in setup"]["user"]["batches"]
