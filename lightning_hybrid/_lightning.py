@@ -108,7 +108,6 @@ Precision = pytorch.plugins.Precision
 STEP_OUTPUT = pytorch.utilities.types.STEP_OUTPUT
 Strategy = pytorch.strategies.Strategy
 StrategyRegistry = pytorch.strategies.StrategyRegistry
-CSVLogger = pytorch.loggers.CSVLogger
 TensorBoardLogger = pytorch.loggers.TensorBoardLogger
 TorchCheckpointIO = fabric.plugins.TorchCheckpointIO
 TorchElasticEnvironment = fabric.plugins.environments.TorchElasticEnvironment

@@ -4,11 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from lightning_hybrid.stage import Stopwatch
-
-_BUSY = "busy_s"
+BUSY = "busy_s"
 """Name of the report of a worker with the seconds that it has computed since its last report."""
 
 
@@ -32,36 +28,6 @@ class StepWatcher:
 
     def end(self) -> None:
         """Called at the end of the training."""
-
-
-class Measurement:
-    """Measures how long this rank computes.
-
-    Args:
-        device: device of this rank.
-        wanted: whether the result is used; else nothing is measured.
-
-    Attributes:
-        stopwatch: adds up the time of forwards and backwards; ``None`` if it is not wanted.
-    """
-
-    def __init__(self, device: torch.device, *, wanted: bool) -> None:
-        self.stopwatch = Stopwatch(device) if wanted else None
-
-    @property
-    def reports(self) -> dict[str, Callable[[], Any]]:
-        """By name, functions that make a worker's reports to its driver."""
-        return {} if self.stopwatch is None else {_BUSY: self.stopwatch.read}
-
-    def meter(self, ask_workers: Callable[[str], list[Any]]) -> "Meter":
-        """On a driver, make the meter of all devices of its replica.
-
-        Args:
-            ask_workers: returns each worker's report of a given name.
-        """
-        watch = self.stopwatch
-        assert watch is not None, "nobody was to read it"
-        return BusyMeter(lambda: [*ask_workers(_BUSY), watch.read()]).read
 
 
 Meter = Callable[[], Sequence[float]]

@@ -51,6 +51,7 @@ class PerformanceLog(StepWatcher):
         """Stages are cut at other places, or it is the beginning: networks are captured first."""
         self._first_step: int | None = None
         self._window: Window | None = None
+        self._begun = self._samples = 0  # first step of the window, samples in it
         self._table.begin_anew()
 
     def batch_starts(self, batch: Any) -> None:

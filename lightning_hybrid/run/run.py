@@ -20,11 +20,10 @@ from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.planning import CalledNetwork, Plan, Planned, Site, make_plan
 from lightning_hybrid.remote import take_again
 from lightning_hybrid.run.building import DeferredModule, WholeModule
-from lightning_hybrid.run.device_times import Measurement
 from lightning_hybrid.run.framework import ByTrainer, Framework
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.world import World
-from lightning_hybrid.stage import StageOptions, broadcast_module
+from lightning_hybrid.stage import StageOptions, Stopwatch, broadcast_module
 from lightning_hybrid.state import make_what_no_network_owns
 
 
@@ -42,7 +41,8 @@ class Run:
         fitting: whether the run trains.
         synchronised: whether batch statistics are taken over the replicas.
         building: how the weights of the module were made: whole on each rank, or by their owners.
-        measurement: computation times of this rank, for the log and for the check of the plan.
+        stopwatch: adds up the times of forwards and backwards of this rank, for the log and for the
+            check of the plan; ``None``: nobody reads them.
         shared: names of the parameters and buffers that all ranks have.
         plans: the current plans by name of the network; networks that are cut add theirs.
         progress: shows the work before the first step.
@@ -58,7 +58,7 @@ class Run:
     fitting: bool
     synchronised: bool
     building: WholeModule | DeferredModule
-    measurement: Measurement
+    stopwatch: Stopwatch | None
     shared: frozenset[str]
     plans: dict[str, Plan]
     progress: StartProgress
@@ -98,9 +98,9 @@ class Run:
             fitting=fitting,
             synchronised=fitting and synchronise and world.coordinates.replicas > 1,
             building=building,
-            measurement=Measurement(
-                device, wanted=config.log_performance or (fitting and device.type == "cpu")
-            ),
+            stopwatch=Stopwatch(device)
+            if config.log_performance or (fitting and device.type == "cpu")
+            else None,
             shared=world.shared_names(trainer.lightning_module),
             plans=plans,
             progress=StartProgress.beside(trainer) if is_zero else StartProgress(None),

@@ -1,9 +1,8 @@
 """Write a table of run times, a line for each run, for ``lightning-hybrid fit-model``.
 
 With ``HybridGabraStrategy(log_performance=True)`` the driver of replica 0 adds a line to
-``hybrid_runs.csv`` at the end of a fit, in the folder of the first logger, or in
-``default_root_dir``. Its times begin after the first step, in which networks are captured and cut,
-and validation is left out.
+``hybrid_runs.csv`` in ``default_root_dir`` at the end of a fit. Its times begin after the first
+step, in which networks are captured and cut, and validation is left out.
 """
 
 import csv
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from lightning_hybrid._lightning import CSVLogger, TensorBoardLogger, Trainer, rank_zero_info
+from lightning_hybrid._lightning import Trainer, rank_zero_info
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import Plan
 
@@ -97,12 +96,15 @@ class RunTable:
 
     def write(self) -> None:
         """Add the line of the fit to the table; if it cannot be written, that is only logged."""
-        folder = _folder(self._trainer)
-        if folder is not None and self._steps:
+        folder = self._trainer.default_root_dir
+        trial: int = self._trainer.fast_dev_run  # type: ignore[attr-defined]
+        # remote file systems do not support appending
+        if self._steps and not trial and "://" not in folder:
+            path = Path(folder) / FILE_NAME
             try:
-                self._timed_run().append_to(folder / FILE_NAME)
+                self._timed_run().append_to(path)
             except (OSError, PlanError) as error:
-                rank_zero_info(f"{folder / FILE_NAME} gets no line of this run: {error}")
+                rank_zero_info(f"{path} gets no line of this run: {error}")
 
     def _timed_run(self) -> TimedRun:
         """Make the line; with several networks, of the largest numbers and summed predictions."""
@@ -119,18 +121,3 @@ class RunTable:
             step_s=self._wall_s / self._steps,
             predicted_s=sum(predicted) if plans and len(predicted) == len(plans) else None,
         )
-
-
-def _folder(trainer: Trainer) -> Path | None:
-    """The folder of the first logger, or ``default_root_dir``; ``None``: nothing is written.
-
-    That is so with ``fast_dev_run``, and for remote folders. (`trainer.log_dir` cannot be used: it
-    is a collective of all ranks.)
-    """
-    folder = None
-    for logger in trainer.loggers[:1]:
-        local = isinstance(logger, TensorBoardLogger | CSVLogger)
-        folder = logger.log_dir if local else logger.save_dir
-    folder = str(folder or trainer.default_root_dir)
-    trial = trainer.fast_dev_run  # type: ignore[attr-defined]
-    return None if trial or "://" in folder else Path(folder)

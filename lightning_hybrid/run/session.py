@@ -43,7 +43,7 @@ from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
-from lightning_hybrid.run.device_times import Meter, StepWatcher
+from lightning_hybrid.run.device_times import BUSY, BusyMeter, Meter, StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
 from lightning_hybrid.run.plan_check import PlanCheck
 from lightning_hybrid.run.replanning import Replanning
@@ -124,7 +124,7 @@ class DriverSession:
             say=rank_zero_info,
             follows=config.rng == "device",
             shards=config.shard_optimizer_states,
-            first_failure=lambda: read_fault(mesh).exception(),
+            first_failure=lambda: read_fault(mesh.store).exception(),
         )
         network_options = NetworkOptions(
             config.names,
@@ -142,7 +142,7 @@ class DriverSession:
         )
 
         def follow(before: "Driver | None") -> "tuple[Driver, Discovery]":
-            watch = run.measurement.stopwatch
+            watch = run.stopwatch
             driver = Driver(
                 run.module, mesh, run.device, driver_options, watch, batches, before=before
             )
@@ -163,10 +163,10 @@ class DriverSession:
 
     def _watch_steps(self) -> None:
         """Let those who look at steps do so."""
-        run, meter = self._run, None
-        if run.measurement.stopwatch is not None:
+        run, meter, watch = self._run, None, self._run.stopwatch
+        if watch is not None:
             # (of whichever driver there is then)
-            meter = run.measurement.meter(lambda name: self._driver.reports(name))
+            meter = BusyMeter(lambda: [*self._driver.reports(BUSY), watch.read()]).read
         watchers = _watchers(run, meter)
         if run.fitting and run.config.replan == "epoch" and run.cuts_stay and not self._shares:
             rank_zero_info(f"replan='epoch' changes nothing in this run: {run.cuts_stay}.")
@@ -602,12 +602,13 @@ class WorkerSession:
     @classmethod
     def begin(cls, run: Run) -> "WorkerSession":
         """Get ready to serve."""
-        options, watch = run.stage_options(), run.measurement.stopwatch
+        options, watch = run.stage_options(), run.stopwatch
+        reports = {} if watch is None else {BUSY: watch.read}
         shards = run.config.shard_optimizer_states
 
         def follow(before: "Worker | None") -> "Worker":
             return Worker(
-                *(run.module, run.world.mesh, run.device, options, watch, run.measurement.reports),
+                *(run.module, run.world.mesh, run.device, options, watch, reports),
                 shards=shards,
                 before=before,
             )

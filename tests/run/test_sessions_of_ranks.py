@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.run import building
 from lightning_hybrid.run.building import BetweenRuns, DeferredModule, WholeModule
 from lightning_hybrid.run.coming_batches import InOrder
-from lightning_hybrid.run.device_times import Measurement
 from lightning_hybrid.run.framework import ByTrainer
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.session import DriverSession, WorkerSession
-from lightning_hybrid.run.world import NoWorld, Phase
+from lightning_hybrid.run.world import NoWorld, Phase, World
 
 # Lightning's advice on unused devices and loggers
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -92,7 +92,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
         "fitting": True,
         "synchronised": False,
         "building": WholeModule(),
-        "measurement": Measurement(torch.device("cpu"), wanted=False),
+        "stopwatch": None,
         "shared": frozenset(module.state_dict()),
         "plans": {"net": PLAN},
         "progress": StartProgress(None),
@@ -299,13 +299,15 @@ def test_between_runs_a_module_is_whole_on_the_rank_that_saves() -> None:
     assert between.optimizer_state(module, optimizer, here=False) == {}
 
 
-def test_after_a_run_what_other_ranks_made_is_gathered() -> None:
+def test_after_a_run_what_other_ranks_made_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    ranks: Any = SimpleNamespace(gather_weights=lambda module: asked.append(module) or {})
+    monkeypatch.setattr(building, "gather_after_run", lambda *asks: asked.append(asks) or {})
+    ranks = World.__new__(World)
+    ranks.take_coordinates(cast(Any, SimpleNamespace(mesh="mesh")))
     module = Net()
     between = BetweenRuns(ranks, DeferredModule(torch.device("cpu")))
     assert between.state_dict(module, here=False) == {}
-    assert asked == [module]  # all ranks take part
+    assert asked == [(module, "mesh")]  # all ranks take part
 
 
 def test_what_needs_a_run_says_so_outside_of_it() -> None:
