@@ -4,7 +4,7 @@ The protected ones that subclasses of its strategies and launchers use are liste
 in ``tests/test_architecture.py``, which finds any others.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import device
@@ -90,6 +90,36 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: dict[str, Any]) -> None:
     """Put back what :func:`random_states` gave."""
     _set_rng_states(states)
+
+
+def batch_counts(trainer: Trainer) -> list[Any]:
+    """What ``num_training_batches``, ``num_val_batches`` and so on are, of all loops."""
+    evaluations = [loop._max_batches for loop in _evaluation_loops(trainer)]
+    return [trainer.fit_loop.max_batches, trainer.predict_loop.max_batches, *evaluations]
+
+
+def set_batch_counts(trainer: Trainer, counts: list[Any], load: Callable[[], None]) -> None:
+    """On a worker, put there what :func:`batch_counts` gave: its loops have seen no loader.
+
+    Args:
+        trainer: Lightning's.
+        counts: of the driver.
+        load: is called until the next run where the Trainer would make a train loader, to know its
+            length.
+    """
+    trainer.fit_loop.max_batches, trainer.predict_loop.max_batches, *evaluations = counts
+    for loop, count in zip(_evaluation_loops(trainer), evaluations):
+        loop._max_batches = count
+    vars(trainer.fit_loop)["setup_data"] = load
+
+
+def load_as_ever(trainer: Trainer) -> None:
+    """Have Lightning load data in this run, also where this rank was a worker in the last."""
+    vars(trainer.fit_loop).pop("setup_data", None)
+
+
+def _evaluation_loops(trainer: Trainer) -> list[Any]:
+    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
 
 
 def rebuilt_loader(loader: Any, batches: Iterable[list[Any]]) -> Any:

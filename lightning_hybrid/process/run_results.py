@@ -6,11 +6,13 @@ LightningModule, the data module, the callbacks and the loggers: ``checkpoint.be
 ``timer.time_elapsed()``, ``model.batch_size`` after a search for it, ``model.history``.
 """
 
+import math
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
@@ -28,7 +30,13 @@ from lightning_hybrid._lightning import (
     Trainer,
     move_data_to_device,
 )
-from lightning_hybrid._lightning_private import random_states, set_random_states
+from lightning_hybrid._lightning_private import (
+    batch_counts,
+    random_states,
+    set_batch_counts,
+    set_random_states,
+)
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan
 
 LIMIT_BYTES = 16 * 2**20
@@ -122,6 +130,7 @@ class TrainerResults(Results):
         attributes: attributes with plain data that the run has changed, by owner and name, each
             pickled.
         loops: state of the fit loop (epoch, step).
+        batches: numbers of batches of each loop.
         state: the Trainer's state.
         should_stop: the Trainer's attribute of this name.
     """
@@ -131,6 +140,7 @@ class TrainerResults(Results):
     progress_bar_metrics: Mapping[str, float]
     attributes: Mapping[_Key, bytes]
     loops: Mapping[str, Any]
+    batches: list[Any]
     state: Any
     should_stop: bool
 
@@ -161,6 +171,7 @@ def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Traine
         progress_bar_metrics=dict(trainer.progress_bar_metrics),
         attributes=before.changes(trainer),
         loops=trainer.fit_loop.state_dict(),
+        batches=batch_counts(trainer),
         state=trainer.state,
         should_stop=trainer.should_stop,
     )
@@ -173,9 +184,27 @@ def adopt_results(trainer: Trainer, results: TrainerResults) -> None:
     trainer.progress_bar_metrics.update(results.progress_bar_metrics)
     adopt_attributes(trainer, results)
     trainer.fit_loop.load_state_dict(dict(results.loops))
+    load = partial(_refuse_unless_known, results.batches[0])
+    set_batch_counts(trainer, results.batches, load)
     trainer.state = results.state
     trainer.should_stop = results.should_stop
     results.adopt(trainer.lightning_module)
+
+
+def _refuse_unless_known(batches: float) -> None:
+    """On a worker, called in place of loading training data to count its batches.
+
+    Args:
+        batches: number of training batches of the driver's last fit; infinite: there was none.
+
+    Raises:
+        HybridError: the number is not known, since there was no fit.
+    """
+    if batches == math.inf:
+        raise HybridError(
+            "trainer.estimated_stepping_batches was asked for on a rank that is no driver, before "
+            "a fit: drivers alone load data. Ask where trainer.is_global_zero, or after the fit."
+        )
 
 
 def adopt_attributes(trainer: Trainer, results: TrainerResults) -> None:

@@ -35,6 +35,7 @@ from lightning_hybrid._lightning_private import (
     LOADING,
     ask_strategy_whether_distributed,
     forget_loaded_checkpoint,
+    load_as_ever,
 )
 from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import (
@@ -394,6 +395,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     def setup_distributed(self) -> None:
         refuse_device(self.root_device)
+        load_as_ever(self._module.trainer)
         self.set_world_ranks()
         self._process_group_backend = backend = self._get_process_group_backend()
         self._ranks.meet(backend, self._timeout or timedelta(minutes=30))

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.process.run_results import (
     Snapshot,
     adopt_attributes,
@@ -97,3 +98,14 @@ def test_what_is_trained_and_modes_are_those_of_the_driver() -> None:
     adopt_results(worker, collect_results(driver, None, Snapshot(driver)))
     assert [p.requires_grad for p in mine.parameters()] == [False, True, True, True]
     assert [mine.training, mine.first.training, mine.second.training] == [True, True, False]
+
+
+def test_numbers_of_batches_are_the_drivers_and_no_worker_loads_to_count_them() -> None:
+    driver, worker = trainer_of(LightningModule()), trainer_of(LightningModule())
+    adopt_results(worker, collect_results(driver, None, Snapshot(driver)))
+    with pytest.raises(HybridError, match=r"estimated_stepping_batches .* before a fit"):
+        worker.fit_loop.setup_data()
+    driver.fit_loop.max_batches = 3
+    adopt_results(worker, collect_results(driver, None, Snapshot(driver)))
+    worker.fit_loop.setup_data()
+    assert worker.num_training_batches == 3
