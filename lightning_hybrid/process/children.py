@@ -1,4 +1,9 @@
-"""The processes that a script starts as ranks: notice those that ended, and leave none behind."""
+"""The processes that a script starts as ranks: notice those that ended, and leave none behind.
+
+Once all ranks have met, a closed connection tells that a rank is gone. Before that, a started rank
+would wait for the store of a script that was killed, and while it imports it cannot check. So a
+shell beside the script watches it (:func:`keep_ranks`).
+"""
 
 import subprocess
 from collections.abc import Sequence
@@ -7,6 +12,11 @@ from contextlib import suppress
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.process.faults import GRACE_S
 
+# waits for a line from the process that has started it; kills the ranks if its pipe closes instead
+_KEEPER = (
+    'read -r met || { echo "Ranks that have not met yet end (processes $*): the process that has '
+    'started them is gone." >&2; kill -9 "$@" 2>/dev/null; }'
+)
 # gives each of its arguments, the numbers of processes, some seconds to end
 _LATER = (
     f"for rank; do seconds=0; while kill -0 $rank && [ $seconds -lt {GRACE_S:.0f} ]; do sleep 1; "
@@ -61,3 +71,25 @@ def leave_nobody() -> None:
                 stderr=nowhere,
                 start_new_session=True,
             )
+
+
+class _Keeper:
+    """The shell of :func:`keep_ranks`, while it runs."""
+
+    process: "subprocess.Popen[bytes] | None" = None
+
+
+def keep_ranks(children: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Start a shell that kills the started ranks if this process ends before `have_met`."""
+    if not children:
+        return
+    command = ["sh", "-c", _KEEPER, "sh", *(str(child.pid) for child in children)]
+    with suppress(OSError):  # nothing watches on a system without a shell
+        _Keeper.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def have_met() -> None:
+    """End the shell of :func:`keep_ranks`: all ranks have met, and notice each other's end."""
+    keeper, _Keeper.process = _Keeper.process, None
+    if keeper is not None:
+        keeper.communicate(b"met\n")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_hybrid.comm import Coordinates, Group, GroupHandle, Mesh, bound_to, make_world
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Cluster
-from lightning_hybrid.process.children import miss_nobody
+from lightning_hybrid.process.children import have_met, miss_nobody
 from lightning_hybrid.process.starts import of_this_start
 
 LETTING_GO_S = 0.2
@@ -185,6 +185,7 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     if _Process.failed:
         _wait_for_all(store, coordinates.rank, size)
     world = make_world(store, coordinates.rank, size)
+    have_met()
     _Process.everyone, _Process.failed = Everyone(coordinates, store, world), False
     return _Process.everyone
 

@@ -44,6 +44,7 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.process.children import (
     Children,
+    keep_ranks,
     leave_nobody,
     miss_nobody,
     not_caught,
@@ -215,6 +216,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
                 _require_script()
                 self.before_start()
             self._call_children_scripts()
+            keep_ranks(self.procs)
             Children.processes = self.procs
             atexit.register(leave_nobody)
         set_num_threads(self.num_processes)

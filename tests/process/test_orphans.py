@@ -1,0 +1,45 @@
+"""A started rank ends with the process that has started it, until they have met."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from lightning_hybrid.process.children import have_met, keep_ranks
+
+
+def child_lives_on(folder: Path, *, met: bool) -> bool:
+    """Kill a process that has started a rank. Returns whether that one is there afterwards."""
+    told = folder / "pid"
+    parent = os.fork()
+    if parent == 0:
+        child = subprocess.Popen(["sleep", "60"])  # as one that imports: it looks at nothing
+        keep_ranks([child])
+        if met:
+            have_met()
+        (folder / "part").write_text(str(child.pid))
+        (folder / "part").rename(told)
+        time.sleep(60)
+        os._exit(0)
+    deadline = time.monotonic() + 30
+    while not told.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pid = int(told.read_text())
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    deadline = time.monotonic() + (2 if met else 30)
+    while Path(f"/proc/{pid}/exe").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    lives = Path(f"/proc/{pid}/exe").exists()
+    if lives:
+        os.kill(pid, signal.SIGKILL)
+    return lives
+
+
+def test_a_rank_that_has_met_nobody_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    assert not child_lives_on(tmp_path, met=False)
+
+
+def test_a_rank_that_has_met_the_others_may_outlive_it(tmp_path: Path) -> None:
+    assert child_lives_on(tmp_path, met=True)
