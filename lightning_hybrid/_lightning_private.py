@@ -1,4 +1,8 @@
-"""The private names of Lightning that this package uses, each with its reason, all in this file."""
+"""The private names of Lightning that this package uses, each with its reason, all in this file.
+
+The protected ones that subclasses of its strategies and launchers use are listed with their reasons
+in ``tests/test_architecture.py``, which finds any others.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -52,53 +56,6 @@ def let_fabric_clear_gradients() -> None:
     fabric.wrappers._FabricOptimizer.zero_grad = zero_grad  # type: ignore[attr-defined]
 
 
-INHERITED = {
-    "_backward_sync_control": "what Fabric asks for `no_backward_sync`",
-    "_call_children_scripts": "starts the processes of a script; ours watches them afterwards",
-    "_checkpoint_io": "what the user has given, before Lightning's default takes its place",
-    "_configure_launcher": "where DDPStrategy, too, makes its launcher",
-    "_get_process_group_backend": "the backend that the user or the device asks for",
-    "_launcher": "what `_configure_launcher` sets",
-    "_layer_sync": "set by the Trainer for sync_batchnorm; there is no property",
-    "_lightning_optimizers": "the wrappers that the user's code steps",
-    "_num_nodes": "number of hosts, which Fabric sets past the property",
-    "_optimizers": "what the property `optimizers` returns; its setter is overridden",
-    "_process_group_backend": "read by the property of DDPStrategy",
-    "_set_world_ranks": "where Fabric's DDPStrategy takes the numbers of the launcher",
-    "_setup_distributed": "where it makes its groups",
-    "_start_method": "which launcher the name of the strategy has asked for",
-    "_timeout": "of the groups, as given to DDPStrategy",
-}
-"""Protected names of Lightning's strategies and launchers that subclasses here use, and why."""
-
-__all__ = [
-    "INHERITED",
-    "LOADING",
-    "MultiProcessingLauncher",
-    "SubprocessScriptLauncher",
-    "TunerExit",
-    "WrappingCheckpointIO",
-    "ask_strategy_whether_distributed",
-    "batch_counts",
-    "begin_batches_alone",
-    "call_teardown_hooks",
-    "end_run",
-    "forget_loaded_checkpoint",
-    "let_fabric_clear_gradients",
-    "load_as_ever",
-    "loaders_of",
-    "random_states",
-    "rebuilt_loader",
-    "set_batch_counts",
-    "set_loaders",
-    "set_module_device",
-    "set_num_threads",
-    "set_random_states",
-    "set_rank_of_messages",
-    "training_source",
-]
-
-
 _ASKED: set[type[Any]] = set()
 
 
@@ -141,18 +98,28 @@ def batch_counts(trainer: Trainer) -> list[Any]:
     return [trainer.fit_loop.max_batches, trainer.predict_loop.max_batches, *evaluations]
 
 
-def set_batch_counts(trainer: Trainer, counts: list[Any]) -> None:
-    """Put there what :func:`batch_counts` gave: a worker's loops have seen no loader."""
+def set_batch_counts(trainer: Trainer, counts: list[Any], load: Callable[[], None]) -> None:
+    """On a worker, put there what :func:`batch_counts` gave: its loops have seen no loader.
+
+    Args:
+        trainer: Lightning's.
+        counts: of the driver.
+        load: is called until the next run where the Trainer would make a train loader, to know its
+            length.
+    """
     trainer.fit_loop.max_batches, trainer.predict_loop.max_batches, *evaluations = counts
     for loop, count in zip(_evaluation_loops(trainer), evaluations):
         loop._max_batches = count
+    vars(trainer.fit_loop)["setup_data"] = load
 
 
-def loaders_of(trainer: Trainer) -> list[tuple[str, Any]]:
-    """For each loop the property that gives its loaders, and these; ``None``: it has none."""
-    found = [getattr(loop._combined_loader, "iterables", None) for loop in _loaded_loops(trainer)]
-    names = ("train_dataloader", "predict_dataloaders", "val_dataloaders", "val_dataloaders")
-    return list(zip((*names, "test_dataloaders"), found))
+def load_as_ever(trainer: Trainer) -> None:
+    """Have Lightning load data in this run, also where this rank was a worker in the last."""
+    vars(trainer.fit_loop).pop("setup_data", None)
+
+
+def _evaluation_loops(trainer: Trainer) -> list[Any]:
+    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
 
 
 def rebuilt_loader(loader: Any, batches: Iterable[list[Any]]) -> Any:
@@ -175,32 +142,6 @@ def rebuilt_loader(loader: Any, batches: Iterable[list[Any]]) -> Any:
 
 LOADING = "train_dataloader()"
 """Name of the barrier at which ranks wait for each other when they have made train loaders."""
-
-
-def set_loaders(trainer: Trainer, loaders: list[Any], load: Callable[[], None]) -> None:
-    """On a worker, until the next run: what stands for the combined loader of each loop.
-
-    Args:
-        trainer: Lightning's.
-        loaders: the stand-ins.
-        load: is called where the Trainer would make a train loader, to know its length.
-    """
-    for loop, each in zip(_loaded_loops(trainer), loaders):
-        loop._combined_loader = each
-    vars(trainer.fit_loop)["setup_data"] = load
-
-
-def load_as_ever(trainer: Trainer) -> None:
-    """Have Lightning load data in this run, also where this rank was a worker in the last."""
-    vars(trainer.fit_loop).pop("setup_data", None)
-
-
-def _loaded_loops(trainer: Trainer) -> list[Any]:
-    return [trainer.fit_loop, trainer.predict_loop, *_evaluation_loops(trainer)]
-
-
-def _evaluation_loops(trainer: Trainer) -> list[Any]:
-    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
 
 
 def training_source(trainer: Trainer) -> Any:

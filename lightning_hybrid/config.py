@@ -239,10 +239,6 @@ class Config:
         asked = self.replicas is not None or self.stages is not None or self.plan is not None
         return not asked and devices > 1 and isinstance(self.settings.allocation, str)
 
-    def with_sizes(self, sizes: Sizes) -> "Config":
-        """The same with the sizes that were chosen."""
-        return replace(self, sizes=sizes)
-
     @property
     def may_keep_whole(self) -> bool:
         """Whether a network that cannot be cut may run on the driver: no stages were asked for."""

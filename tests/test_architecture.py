@@ -14,11 +14,7 @@ from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_hybrid._lightning_private import (
-    INHERITED,
-    MultiProcessingLauncher,
-    SubprocessScriptLauncher,
-)
+from lightning_hybrid._lightning_private import MultiProcessingLauncher, SubprocessScriptLauncher
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_hybrid"
@@ -67,6 +63,24 @@ SUBCLASSES = [
         "process/launcher",
     )
 ]
+INHERITED = {
+    "_backward_sync_control": "what Fabric asks for `no_backward_sync`",
+    "_call_children_scripts": "starts the processes of a script; ours watches them afterwards",
+    "_checkpoint_io": "what the user has given, before Lightning's default takes its place",
+    "_configure_launcher": "where DDPStrategy, too, makes its launcher",
+    "_get_process_group_backend": "the backend that the user or the device asks for",
+    "_launcher": "what `_configure_launcher` sets",
+    "_layer_sync": "set by the Trainer for sync_batchnorm; there is no property",
+    "_lightning_optimizers": "the wrappers that the user's code steps",
+    "_num_nodes": "number of hosts, which Fabric sets past the property",
+    "_optimizers": "what the property `optimizers` returns; its setter is overridden",
+    "_process_group_backend": "read by the property of DDPStrategy",
+    "_set_world_ranks": "where Fabric's DDPStrategy takes the numbers of the launcher",
+    "_setup_distributed": "where it makes its groups",
+    "_start_method": "which launcher the name of the strategy has asked for",
+    "_timeout": "of the groups, as given to DDPStrategy",
+}
+"""Protected names of Lightning's strategies and launchers that the package's subclasses use."""
 LAUNCHERS = (MultiProcessingLauncher, SubprocessScriptLauncher)
 # what each part may import of the others, from the inside out
 INNER = {"errors", "_torch", "_trees"}

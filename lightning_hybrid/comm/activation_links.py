@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,50 +25,12 @@ Devices = Sequence[int | tuple[int, ...]]
 """For each stage the ``pp_rank`` of its rank; if a stage has copies, a tuple with those of all."""
 
 
-class Arriving(Protocol):
-    """A message of tensors whose receive has begun."""
-
-    def wait(self) -> list[Tensor]:
-        """Wait until the tensors have arrived, and return them.
-
-        Raises:
-            ConnectionLost: the peer is gone, or has not answered within the time-out.
-        """
-
-
-class Link(Protocol):
-    """One end of the connection of two neighbouring stages: tensors and words, both ways.
+class PeerLink:
+    """A link to a stage on another rank: tensors and words, both ways.
 
     A word is a small message of the protocol (:class:`~lightning_hybrid.comm.protocol.Word`). Words
     have a queue of their own: neither commands and answers nor the words of another pair of stages
     on the same two ranks mix with them.
-    """
-
-    def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
-        """Begin to send tensors to the peer, which calls :meth:`post` with equal specs.
-
-        Does not wait. The tensors are kept, and must not be changed, until a :meth:`flush` has
-        waited for the peer to receive them.
-        """
-
-    def post(self, specs: Sequence[TensorSpec]) -> Arriving:
-        """Begin to receive the next message, whose tensors have these specs."""
-
-    def flush(self, left: int = 0) -> None:
-        """Wait until the peer has received all messages but the last ``left``.
-
-        A sender calls it to bound the queue, and so the memory of messages that are being sent.
-        """
-
-    def send_word(self, word: Word) -> None:
-        """Send a word, without waiting."""
-
-    def receive_word(self, kind: type[W]) -> W:
-        """Wait for the next word, which must be of this class."""
-
-
-class PeerLink:
-    """A link to a stage on another rank.
 
     Args:
         words: channel for words.
@@ -87,6 +49,11 @@ class PeerLink:
         self._sent: deque[list[tuple[Transfer, Tensor]]] = deque()
 
     def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
+        """Begin to send tensors to the peer, which calls :meth:`post` with equal specs.
+
+        Does not wait. The tensors are kept, and must not be changed, until a :meth:`flush` has
+        waited for the peer to receive them.
+        """
         laid_out = [bytes_of(spec.laid_out(tensor)) for tensor, spec in zip(tensors, specs)]
         self._sent.append(
             [
@@ -96,7 +63,8 @@ class PeerLink:
             ]
         )
 
-    def post(self, specs: Sequence[TensorSpec]) -> Arriving:
+    def post(self, specs: Sequence[TensorSpec]) -> "Arriving":
+        """Begin to receive the next message, whose tensors have these specs."""
         tensors = [spec.empty(self._device) for spec in specs]
         transfers = [
             self._wire(spec, self._back).receive(bytes_of(tensor))
@@ -109,14 +77,20 @@ class PeerLink:
         return self._host if spec.on_cpu and self._device.type != "cpu" else of_the_device
 
     def flush(self, left: int = 0) -> None:
+        """Wait until the peer has received all messages but the last ``left``.
+
+        A sender calls it to bound the queue, and so the memory of messages that are being sent.
+        """
         while len(self._sent) > left:
             for transfer, _ in self._sent.popleft():
                 transfer.wait()
 
     def send_word(self, word: Word) -> None:
+        """Send a word, without waiting."""
         self._words.send(word)
 
     def receive_word(self, kind: type[W]) -> W:
+        """Wait for the next word, which must be of this class."""
         return self._words.receive(kind)
 
 
@@ -127,6 +101,11 @@ class _Posted:
         self._tensors, self._transfers = tensors, transfers
 
     def wait(self) -> list[Tensor]:
+        """Wait until the tensors have arrived, and return them.
+
+        Raises:
+            ConnectionLost: the peer is gone, or has not answered within the time-out.
+        """
         for transfer in self._transfers:
             transfer.wait()
         return self._tensors
@@ -142,6 +121,10 @@ class _Mailbox:
     def wait(self) -> list[Tensor]:
         """Take the oldest message: the sender, in the same thread, has already put it here."""
         return self.tensors.popleft()
+
+
+Arriving = _Posted | _Mailbox
+"""A message of tensors whose receive has begun."""
 
 
 class LocalLink:
@@ -180,6 +163,10 @@ class LocalLink:
                 f"{type(word).__name__}. This is an error in lightning_hybrid."
             )
         return word
+
+
+Link = PeerLink | LocalLink
+"""One end of the connection of two neighbouring stages."""
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,13 @@ class Channel:
         """Name of the other rank in errors."""
         return self._wire.peer
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *, last: bool = False) -> None:
         """Send a message; waits only while the peer has much of what was sent still to receive.
+
+        Args:
+            message: the message.
+            last: whether it is the last one: then no wait, as a peer that has failed too would
+                never receive what was sent before.
 
         Raises:
             ConnectionLost: the peer is gone.
@@ -191,20 +196,8 @@ class Channel:
         with self._lock:
             for tensor in tensors:
                 self._begin(tensor)
-                while len(self._sends) > _KEPT_SENDS or self._kept_bytes > _KEPT_BYTES:
+                while not last and self._keeps_much():
                     self._wait_for_oldest()
-
-    def send_last(self, message: Message) -> None:
-        """Send the last message to the peer, without waiting for it in any case.
-
-        Raises:
-            ConnectionLost: the peer is gone.
-        """
-        tensors = _tensors_of(message)
-        # no wait for earlier sends: a peer that has failed too would never receive them
-        with self._lock:
-            for tensor in tensors:
-                self._begin(tensor)
 
     def send_still_alive(self) -> None:
         """Tell the peer that this rank is busy; may be called from any thread.
@@ -261,6 +254,9 @@ class Channel:
     def _begin(self, tensor: Tensor) -> None:
         self._sends.append((self._wire.send(tensor), tensor))
         self._kept_bytes += tensor.nbytes
+
+    def _keeps_much(self) -> bool:
+        return len(self._sends) > _KEPT_SENDS or self._kept_bytes > _KEPT_BYTES
 
     def _wait_for_oldest(self) -> None:
         transfer, tensor = self._sends.popleft()

@@ -10,8 +10,8 @@ Messages with ``in_frame`` are part of every training step: their integer fields
 of fixed size. All other fields are pickled together, and only if one of them differs from its
 default. Of a field ``tensors`` the specs are pickled, and the tensors follow unpickled.
 
-To add a command: define its class here, name it in ``MESSAGES``, and give it a handler in the table
-of :mod:`~lightning_hybrid.worker.worker`, :mod:`~lightning_hybrid.worker.worker_weights` or
+To add a command: define its class here, and give it a handler in the table of
+:mod:`~lightning_hybrid.worker.worker`, :mod:`~lightning_hybrid.worker.worker_weights` or
 :mod:`~lightning_hybrid.worker.worker_optimizers`.
 """
 
@@ -723,54 +723,9 @@ class EndStages(Command):
     answered = True
 
 
-MESSAGES: tuple[type[Message], ...] = (
-    Cut,
-    Forward,
-    Backward,
-    Free,
-    Commit,
-    Drop,
-    Skip,
-    Reduce,
-    HoldHooks,
-    ReleaseHooks,
-    SynchronizeBuffers,
-    Share,
-    TakeOptimizers,
-    TakeGroups,
-    GiveOptimizer,
-    KeepStates,
-    ZeroGrad,
-    Step,
-    GradientNorm,
-    ScaleGradients,
-    ClipValues,
-    Unscale,
-    GiveWeights,
-    KeepTensors,
-    OutlineStates,
-    SaveShard,
-    AwaitShards,
-    MapTensors,
-    TakeWeights,
-    LendWeights,
-    LendTensors,
-    TakeLentGradients,
-    NameGradients,
-    GiveGradients,
-    GiveBorrowedGradients,
-    TakeGradients,
-    ClearGradients,
-    Check,
-    Report,
-    ForgetFailure,
-    EndStages,
-    End,
-    Answer,
-    Header,
-    Status,
-    Pattern,
-    StillAlive,
-    Leaving,
+MESSAGES: tuple[type[Message], ...] = tuple(
+    kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Message) and not kind.__subclasses__()
 )
 """All classes of messages; the index of a class is its number in frames."""

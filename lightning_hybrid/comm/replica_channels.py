@@ -80,4 +80,4 @@ class Lines(ABC):
             self.channel(0)  # makes that to the driver, which may wait for a first answer
         for channel in self._channels.values():
             with suppress(RuntimeError):  # ConnectionLost, or the error of a closed group
-                channel.send_last(Leaving(failure))
+                channel.send(Leaving(failure), last=True)

@@ -1,11 +1,10 @@
 """Send the failure of one rank to the others, and recognize the errors of lost peers.
 
 ``except MyError`` around ``trainer.fit`` must catch on all ranks what was raised on one. So the
-exception is sent beside its text: pickled if that works, else as its class and arguments. If the
-class was made inside of a function, and cannot be imported, its name is sent, with the nearest of
-its bases that can be imported: a rank that does not have the class makes one of that base. The
-cause of an exception from another rank is a :class:`RemoteError` with that rank's traceback; if the
-exception cannot be sent at all, the :class:`RemoteError` itself is raised.
+exception is sent beside its text: pickled if that works, else as its class and arguments. The cause
+of an exception from another rank is a :class:`RemoteError` with that rank's traceback; if the
+exception cannot be sent (its class was made inside of a function, and cannot be imported), the
+:class:`RemoteError` itself is raised.
 
 That a peer is gone, or does not answer, can be told by the text of a backend's error alone. gloo
 raises a plain ``RuntimeError``, for a lost connection as for a wrong shape. NCCL raises
@@ -69,20 +68,12 @@ class Failure:
     def exception(self) -> Exception:
         """Make the exception to raise on this rank; its cause is a :class:`RemoteError`."""
         cause = RemoteError(self.text)
-        if not self.packed:
-            return cause
-        error: Exception = cause
-        with suppress(Exception):  # the class may raise anything when its exception is rebuilt
-            error = _unpack(base64.b64decode(self.packed))
-        if error is cause or isinstance(error, _NotKnownHere):
-            name = self.headline.partition(": ")[0]
-            cause.add_note(
-                f"The class {name} cannot be sent to this rank, where `except` does not catch it "
-                "by this name: define it at the top of a module, which every rank imports."
-            )
-        if error is not cause:
-            error.__cause__ = cause
-        return error
+        if self.packed:
+            with suppress(Exception):  # the class may raise anything when its exception is rebuilt
+                error = _unpack(base64.b64decode(self.packed))
+                error.__cause__ = cause
+                return error
+        return cause
 
 
 def told_text(error: BaseException) -> str | None:
@@ -114,14 +105,7 @@ def _pack(error: BaseException) -> bytes:
     # leave out attributes that cannot be pickled
     state = {name: value for name, value in vars(error).items() if _travels(value)}
     kind = type(error)
-    name = (kind.__module__, kind.__qualname__, next(filter(_travels, kind.__mro__[1:])))
-    for value in (
-        error,
-        (kind, error.args, state),
-        (kind, (str(error),), {}),
-        (name, error.args, state),
-        (name, (str(error),), {}),
-    ):
+    for value in (error, (kind, error.args, state), (kind, (str(error),), {})):
         # Python makes a pickled exception by calling its class with `args`, which fails for
         # classes with parameters of their own
         if _travels(value) and isinstance(_unpack(data := pickle.dumps(value)), type(error)):
@@ -144,37 +128,11 @@ def _unpack(data: bytes) -> Exception:
     if isinstance(value, Exception):
         return value
     kind, arguments, state = value
-    if isinstance(kind, tuple):
-        kind = _class_made_here(*kind)
     # not by calling the class: `__init__` may have other parameters than `args` has values
     error: Exception = kind.__new__(kind, *arguments)
     error.args = arguments
     vars(error).update(state)
     return error
-
-
-class _NotKnownHere:
-    """Base of classes made here in place of exception classes that this rank cannot import."""
-
-
-def _class_made_here(module: str, name: str, base: type[Exception]) -> type[Exception]:
-    """Find an exception class of this name that this process has made; else make one.
-
-    Args:
-        module: module of the class.
-        name: qualified name of the class (``__qualname__``).
-        base: base of a class that is made.
-    """
-    found, below = list[type[Exception]](), [Exception]
-    while below:
-        kind = below.pop()
-        below += kind.__subclasses__()
-        if (kind.__module__, kind.__qualname__) == (module, name):
-            found.append(kind)
-    if found:
-        return found[0]
-    attributes = {"__module__": module, "__qualname__": name}
-    return type(name.rpartition(".")[2], (base, _NotKnownHere), attributes)
 
 
 _GONE = (

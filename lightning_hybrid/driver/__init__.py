@@ -2,6 +2,7 @@
 
 from lightning_hybrid.driver.after_run import bring_here
 from lightning_hybrid.driver.discovery import Discovery
+from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.foreseen_calls import LookAhead
 from lightning_hybrid.driver.network_options import DriverOptions, NetworkOptions, Planner

@@ -88,27 +88,19 @@ class Candidate:
     Attributes:
         sizes: numbers of replicas, stages and micro-batches.
         step_s: predicted seconds of a step, for all networks together.
-        divided: number of parts into which the user's code divides a batch over the replicas; 1:
-            each takes a whole one.
         recompute: whether activations are recomputed, since the network does not fit otherwise.
         shares: number of samples that each replica takes in a step; empty: equal numbers.
     """
 
     sizes: Sizes
     step_s: float
-    divided: int = 1
     recompute: bool = False
     shares: tuple[int, ...] = ()
 
     @property
-    def batches(self) -> float:
-        """Number of batches on which the replicas train in a step."""
-        return self.sizes.replicas / self.divided
-
-    @property
     def batch_s(self) -> float:
         """Predicted seconds of a step divided by its number of batches."""
-        return self.step_s / self.batches
+        return self.step_s / self.sizes.replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +144,10 @@ def _predicted(candidate: Candidate) -> str:
         text = f"Activations are computed again, as it does not fit otherwise. {text}"
     if candidate.shares:
         text = f"The replicas take {', '.join(map(str, candidate.shares))} samples. {text}"
-    if candidate.batches == 1:
+    replicas = candidate.sizes.replicas
+    if replicas == 1:
         return f"{text}."
-    return f"{text} for {candidate.batches:g} batches, {_seconds(candidate.batch_s)} each."
+    return f"{text} for {replicas} batches, {_seconds(candidate.batch_s)} each."
 
 
 def _seconds(value: float) -> str:
@@ -175,8 +168,6 @@ class Prediction:
         networks: for each network a function from the number of micro-batches to the table of its
             partitions, which may measure them.
         batch: number of samples in the batch of a single replica.
-        divided: function from the number of replicas to the number of parts into which the user's
-            code divides that batch.
         asked: number of micro-batches that the user has set; None: it is chosen too.
         splits: function that tells whether batches may be split into a number of micro-batches.
         settings: options of the user.
@@ -191,7 +182,6 @@ class Prediction:
     networks: Sequence[Callable[[int], PartitionTable]]
     _: KW_ONLY
     batch: int
-    divided: Callable[[int], int] = lambda replicas: 1
     asked: int | None = None
     splits: Callable[[int], bool] = lambda microbatches: True
     settings: PlanSettings = field(default_factory=PlanSettings)
@@ -201,9 +191,8 @@ class Prediction:
     short: list[Fit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # cached, since they may measure or run the user's code
+        # cached, since they may measure
         self.networks = [cache(network) for network in self.networks]
-        self.divided = cache(self.divided)
 
     def choose(self, allowed: Callable[[int, int], bool] = lambda replicas, stages: True) -> Choice:
         """Choose the sizes with the shortest predicted time of a batch.
@@ -265,10 +254,6 @@ class Prediction:
         """Number of micro-batches if there is one stage: the user's, else 1."""
         return self.asked or 1
 
-    def batch_of(self, replicas: int) -> int:
-        """Number of samples in the batch of each of `replicas` replicas."""
-        return max(1, self.batch // self.divided(replicas))
-
     def sizes(self) -> list[Sizes]:
         """All sizes to compare: numbers of replicas, stages and micro-batches on all devices."""
         found, devices = [], len(self.machine.devices)
@@ -276,8 +261,7 @@ class Prediction:
             replicas, numbers = devices // stages, [self.whole]
             if self.asked is None and stages > 1:
                 # micro-batches of two samples at least, if possible: one may take a slow path
-                batch = self.batch_of(replicas)
-                limit = max(batch // 2, min(batch, 2))
+                limit = max(self.batch // 2, min(self.batch, 2))
                 tried = (m for m in sorted({2, stages, 2 * stages, 4 * stages}) if m <= limit)
                 numbers = [1, *filter(self.splits, tried)]
             found += [Sizes(replicas=replicas, stages=stages, microbatches=m) for m in numbers]
@@ -289,11 +273,7 @@ class Prediction:
         Raises:
             PlanError: the networks do not fit.
         """
-        slices = sizes.microbatches * self.divided(sizes.replicas)
-        # a batch that cannot be split cannot be measured in parts
-        if slices > sizes.microbatches and not self.splits(slices):
-            return self.estimated(sizes)
-        return self._candidate([network(slices) for network in self.networks], sizes)
+        return self._candidate([network(sizes.microbatches) for network in self.networks], sizes)
 
     def estimated(self, sizes: Sizes) -> Candidate:
         """Predict a step from profiles for a single replica of one stage, scaled to the sizes.
@@ -301,7 +281,7 @@ class Prediction:
         Raises:
             PlanError: the networks do not fit.
         """
-        share = self.whole / (sizes.microbatches * self.divided(sizes.replicas))
+        share = self.whole / sizes.microbatches
         return self._candidate(
             [network(self.whole).scaled(share) for network in self.networks], sizes
         )
@@ -321,7 +301,6 @@ class Prediction:
         return Candidate(
             sizes=sizes,
             step_s=sum(plan.step_s for plan in plans),
-            divided=self.divided(sizes.replicas),
             recompute=any(plan.recompute for plan in plans),
         )
 
@@ -334,7 +313,7 @@ class Prediction:
         the slowest device of each stage; if the speeds of replicas are not in proportion, a step
         takes longer than predicted.
         """
-        batch = self.batch_of(sizes.replicas)
+        batch = self.batch
         shares = deal(max(sizes.replicas, sizes.replicas * batch), cluster.replica_speeds)
         # shares differ, so which replica ends last is known when all are planned
         found: list[list[Plan]] = []
@@ -348,7 +327,6 @@ class Prediction:
         return Candidate(
             sizes=sizes,
             step_s=sum(plan.step_s for plan in slowest),
-            divided=self.divided(sizes.replicas),
             recompute=any(plan.recompute for plans in found for plan in plans),
             shares=shares,
         )
@@ -426,6 +404,6 @@ class Prediction:
             # note what devices lack in each way that was tried, for the error
             for each in again if limits is not None else []:
                 way = Way(stages=stages, microbatches=sizes.microbatches, recompute=each)
-                batch = self.batch_of(sizes.replicas)
+                batch = self.batch
                 self.short.append(Fit.of(table, way, limits or (), batch))
             raise

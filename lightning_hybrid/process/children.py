@@ -1,14 +1,11 @@
-"""The processes that a script starts as ranks: kill them when it ends, notice those that ended.
+"""The processes that a script starts as ranks: notice those that ended, and leave none behind.
 
 Once all ranks have met, a closed connection tells that a rank is gone. Before that, a started rank
 would wait for the store of a script that was killed, and while it imports it cannot check. So a
 shell beside the script watches it (:func:`keep_ranks`).
 """
 
-import os
-import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -19,6 +16,11 @@ from lightning_hybrid.process.faults import GRACE_S
 _KEEPER = (
     'read -r met || { echo "Ranks that have not met yet end (processes $*): the process that has '
     'started them is gone." >&2; kill -9 "$@" 2>/dev/null; }'
+)
+# gives each of its arguments, the numbers of processes, some seconds to end
+_LATER = (
+    f"for rank; do seconds=0; while kill -0 $rank && [ $seconds -lt {GRACE_S:.0f} ]; do sleep 1; "
+    "seconds=$((seconds + 1)); done; kill -9 $rank; done"
 )
 
 
@@ -56,27 +58,19 @@ def leave_nobody() -> None:
     """At the end of a script that failed, kill started processes that do not end by themselves.
 
     They notice the end of this process by its closed connections, so it must not wait for them
-    itself: a forked process, which closes its copies of the connections, does.
+    itself: a shell does.
     """
-    children = [child for child in Children.processes if child.poll() is None]
-    if not Children.failed or not children or not hasattr(os, "fork") or os.fork():
-        return
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and any(_exists(child.pid) for child in children):
-        time.sleep(0.1)
-    for child in children:
-        with suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGKILL)
-    os._exit(0)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    children = [str(child.pid) for child in Children.processes if child.poll() is None]
+    if Children.failed and children:
+        nowhere = subprocess.DEVNULL
+        with suppress(OSError):  # there is no shell
+            subprocess.Popen(
+                ["sh", "-c", _LATER, "sh", *children],
+                stdin=nowhere,
+                stdout=nowhere,
+                stderr=nowhere,
+                start_new_session=True,
+            )
 
 
 class _Keeper:

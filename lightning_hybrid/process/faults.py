@@ -102,13 +102,9 @@ def _let_the_nearest_speak(ranks: Ranks, peer: str | None) -> None:
     _within_time(wait_if_it_lives, None, _LATE_DELAY_S + _STORE_S)
 
 
-def read_fault(ranks: Ranks) -> Failure:
+def read_fault(store: Store) -> Failure:
     """Read the failure that the first rank to fail has written to the store."""
-    return _read(ranks.store, "another rank has failed")
-
-
-def _read(store: Store, otherwise: str) -> Failure:
-    unknown = Failure(otherwise)
+    unknown = Failure("another rank has failed")
     return _within_time(lambda: Failure.from_json(store.get(_KEY).decode()), unknown)
 
 
@@ -182,7 +178,7 @@ class Watch:
         for _ in range(_TRIES):
             try:
                 failed = self._store.check([_KEY]) and not self._serves
-                return _read(self._store, "unknown") if failed else None
+                return read_fault(self._store) if failed else None
             except RuntimeError:  # the connection is broken, or its other end is gone
                 if _answers(self._store):
                     with suppress(RuntimeError):

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from types import MethodType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, cast
-from weakref import finalize, ref
 
 from torch.multiprocessing.spawn import ProcessExitedException
 
@@ -55,7 +54,7 @@ from lightning_hybrid.process.run_results import Results, TrainerResults, adopt_
 from lightning_hybrid.process.wrong_package import OTHER_PACKAGE
 
 _LOOK_EVERY_S = 0.2
-_MARK = "_lightning_hybrid_mark"
+_TOLD = "_lightning_hybrid_told"  # attribute of an error, for `_ShortTexts`
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
 
 
@@ -107,7 +106,6 @@ class Part:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the function; on a worker serve the driver, and return what it has returned."""
-        _ErrorFromElsewhere.forget()
         strategy = self._strategy
         try:
             serve = None
@@ -183,9 +181,7 @@ def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
     Children.failed = type(raised).__name__
     # a driver prints the traceback that a worker has sent it, the worker one line
     told = raised is error and strategy.coordinates.is_driver
-    _ErrorFromElsewhere.prepare(
-        raised, strategy.coordinates, first.text, whole=told, at_once=told or witness
-    )
+    _shorten(raised, strategy.coordinates, first.text, whole=told, at_once=told or witness)
     if raised is error:
         raise error
     raise raised from raised.__cause__  # not chained to this rank's own, later error
@@ -355,73 +351,45 @@ class _Observer(BackgroundThread):
         os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 
-class _Mark:
-    """An object kept in an attribute of an error, to notice by a weak reference that it is gone.
-
-    Most errors take no weak references themselves.
-    """
-
-
-class _ErrorFromElsewhere:
-    """A ``sys.excepthook`` that prints a short text for one error that came from another rank.
-
-    It does not keep the error alive, since its frames keep the network and a batch alive, and is
-    removed when the error is gone.
+class _ShortTexts:
+    """A ``sys.excepthook`` that prints a short text for errors that came from another rank.
 
     Args:
-        error: the error.
-        text: text to print if nobody catches the error.
-        delay_s: seconds to wait, so that another rank, which prints more, prints first.
         usual: the hook that was set before, which prints every other error.
     """
 
-    def __init__(
-        self, error: BaseException, text: str, delay_s: float, usual: Callable[..., Any]
-    ) -> None:
-        self._text, self._delay_s, self.usual = text, delay_s, usual
-        vars(error)[_MARK] = mark = _Mark()
-        self._mark = ref(mark)
-        finalize(mark, self._leave).atexit = False
+    def __init__(self, usual: Callable[..., Any]) -> None:
+        self._usual = usual
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if self._mark() is None or vars(error).get(_MARK) is not self._mark():
-            self.usual(kind, error, trace)
+        if _TOLD not in vars(error):
+            self._usual(kind, error, trace)
             return
-        time.sleep(self._delay_s)
-        print(self._text, file=sys.stderr, flush=True)
+        text, delay_s = vars(error)[_TOLD]
+        time.sleep(delay_s)
+        print(text, file=sys.stderr, flush=True)
 
-    @classmethod
-    def prepare(
-        cls, error: BaseException, here: Coordinates, first: str, *, whole: bool, at_once: bool
-    ) -> None:
-        """Set the hook that prints the text for ``error`` if it is not caught.
 
-        Args:
-            error: the error that this rank raises.
-            here: coordinates of this rank.
-            first: text of the first failure, with a traceback.
-            whole: whether to print all of ``first``; else one line, since another rank prints it.
-            at_once: whether to print without waiting for another rank to print first.
-        """
-        own = first.startswith(str(here))
-        if whole:
-            text = f"{first.strip()}\n({here} ends because of this.)"
-        else:
-            short = " ".join(dict.fromkeys((first.strip().splitlines()[0], raised(first))))
-            text = f"{here} ends because of {'its own error' if own else 'another'}: {short}"
-            told = error if isinstance(error, RemoteError) else error.__cause__
-            text = "\n".join((text, *getattr(told, "__notes__", ())))
-        cls.forget()
-        sys.excepthook = cls(error, text, 0.0 if at_once else _ECHO_DELAY_S, sys.excepthook)
+def _shorten(
+    error: BaseException, here: Coordinates, first: str, *, whole: bool, at_once: bool
+) -> None:
+    """Have a short text printed for ``error``, in place of a traceback, if nobody catches it.
 
-    @staticmethod
-    def forget() -> None:
-        """Remove the hook: the error was caught, and the script goes on."""
-        if isinstance(sys.excepthook, _ErrorFromElsewhere):
-            sys.excepthook._leave()
-
-    def _leave(self) -> None:
-        if sys.excepthook is self:  # else other code has set a hook since
-            sys.excepthook = self.usual
+    Args:
+        error: the error that this rank raises.
+        here: coordinates of this rank.
+        first: text of the first failure, with a traceback.
+        whole: whether to print all of ``first``; else one line, since another rank prints it.
+        at_once: whether to print without waiting for another rank to print first.
+    """
+    own = first.startswith(str(here))
+    if whole:
+        text = f"{first.strip()}\n({here} ends because of this.)"
+    else:
+        short = " ".join(dict.fromkeys((first.strip().splitlines()[0], raised(first))))
+        text = f"{here} ends because of {'its own error' if own else 'another'}: {short}"
+    vars(error)[_TOLD] = text, 0.0 if at_once else _ECHO_DELAY_S
+    if not isinstance(sys.excepthook, _ShortTexts):
+        sys.excepthook = _ShortTexts(sys.excepthook)

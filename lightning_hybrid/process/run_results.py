@@ -9,7 +9,6 @@ LightningModule, the data module, the callbacks and the loggers: ``checkpoint.be
 import math
 import pickle
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,17 +26,14 @@ from torch.utils.data import DataLoader
 from lightning_hybrid._lightning import (
     Callback,
     Logger,
-    LRSchedulerConfig,
     Strategy,
     Trainer,
     move_data_to_device,
 )
 from lightning_hybrid._lightning_private import (
     batch_counts,
-    loaders_of,
     random_states,
     set_batch_counts,
-    set_loaders,
     set_random_states,
 )
 from lightning_hybrid.errors import HybridError
@@ -48,12 +44,6 @@ LIMIT_BYTES = 16 * 2**20
 
 # objects with an identity: on another rank there must be no copy of them
 _NOT_PLAIN = (nn.Module, nn.Parameter, Optimizer, DataLoader, Trainer, Strategy, Callback, Logger)
-# types of class attributes that a run may change, such as counters; not methods
-_COUNTS = (int, float, str, list, dict, set, deque, Tensor)
-_FRAMEWORKS = (
-    *("lightning", "pytorch_lightning", "lightning_fabric", "torch", "lightning_hybrid"),
-    *("builtins", "abc", "typing", "collections"),
-)
 _Key = tuple[str, str]  # owner ("module", "callback 0"), attribute
 
 
@@ -63,6 +53,7 @@ class Results:
 
     Attributes:
         returned: what the run returns, pickled; see :meth:`value`.
+        why_not: why it could not be pickled; empty: it could.
         random: states of the random generators, so that later draws are the same on all ranks.
         trained: by name, whether a parameter requires gradients.
         modes: by name, whether a module is in training mode.
@@ -70,6 +61,7 @@ class Results:
     """
 
     returned: bytes
+    why_not: str
     random: Mapping[str, Any]
     trained: Mapping[str, bool]
     modes: Mapping[str, bool]
@@ -84,8 +76,14 @@ class Results:
             returned: what the run returns.
             more: values for the attributes of a subclass.
         """
+        pickled, why_not = b"", ""
+        try:
+            pickled = pickle.dumps(move_data_to_device(returned, torch.device("cpu")), protocol=5)
+        except Exception as error:  # objects may raise anything when they are pickled
+            why_not = f"{type(error).__name__}: {error}"
         return cls(
-            returned=_pickled_or_why_not(returned),
+            returned=pickled,
+            why_not=why_not,
             random=random_states(),
             trained={name: p.requires_grad for name, p in module.named_parameters()},
             modes={name: part.training for name, part in module.named_modules()},
@@ -106,16 +104,19 @@ class Results:
         ``None`` with a warning if it cannot be pickled: an open file, an instance of a class that
         was made in a function.
         """
-        try:
-            return pickle.loads(self.returned)
-        except Exception as error:  # also raised by the pickle of something that has none
-            warnings.warn(
-                "What this run returns cannot be copied to other ranks, and is None on this one, "
-                f"which is no driver ({type(error).__name__}: {error}). Return tensors, numbers "
-                "and texts, or use the values where is_global_zero is true.",
-                stacklevel=2,
-            )
-            return None
+        why_not = self.why_not
+        if not why_not:
+            try:
+                return pickle.loads(self.returned)
+            except Exception as error:  # a class may raise anything when it is unpickled
+                why_not = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            "What this run returns cannot be copied to other ranks, and is None on this one, "
+            f"which is no driver ({why_not}). Return tensors, numbers and texts, or use the values "
+            "where is_global_zero is true.",
+            stacklevel=2,
+        )
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +133,6 @@ class TrainerResults(Results):
         batches: numbers of batches of each loop.
         state: the Trainer's state.
         should_stop: the Trainer's attribute of this name.
-        loaders: for each loop stand-ins of its loaders, or ``None``; see :func:`loaders_of`.
-        schedulers: fields of each learning-rate scheduler's configuration, with a stand-in for the
-            scheduler.
-        adopted: on a worker, which of ``attributes`` it has taken.
     """
 
     callback_metrics: Mapping[str, Tensor]
@@ -146,9 +143,6 @@ class TrainerResults(Results):
     batches: list[Any]
     state: Any
     should_stop: bool
-    loaders: list[Any]
-    schedulers: list[dict[str, Any]]
-    adopted: set[_Key] = field(default_factory=set)
 
 
 class Snapshot:
@@ -180,96 +174,20 @@ def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Traine
         batches=batch_counts(trainer),
         state=trainer.state,
         should_stop=trainer.should_stop,
-        loaders=[
-            None if loaders is None else _described(loaders, f"trainer.{name}")
-            for name, loaders in loaders_of(trainer)
-        ],
-        schedulers=[
-            _scheduler(config, index) for index, config in enumerate(trainer.lr_scheduler_configs)
-        ],
     )
 
 
-def _described(loaders: Any, what: str) -> Any:
-    """Make stand-ins of loaders, in the same structure of dictionaries and lists."""
-    if isinstance(loaders, Mapping):
-        return {key: _described(value, f"{what}[{key!r}]") for key, value in loaders.items()}
-    if isinstance(loaders, list | tuple):
-        return [_described(value, f"{what}[{i}]") for i, value in enumerate(loaders)]
-    length = None
-    with suppress(Exception):  # an iterable without a length may raise anything
-        length = len(loaders)
-    return StandIn(what, _numbers(loaders), length)
-
-
-def _scheduler(config: LRSchedulerConfig, index: int) -> dict[str, Any]:
-    """The fields of a scheduler's configuration, with a stand-in in place of the scheduler."""
-    scheduler = config.scheduler
-    state: dict[str, Any] = {}
-    for key, value in scheduler.state_dict().items():
-        data = _pickled(value)
-        if data is not None:
-            state[key] = pickle.loads(data)
-    stand_in = StandIn(
-        f"trainer.lr_scheduler_configs[{index}].scheduler ({type(scheduler).__name__})",
-        {**_numbers(scheduler), **state},
-        state=state,
-    )
-    return vars(config) | {"scheduler": stand_in}
-
-
-def _numbers(thing: Any) -> dict[str, Any]:
-    """The public attributes of an object that are numbers, texts or None."""
-    plain = (int, float, str, type(None))
-    attributes = getattr(thing, "__dict__", {})
-    return {k: v for k, v in attributes.items() if isinstance(v, plain) and not k.startswith("_")}
-
-
-def _pickled_or_why_not(returned: Any) -> bytes:
-    """Pickle ``returned``; if that fails, a pickle whose loading raises the reason."""
-    try:
-        return pickle.dumps(move_data_to_device(returned, torch.device("cpu")), protocol=5)
-    except Exception as error:  # objects may raise anything when they are pickled
-        return pickle.dumps(_Unpicklable(f"{type(error).__name__}: {error}"))
-
-
-class _Unpicklable:
-    """An object whose pickle raises a ``PicklingError`` with the reason when it is loaded."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _refuse, (self._reason,)
-
-
-def _refuse(reason: str) -> Any:
-    raise pickle.PicklingError(reason)
-
-
-def adopt_results(trainer: Trainer, results: TrainerResults, before: Snapshot) -> None:
-    """On a worker, take the driver's results, but for attributes that this rank has changed itself.
-
-    Args:
-        trainer: the worker's Trainer.
-        results: the driver's results.
-        before: the worker's own data before the run.
-    """
+def adopt_results(trainer: Trainer, results: TrainerResults) -> None:
+    """On a worker, take the driver's results."""
     trainer.callback_metrics.update(results.callback_metrics)
     trainer.logged_metrics.update(results.logged_metrics)
     trainer.progress_bar_metrics.update(results.progress_bar_metrics)
-    own = before.changes(trainer)
-    results.adopted.update(results.attributes.keys() - own.keys())
     adopt_attributes(trainer, results)
     trainer.fit_loop.load_state_dict(dict(results.loops))
-    set_batch_counts(trainer, results.batches)
+    load = partial(_refuse_unless_known, results.batches[0])
+    set_batch_counts(trainer, results.batches, load)
     trainer.state = results.state
     trainer.should_stop = results.should_stop
-    stand_ins = [None if each is None else LoadersElsewhere(each) for each in results.loaders]
-    set_loaders(trainer, stand_ins, partial(_refuse_unless_known, trainer.fit_loop.max_batches))
-    trainer.strategy.lr_scheduler_configs = [
-        LRSchedulerConfig(**fields) for fields in results.schedulers
-    ]
     results.adopt(trainer.lightning_module)
 
 
@@ -290,46 +208,20 @@ def _refuse_unless_known(batches: float) -> None:
 
 
 def adopt_attributes(trainer: Trainer, results: TrainerResults) -> None:
-    """On a worker, set the attributes of ``results.adopted`` to the driver's values.
+    """On a worker, set attributes to the driver's values.
 
     Called before and after this rank's own ``teardown`` hooks: these may read what the run has
     left, and the driver's values have the effects of its own hooks already.
     """
     owners = dict(_owners(trainer))
-    for owner, name in results.adopted:
+    for (owner, name), data in results.attributes.items():
         if owner in owners:
             with suppress(Exception):  # a class may raise anything when it is unpickled
-                _put(owners[owner], name, pickle.loads(results.attributes[owner, name]))
-
-
-def _put(owner: Any, name: str, value: Any) -> None:
-    if not isinstance(owner, type):
-        vars(owner)[name] = value
-        return
-    here = vars(owner).get(name)  # changed in place, since the user's code may refer to it
-    if isinstance(here, list) and isinstance(value, list):
-        here[:] = value
-    elif isinstance(here, dict | set) and type(here) is type(value):
-        here.clear()
-        here.update(value)
-    else:
-        setattr(owner, name, value)
+                vars(owners[owner])[name] = pickle.loads(data)
 
 
 def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """Objects whose attributes are sent, by name: :func:`_instances`, and their user classes."""
-    classes: dict[type, None] = {}
-    for name, owner in _instances(trainer):
-        yield name, owner
-        classes.update(dict.fromkeys(filter(_is_the_users, type(owner).__mro__)))
-    yield from ((f"class {kind.__module__}.{kind.__qualname__}", kind) for kind in classes)
-
-
-def _is_the_users(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in _FRAMEWORKS
-
-
-def _instances(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Objects whose attributes are sent, by name."""
     yield "module", trainer.lightning_module
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if datamodule is not None:
@@ -349,8 +241,6 @@ def _plain_data(trainer: Trainer) -> Iterator[tuple[_Key, bytes]]:
 
 
 def _is_of_interest(owner: Any, name: str, value: Any) -> bool:
-    if isinstance(owner, type):
-        return isinstance(value, _COUNTS) and not name.startswith("_")
     if isinstance(owner, Callback):
         return True
     if isinstance(owner, Logger):  # versions and paths
@@ -406,83 +296,3 @@ def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
     if not numbers:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(numbers), dtype=dtype).reshape(shape)
-
-
-# ---------------------------------------------------------------- stand-ins
-
-
-class StandIn:
-    """Stands on a worker for a loader or a scheduler that only the driver has.
-
-    It has their plain data, which later lines of a script may read on any rank; all other use is
-    refused by an error that says where the object is.
-
-    Args:
-        what: expression by which the script gets the object, for the error.
-        values: attributes with numbers and texts.
-        length: the object's length; ``None``: it has none.
-        state: the object's ``state_dict()``; ``None``: it has none.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        values: Mapping[str, Any],
-        length: int | None = None,
-        state: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._what, self._values, self._length, self._state = what, values, length, state
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by Python itself, for instance to pickle it
-            raise AttributeError(name)
-        if name in self._values:
-            return self._values[name]
-        raise self._refusal(f".{name}")
-
-    def __iter__(self) -> Iterator[Any]:
-        raise self._refusal(" as an iterable")
-
-    def __getitem__(self, key: object) -> Any:
-        raise self._refusal(f"[{key!r}]")
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError(f"{self._what} has no length")
-        return self._length
-
-    def __bool__(self) -> bool:
-        return self._length != 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that the driver's scheduler or loader had at the end of the run."""
-        if self._state is None:
-            raise self._refusal(".state_dict")
-        return dict(self._state)
-
-    def get_last_lr(self) -> list[float]:
-        """The last learning rates of a scheduler, as the driver had them."""
-        return list(self.__getattr__("_last_lr"))
-
-    def _refusal(self, asked: str) -> HybridError:
-        return HybridError(
-            f"{self._what}{asked} was asked for on a rank that is no driver: drivers alone load "
-            "data and step schedulers, and this one knows only their numbers "
-            f"({', '.join(sorted(self._values)) or 'none'}). Ask where trainer.is_global_zero; or, "
-            "what all ranks need, keep in an attribute of the module."
-        )
-
-
-class LoadersElsewhere:
-    """Stands on a worker for Lightning's combined loader.
-
-    Args:
-        iterables: stand-ins of the loaders, in their structure of dictionaries and lists.
-    """
-
-    def __init__(self, iterables: Any) -> None:
-        self.iterables = iterables
-
-    def _state_dicts(self) -> list[Any]:
-        """No states for a checkpoint: a worker has no loaders, and writes none."""
-        return []

@@ -8,14 +8,13 @@ from lightning_hybrid.run.building import (
     have_on_device,
     move_module,
 )
-from lightning_hybrid.run.device_times import Measurement
-from lightning_hybrid.run.progress import Line, StartProgress
+from lightning_hybrid.run.framework import ByFabric
+from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.replica_world import (
     Launched,
     ReplicaWorld,
     ShownRanks,
     asked_by_framework,
-    hear_of_reads,
     refuse_other_shards,
 )
 from lightning_hybrid.run.run import Run, scalers_of
@@ -25,11 +24,10 @@ from lightning_hybrid.run.world import NoWorld, Phase, World
 
 __all__ = [
     "BetweenRuns",
+    "ByFabric",
     "DeferredModule",
     "DriverSession",
     "Launched",
-    "Line",
-    "Measurement",
     "NoWorld",
     "Phase",
     "ReplicaWorld",
@@ -43,7 +41,6 @@ __all__ = [
     "announce_averages",
     "asked_by_framework",
     "have_on_device",
-    "hear_of_reads",
     "move_module",
     "prepared_alone",
     "refuse_other_shards",

@@ -29,7 +29,15 @@ from lightning_hybrid.planning import gigabytes
 from lightning_hybrid.remote import Deferral, is_deferred, is_unread, materialize
 from lightning_hybrid.run.world import NoWorld, Phase, World
 from lightning_hybrid.stage import with_room_for
-from lightning_hybrid.state import Unfilled, outline, placed, save_alone, whole
+from lightning_hybrid.state import (
+    Unfilled,
+    gather_after_run,
+    gather_optimizer_after_run,
+    outline,
+    placed,
+    save_alone,
+    whole,
+)
 
 Checkpoint = dict[str, Any]
 
@@ -190,7 +198,8 @@ class BetweenRuns:
 
     def full_state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
         """The same, with what other ranks hold; all ranks call it together."""
-        values = self._ranks.gather_weights(module)
+        ranks = self._ranks
+        values = gather_after_run(module, ranks.mesh) if isinstance(ranks, World) else {}
         if not here:
             return {}
         # state dicts are made by hooks of the user's too, which want to see all weights
@@ -201,7 +210,12 @@ class BetweenRuns:
         self, module: nn.Module, optimizer: Optimizer, *, here: bool
     ) -> dict[str, Any]:
         """The state dict of one device, with what other ranks hold; all ranks call it together."""
-        state = self._ranks.optimizer_state(module, optimizer, self._divided)
+        if isinstance(self._ranks, World):
+            state = gather_optimizer_after_run(
+                module, optimizer, self._ranks.mesh, divided=self._divided
+            )
+        else:
+            state = optimizer.state_dict()
         return state if here else {}
 
     def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:

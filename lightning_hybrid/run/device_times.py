@@ -1,13 +1,10 @@
 """Measure how long each device of a replica computes in training, for logs and plan checks."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from lightning_hybrid.stage import Stopwatch
-
-_BUSY = "busy_s"
+BUSY = "busy_s"
 """Name of the report of a worker with the seconds that it has computed since its last report."""
 
 
@@ -33,59 +30,59 @@ class StepWatcher:
         """Called at the end of the training."""
 
 
-class Measurement:
-    """Measures how long this rank computes.
-
-    Args:
-        device: device of this rank.
-        wanted: whether the result is used; else nothing is measured.
-
-    Attributes:
-        stopwatch: adds up the time of forwards and backwards; ``None`` if it is not wanted.
-    """
-
-    def __init__(self, device: torch.device, *, wanted: bool) -> None:
-        self.stopwatch = Stopwatch(device) if wanted else None
-
-    @property
-    def reports(self) -> dict[str, Callable[[], Any]]:
-        """By name, functions that make a worker's reports to its driver."""
-        return {} if self.stopwatch is None else {_BUSY: self.stopwatch.read}
-
-    def meter(self, ask_workers: Callable[[str], list[Any]]) -> "BusyMeter":
-        """On a driver, make the meter of all devices of its replica.
-
-        Args:
-            ask_workers: returns each worker's report of a given name.
-        """
-        watch = self.stopwatch
-        assert watch is not None, "nobody was to read it"
-        return BusyMeter(lambda: [*ask_workers(_BUSY), watch.read()])
+Meter = Callable[[], Sequence[float]]
+"""A function that returns the seconds which devices 1, 2, ... of a replica, and then device 0, the
+driver's, have computed in the run. It waits until the workers have carried out earlier commands."""
 
 
 class BusyMeter:
     """The seconds that each device of a replica has computed, for several readers.
 
     Args:
-        read: returns the seconds since its last call for devices 1, 2, ... and then device 0, the
-            driver's. It waits until the workers have carried out all earlier commands.
+        new: returns the seconds since its last call.
     """
 
-    def __init__(self, read: Callable[[], Sequence[float]]) -> None:
-        self._read = read
-        self._totals: list[float] = []
+    def __init__(self, new: Meter) -> None:
+        self._new = new
+        self._totals: Sequence[float] = ()
 
-    def reader(self) -> Callable[[], list[float]]:
-        """Make a function that returns the seconds of each device since its own last call."""
-        before: list[float] = []
+    def read(self) -> Sequence[float]:
+        """The seconds since the start; see :data:`Meter`."""
+        self._totals = _sum(self._totals, self._new())
+        return self._totals
 
-        def since() -> list[float]:
-            # `_read` begins at zero after each call: totals are kept here for all readers
-            nonlocal before
-            new = self._read()
-            self._totals = [a + b for a, b in zip(self._totals or [0.0] * len(new), new)]
-            found = [a - b for a, b in zip(self._totals, before or [0.0] * len(new))]
-            before = self._totals
-            return found
 
-        return since
+class Window:
+    """What training batches that follow each other take, without pauses between them.
+
+    Args:
+        meter: of the devices of this replica.
+
+    Attributes:
+        wall_s: seconds that have passed, up to the last `pause`.
+        busy_s: seconds that each device has computed in them.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.wall_s, self.busy_s = 0.0, list[float]()
+        self._since: float | None = None
+        self.resume()
+
+    def pause(self) -> None:
+        """From now on nothing counts."""
+        if self._since is not None:
+            now = self._meter()
+            self.busy_s = _sum(self.busy_s, [b - a for a, b in zip(self._before, now)])
+            self.wall_s += time.perf_counter() - self._since
+            self._since = None
+
+    def resume(self) -> None:
+        """Training goes on after a pause."""
+        if self._since is None:
+            self._before = self._meter()
+            self._since = time.perf_counter()
+
+
+def _sum(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(one or [0.0] * len(other), other)]

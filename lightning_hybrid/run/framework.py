@@ -3,7 +3,10 @@
 Fabric has no loops, and so neither batches nor the state of a run.
 """
 
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
 
 from lightning_hybrid._lightning import Trainer, TrainerStatus
 from lightning_hybrid.process import (
@@ -14,39 +17,6 @@ from lightning_hybrid.process import (
     collect_results,
 )
 from lightning_hybrid.state import AtomicCheckpointIO
-
-
-class Framework(Protocol):
-    """The Trainer or Fabric, as a run uses it.
-
-    Attributes:
-        folder: preferred folder for files with tensors that ranks leave for each other.
-        batches: number of training batches that have begun so far.
-        streams: whether checkpoints are written by this package, tensor by tensor.
-        went_well: whether the run was not interrupted.
-    """
-
-    @property
-    def folder(self) -> str: ...
-
-    @property
-    def batches(self) -> int: ...
-
-    @property
-    def streams(self) -> bool: ...
-
-    @property
-    def went_well(self) -> bool: ...
-
-    def collect(self, returned: Any) -> Results:
-        """On a driver, collect the results of a run that has ended without an error.
-
-        Args:
-            returned: what the run returns.
-        """
-
-    def adopt(self, results: Results) -> None:
-        """On a worker, take over the results that its driver has collected."""
 
 
 class ByTrainer:
@@ -61,17 +31,17 @@ class ByTrainer:
 
     @property
     def folder(self) -> str:
-        """The Trainer's ``default_root_dir``."""
+        """Where ranks write tensors for each other, if possible: ``default_root_dir``."""
         return self.trainer.default_root_dir
 
     @property
     def batches(self) -> int:
-        """Number of batches that the fit loop has counted."""
+        """Number of training batches that have begun so far."""
         return self.trainer.fit_loop.epoch_loop.total_batch_idx
 
     @property
     def streams(self) -> bool:
-        """Whether the CheckpointIO is this package's, and none of the user's."""
+        """Whether checkpoints are written by this package, tensor by tensor."""
         return type(self.trainer.strategy.checkpoint_io) is AtomicCheckpointIO
 
     @property
@@ -84,5 +54,30 @@ class ByTrainer:
         return collect_results(self.trainer, returned, self._before)
 
     def adopt(self, results: Results) -> None:
-        """On a worker, take over results, but for attributes that this rank has changed itself."""
-        adopt_results(self.trainer, cast(TrainerResults, results), self._before)
+        """On a worker, take over results."""
+        adopt_results(self.trainer, cast(TrainerResults, results))
+
+
+class ByFabric:
+    """The framework of a run that Fabric has begun; its attributes are those of :class:`ByTrainer`.
+
+    Args:
+        module: the module that is trained.
+    """
+
+    streams, went_well = False, True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self.folder, self.batches = module, str(Path.cwd()), 0
+
+    def collect(self, returned: Any) -> Results:
+        """On a driver, collect the results of a run that has ended without an error."""
+        return Results.of(self._module, returned)
+
+    def adopt(self, results: Results) -> None:
+        """On a worker, take over the results that its driver has collected."""
+        results.adopt(self._module)
+
+
+Framework = ByTrainer | ByFabric
+"""What a run needs of the framework."""

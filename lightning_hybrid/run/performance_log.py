@@ -20,104 +20,82 @@ delayed schedule they always get the schedule, the delay of each stage, and the 
 ``delayed_weights``.
 """
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_hybrid._lightning import TensorBoardLogger, Trainer
 from lightning_hybrid.planning import Plan, speedup
-from lightning_hybrid.run.device_times import StepWatcher
+from lightning_hybrid.run.device_times import Meter, StepWatcher, Window
+from lightning_hybrid.run.run_table import RunTable
 from lightning_hybrid.stage import bubble, serial_s
 
 
-class StepWindows(StepWatcher):
-    """Measures windows of training steps, from the second step on.
-
-    Args:
-        trainer: the Trainer.
-        read_busy_s: returns the seconds that each device has computed since the last call; waits
-            until the workers have carried out all earlier commands.
-    """
-
-    def __init__(
-        self, trainer: Trainer, read_busy_s: Callable[[], Sequence[float]] = tuple
-    ) -> None:
-        self._trainer, self._read_busy_s = trainer, read_busy_s
-        self._first_step: int | None = None
-        self._window: Window | None = None
-
-    def batch_starts(self, batch: Any) -> None:
-        """Begin a window if there is none, and count the samples of the batch."""
-        step = self._trainer.global_step
-        # a checkpoint that is loaded meanwhile may set the number of the step back
-        if self._first_step is None or step < self._first_step:
-            self._first_step, self._window = step, None
-        # not in the first step, in which networks are captured and measured
-        if self._window is None and step > self._first_step:
-            self._read_busy_s()
-            self._window = Window(step)
-        if self._window is not None:
-            self._window.samples += first_size(batch) or 0
-
-    def pause(self) -> None:
-        """Stop the clock of the window, for a validation."""
-        if self._window is not None:
-            self._window.pause(self._read_busy_s())
-
-    def resume(self) -> None:
-        """Start the clock of the window again."""
-        if self._window is not None:
-            self._read_busy_s()
-            self._window.resume()
-
-    def begin_anew(self) -> None:
-        """Stages are cut at other places: the next step captures networks again."""
-        self._first_step = self._window = None
-
-
-class PerformanceLog(StepWindows):
+class PerformanceLog(StepWatcher):
     """Logs the performance of each window of ``Trainer(log_every_n_steps)`` steps.
 
     Args:
         trainer: the Trainer, whose loggers get the values.
         replicas: number of replicas.
-        read_busy_s: see :class:`StepWindows`.
+        meter: of the devices of this replica.
+        table: gets what the whole fit has taken.
     """
 
-    def __init__(
-        self, trainer: Trainer, replicas: int, read_busy_s: Callable[[], list[float]]
-    ) -> None:
-        super().__init__(trainer, read_busy_s)
-        self._replicas = replicas
+    def __init__(self, trainer: Trainer, replicas: int, meter: Meter, table: RunTable) -> None:
+        self._trainer, self._replicas, self._meter = trainer, replicas, meter
+        self._table = table
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Stages are cut at other places, or it is the beginning: networks are captured first."""
+        self._first_step: int | None = None
+        self._window: Window | None = None
+        self._begun = self._samples = 0  # first step of the window, samples in it
+        self._table.begin_anew()
 
     def batch_starts(self, batch: Any) -> None:
-        """Log the window and begin another one, if it has enough steps."""
+        """Log the window, if it has enough steps, and count the samples of the batch."""
         step = self._trainer.global_step
-        if self._window is not None and step - self._window.step >= self._every:
+        every: int = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self._window is not None and step - self._begun >= every:
             self._log(self._window, step)
-            self._window = None
-        super().batch_starts(batch)
+        # a checkpoint that is loaded meanwhile may set the number of the step back
+        if self._first_step is None or step < self._first_step:
+            self.begin_anew()
+            self._first_step = step
+        # not in the first step, in which networks are captured and measured
+        if self._window is None and step > self._first_step:
+            self._window, self._begun, self._samples = Window(self._meter), step, 0
+        if self._window is not None:
+            self._samples += first_size(batch) or 0
+
+    def pause(self) -> None:
+        """Stop the clock of the window, for a validation."""
+        if self._window is not None:
+            self._window.pause()
+
+    def resume(self) -> None:
+        """Start the clock of the window again."""
+        if self._window is not None:
+            self._window.resume()
 
     def end(self) -> None:
-        """Log the last window, which may have fewer steps."""
+        """Log the last window, which may have fewer steps; further fits of the Tuner may follow."""
         step = self._trainer.global_step
-        if self._window is not None and step > self._window.step:
+        if self._window is not None and step > self._begun:
             self._log(self._window, step)
-        self._window = None
+        self._table.write()
+        self.begin_anew()
 
-    @property
-    def _every(self) -> int:
-        every: int = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return every
-
-    def _log(self, window: "Window", step: int) -> None:
-        window.pause(self._read_busy_s())
+    def _log(self, window: Window, step: int) -> None:
+        window.pause()
+        self._window, steps = None, step - self._begun
         wall_s, busy_s = window.wall_s, window.busy_s
+        self._table.add(steps, self._samples, wall_s)
         values = {
-            "hybrid/step_s": wall_s / (step - window.step),
-            "hybrid/samples_per_s": window.samples * self._replicas / wall_s,
+            "hybrid/step_s": wall_s / steps,
+            "hybrid/samples_per_s": self._samples * self._replicas / wall_s,
         }
         # a single device waits for no other one
         if len(busy_s) > 1:
@@ -173,36 +151,6 @@ class PlanLog(StepWatcher):
                     logger.experiment.add_text(f"{prefix}plan", f"```\n{plan.describe()}\n```")
                 else:
                     logger.log_hyperparams(values)
-
-
-class Window:
-    """Measurements of consecutive training steps, without pauses.
-
-    Args:
-        step: number of the first step.
-
-    Attributes:
-        step: number of the first step.
-        samples: number of samples of this replica in all steps.
-        wall_s: wall-clock seconds of all steps, up to the last `pause`.
-        busy_s: seconds that each device has computed in them, as passed to `pause`.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step, self.samples = step, 0
-        self.wall_s = 0.0
-        self.busy_s: list[float] = []
-        self._since: float | None = time.perf_counter()
-
-    def pause(self, busy_s: Sequence[float] = ()) -> None:
-        if self._since is not None:
-            self.wall_s += time.perf_counter() - self._since
-            before = self.busy_s or [0.0] * len(busy_s)
-            self.busy_s = [old + new for old, new in zip(before, busy_s)]
-        self._since = None
-
-    def resume(self) -> None:
-        self._since = time.perf_counter()
 
 
 def _flat(plan: Plan) -> dict[str, str | int | float]:

@@ -6,13 +6,12 @@ found. Devices are compared with each other, since a network that is called twic
 twice as long everywhere.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.run.device_times import StepWatcher
+from lightning_hybrid.run.device_times import Meter, StepWatcher, Window
 
 FIRST = 3
 """Batches that are not looked at: networks are captured and caches filled in them."""
@@ -82,27 +81,21 @@ class BusyWindows(StepWatcher):
 
     Args:
         plans: the plans in force, by network; filled as networks are cut.
-        read_busy_s: gives the seconds that devices 1, 2, ... and 0 have computed since the last
-            call.
+        meter: of the devices of this replica.
 
     Attributes:
         over: whether nothing is measured any more.
     """
 
-    def __init__(
-        self, plans: Mapping[str, Plan], read_busy_s: Callable[[], Sequence[float]]
-    ) -> None:
-        self._plans, self._read_busy_s = plans, read_busy_s
+    def __init__(self, plans: Mapping[str, Plan], meter: Meter) -> None:
+        self._plans, self._meter = plans, meter
         self.over = False
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """From now on stages are cut at other places, or it is the beginning."""
         self._batches = 0  # of the window, or before the first
-        self._busy_s: list[float] = []
-        self._wall_s = 0.0
-        self._since: float | None = None
-        self._measures = False
+        self._window: Window | None = None
 
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
@@ -113,15 +106,14 @@ class BusyWindows(StepWatcher):
             self.over = True
             return
         self._batches += 1
-        if not self._measures:
-            if self._batches > FIRST:
-                self._read_busy_s()
-                self._begin()
-        elif self._batches == WINDOW:
-            self._add()
-            busy_s = [seconds / WINDOW for seconds in self._busy_s]
-            self.window_ends(plan, BusyWindow([busy_s[-1], *busy_s[:-1]], self._wall_s / WINDOW))
-            self._begin()
+        if self._batches <= (FIRST if self._window is None else WINDOW - 1):
+            return
+        if self._window is not None:
+            self._window.pause()
+            busy_s = [seconds / WINDOW for seconds in self._window.busy_s]
+            wall_s = self._window.wall_s / WINDOW
+            self.window_ends(plan, BusyWindow([busy_s[-1], *busy_s[:-1]], wall_s))
+        self._batches, self._window = 0, None if self.over else Window(self._meter)
 
     def window_ends(self, plan: Plan, window: BusyWindow) -> None:
         """A window is over.
@@ -134,25 +126,13 @@ class BusyWindows(StepWatcher):
 
     def pause(self) -> None:
         """Validation starts, whose time is not that of training."""
-        if self._since is not None:
-            self._add()
+        if self._window is not None:
+            self._window.pause()
 
     def resume(self) -> None:
         """Validation is over."""
-        if self._measures and self._since is None:
-            self._read_busy_s()
-            self._since = time.perf_counter()
-
-    def _begin(self) -> None:
-        self._batches, self._busy_s, self._wall_s, self._measures = 0, [], 0.0, True
-        self._since = time.perf_counter()
-
-    def _add(self) -> None:
-        if self._since is not None:
-            busy_s = self._read_busy_s()
-            self._busy_s = [a + b for a, b in zip(self._busy_s or [0.0] * len(busy_s), busy_s)]
-            self._wall_s += time.perf_counter() - self._since
-            self._since = None
+        if self._window is not None:
+            self._window.resume()
 
     def _only_plan(self) -> Plan | None:
         """The plan, if it says what its devices take and no other network keeps them busy."""
@@ -166,7 +146,7 @@ class PlanCheck(BusyWindows):
 
     Args:
         plans: see :class:`BusyWindows`.
-        read_busy_s: see there.
+        meter: see there.
         order: for each device of a replica, by `pp_rank`, its rank.
         say: shows a line to the user.
     """
@@ -174,11 +154,11 @@ class PlanCheck(BusyWindows):
     def __init__(
         self,
         plans: Mapping[str, Plan],
-        read_busy_s: Callable[[], Sequence[float]],
+        meter: Meter,
         order: Sequence[int],
         say: Callable[[str], None],
     ) -> None:
-        super().__init__(plans, read_busy_s)
+        super().__init__(plans, meter)
         self._order, self._say = order, say
         self._windows = 0
 

@@ -1,18 +1,16 @@
 """Run a training step on a copy of the module before a run, to find and capture its networks.
 
 With automatic sizes this is needed before it is known which ranks are drivers. Rank 0 copies the
-LightningModule, takes one batch of a copy of the loader (else ``example_input_array``) and runs
-``training_step`` on it, without a backward. The user's module, loaders, loggers and random
-generators do not change, and nothing is printed.
+LightningModule, takes one batch of a copy of the loader and runs ``training_step`` on it, without a
+backward. The user's module, loaders, loggers and random generators do not change, and nothing is
+printed.
 """
 
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, redirect_stdout
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, redirect_stdout
 from types import FunctionType
 from typing import Any
 
@@ -29,7 +27,6 @@ from lightning_hybrid._lightning import (
     Precision,
     Trainer,
     is_param_in_hook_signature,
-    move_data_to_device,
 )
 from lightning_hybrid._lightning_private import random_states, set_random_states, training_source
 from lightning_hybrid.driver import LookAhead
@@ -41,27 +38,9 @@ _SHARED_BYTES = 2**20
 """Larger tensors and arrays are taken for data, which a copy shares; smaller ones, which may be
 counters, are copied."""
 
-Maker = Callable[[LightningModule], Any]
-"""A function from a copy of the module to the source of its train loaders: the copy itself, a copy
-of the data module, or copies of the loaders."""
-
 
 class CannotRehearse(HybridError):
     """Raised if a training step cannot be run before the run; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rehearsed:
-    """What a rehearsed training step has shown.
-
-    Attributes:
-        networks: the networks that were called, in the order of their first calls.
-        divided: function from the number of replicas to the number of parts into which the user's
-            code divides the batch of a single replica; 1: it does not divide it.
-    """
-
-    networks: Sequence[CalledNetwork]
-    divided: Callable[[int], int]
 
 
 @contextmanager
@@ -71,9 +50,10 @@ def rehearsal(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
-    supposing: Callable[[int], AbstractContextManager[None]],
-) -> Iterator[Rehearsed]:
+) -> Iterator[Sequence[CalledNetwork]]:
     """Run a training step on a copy of the module; inside, its networks may be measured.
+
+    They are those that were called, in the order of their first calls.
 
     Args:
         trainer: the Trainer, which is about to fit.
@@ -81,37 +61,17 @@ def rehearsal(
         names: names of the modules that are networks; None: they are found.
         device: device of this rank.
         precision: Lightning's precision plugin, whose context is entered.
-        supposing: makes a context in which the user's code finds this number of replicas.
 
     Raises:
         CannotRehearse: no call of a network was seen.
     """
-    source = training_source(trainer)
-    # a copy shares large tensors, since data sets may be too large to be copied
-    shared = cache(lambda: _shared_copy(source))
-
-    def maker(copied: LightningModule) -> Any:
-        return copied if isinstance(source, LightningModule) else shared()
-
-    @cache
-    def batch_size(replicas: int) -> int:
-        with supposing(replicas), redirect_stdout(io.StringIO()):
-            return _batch_size(maker(copied))
-
-    def divided(replicas: int) -> int:
-        if replicas == 1 or not isinstance(source, LightningModule | LightningDataModule):
-            return 1
-        # compare the loaders' batch sizes with one replica and with several
-        alone, one_of_several = batch_size(1), batch_size(replicas)
-        return max(1, round(alone / one_of_several)) if alone and one_of_several else 1
-
     states = random_states()
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            copied, looked = _look(trainer, module, names, device, precision, maker)
+            looked = _look(trainer, module, names, device, precision)
             with closing(looked), precision.train_step_context():
-                yield Rehearsed(networks=looked.seen, divided=divided)
+                yield looked.seen
     finally:
         set_random_states(states)
 
@@ -122,35 +82,28 @@ def _look(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
-    maker: Maker,
-) -> tuple[LightningModule, LookAhead]:
-    """Try the training step on a batch, then the call on the example; the copy, and what was seen.
+) -> LookAhead:
+    """Run the training step of a copy on a batch. Returns what was seen.
 
     Raises:
-        CannotRehearse: no call of a network was seen in either.
+        CannotRehearse: no call of a network was seen in it.
     """
+    place, stand_in = with_room_for(module, device), copy.copy(trainer)
+    # what the step logs must not reach the loggers
+    stand_in.loggers = [DummyLogger()] if trainer.loggers else []
+    copied = _copied(module, trainer, stand_in).to(place)
+    looked = LookAhead(copied, names)
+    problems: list[str] = []
     # errors of the user's code are not raised here: the run will raise them
-    problems, place = [], with_room_for(module, device)
-    for attempt in (_train_on_a_batch, _call_on_the_example):
-        try:
-            stand_in = copy.copy(trainer)
-            # what the step logs must not reach the loggers
-            stand_in.loggers = [DummyLogger()] if trainer.loggers else []
-            copied = _copied(module, trainer, stand_in).to(place)
-            looked = LookAhead(copied, names)
-            with redirect_stdout(io.StringIO()), precision.train_step_context():
-                try:
-                    attempt(maker, copied, place, precision)
-                except Exception as error:
-                    if not looked.seen:
-                        raise
-                    problems.append(_told(error))  # an error after the network's call is no matter
-            if looked.seen:
-                return copied, looked
-            problems += looked.problems or ["no call of a module with parameters was seen"]
-        except Exception as error:
-            problems.append(_told(error))
-    raise CannotRehearse(problems[0])
+    try:
+        with redirect_stdout(io.StringIO()), precision.train_step_context():
+            _train_on_a_batch(training_source(trainer), copied, place, precision)
+    except Exception as error:  # after the network's call it is no matter
+        problems.append(_told(error))
+    if not looked.seen:
+        problems += looked.problems or ["no call of a module with parameters was seen"]
+        raise CannotRehearse(problems[0])
+    return looked
 
 
 def _told(error: Exception) -> str:
@@ -179,10 +132,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _train_on_a_batch(
-    maker: Maker, copied: LightningModule, device: torch.device, precision: Precision
+    source: Any, copied: LightningModule, device: torch.device, precision: Precision
 ) -> None:
     """Run ``training_step`` on the first batch, with the hooks that transfer it."""
-    source = maker(copied)
+    # a copy shares large tensors, since data sets may be too large to be copied
+    source = copied if isinstance(source, LightningModule) else _shared_copy(source)
     datamodule = source if isinstance(source, LightningDataModule) else None
     batch = precision.convert_input(_first_batch(_train_loaders(source)))
     for hook, arguments in (
@@ -203,31 +157,6 @@ def _train_on_a_batch(
 def _train_loaders(source: Any) -> Any:
     makes = isinstance(source, LightningModule | LightningDataModule)
     return source.train_dataloader() if makes else source
-
-
-def _batch_size(source: Any) -> int:
-    """The sum of the loaders' ``batch_size``; 0: they have none, or cannot be made."""
-    try:
-        loaders = _train_loaders(source)
-    except Exception:  # the user's code may raise anything for several replicas
-        return 0
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
-    sizes = [getattr(loader, "batch_size", None) for loader in combined.flattened]
-    return sum(size for size in sizes if isinstance(size, int))
-
-
-def _call_on_the_example(
-    maker: Maker, copied: LightningModule, device: torch.device, precision: Precision
-) -> None:
-    """Call the module on its ``example_input_array``."""
-    example = copied.example_input_array
-    if example is None:
-        raise CannotRehearse("the module has no example_input_array")
-    example = move_data_to_device(precision.convert_input(example), device)
-    if isinstance(example, dict):
-        copied(**example)
-    else:
-        copied(*(example if isinstance(example, tuple) else (example,)))
 
 
 def _first_batch(loaders: Any) -> Any:

@@ -12,6 +12,7 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import broadcast_object, gather_objects
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import Plan
+from lightning_hybrid.run.device_times import Meter
 from lightning_hybrid.run.plan_check import WINDOWS, BusyWindow, BusyWindows, Comparison
 from lightning_hybrid.run.run import Run
 
@@ -25,14 +26,12 @@ class Replanning(BusyWindows):
 
     Args:
         run: whose plans are in force.
-        read_busy_s: see :class:`BusyWindows`.
+        meter: see :class:`BusyWindows`.
         say: shows a line to the user, once for all replicas.
     """
 
-    def __init__(
-        self, run: Run, read_busy_s: Callable[[], Sequence[float]], say: Callable[[str], None]
-    ) -> None:
-        super().__init__(run.plans, read_busy_s)
+    def __init__(self, run: Run, meter: Meter, say: Callable[[str], None]) -> None:
+        super().__init__(run.plans, meter)
         self._run, self._say = run, say
         self._windows: deque[BusyWindow] = deque(maxlen=WINDOWS)
         self._epoch = run.trainer.current_epoch

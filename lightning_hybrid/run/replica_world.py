@@ -12,8 +12,7 @@ run need the numbers of all processes (:class:`Launched`).
 
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,7 +69,6 @@ class ReplicaWorld:
             worker.
         node_rank: number of this host: below ``hosts`` if it has drivers, else from ``hosts`` on.
         hosts: number of hosts that have drivers.
-        even: whether all hosts that have drivers have the same number of them.
     """
 
     rank: int
@@ -79,7 +77,6 @@ class ReplicaWorld:
     drivers: tuple[int, ...]
     node_rank: int
     hosts: int
-    even: bool
 
     @classmethod
     def of(
@@ -98,7 +95,6 @@ class ReplicaWorld:
         by_number = sorted(here, key=lambda rank: ranks[rank].lightning_rank)
         in_blocks = here[-1] - here[0] == per_host - 1
         host_of = [rank // per_host if in_blocks else rank % hosts for rank in range(len(ranks))]
-        on_hosts = Counter(host_of[each.rank] for each in ranks if each.is_driver)
         in_order = sorted(ranks, key=lambda each: each.lightning_rank)  # so drivers come first
         numbered = list(dict.fromkeys(host_of[each.rank] for each in in_order))
         # on a host without drivers the first worker stands for one
@@ -109,8 +105,7 @@ class ReplicaWorld:
             local_rank=by_number.index(launched.rank),
             drivers=tuple(here.index(rank) for rank in drivers),
             node_rank=numbered.index(host_of[coordinates.rank]),
-            hosts=len(on_hosts),
-            even=len({*on_hosts.values()}) == 1,
+            hosts=len({host_of[each.rank] for each in ranks if each.is_driver}),
         )
 
     @property
@@ -145,7 +140,6 @@ _LOCAL_SIZE = (
 )
 _NODE_RANK = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 _HOSTS = ("GROUP_WORLD_SIZE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-_SIZES = frozenset((*_SIZE, *_LOCAL_SIZE, *_HOSTS))
 
 
 @dataclass
@@ -175,29 +169,6 @@ class ShownRanks:
                 os.environ[name] = before
 
 
-_Environ = type(os.environ)
-
-
-class _Heard(_Environ):  # type: ignore[misc,valid-type]
-    """``os.environ`` that calls a listener when the user's code reads a size of the world."""
-
-    listener: Callable[[str], None] | None = None
-
-    def __getitem__(self, key: str) -> str:
-        value: str = super().__getitem__(key)
-        if key in _SIZES and _Heard.listener is not None and not asked_by_framework():
-            _Heard.listener(f"os.environ[{key!r}]")
-        return value
-
-
-def hear_of_reads(listener: Callable[[str], None] | None) -> None:
-    """Call ``listener`` when the user's code reads a size of the world; ``None``: no more."""
-    _Heard.listener = listener
-    # the class of the object is changed, since other modules refer to the object itself
-    os.environ.__class__ = _Environ if listener is None else _Heard
-
-
-_WAYS = ("os", "collections.abc", "_collections_abc", __name__)
 _ASKED_THROUGH = {"world_size", "num_devices", "device_ids", "num_nodes"}
 """Properties of the Trainer that read those of its strategy."""
 
@@ -208,7 +179,7 @@ def asked_by_framework() -> bool:
     Lightning's callbacks count as the user's, since they keep the values that they read.
     """
     for name, function in _callers():
-        if name in _WAYS or name.startswith("lightning_hybrid."):
+        if name.startswith("lightning_hybrid."):
             continue
         own, callbacks = (f"{pytorch.__name__}.{room}" for room in ("", "callbacks."))
         if name == f"{own}trainer.trainer" and function in _ASKED_THROUGH:
@@ -254,7 +225,7 @@ def refuse_other_shards(loader: Any, launched: int, all_ranks: int, world: Repli
                     f"The {type(part).__name__} of a loader divides its samples by {name}="
                     f"{size}, the number of all processes; with {world.size} "
                     f"{'replicas' if world.size > 1 else 'replica'} the samples of the others "
-                    "would be lost. Make it inside of the run (in train_dataloader or setup), by "
+                    "would be lost. Make it inside of the run (in train_dataloader), by "
                     "trainer.world_size and trainer.global_rank or by the environment there; or "
                     "leave it to Lightning, which adds a DistributedSampler by itself."
                 )

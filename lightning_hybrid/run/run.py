@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,24 +9,21 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
-    Accelerator,
     FabricMixedPrecision,
     MixedPrecision,
     Precision,
     Trainer,
     TrainerFn,
-    rank_zero_info,
 )
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.planning import CalledNetwork, Plan, Planned, Site, make_plan
 from lightning_hybrid.remote import take_again
 from lightning_hybrid.run.building import DeferredModule, WholeModule
-from lightning_hybrid.run.device_times import Measurement
 from lightning_hybrid.run.framework import ByTrainer, Framework
-from lightning_hybrid.run.progress import StartProgress, display_of
+from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.world import World
-from lightning_hybrid.stage import StageOptions, broadcast_module
+from lightning_hybrid.stage import StageOptions, Stopwatch, broadcast_module
 from lightning_hybrid.state import make_what_no_network_owns
 
 
@@ -41,12 +37,12 @@ class Run:
         module: the LightningModule, or the module that was given to ``fabric.setup``.
         world: the ranks of the run.
         device: device of this rank.
-        accelerator: Lightning's accelerator.
         precision: Lightning's precision plugin.
         fitting: whether the run trains.
         synchronised: whether batch statistics are taken over the replicas.
         building: how the weights of the module were made: whole on each rank, or by their owners.
-        measurement: computation times of this rank, for the log and for the check of the plan.
+        stopwatch: adds up the times of forwards and backwards of this rank, for the log and for the
+            check of the plan; ``None``: nobody reads them.
         shared: names of the parameters and buffers that all ranks have.
         plans: the current plans by name of the network; networks that are cut add theirs.
         progress: shows the work before the first step.
@@ -58,12 +54,11 @@ class Run:
     module: nn.Module
     world: World
     device: torch.device
-    accelerator: Accelerator
     precision: Precision
     fitting: bool
     synchronised: bool
     building: WholeModule | DeferredModule
-    measurement: Measurement
+    stopwatch: Stopwatch | None
     shared: frozenset[str]
     plans: dict[str, Plan]
     progress: StartProgress
@@ -99,17 +94,16 @@ class Run:
             module=trainer.lightning_module,
             world=world,
             device=device,
-            accelerator=trainer.accelerator,
             precision=trainer.precision_plugin,
             fitting=fitting,
             synchronised=fitting and synchronise and world.coordinates.replicas > 1,
             building=building,
-            measurement=Measurement(
-                device, wanted=config.log_performance or (fitting and device.type == "cpu")
-            ),
+            stopwatch=Stopwatch(device)
+            if config.log_performance or (fitting and device.type == "cpu")
+            else None,
             shared=world.shared_names(trainer.lightning_module),
             plans=plans,
-            progress=StartProgress(display_of(trainer, rank_zero_info) if is_zero else None),
+            progress=StartProgress.beside(trainer) if is_zero else StartProgress(None),
         )
 
     @property
@@ -153,11 +147,6 @@ class Run:
             self.config.settings.delayed_weights,
             self.config.gradient_shrinking,
         )
-
-    def device_stats(self) -> dict[str, Any]:
-        """The statistics of this rank's device for DeviceStatsMonitor."""
-        # by the class, since on a driver the instance's method asks the workers too
-        return type(self.accelerator).get_device_stats(self.accelerator, self.device)
 
     def plan_network(
         self,

@@ -1,9 +1,8 @@
 """Write a table of run times, a line for each run, for ``lightning-hybrid fit-model``.
 
 With ``HybridGabraStrategy(log_performance=True)`` the driver of replica 0 adds a line to
-``hybrid_runs.csv`` at the end of a fit, in the folder of the first logger, or in
-``default_root_dir``. Its times begin after the first step, in which networks are captured and cut,
-and validation is left out.
+``hybrid_runs.csv`` in ``default_root_dir`` at the end of a fit. Its times begin after the first
+step, in which networks are captured and cut, and validation is left out.
 """
 
 import csv
@@ -11,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from lightning_hybrid._lightning import CSVLogger, TensorBoardLogger, Trainer, rank_zero_info
+from lightning_hybrid._lightning import Trainer, rank_zero_info
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.run.performance_log import StepWindows, Window
 
 FILE_NAME = "hybrid_runs.csv"
 
@@ -68,8 +66,8 @@ class TimedRun:
             table.writerow(astuple(self))  # (None is an empty cell)
 
 
-class RunTable(StepWindows):
-    """Measures the steps of a fit, and adds a line to the table at its end.
+class RunTable:
+    """Adds up what the steps of a fit take, and adds a line to the table at its end.
 
     Args:
         trainer: the Trainer.
@@ -81,23 +79,34 @@ class RunTable(StepWindows):
     def __init__(
         self, trainer: Trainer, plans: Mapping[str, Plan], replicas: int, devices: int
     ) -> None:
-        super().__init__(trainer)
+        self._trainer = trainer
         self._plans, self._replicas, self._devices = plans, replicas, devices
+        self.begin_anew()
 
-    def end(self) -> None:
+    def begin_anew(self) -> None:
+        """Forget the steps before."""
+        self._steps = self._samples = 0
+        self._wall_s = 0.0
+
+    def add(self, steps: int, samples: int, wall_s: float) -> None:
+        """So many steps were measured, with so many samples of a replica, in so many seconds."""
+        self._steps += steps
+        self._samples += samples
+        self._wall_s += wall_s
+
+    def write(self) -> None:
         """Add the line of the fit to the table; if it cannot be written, that is only logged."""
-        folder, window = _folder(self._trainer), self._window
-        steps = 0 if window is None else self._trainer.global_step - window.step
-        if folder is not None and window is not None and steps > 0:
-            window.pause()
+        folder = self._trainer.default_root_dir
+        trial: int = self._trainer.fast_dev_run  # type: ignore[attr-defined]
+        # remote file systems do not support appending
+        if self._steps and not trial and "://" not in folder:
+            path = Path(folder) / FILE_NAME
             try:
-                self._timed_run(window, steps).append_to(folder / FILE_NAME)
+                self._timed_run().append_to(path)
             except (OSError, PlanError) as error:
-                rank_zero_info(f"{folder / FILE_NAME} gets no line of this run: {error}")
-        # begin anew: further fits of the Tuner may follow in the same run
-        self._first_step = self._window = None
+                rank_zero_info(f"{path} gets no line of this run: {error}")
 
-    def _timed_run(self, window: Window, steps: int) -> TimedRun:
+    def _timed_run(self) -> TimedRun:
         """Make the line; with several networks, of the largest numbers and summed predictions."""
         plans = list(self._plans.values())
         predicted = [plan.predicted_step_s for plan in plans if plan.predicted_step_s is not None]
@@ -107,23 +116,8 @@ class RunTable(StepWindows):
             stages_per_device=max((p.stages / len(set(p.devices)) for p in plans), default=1),
             microbatches=max((plan.microbatches for plan in plans), default=1),
             devices=self._devices,
-            batch_samples=window.samples / steps,
+            batch_samples=self._samples / self._steps,
             parameters=sum(p.numel() for p in self._trainer.lightning_module.parameters()),
-            step_s=window.wall_s / steps,
+            step_s=self._wall_s / self._steps,
             predicted_s=sum(predicted) if plans and len(predicted) == len(plans) else None,
         )
-
-
-def _folder(trainer: Trainer) -> Path | None:
-    """The folder of the first logger, or ``default_root_dir``; ``None``: nothing is written.
-
-    That is so with ``fast_dev_run``, and for remote folders. (`trainer.log_dir` cannot be used: it
-    is a collective of all ranks.)
-    """
-    folder = None
-    for logger in trainer.loggers[:1]:
-        local = isinstance(logger, TensorBoardLogger | CSVLogger)
-        folder = logger.log_dir if local else logger.save_dir
-    folder = str(folder or trainer.default_root_dir)
-    trial = trainer.fast_dev_run  # type: ignore[attr-defined]
-    return None if trial or "://" in folder else Path(folder)

@@ -30,6 +30,7 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.driver import (
     Discovery,
+    DrivenOptimizers,
     Driver,
     DriverOptions,
     NetworkOptions,
@@ -42,7 +43,7 @@ from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
-from lightning_hybrid.run.device_times import BusyMeter, StepWatcher
+from lightning_hybrid.run.device_times import BUSY, BusyMeter, Meter, StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
 from lightning_hybrid.run.plan_check import PlanCheck
 from lightning_hybrid.run.replanning import Replanning
@@ -53,8 +54,6 @@ from lightning_hybrid.run.world import Phase
 from lightning_hybrid.stage import Synchronised
 from lightning_hybrid.state import save_alone, were_divided
 from lightning_hybrid.worker import Worker
-
-_DEVICE = "device"  # name of a worker's report
 
 T = TypeVar("T")
 
@@ -125,7 +124,7 @@ class DriverSession:
             say=rank_zero_info,
             follows=config.rng == "device",
             shards=config.shard_optimizer_states,
-            first_failure=lambda: read_fault(mesh).exception(),
+            first_failure=lambda: read_fault(mesh.store).exception(),
         )
         network_options = NetworkOptions(
             config.names,
@@ -143,7 +142,7 @@ class DriverSession:
         )
 
         def follow(before: "Driver | None") -> "tuple[Driver, Discovery]":
-            watch = run.measurement.stopwatch
+            watch = run.stopwatch
             driver = Driver(
                 run.module, mesh, run.device, driver_options, watch, batches, before=before
             )
@@ -164,15 +163,15 @@ class DriverSession:
 
     def _watch_steps(self) -> None:
         """Let those who look at steps do so."""
-        run, meter = self._run, None
-        if run.measurement.stopwatch is not None:
+        run, meter, watch = self._run, None, self._run.stopwatch
+        if watch is not None:
             # (of whichever driver there is then)
-            meter = run.measurement.meter(lambda name: self._driver.reports(name))
+            meter = BusyMeter(lambda: [*self._driver.reports(BUSY), watch.read()]).read
         watchers = _watchers(run, meter)
         if run.fitting and run.config.replan == "epoch" and run.cuts_stay and not self._shares:
             rank_zero_info(f"replan='epoch' changes nothing in this run: {run.cuts_stay}.")
         if run.changes_cuts and meter is not None:
-            self._replanning = Replanning(run, meter.reader(), rank_zero_info)
+            self._replanning = Replanning(run, meter, rank_zero_info)
             watchers.append(self._replanning)
         self._watchers = watchers
 
@@ -182,13 +181,12 @@ class DriverSession:
             return
         run_backwards_by(self._driver.chosen_gradients)
         optimizers = self._driver.optimizers
-        # Clipping by a norm needs the gradients of all stages. It is set on the objects, since the
-        # LightningModule asks the plugin for it and DeviceStatsMonitor the accelerator, without a
-        # word to the strategy, and both may be of a class of the user's, which none of ours is.
+        # Clipping by a norm needs the gradients of all stages. It is set on the object, since the
+        # LightningModule asks the plugin for it without a word to the strategy, and that may be of
+        # a class of the user's, which none of ours is.
         vars(self._run.precision).update(
             clip_grad_by_norm=optimizers.clip_norm, clip_grad_by_value=optimizers.clip_values
         )
-        vars(self._run.accelerator)["get_device_stats"] = self._device_stats
         for scaler in scalers_of(self._run.precision):
             replace_unscaling(scaler, optimizers.unscale)
 
@@ -199,18 +197,8 @@ class DriverSession:
         run_backwards_by(None)
         vars(self._run.precision).pop("clip_grad_by_norm", None)
         vars(self._run.precision).pop("clip_grad_by_value", None)
-        vars(self._run.accelerator).pop("get_device_stats", None)
         for scaler in scalers_of(self._run.precision):
             replace_unscaling(scaler, None)
-
-    def _device_stats(self, device: Any) -> dict[str, Any]:
-        """What DeviceStatsMonitor logs: the driver's, and each worker's by its stage or device."""
-        stats = self._run.device_stats()
-        several = self._run.config.several_stages_per_device
-        for stage, others in enumerate(self._driver.reports(_DEVICE)):
-            worker = f"device{stage + 1}" if several else f"stage{stage}"
-            stats |= {f"{worker}.{name}": value for name, value in others.items()}
-        return stats
 
     def __deepcopy__(self, memo: object) -> "DriverSession":
         """Copies of a Trainer, and of what it has patched, belong to the same run."""
@@ -326,15 +314,10 @@ class DriverSession:
         finally:
             gradients.synchronize = before
 
-    def clip_norm(
-        self, optimizer: Optimizer, max_norm: float, order: float, *, finite: bool
-    ) -> Tensor:
-        """See :meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm`."""
-        return self._driver.optimizers.clip_norm(optimizer, max_norm, order, finite=finite)
-
-    def clip_values(self, optimizer: Optimizer, bound: float) -> None:
-        """Clamp the gradients of all stages to [-bound, bound]."""
-        self._driver.optimizers.clip_values(optimizer, bound)
+    @property
+    def optimizers(self) -> DrivenOptimizers:
+        """The user's, as they step on all ranks."""
+        return self._driver.optimizers
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers step on all ranks.
@@ -619,8 +602,8 @@ class WorkerSession:
     @classmethod
     def begin(cls, run: Run) -> "WorkerSession":
         """Get ready to serve."""
-        reports = {_DEVICE: run.device_stats, **run.measurement.reports}
-        options, watch = run.stage_options(), run.measurement.stopwatch
+        options, watch = run.stage_options(), run.stopwatch
+        reports = {} if watch is None else {BUSY: watch.read}
         shards = run.config.shard_optimizer_states
 
         def follow(before: "Worker | None") -> "Worker":
@@ -679,7 +662,7 @@ def _versions_of_gradients(module: nn.Module) -> list[tuple[int, int] | None]:
     return [None if g is None else (id(g), version(g)) for g in gradients]
 
 
-def _watchers(run: Run, meter: BusyMeter | None) -> list[StepWatcher]:
+def _watchers(run: Run, meter: Meter | None) -> list[StepWatcher]:
     """Who looks at the steps of a run: of the first driver only."""
     if not run.fitting or not run.is_global_zero:
         return []
@@ -697,12 +680,12 @@ def _watchers(run: Run, meter: BusyMeter | None) -> list[StepWatcher]:
     coordinates = run.world.mesh.coordinates
     replicas = coordinates.replicas
     if config.log_performance:
-        watchers.append(PerformanceLog(run.trainer, replicas, meter.reader()))
         devices = replicas * coordinates.ranks_per_replica
-        watchers.append(RunTable(run.trainer, run.plans, replicas, devices))
+        table = RunTable(run.trainer, run.plans, replicas, devices)
+        watchers.append(PerformanceLog(run.trainer, replicas, meter, table))
     cluster = run.world.cluster
     compared = run.device.type == "cpu" and config.streamed is None and not run.changes_cuts
     if cluster is not None and compared:
         chain = cluster.order[: coordinates.ranks_per_replica]
-        watchers.append(PlanCheck(run.plans, meter.reader(), chain, rank_zero_info))
+        watchers.append(PlanCheck(run.plans, meter, chain, rank_zero_info))
     return watchers

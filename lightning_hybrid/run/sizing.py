@@ -8,7 +8,6 @@ chain, and the network is found at its first call.
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +34,7 @@ from lightning_hybrid.planning import (
     Prediction,
     Sizes,
 )
-from lightning_hybrid.run.progress import StartProgress, display_of
+from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.rehearsal import rehearsal
 from lightning_hybrid.run.world import World
 
@@ -49,7 +48,6 @@ class SizeChooser:
         machine: the devices of all ranks.
         device: device of this rank.
         allowed: function that tells whether numbers of replicas and stages may be chosen.
-        supposing: makes a context in which the user's code finds this number of replicas.
     """
 
     def __init__(
@@ -59,12 +57,10 @@ class SizeChooser:
         machine: Machine,
         device: torch.device,
         allowed: Callable[[int, int], bool],
-        supposing: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        self._supposing = supposing
         self._trainer, self._config, self._allowed = trainer, config, allowed
         self._machine, self._device = machine, device
-        self._progress = StartProgress(display_of(trainer, rank_zero_info))
+        self._progress = StartProgress.beside(trainer)
 
     def on_all_ranks(self, world: World, *, deferred: bool) -> Sizes | None:
         """Choose sizes on rank 0; all ranks call this together and get them.
@@ -109,15 +105,11 @@ class SizeChooser:
         self._progress.begin("looking at a training step")
         module, precision = trainer.lightning_module, trainer.precision_plugin
         try:
-            with rehearsal(
-                trainer, module, config.names, self._device, precision, self._supposing
-            ) as step:
-                looked = step.networks
+            with rehearsal(trainer, module, config.names, self._device, precision) as looked:
                 choice = Prediction(
                     self._machine,
                     [partial(self._measured, seen) for seen in looked],
                     batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),
-                    divided=step.divided,
                     asked=config.microbatches,
                     splits=_splits(looked),
                     settings=config.settings,

@@ -5,15 +5,13 @@ end of a run, barriers and broadcasts are over all ranks. During the run they ar
 by Lightning's own code. With automatic sizes ranks have no coordinates until ``setup``.
 """
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from lightning_hybrid.comm import (
     Coordinates,
@@ -38,7 +36,6 @@ from lightning_hybrid.process import (
     say_at_next_meeting,
 )
 from lightning_hybrid.stage import tensors_of
-from lightning_hybrid.state import gather_after_run, gather_optimizer_after_run
 
 T = TypeVar("T")
 
@@ -64,12 +61,10 @@ class World:
     Attributes:
         everyone: the meeting of all ranks.
         phase: which ranks take part in barriers and broadcasts now.
-        supposed_replicas: number of replicas that the user's code finds in phase CHOOSING.
     """
 
     def __init__(self, everyone: Everyone) -> None:
         self.everyone, self.phase = everyone, Phase.TOGETHER
-        self.supposed_replicas = 1
         self._joined: Joined | None = None
         self._has_heard = False  # whether a meeting has told of a failure
         self._watch = Watch(str(self.coordinates), everyone.store)
@@ -113,10 +108,6 @@ class World:
         """The coordinates of this rank; they may change when the mesh is joined."""
         return (self._joined.mesh if self._joined else self.everyone).coordinates
 
-    def open(self) -> None:
-        """Make the default group of the drivers."""
-        self.mesh.init_default_group()
-
     def barrier(self, name: str = "") -> None:
         """Wait for all ranks in phase TOGETHER; else do nothing.
 
@@ -158,10 +149,6 @@ class World:
         """
         self._meet("the setup of a run")
         names, world = sorted(tensors_of(module)), self.everyone.world
-        # compare digests first, which are mostly equal: the names of a large module are long
-        digests = gather_objects(world, hashlib.sha256("\n".join(names).encode()).digest())
-        if len(set(digests)) == 1:
-            return frozenset(names)
         return frozenset.intersection(*map(frozenset, gather_objects(world, names)))
 
     def gather(self, value: T, place: str) -> list[T]:
@@ -193,28 +180,7 @@ class World:
         """Wait for all ranks, and raise the first failure if one has failed."""
         if not meet(self.everyone.world, place=place):
             self._has_heard = True
-            raise read_fault(self.everyone).exception()
-
-    def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """After a run, get the weights of a module that other ranks own, on rank 0.
-
-        All ranks call this together.
-        """
-        return gather_after_run(module, self.mesh)
-
-    def optimizer_state(
-        self, module: nn.Module, optimizer: Optimizer, divided: bool
-    ) -> dict[str, Any]:
-        """After a run, get an optimizer's state dict as on one device, on rank 0.
-
-        All ranks call this together.
-
-        Args:
-            module: the LightningModule.
-            optimizer: one of its optimizers.
-            divided: whether the replicas divide the optimizer state.
-        """
-        return gather_optimizer_after_run(module, optimizer, self.mesh, divided=divided)
+            raise read_fault(self.everyone.store).exception()
 
     @contextmanager
     def choosing(self) -> Iterator[None]:
@@ -222,15 +188,6 @@ class World:
         self.phase = Phase.CHOOSING
         yield
         self.phase = Phase.TOGETHER  # not after an error, of which `fail` tells the others
-
-    @contextmanager
-    def supposing(self, replicas: int) -> Iterator[None]:
-        """Inside, in phase CHOOSING, the user's code finds this number of replicas."""
-        self.supposed_replicas = replicas
-        try:
-            yield
-        finally:
-            self.supposed_replicas = 1
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -291,7 +248,6 @@ class NoWorld:
 
     phase = Phase.APART
     has_coordinates = False
-    supposed_replicas = 1
 
     def barrier(self, name: str = "") -> None:
         """Return at once."""
@@ -299,16 +255,6 @@ class NoWorld:
     def broadcast(self, value: T, source: int = 0) -> T:
         """Return the value of this rank."""
         return value
-
-    def gather_weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return no weights, since none are on other ranks."""
-        return {}
-
-    def optimizer_state(
-        self, module: nn.Module, optimizer: Optimizer, divided: bool
-    ) -> dict[str, Any]:
-        """Return the state dict of the optimizer, which is whole."""
-        return optimizer.state_dict()
 
     def stop_watching(self) -> None:
         """Do nothing: there is no watch."""

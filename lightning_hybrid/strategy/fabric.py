@@ -38,9 +38,8 @@ from lightning_hybrid.process import (
 )
 from lightning_hybrid.run import (
     BetweenRuns,
+    ByFabric,
     DriverSession,
-    Line,
-    Measurement,
     NoWorld,
     Phase,
     Run,
@@ -156,7 +155,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._backward_sync_control = cast(Any, _SyncControl(self))
+        self._backward_sync_control = cast(Any, self)
         self._plans: dict[str, Plan] = {}
         self._optimizers: list[Optimizer] = []
         self._launched = self._parted = False
@@ -333,23 +332,21 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def _begin(self, module: nn.Module) -> Run:
         """What is known of a run that begins, on all ranks together."""
         world, device = self._ranks.joined, self.root_device
-        self._framework = _ByFabric(module)
-        display = partial(Line, rank_zero_info) if self.is_global_zero else None
+        self._framework = ByFabric(module)
         return Run(
             config=self._ranks.config,
             framework=self._framework,
             module=module,
             world=world,
             device=device,
-            accelerator=cast(Any, self.accelerator),
             precision=cast(Any, self.precision),
             fitting=True,
             synchronised=False,
             building=WholeModule(),
-            measurement=Measurement(device, wanted=False),
+            stopwatch=None,
             shared=world.shared_names(module),
             plans=self._plans,
-            progress=StartProgress(display),
+            progress=StartProgress(rank_zero_info if self.is_global_zero else None),
         )
 
     def _serve(self, session: WorkerSession) -> Results:
@@ -462,7 +459,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     ) -> Tensor:
         """Clip by the norm of the gradients of all stages, which is returned."""
         self.precision.unscale_gradients(self._known(optimizer))
-        return self._driving.clip_norm(
+        return self._driving.optimizers.clip_norm(
             optimizer, float(max_norm), float(norm_type), finite=error_if_nonfinite
         )
 
@@ -471,7 +468,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     ) -> None:
         """Clip each gradient of all stages to a value."""
         self.precision.unscale_gradients(self._known(optimizer))
-        self._driving.clip_values(optimizer, float(clip_val))
+        self._driving.optimizers.clip_values(optimizer, float(clip_val))
 
     def _known(self, optimizer: Optimizer) -> Optimizer:
         if optimizer not in self._optimizers:
@@ -528,9 +525,9 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             self._session.graph_is_over()
         return output
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Inside, gradients stay those of each replica."""
-        return self._driving.accumulating()
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """What ``fabric.no_backward_sync`` asks: inside, gradients stay those of each replica."""
+        return self._driving.accumulating() if enabled else nullcontext()
 
     # ------------------------------------------------------------------ states
 
@@ -582,17 +579,6 @@ def _own(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, StagedModule) else module
 
 
-class _SyncControl:
-    """What ``fabric.no_backward_sync`` asks."""
-
-    def __init__(self, strategy: HybridGabraFabricStrategy) -> None:
-        self._strategy = strategy
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Inside, if enabled, gradients stay those of each replica."""
-        return self._strategy.accumulating() if enabled else nullcontext()
-
-
 class _Launcher:
     """What Fabric takes for a launcher: another one, which starts processes.
 
@@ -618,24 +604,3 @@ class _Launcher:
         # the arguments are the user's, and may have the names of the launcher's
         called = partial(self._strategy.run_launched, function, args, kwargs)
         return self._launcher.launch(Part(self._strategy, called))
-
-
-class _ByFabric:
-    """A run of Fabric.
-
-    Args:
-        module: that is trained.
-    """
-
-    streams, went_well = False, True
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self.folder, self.batches = module, str(Path.cwd()), 0
-
-    def collect(self, returned: Any) -> Results:
-        """On a driver: the results of a run that went well."""
-        return Results.of(self._module, returned)
-
-    def adopt(self, results: Results) -> None:
-        """On a worker: what its driver has collected."""
-        results.adopt(self._module)

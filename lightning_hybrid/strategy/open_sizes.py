@@ -5,6 +5,7 @@ user's code has been told already, and what ``prepare_data`` has set on one rank
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lightning_hybrid._lightning import Trainer, rank_zero_info
 from lightning_hybrid.run import SizeChooser, prepared_alone
@@ -46,12 +47,10 @@ def choose_sizes(
             return False
         return allowed(replicas, stages)
 
-    chooser = SizeChooser(
-        trainer, ranks.config, machine, ranks.root_device, may_have, ranks.supposing
-    )
+    chooser = SizeChooser(trainer, ranks.config, machine, ranks.root_device, may_have)
     sizes = chooser.on_all_ranks(world, deferred=deferred)
     if sizes is not None:
-        ranks.config = ranks.config.with_sizes(sizes)
+        ranks.config = replace(ranks.config, sizes=sizes)
     ranks.take_coordinates(machine)
     return sizes is not None
 

@@ -5,8 +5,6 @@ are told of it is :mod:`lightning_hybrid.run.replica_world`.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,7 +23,7 @@ from lightning_hybrid.comm import Coordinates, Group, backend_on, choose_interfa
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Cluster, Machine
-from lightning_hybrid.process import Everyone, Meeting, gather, has_met, join, look_around
+from lightning_hybrid.process import Meeting, gather, has_met, join, look_around
 from lightning_hybrid.run import (
     Launched,
     NoWorld,
@@ -34,7 +32,6 @@ from lightning_hybrid.run import (
     ShownRanks,
     World,
     asked_by_framework,
-    hear_of_reads,
 )
 
 T = TypeVar("T")
@@ -118,12 +115,7 @@ class Ranks:
     @property
     def replica_world(self) -> ReplicaWorld:
         """The world of the replicas, as this process is told it."""
-        coordinates = self.coordinates
-        if self.world.phase is Phase.CHOOSING:
-            replicas = self.world.supposed_replicas
-            stages = coordinates.replicas * coordinates.ranks_per_replica // replicas
-            coordinates = Coordinates(coordinates.rank, replicas, stages)
-        return ReplicaWorld.of(coordinates, self.launched, self.hosts, self.per_host)
+        return ReplicaWorld.of(self.coordinates, self.launched, self.hosts, self.per_host)
 
     def is_told(self, what: str) -> None:
         """The user's code is told a number of replicas, maybe before it is chosen.
@@ -161,17 +153,8 @@ class Ranks:
 
     def hide(self) -> None:
         """The run is over: the environment speaks of all processes again."""
-        hear_of_reads(None)
         self._shown.restore()
         self._number(self.launched.rank, self.hosts * self.per_host)
-
-    @contextmanager
-    def supposing(self, replicas: int) -> Iterator[None]:
-        """Inside, where sizes are being chosen, the user's code finds so many replicas."""
-        with self.joined.supposing(replicas):
-            self._show()
-            yield
-        self._show()
 
     # ------------------------------------------------------------------ groups
 
@@ -203,15 +186,6 @@ class Ranks:
             timeout: of tensors between ranks.
         """
         self._backend, self._timeout = backend, timeout
-        self.world = World(self._gather())
-        if self.sizes_are_open:
-            self._show()  # of one chain; if that is asked for, it stays
-            hear_of_reads(self.is_told)
-        else:
-            self.take_coordinates()
-
-    def _gather(self) -> Everyone:
-        """Meet all other ranks, whatever the sizes."""
         environment = given(self._environment, "cluster_environment")
         refuse_other_numbers(environment, self.launched, self.hosts, self.per_host)
         coordinates = self._coordinates_at(self.launched.rank)
@@ -228,7 +202,9 @@ class Ranks:
                 "since in a run the default group is that of the replicas."
             )
         meeting = Meeting(address, port, self.hosts, serve, outlives=agent_serves)
-        return gather(coordinates, meeting)
+        self.world = World(gather(coordinates, meeting))
+        if not self.sizes_are_open:
+            self.take_coordinates()
 
     def look_around(self, group: Group) -> Machine:
         """Look at the devices of all ranks of a group, which call this together."""
@@ -262,16 +238,9 @@ class Ranks:
             capacity=self.config.capacity,
         )
         world.take_coordinates(joined)
-        hear_of_reads(None)
         self.set_launched(self._environment)  # ranks may have got other coordinates
         self._show()
-        if not self.replica_world.even:
-            rank_zero_info(
-                f"The drivers of the {replicas} replicas are not spread evenly over the hosts, so "
-                "trainer.num_devices * trainer.num_nodes is not their number: use "
-                "trainer.world_size."
-            )
-        world.open()
+        world.mesh.init_default_group()
 
 
 def refuse_other_numbers(

@@ -80,33 +80,6 @@ def refuse_copies(module: nn.Module, others: int, free: int | None) -> None:
     )
 
 
-def refuse_no_room(module: nn.Module, left: int | None) -> None:
-    """Where a network leaves no room to begin, its run would end in threads and groups.
-
-    Args:
-        module: the LightningModule, as it stands in this process.
-        left: bytes that this process may still take; None: not known.
-
-    Raises:
-        PlanError: there is no room, and there would be without the weights.
-    """
-    if left is None or left >= _BEGIN_BYTES:
-        return
-    size = _nbytes(module)
-    if left + size < _BEGIN_BYTES:
-        return
-    raise PlanError(
-        f"{type(module).__name__} has {gigabytes(size)} of weights, and every rank begins with all "
-        f"of them, as they are made in __init__: that leaves {gigabytes(left)} of what this "
-        f"process may take, and a run takes {gigabytes(_BEGIN_BYTES)} to begin. "
-        f"{_made_later(module)}"
-    )
-
-
-_BEGIN_BYTES = 2**28
-"""Threads, process groups and the capture, before the weights of other ranks are given back."""
-
-
 def _made_later(module: nn.Module) -> str:
     name, _ = max(module.named_children(), key=lambda child: _nbytes(child[1]), default=("net", 0))
     return (

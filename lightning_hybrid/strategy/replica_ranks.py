@@ -67,8 +67,6 @@ class ReplicaRanks:
         world = self._ranks.world
         if world.phase is Phase.ALONE:
             return 1  # Lightning's handler of SIGTERM would wait for the other drivers
-        if world.phase is Phase.CHOOSING:
-            return world.supposed_replicas
         self._ranks.is_told("trainer.world_size")
         return self.num_replicas
 

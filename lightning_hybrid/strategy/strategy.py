@@ -51,12 +51,11 @@ from lightning_hybrid.config import (
 )
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.planning import Plan, free_bytes, free_of_host
+from lightning_hybrid.planning import Plan, free_of_host
 from lightning_hybrid.process import (
     HybridSubprocessLauncher,
     Parted,
     Results,
-    has_met,
 )
 from lightning_hybrid.run import (
     BetweenRuns,
@@ -92,7 +91,6 @@ from lightning_hybrid.strategy.refusals import (
     refuse_interactive,
     refuse_layer_sync,
     refuse_lazy,
-    refuse_no_room,
     refuse_optimizers,
     refuse_other_places,
     refuse_streaming,
@@ -393,17 +391,11 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         refuse_interactive(works=self._launcher.is_interactive_compatible)
 
     def _refuse_copies(self) -> None:
-        self._refuse_no_room()
         refuse_copies(self._module, self._ranks.per_host - 1, free_of_host())
-
-    def _refuse_no_room(self) -> None:
-        if self._ranks.stages > 1 and not has_met():
-            refuse_no_room(self._module, free_bytes())
 
     def setup_distributed(self) -> None:
         refuse_device(self.root_device)
         load_as_ever(self._module.trainer)
-        self._refuse_no_room()
         self.set_world_ranks()
         self._process_group_backend = backend = self._get_process_group_backend()
         self._ranks.meet(backend, self._timeout or timedelta(minutes=30))
@@ -435,7 +427,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if not run.world.coordinates.is_driver:
             raise Parted(partial(self._serve, WorkerSession.begin(run)))
         run.world.phase = Phase.RUNNING
-        run.accelerator.setup(trainer)
+        trainer.accelerator.setup(trainer)
         run.share_weights()
         self.model_to_device()
         self._session = DriverSession.begin(run, partial(self._plan_network, run))

@@ -197,7 +197,7 @@ def check_performance(folder: Path, steps: int, replicas: int) -> None:
         assert abs(float(row["hybrid/speedup"]) - 2 * replicas * busy) < 1e-9
         samples = float(row["hybrid/samples_per_s"]) * step_s
         assert abs(samples - 4 * replicas) < 1e-6
-    with (folder / "csv" / "version_0" / "hybrid_runs.csv").open() as file:
+    with (folder / "hybrid_runs.csv").open() as file:
         [line] = csv.DictReader(file)
     assert (line["replicas"], line["stages"]) == (str(replicas), "2")
     assert (line["devices"], float(line["batch_samples"])) == (str(2 * replicas), 4.0)

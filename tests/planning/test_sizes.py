@@ -101,33 +101,6 @@ def test_a_step_of_replicas_is_compute_allreduce_and_update() -> None:
     assert choice.alone_s == pytest.approx(computed + 8e-10 * nbytes)
 
 
-def test_where_the_batch_is_divided_over_replicas_a_step_of_them_is_one_batch() -> None:
-    parts = layers(20, 10 * MS, 4.2 * MB, 0.1 * MB)
-    network, whole = Network(parts), Network(parts)
-    alone = choose(machine(), [whole], batch=32)
-    shared = choose(machine(), [network], batch=32, divided=lambda replicas: replicas)
-    assert (alone.best.sizes.replicas, shared.best.sizes.replicas) == (2, 1)
-    [replicas] = shared.others
-    computed = 20 * 3 * 10 * MS / 2
-    assert replicas.batch_s == replicas.step_s
-    assert replicas.step_s == pytest.approx(computed + 0.1 * MS + 20 * 4.2 * MB * (1e-9 + 8e-10))
-    assert "Next: 2 replicas. Predicted step: 0.451 s." in shared.describe()
-
-
-def test_half_a_batch_of_replicas_is_measured_unless_it_cannot_be_split() -> None:
-    for splits in (True, False):
-        network = Network(TINY)
-        choice = choose(
-            machine(),
-            [network],
-            batch=6,
-            divided=lambda replicas: replicas,
-            splits=lambda microbatches, splits=splits: splits,
-        )
-        assert choice.best.sizes.replicas == 2
-        assert network.asked == ([1, 2] if splits else [1])
-
-
 def test_an_accelerator_reduces_beside_its_backward() -> None:
     hidden = choose(machine(overlaps=True, reduce_s=0.0), [Network(CONVOLUTIONS)], batch=6)
     assert hidden.best.step_s == pytest.approx(18 * 75 * MS + 8e-10 * 18 * 0.5 * MB)

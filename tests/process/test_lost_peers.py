@@ -1,6 +1,5 @@
 """What a script is told where a collective of Lightning or torchmetrics has lost a peer."""
 
-import gc
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -49,14 +48,6 @@ def test_an_error_of_the_users_stays_what_it_is() -> None:
     found, [reported] = raised(error)
     assert found.value is error
     assert reported is error
-
-
-def test_the_hook_for_an_error_that_nobody_catches_goes_with_the_error() -> None:
-    usual, held = sys.excepthook, [raised(RuntimeError(GLOO.format("Broken pipe")))[0].value]
-    assert sys.excepthook is not usual
-    held.clear()
-    gc.collect()  # an error and its frames hold each other
-    assert sys.excepthook is usual
 
 
 def test_an_error_that_nobody_catches_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.process.run_results import (
     Snapshot,
     adopt_attributes,
@@ -52,10 +53,10 @@ def test_what_cannot_be_copied_is_none_with_a_warning(returned: list[Any]) -> No
 
 def test_an_attribute_that_cannot_be_copied_stays_what_it_is_on_each_rank() -> None:
     driver, worker = trainer_of(LightningModule()), trainer_of(LightningModule())
-    before = Snapshot(worker)
+    before = Snapshot(driver)
     module: Any = driver.lightning_module
     module.error, module.lock, module.seen = OneWay(3, "x"), threading.Lock(), [1, 2]
-    adopt_results(worker, collect_results(driver, None, Snapshot(worker)), before)
+    adopt_results(worker, collect_results(driver, None, before))
     found: Any = worker.lightning_module
     assert found.seen == [1, 2]
     assert not hasattr(found, "error")
@@ -66,21 +67,20 @@ def test_what_a_teardown_hook_has_counted_on_a_worker_gives_way_to_the_drivers_c
     class Counting(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.runs, self.mine = 0, 0
+            self.runs = 0
 
         def teardown(self, stage: str) -> None:
             self.runs += 1
 
     driver, worker = trainer_of(Counting()), trainer_of(Counting())
-    before, theirs = Snapshot(worker), Snapshot(driver)
+    before = Snapshot(driver)
     mine: Any = worker.lightning_module
     driver.lightning_module.teardown("fit")
-    mine.mine = 5
-    results = collect_results(driver, None, theirs)
-    adopt_results(worker, results, before)
+    results = collect_results(driver, None, before)
+    adopt_results(worker, results)
     mine.teardown("fit")
     adopt_attributes(worker, results)
-    assert (mine.runs, mine.mine) == (1, 5)
+    assert mine.runs == 1
 
 
 def test_what_is_trained_and_modes_are_those_of_the_driver() -> None:
@@ -90,12 +90,22 @@ def test_what_is_trained_and_modes_are_those_of_the_driver() -> None:
             self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
 
     driver, worker = trainer_of(Net()), trainer_of(Net())
-    before = Snapshot(worker)
     theirs: Any = driver.lightning_module
     mine: Any = worker.lightning_module
     theirs.first.weight.requires_grad_(False)
     theirs.second.eval()
     mine.first.bias.requires_grad_(False)
-    adopt_results(worker, collect_results(driver, None, Snapshot(driver)), before)
+    adopt_results(worker, collect_results(driver, None, Snapshot(driver)))
     assert [p.requires_grad for p in mine.parameters()] == [False, True, True, True]
     assert [mine.training, mine.first.training, mine.second.training] == [True, True, False]
+
+
+def test_numbers_of_batches_are_the_drivers_and_no_worker_loads_to_count_them() -> None:
+    driver, worker = trainer_of(LightningModule()), trainer_of(LightningModule())
+    adopt_results(worker, collect_results(driver, None, Snapshot(driver)))
+    with pytest.raises(HybridError, match=r"estimated_stepping_batches .* before a fit"):
+        worker.fit_loop.setup_data()
+    driver.fit_loop.max_batches = 3
+    adopt_results(worker, collect_results(driver, None, Snapshot(driver)))
+    worker.fit_loop.setup_data()
+    assert worker.num_training_batches == 3

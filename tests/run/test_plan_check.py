@@ -3,8 +3,8 @@
 import pytest
 
 from lightning_hybrid.planning.plan import Plan, StagePlan
-from lightning_hybrid.run import plan_check
-from lightning_hybrid.run.device_times import BusyMeter
+from lightning_hybrid.run import device_times
+from lightning_hybrid.run.device_times import BusyMeter, Window
 from lightning_hybrid.run.plan_check import FIRST, WINDOW, WINDOWS, PlanCheck, planned_busy_s
 
 
@@ -38,13 +38,12 @@ class Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *plans: Plan) -> None:
         self.lines: list[str] = []
         self.busy, self.now = [0.0, 0.0], 0.0
-        monkeypatch.setattr(plan_check.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(device_times.time, "perf_counter", lambda: self.now)
         named = {str(number): one for number, one in enumerate(plans)}
         self.check = PlanCheck(named, self.read, (0, 1), self.lines.append)
 
     def read(self) -> list[float]:
         driver, worker = self.busy
-        self.busy = [0.0, 0.0]
         return [worker, driver]
 
     def run(self, batches: int, driver_s: float, worker_s: float) -> None:
@@ -140,10 +139,10 @@ def test_a_device_with_several_stages_computes_all_of_them() -> None:
     assert planned_busy_s(looped) == pytest.approx([0.12, 0.12])
 
 
-def test_two_readers_of_one_meter_see_the_same_seconds() -> None:
-    new = iter([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    meter = BusyMeter(lambda: next(new))
-    first, second = meter.reader(), meter.reader()
-    assert first() == [1.0, 2.0]
-    assert second() == [4.0, 6.0]
-    assert first() == [8.0, 10.0]
+def test_windows_of_one_meter_see_the_same_seconds() -> None:
+    new = iter([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+    meter = BusyMeter(lambda: next(new)).read
+    first, second = Window(meter), Window(meter)
+    first.pause()
+    second.pause()
+    assert (first.busy_s, second.busy_s) == ([8.0, 10.0], [12.0, 14.0])

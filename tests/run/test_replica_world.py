@@ -17,7 +17,6 @@ from lightning_hybrid.run.replica_world import (
     Launched,
     ReplicaWorld,
     ShownRanks,
-    hear_of_reads,
     refuse_other_shards,
 )
 
@@ -57,7 +56,7 @@ def test_drivers_hear_what_ranks_of_ddp_hear(shape: tuple[int, int], how: dict[s
     drivers = sorted((w for w in everyone if w.rank < replicas), key=lambda world: world.rank)
     assert [world.rank for world in drivers] == [*range(replicas)]
     for world in everyone:
-        assert (world.size, world.hosts, world.even) == (replicas, hosts, True)
+        assert (world.size, world.hosts) == (replicas, hosts)
         assert len(world.drivers) * world.hosts == replicas
     here = replicas // hosts
     assert sorted(world.local_rank for world in drivers) == sorted([*range(here)] * hosts)
@@ -86,10 +85,6 @@ def test_hosts_with_drivers_are_numbered_first() -> None:
             assert (world.rank < world.size) == (world.node_rank < variables["GROUP_WORLD_SIZE"])
 
 
-def test_uneven_hosts_are_known() -> None:
-    assert not worlds(3, 2, hosts=2)[0].even
-
-
 def test_the_environment_speaks_of_replicas_until_the_run_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,25 +101,6 @@ def test_the_environment_speaks_of_replicas_until_the_run_is_over(
     os.environ["LOCAL_RANK"] = "9"  # somebody else's
     shown.restore()
     assert {n: os.environ[n] for n in TORCHRUN} == {**TORCHRUN, "LOCAL_RANK": "9"}
-
-
-def test_a_size_that_is_read_from_the_environment_is_heard_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "0")
-    heard: list[str] = []
-    hear_of_reads(heard.append)
-    try:
-        assert os.environ["RANK"] == "0"  # tells nothing of the size
-        assert heard == []
-        assert os.getenv("WORLD_SIZE") == os.environ.get("WORLD_SIZE") == "4"
-        assert "WORLD_SIZE" in os.environ
-        assert heard == ["os.environ['WORLD_SIZE']"] * 3
-    finally:
-        hear_of_reads(None)
-    assert os.environ["WORLD_SIZE"] == "4"
-    assert len(heard) == 3
 
 
 class Stream(IterableDataset[int]):

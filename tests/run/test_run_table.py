@@ -12,7 +12,8 @@ import torch
 from lightning_hybrid.asking.performance import PerformanceModel
 from lightning_hybrid.cli import main
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.run import performance_log, run_table
+from lightning_hybrid.run import device_times, run_table
+from lightning_hybrid.run.performance_log import PerformanceLog
 from lightning_hybrid.run.run_table import RunTable, TimedRun
 
 PLAN = Plan(
@@ -23,12 +24,14 @@ PLAN = Plan(
 
 @pytest.fixture(name="trainer")
 def _trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    seconds = count(step=3)  # between one look at the clock and the next
+    # between one look at the clock and the next; a fit has three windows, one with a validation
+    seconds = count(step=3)
     clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
-    monkeypatch.setattr(performance_log, "time", clock)
+    monkeypatch.setattr(device_times, "time", clock)
     return SimpleNamespace(
         global_step=0,
         loggers=[],
+        log_every_n_steps=2,
         default_root_dir=str(tmp_path),
         fast_dev_run=False,
         lightning_module=torch.nn.Linear(3, 2),
@@ -36,14 +39,14 @@ def _trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def fit(trainer: Any, steps: int = 7) -> None:
-    table = RunTable(trainer, {"": PLAN}, 2, 4)
+    log = PerformanceLog(trainer, 2, tuple, RunTable(trainer, {"": PLAN}, 2, 4))
     for trainer.global_step in range(steps):
-        table.batch_starts(torch.zeros(5, 3))
+        log.batch_starts(torch.zeros(5, 3))
         if trainer.global_step in (0, 3):  # validation, of which the first does not count either
-            table.pause()
-            table.resume()
+            log.pause()
+            log.resume()
     trainer.global_step = steps
-    table.end()
+    log.end()
 
 
 def test_each_fit_adds_a_line_below_one_head(trainer: Any, tmp_path: Path) -> None:
@@ -54,7 +57,7 @@ def test_each_fit_adds_a_line_below_one_head(trainer: Any, tmp_path: Path) -> No
     assert first == second
     assert first == {
         "replicas": "2", "stages": "4", "stages_per_device": "2.0", "microbatches": "3",
-        "devices": "4", "batch_samples": "5.0", "parameters": "8", "step_s": "1.0",
+        "devices": "4", "batch_samples": "5.0", "parameters": "8", "step_s": "2.0",
         "predicted_s": "0.25",
     }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.run import building
 from lightning_hybrid.run.building import BetweenRuns, DeferredModule, WholeModule
 from lightning_hybrid.run.coming_batches import InOrder
-from lightning_hybrid.run.device_times import Measurement
 from lightning_hybrid.run.framework import ByTrainer
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.session import DriverSession, WorkerSession
-from lightning_hybrid.run.world import NoWorld, Phase
+from lightning_hybrid.run.world import NoWorld, Phase, World
 
 # Lightning's advice on unused devices and loggers
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -88,12 +88,11 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
         "module": module,
         "world": world,
         "device": torch.device("cpu"),
-        "accelerator": trainer.accelerator,
         "precision": trainer.precision_plugin,
         "fitting": True,
         "synchronised": False,
         "building": WholeModule(),
-        "measurement": Measurement(torch.device("cpu"), wanted=False),
+        "stopwatch": None,
         "shared": frozenset(module.state_dict()),
         "plans": {"net": PLAN},
         "progress": StartProgress(None),
@@ -195,12 +194,12 @@ def test_weights_come_back_after_a_run_that_went_well_and_may_have_changed_them(
 
 def test_what_was_put_into_lightning_is_taken_out_again() -> None:
     run = make_run()
-    before = set(vars(run.precision)), set(vars(run.accelerator))
+    before = set(vars(run.precision))
     driven = Driven(run)
     run.precision.clip_grad_by_norm(None, 1.0)
     assert driven.notes == ["clip_norm"]
     driven.session.close()
-    assert (set(vars(run.precision)), set(vars(run.accelerator))) == before
+    assert set(vars(run.precision)) == before
 
 
 @pytest.mark.parametrize(
@@ -300,13 +299,15 @@ def test_between_runs_a_module_is_whole_on_the_rank_that_saves() -> None:
     assert between.optimizer_state(module, optimizer, here=False) == {}
 
 
-def test_after_a_run_what_other_ranks_made_is_gathered() -> None:
+def test_after_a_run_what_other_ranks_made_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    ranks: Any = SimpleNamespace(gather_weights=lambda module: asked.append(module) or {})
+    monkeypatch.setattr(building, "gather_after_run", lambda *asks: asked.append(asks) or {})
+    ranks = World.__new__(World)
+    ranks.take_coordinates(cast(Any, SimpleNamespace(mesh="mesh")))
     module = Net()
     between = BetweenRuns(ranks, DeferredModule(torch.device("cpu")))
     assert between.state_dict(module, here=False) == {}
-    assert asked == [module]  # all ranks take part
+    assert asked == [(module, "mesh")]  # all ranks take part
 
 
 def test_what_needs_a_run_says_so_outside_of_it() -> None:

@@ -123,14 +123,6 @@ class Data(LightningDataModule):
         return DataLoader(self.samples, batch_size=4, shuffle=True)
 
 
-class Divided(Data):
-    """Replicas share a batch of 32."""
-
-    def train_dataloader(self) -> DataLoader:
-        assert self.trainer is not None
-        return DataLoader(self.samples, batch_size=32 // self.trainer.world_size, shuffle=True)
-
-
 class DividedInSetup(Data):
     """What it hears in `setup` is what it trains with."""
 
@@ -140,13 +132,6 @@ class DividedInSetup(Data):
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.samples, batch_size=self.batch_size, shuffle=True)
-
-
-class ReadsInSetup(DividedInSetup):
-    """It asks the environment."""
-
-    def setup(self, stage: str) -> None:
-        self.batch_size = 32 // int(os.environ["WORLD_SIZE"])
 
 
 class Prepared(Data):
@@ -216,13 +201,9 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         from lightning_hybrid import HybridGabraStrategy
 
         strategy = HybridGabraStrategy(*strategy, **job.get("arguments", {}))
-    if job.get("loader") == "reads":
-        os.environ["WORLD_SIZE"] = "2"  # as `torchrun` does
     data = {
-        "divided": Divided,
         "in setup": DividedInSetup,
         "prepared": Prepared,
-        "reads": ReadsInSetup,
     }.get(job.get("loader"), Data)(samples)
     loaders: dict[str, Any] = {"datamodule": data}
     if job.get("loader") == "plain":

@@ -59,18 +59,10 @@ class Model(LightningModule):
         self.net = Net().double()
         self.fault, self.calls = fault, 0
         self.losses: list[float] = []
-        self.kind = OnPurpose
 
     def fail(self, where: str) -> None:
         if self.fault.get("where") == where and self.fault["rank"] in (None, RANK):
-            kind = self.kind
-            if self.fault.get("of_one_rank"):
-
-                class OfOneRank(OnPurpose):
-                    """The others cannot have it."""
-
-                kind = OfOneRank
-            raise kind(len(self.losses), where)
+            raise OnPurpose(len(self.losses), where)
 
     def ran(self, name: str, trained: bool) -> None:
         """A layer ran in this process."""
@@ -156,11 +148,6 @@ def with_fault(config: dict[str, Any], fault: dict[str, Any], folder: Path) -> d
     seed_everything(1, verbose=False)
     model, seen = Model(fault), {}
 
-    class OfAFunction(OnPurpose):
-        """Nobody can import it."""
-
-    if fault.get("of_a_function"):
-        model.kind = OfAFunction
     try:
         make_trainer(config, folder).fit(model)
     except (OnPurpose, NetworkError) as error:

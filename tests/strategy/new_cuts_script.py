@@ -6,6 +6,7 @@ device has computed is not measured: it is what its plan says, divided by ``true
 
 import json
 import sys
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_hybrid.run import plan_check
+from lightning_hybrid.run import device_times, plan_check
 from lightning_hybrid.run.device_times import BusyMeter
 
 SEED = 5
@@ -114,23 +115,26 @@ def loader(replicas: int = 1, *, whole: bool = False) -> DataLoader[Any]:
 def measure(trainer: Trainer, speeds: list[Any]) -> None:
     """Let devices be as fast as that, by ``pp_rank``, whatever they do; or by replica."""
 
-    def reader(_: BusyMeter) -> Any:
-        def read() -> list[float]:
-            here = trainer.strategy.coordinates
-            true = speeds[here.dp_rank] if here.replicas > 1 else speeds
-            plans = [*trainer.strategy._plans.values()]
-            if not plans:
-                return [0.0] * len(true)
-            each = zip(plan_check.planned_busy_s(plans[0]), plans[0].capacities, true)
-            driver, *workers = [
-                plan_check.WINDOW * planned * capacity / speed for planned, capacity, speed in each
-            ]
-            return [*workers, driver]
+    totals: list[float] = []
 
-        return read
+    def read(_: BusyMeter) -> list[float]:
+        here = trainer.strategy.coordinates
+        true = speeds[here.dp_rank] if here.replicas > 1 else speeds
+        plans = [*trainer.strategy._plans.values()]
+        if not plans:
+            return [0.0] * len(true)
+        each = zip(plan_check.planned_busy_s(plans[0]), plans[0].capacities, true)
+        driver, *workers = [
+            plan_check.WINDOW * planned * capacity / speed for planned, capacity, speed in each
+        ]
+        before = totals or [0.0] * len(true)
+        totals[:] = [a + b for a, b in zip(before, [*workers, driver])]
+        return list(totals)
 
-    BusyMeter.reader = reader  # type: ignore[method-assign]
-    plan_check.time = SimpleNamespace(perf_counter=lambda: 0.0)  # type: ignore[assignment]
+    BusyMeter.read = read  # type: ignore[method-assign]
+    ticks = count()  # no time passes that would matter
+    clock = SimpleNamespace(perf_counter=lambda: 1e-9 * next(ticks))
+    device_times.time = clock  # type: ignore[assignment]
 
 
 def main(folder: Path) -> None:

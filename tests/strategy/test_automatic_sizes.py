@@ -26,9 +26,7 @@ JOBS = [
     {"name": "predicts first", "network": "tiny", "strategy": OPEN, "predicts first": True},
     {"name": "asks before", "network": "tiny", "strategy": OPEN, "asks before": True},
     {"name": "in setup", "network": "tiny", "strategy": OPEN, "loader": "in setup"},
-    {"name": "reads", "network": "tiny", "strategy": OPEN, "loader": "reads"},
     {"name": "monitored", "network": "tiny", "strategy": OPEN, "monitors": True},
-    {"name": "divided", "network": "wide", "strategy": OPEN, "loader": "divided"},
     {"name": "prepared", "network": "tiny", "strategy": OPEN, "loader": "prepared"},
     {"name": "prepared twice", "network": "tiny", "strategy": [2, 1], "loader": "prepared"},
     {"name": "fails", "network": "fails", "strategy": OPEN},
@@ -175,17 +173,3 @@ def test_the_number_of_replicas_that_was_told_before_sizes_were_chosen_stays_tru
     assert [rank["asks before"]["before"] for rank in ranks] == [(1, 0), (1, 1)]
     assert ranks[0][job]["shape"] == (1, 0)
     assert "trainer.world_size was asked before" in said(ranks, job)
-
-
-@pytest.mark.conformance
-def test_the_environment_says_one_replica_until_sizes_are_chosen(ranks: Ranks) -> None:
-    assert ranks[0]["reads"]["shape"] == (1, 0)
-    assert "os.environ['WORLD_SIZE'] was asked before" in said(ranks, "reads")
-    assert ranks[0]["reads"]["user"]["batches"] == ranks[0]["in setup"]["user"]["batches"]
-
-
-@pytest.mark.conformance
-def test_a_batch_that_replicas_share_counts_once(ranks: Ranks) -> None:
-    assert "for 2 batches" in said(ranks, "tiny")
-    assert "2 replicas. Predicted step" in said(ranks, "divided")  # chosen, or next
-    assert "for 2 batches" not in said(ranks, "divided")

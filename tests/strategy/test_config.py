@@ -167,7 +167,7 @@ def test_sizes_are_open_where_the_user_says_nothing_of_them(
 
 
 def test_chosen_sizes_are_as_good_as_given_ones() -> None:
-    config = Config().with_sizes(Sizes(replicas=2, stages=3, microbatches=4))
+    config = Config(sizes=Sizes(replicas=2, stages=3, microbatches=4))
     assert (config.shape(1, 6), config.microbatches) == ((2, 3), 4)
     assert not config.leaves_sizes_open(6)
     # but a network that does not suit them is no error
@@ -177,9 +177,9 @@ def test_chosen_sizes_are_as_good_as_given_ones() -> None:
 
 def test_micro_batches_that_were_asked_for_stay() -> None:
     chosen = Sizes(replicas=1, stages=2, microbatches=4)
-    assert Config(num_microbatches=3).with_sizes(chosen).microbatches == 3
+    assert Config(num_microbatches=3, sizes=chosen).microbatches == 3
     whole = Sizes(replicas=2, stages=1, microbatches=1)
-    assert Config().with_sizes(whole).microbatches is None
+    assert Config(sizes=whole).microbatches is None
 
 
 def test_a_plan_comes_from_a_file(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ FAULTS: dict[str, dict[str, Any]] = {
     # on a worker before its stage runs; the first one, since an operator stays once it is there
     "operator": {"where": "operator", "rank": 1},
     "training_step": {"where": "training_step", "rank": 0},
-    "class in a function": {"where": "training_step", "rank": 0, "of_a_function": True},
-    "class of one rank": {"where": "training_step", "rank": 0, "of_one_rank": True},
     "stage": {"where": "stage", "rank": 1},
     "setup of one": {"where": "setup", "rank": 1},
     "setup of all": {"where": "setup", "rank": None},
