@@ -12,7 +12,7 @@ from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from operator import truediv
 from typing import Any
 
@@ -387,7 +387,15 @@ class Arrangements:
             return None
         for _ in range(1 + int(rng.random() < 0.4)):  # two at once: a device gives and takes
             place = int(rng.integers(len(ends) - 1))
-            last = place + 1 if rng.random() < 0.7 else int(rng.integers(place, len(ends) - 1)) + 1
+            if genes.turns > 1 and rng.random() < 0.5:
+                # from one stage of a device to another of the same, which keeps its load
+                stages = range(place % genes.size, len(ends), genes.size)
+                last = int(rng.choice(stages))
+                place, last = min(place, last), max(place, last)
+            elif rng.random() < 0.7:
+                last = place + 1
+            else:
+                last = int(rng.integers(place, len(ends) - 1)) + 1
             step = int(rng.integers(1, 3)) * (1 if rng.random() < 0.5 else -1)
             ends[place:last] = [end + step for end in ends[place:last]]
         if any(b <= a for a, b in pairwise((0, *ends))):
@@ -395,12 +403,27 @@ class Arrangements:
         return replace(genes, ends=tuple(ends))
 
     def _swapped(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
-        """Two devices change places, of which one at least is used."""
+        """Two devices change places, of which one at least is used; or two ranks of all replicas.
+
+        The stages of a rank are as slow as its slowest device, so that one device alone gains
+        little elsewhere. Ranks take what they have of the network along.
+        """
         if len(genes.devices) < 2:
             return None
-        devices, used = list(genes.devices), len(genes.used)
-        one, other = int(rng.integers(used)), int(rng.integers(len(devices)))
-        devices[one], devices[other] = devices[other], devices[one]
+        devices, used, size = list(genes.devices), len(genes.used), genes.size
+        if genes.replicas == 1 or size == 1 or rng.random() < 0.7:
+            one, other = int(rng.integers(used)), int(rng.integers(len(devices)))
+            devices[one], devices[other] = devices[other], devices[one]
+            return self._cut_or_not(replace(genes, devices=tuple(devices)), rng)
+        one, other = rng.choice(size, 2, replace=False).tolist()
+        for k in range(0, used, size):
+            devices[k + one], devices[k + other] = devices[k + other], devices[k + one]
+        if not genes.has_copies:
+            held = [b - a for a, b in pairwise((0, *genes.ends))]
+            for k in range(0, len(held), size):
+                a, b = k + (one - 1) % size, k + (other - 1) % size
+                held[a], held[b] = held[b], held[a]
+            genes = replace(genes, ends=tuple(accumulate(held)))
         return self._cut_or_not(replace(genes, devices=tuple(devices)), rng)
 
     def _cut_or_not(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
