@@ -59,6 +59,7 @@ def joined(table: PartitionTable, count: int = PARTITIONS) -> PartitionTable:
     return PartitionTable(
         names=[table.names[group[0]] for group in groups],
         cut_bytes=[table.cut_bytes[group[-1]] for group in groups[:-1]],
+        output_bytes=table.output_bytes,
         **{
             name: sums(getattr(table, name))
             for name in (
@@ -93,8 +94,10 @@ def drawn(kind: str) -> CostsOf:
     return given(work, crossing, weights)
 
 
-def given(work: np.ndarray, crossing: np.ndarray, weights: np.ndarray) -> CostsOf:
-    """A network of so many seconds and bytes: forward and cuts of a sample, parameters."""
+def given(
+    work: np.ndarray, crossing: np.ndarray, weights: np.ndarray, outputs: float = 4e3
+) -> CostsOf:
+    """A network of so many seconds and bytes: forward, cuts, outputs of a sample, parameters."""
     n = len(work)
 
     def costs_of(samples: int) -> PartitionTable:
@@ -105,6 +108,7 @@ def given(work: np.ndarray, crossing: np.ndarray, weights: np.ndarray) -> CostsO
             forward_s=tuple((samples * work).tolist()),
             backward_s=tuple((2 * samples * work).tolist()),
             cut_bytes=tuple((samples * crossing).tolist()),
+            output_bytes=samples * outputs,
             gradient_bytes=tuple(weights.tolist()),
             kept_bytes=tuple((4 * weights).tolist()),
             activation_bytes=tuple((samples * 4 * np.append(crossing, crossing[-1])).tolist()),
@@ -160,8 +164,8 @@ def shapes_of(
     if size > 1 and slices > 1:
         yield (1,) * size, 1, True
     for stages in range(2, min(size, partitions + 1)):
-        for cuts in combinations(range(1, size - 1), stages - 2):
-            copies = (*(b - a for a, b in zip((0, *cuts), (*cuts, size - 1))), 1)
+        for cuts in combinations(range(1, size), stages - 1):
+            copies = tuple(b - a for a, b in zip((0, *cuts), (*cuts, size)))
             if max(copies) <= slices:
                 yield copies, 1, False
 

@@ -4,8 +4,8 @@ What a search for one of them holds fixed, another could have: a slow device is 
 given the light stage, or a copy beside it, or few samples. So all of them are changed together, one
 small step after the other, from the best plans that are made one at a time. An arrangement is what
 the strategy can run: the driver of the first replica is on the first of the devices that are used,
-the last stage has one copy, and where any stage has several, replicas take equal shares and each
-keeps the whole state of the optimizer.
+and where any stage has copies, replicas take equal shares and each keeps the whole state of the
+optimizer.
 """
 
 from bisect import bisect
@@ -260,7 +260,7 @@ class Arrangements:
             copies = [1] * stages
             if stages > 1 and rng.random() < 0.5:
                 for _ in range(count // replicas - stages):
-                    copies[int(rng.integers(stages - 1))] += int(rng.integers(2))
+                    copies[int(rng.integers(stages))] += int(rng.integers(2))
             looped = max(copies) == 1 < stages and rng.random() < 0.5
             genes = Arrangement(
                 devices=tuple(rng.permutation(count).tolist()),
@@ -285,6 +285,7 @@ class Arrangements:
             return False
         return not genes.has_copies or (
             self.may_copy
+            and len(genes.copies) > 1
             and genes.turns == 1
             and not genes.recompute
             and max(genes.copies) <= genes.microbatches
@@ -352,7 +353,7 @@ class Arrangements:
                 for turns in range(1, _MOST_TURNS + 1 if alone and size > 1 else 2):
                     for slices in reversed(self.numbers):
                         genes = Arrangement(devices, replicas, copies, turns, slices, False, ())
-                        found = self.recut(genes) if copies[-1] == 1 else None
+                        found = self.recut(genes)
                         if found is not None and self._may_be(found):
                             yield found
                             break
@@ -449,7 +450,7 @@ class Arrangements:
         """A copy more or less, or a stage; in all replicas."""
         copies, kind = list(genes.copies), int(rng.integers(4))
         place = int(rng.integers(len(copies)))
-        if kind == 0 and place < len(copies) - 1:
+        if kind == 0:
             copies[place] += 1
         elif kind == 1 and copies[place] > 1:
             copies[place] -= 1
@@ -458,8 +459,6 @@ class Arrangements:
         elif kind == 3 and len(copies) > 1:
             del copies[place]
         else:
-            return None
-        if copies[-1] > 1:
             return None
         turns = genes.turns if max(copies) == 1 < len(copies) else 1
         recompute = genes.recompute and max(copies) == 1 < len(copies)

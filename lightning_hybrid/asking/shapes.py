@@ -17,6 +17,7 @@ backward and hold the activations of one micro-batch.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import combinations, pairwise
 from operator import truediv
 
 from lightning_hybrid.asking.arrangements import Arrangement, Arrangements, improve
@@ -394,8 +395,9 @@ def _copied(
     devices, replicas = problem.m, len(cluster.devices) // problem.m
     if not 2 < devices <= _MOST_COPIED or problem.microbatches > 2 * _MOST_COPIED:
         return
-    fronts = [(devices - 1,), *((k, devices - 1 - k) for k in range(1, devices - 1))]
-    for copies in ((*front, 1) for front in fronts):
+    places = [(k,) for k in range(1, devices)] + [*combinations(range(1, devices), 2)]
+    for cuts in places:
+        copies = tuple(b - a for a, b in pairwise((0, *cuts, devices)))
         if max(copies) == 1 or problem.microbatches < max(copies):
             continue
         copied = with_copies(problem, copies, costs, cluster)
