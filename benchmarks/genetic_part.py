@@ -39,13 +39,13 @@ from typing import Any
 import numpy as np
 from _joint_problems import NETWORKS, PROBLEMS
 from _results import record
-from random_clusters import BATCH, arrangement
+from random_clusters import BATCH
 from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run_counted
 from lightning_hybrid.asking.arrangements import Arrangements, starts_of
-from lightning_hybrid.asking.shapes import fastest, rank_shapes
+from lightning_hybrid.asking.shapes import arrangement_of, fastest, rank_shapes
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.free_placements import FreePlacements
 from lightning_hybrid.planning.partition_table import PartitionTable
@@ -380,7 +380,9 @@ def joint(evaluations: int, seeds: int) -> None:
     for problem, (network, cluster) in PROBLEMS.items():
         shapes = rank_shapes(costs[network], cluster, BATCH)
         # what the planner has searched for is not given to the others
-        known = [arrangement(s, len(cluster.devices)) for s in shapes if s.fits and not s.numbers]
+        known = [
+            arrangement_of(s, len(cluster.devices)) for s in shapes if s.fits and not s.numbers
+        ]
         runs = []
         for seed in range(seeds):
             space, begun = Arrangements(costs[network], cluster, BATCH, slices), process_time()

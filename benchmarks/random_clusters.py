@@ -29,7 +29,7 @@ from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run
 from lightning_hybrid.asking.arrangements import Arrangement, Arrangements
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.partition_costs import capture_call, counted_parts
-from lightning_hybrid.asking.shapes import Shape, fastest, rank_shapes
+from lightning_hybrid.asking.shapes import arrangement_of, fastest, rank_shapes
 from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.graph import network_partitions
@@ -248,19 +248,6 @@ def of_long_search(space: Arrangements, answer: Arrangement, evaluations: int) -
     return min(found, bred)
 
 
-def arrangement(shape: Shape, count: int) -> Arrangement:
-    used = shape.numbers or tuple(range(shape.replicas * shape.devices_per_replica))
-    return Arrangement(
-        (*used, *(k for k in range(count) if k not in used)),
-        shape.replicas,
-        shape.copies or (1,) * shape.devices_per_replica,
-        shape.stages_per_device,
-        shape.microbatches,
-        shape.recompute,
-        shape.ends,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("clusters", type=int, nargs="*", default=range(30))
@@ -276,7 +263,7 @@ def main() -> None:
         seconds.append(process_time() - start_s)
         numbers = [m for m in range(1, BATCH + 1) if BATCH % m == 0]
         space = Arrangements(costs_of, cluster, BATCH, numbers)
-        answer_s, answer = 1 / planned.samples_per_s, arrangement(planned, count)
+        answer_s, answer = 1 / planned.samples_per_s, arrangement_of(planned, count)
         if abs(space.cost(answer) / answer_s - 1) > 1e-6:
             print(f"    the search says {space.cost(answer)}, not {answer_s}")
         start_s = process_time()

@@ -26,7 +26,7 @@ from lightning_hybrid.asking.step_problems import (
     Ring,
     in_training,
     links_of,
-    placed,
+    problem_of,
     ring_of,
     rings_s,
     unlimited,
@@ -37,7 +37,7 @@ from lightning_hybrid.planning import CopiedStages, PartitionTable, StepProblem,
 
 Rng = np.random.Generator
 
-_MOST_TURNS = 3
+MOST_TURNS = 3
 """Stages per device that are tried at most."""
 _MOST_SIMULATED = 128
 """Micro-batches times devices up to which steps of stages with copies are simulated."""
@@ -144,15 +144,24 @@ class Arrangements:
 
     def timed(self, genes: Arrangement) -> tuple[float, tuple[int, ...]]:
         """Seconds of a step, and the samples that replicas take; empty: all take as many."""
-        used, size, slices = genes.used, genes.size, genes.microbatches
-        if genes.has_copies:
-            return self.copied(used, genes.copies, slices).step_time_s(genes.ends), ()
-        problem = self.problem(used, size, slices, genes.recompute, self.batch, None)
-        step_s = problem.step_time_s(genes.ends, genes.chain)
-        if max(self.kinds(used, size)) == 0 or self.batch == 1:
+        step_s = self.equal_s(genes)
+        if genes.has_copies or max(self.kinds(genes.used, genes.size)) == 0 or self.batch == 1:
             return step_s, ()
         shares, dealt_s = self._dealt(genes)
         return (dealt_s, shares) if dealt_s < step_s and len(set(shares)) > 1 else (step_s, ())
+
+    def equal_s(self, genes: Arrangement) -> float:
+        """Seconds of a step in which all replicas take as many samples."""
+        if genes.has_copies:
+            copied = self.copied(genes.used, genes.copies, genes.microbatches)
+            return copied.step_time_s(genes.ends)
+        return self.whole(genes).step_time_s(genes.ends, genes.chain)
+
+    def whole(self, genes: Arrangement) -> StepProblem:
+        """The step of the slowest devices of all replicas, as a chain."""
+        return self.problem(
+            *(genes.used, genes.size, genes.microbatches, genes.recompute, self.batch, None)
+        )
 
     def _kinds(self, used: tuple[int, ...], size: int) -> list[int]:
         """A number for each replica; those with the same devices take the same time."""
@@ -196,9 +205,8 @@ class Arrangements:
                 now_s[replica] = time_s(replica, shares[replica])
                 then_s[replica] = time_s(replica, shares[replica] + 1)
 
-    def bubble(self, genes: Arrangement) -> float:
-        """The share of the time of a step in which the devices do not compute."""
-        step_s, shares = self.timed(genes)
+    def bubble(self, genes: Arrangement, step_s: float, shares: Sequence[int]) -> float:
+        """The share of the time of such a step in which the devices do not compute."""
         table = self.costs_of(self.batch // genes.microbatches)
         sums = table.recomputed().sums if genes.recompute else table.sums
         speeds, busy_s = self._picked(genes.used).relative_speeds, 0.0
@@ -236,12 +244,12 @@ class Arrangements:
         """The step of the slowest devices, or that of one replica."""
         ring, links = self._rings(used, size), self._links(used, size)
         table = self.table(slices, len(used) // size, ring, recompute, share)
-        return placed(table, self._picked(used), size, slices, links, recompute, replica)
+        return problem_of(table, self._picked(used), size, slices, links, recompute, replica)
 
     def _copied(self, used: tuple[int, ...], copies: tuple[int, ...], slices: int) -> CopiedStages:
         size = sum(copies)
         problem = self.problem(used, size, slices, False, self.batch, None)
-        return with_copies(problem, copies, problem.table, self._picked(used))
+        return with_copies(problem, copies, self._picked(used))
 
     # ------------------------------------------------------------------ moves
 
@@ -266,7 +274,7 @@ class Arrangements:
                 devices=tuple(rng.permutation(count).tolist()),
                 replicas=replicas,
                 copies=tuple(copies),
-                turns=int(rng.integers(2, _MOST_TURNS + 1)) if looped else 1,
+                turns=int(rng.integers(2, MOST_TURNS + 1)) if looped else 1,
                 microbatches=self.numbers[int(rng.integers(len(self.numbers)))],
                 recompute=False,
                 ends=(),
@@ -350,7 +358,7 @@ class Arrangements:
             for replicas, cuts in product(range(1, count // size + 1), stages):
                 copies = tuple(b - a for a, b in pairwise((0, *cuts, size)))
                 alone = max(copies) == 1
-                for turns in range(1, _MOST_TURNS + 1 if alone and size > 1 else 2):
+                for turns in range(1, MOST_TURNS + 1 if alone and size > 1 else 2):
                     for slices in reversed(self.numbers):
                         genes = Arrangement(devices, replicas, copies, turns, slices, False, ())
                         found = self.recut(genes)
@@ -378,8 +386,7 @@ class Arrangements:
             problem = replace(alone, speeds=[s * k for s, k in zip(alone.speeds, count)])
             chain = [*range(1, len(genes.copies)), 0]
         else:
-            whole = (genes.used, genes.size, genes.microbatches, genes.recompute, self.batch)
-            problem, chain = self.problem(*whole, None), genes.chain
+            problem, chain = self.whole(genes), genes.chain
         return balanced_ends(problem, chain) or balanced_ends(unlimited(problem), chain)
 
     def _cut(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
@@ -485,7 +492,7 @@ class Arrangements:
     def _turned(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
         """One round of a loop more or less."""
         turns = genes.turns + (1 if rng.random() < 0.5 else -1)
-        if genes.has_copies or genes.size == 1 or not 1 <= turns <= _MOST_TURNS:
+        if genes.has_copies or genes.size == 1 or not 1 <= turns <= MOST_TURNS:
             return None
         return self.recut(replace(genes, turns=turns, recompute=genes.recompute and turns == 1))
 
