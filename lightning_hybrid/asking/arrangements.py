@@ -43,8 +43,8 @@ _MOST_SIMULATED = 128
 """Micro-batches times devices up to which steps of stages with copies are simulated."""
 _STARTS = 8
 """Arrangements to begin with, each of another shape."""
-_OFTEN = (0.35, 0.6, 0.7, 0.85, 0.95)
-"""Shares of the moves of which there are six, added up."""
+_OFTEN = (0.33, 0.57, 0.66, 0.8, 0.9, 0.95)
+"""Shares of the moves of which there are seven, added up."""
 _ALL_SHAPES = 8
 """Devices up to which the search begins with every shape."""
 _ORDERS = 2
@@ -255,7 +255,10 @@ class Arrangements:
 
     def neighbour(self, genes: Arrangement, rng: Rng) -> Arrangement:
         """The same with a cut, a device, a copy, a stage, a replica or micro-batches changed."""
-        moves = (self._cut, self._swapped, self._sliced, self._sized, self._divided, self._turned)
+        moves = (
+            *(self._cut, self._swapped, self._sliced, self._sized, self._divided, self._turned),
+            self.laid,
+        )
         changed = moves[bisect(_OFTEN, rng.random())](genes, rng)
         return changed if changed is not None and self._may_be(changed) else genes
 
@@ -334,8 +337,13 @@ class Arrangements:
         if rng.random() < 0.7:  # the slowest are left out
             devices.sort(key=lambda device: -speeds[device])
         used, spare = devices[: genes.replicas * size], devices[genes.replicas * size :]
-        if rng.random() < 0.3:
+        order = rng.random()
+        if order < 0.3:
             used = rng.permutation(used).tolist()
+        elif (
+            order < 0.65
+        ):  # neighbours have a stage in all replicas: its all-reduce is within hosts
+            used.sort()
         # copies of a stage wait for the slowest one: in all replicas they are of about one speed
         stages = [owners_of(genes.copies)[k] for k in rng.permutation(len(genes.copies))]
         places = [
@@ -367,7 +375,14 @@ class Arrangements:
                             break
 
     def recut(self, genes: Arrangement) -> Arrangement | None:
-        """Another shape, with balanced cuts; None: there are too few devices or partitions."""
+        """Another shape, with balanced cuts; None: there are too few devices or partitions.
+
+        Only several single stages go in rounds, or have activations that can be computed again.
+        """
+        chain = max(genes.copies) == 1 < genes.size
+        genes = replace(genes, turns=genes.turns if chain else 1)
+        again = genes.recompute and chain and genes.turns == 1 < genes.microbatches
+        genes = replace(genes, recompute=again)
         stages = len(genes.copies) * genes.turns
         most = max(stages, genes.size)
         if genes.replicas * genes.size > len(genes.devices) or most > self.partitions:
@@ -448,10 +463,9 @@ class Arrangements:
             if not 0 <= place < len(self.numbers):
                 return None
             slices = self.numbers[place]
-            recompute &= slices > 1
         changed = replace(genes, microbatches=slices, recompute=recompute)
         # other micro-batches hold more or less, so that other cuts may fit
-        return self.recut(changed) if rng.random() < 0.5 and self._may_be(changed) else changed
+        return self.recut(changed) if rng.random() < 0.5 else changed
 
     def _sized(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
         """A copy more or less, or a stage; in all replicas."""
@@ -467,9 +481,7 @@ class Arrangements:
             del copies[place]
         else:
             return None
-        turns = genes.turns if max(copies) == 1 < len(copies) else 1
-        recompute = genes.recompute and max(copies) == 1 < len(copies)
-        return self.recut(replace(genes, copies=tuple(copies), turns=turns, recompute=recompute))
+        return self.recut(replace(genes, copies=tuple(copies)))
 
     def _divided(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
         """One replica more or less, or two that become one of twice the stages, or the reverse."""
@@ -485,8 +497,6 @@ class Arrangements:
             changed = replace(genes, replicas=2 * genes.replicas, copies=(1,) * (stages // 2))
         else:
             return None
-        if len(changed.copies) == 1:
-            changed = replace(changed, turns=1, recompute=False)
         return self.recut(changed)
 
     def _turned(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
@@ -494,7 +504,7 @@ class Arrangements:
         turns = genes.turns + (1 if rng.random() < 0.5 else -1)
         if genes.has_copies or genes.size == 1 or not 1 <= turns <= MOST_TURNS:
             return None
-        return self.recut(replace(genes, turns=turns, recompute=genes.recompute and turns == 1))
+        return self.recut(replace(genes, turns=turns))
 
 
 def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) -> Arrangement | None:
@@ -515,10 +525,18 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
 def starts_of(
     space: Arrangements, seeds: Sequence[Arrangement], evaluations: int, rng: Rng
 ) -> list[Arrangement]:
-    """The best arrangements of other shapes: of the seeds, or tried first. The best comes first."""
+    """The best arrangements of other shapes: of the seeds, or tried first. The best comes first.
+
+    Shapes that differ in nothing but in how many copies a stage has are one here: of others to
+    begin with there would be few.
+    """
     seated = [space.seated(genes) for genes in seeds]
     found = [*seated, *_orders(space, seated), *_screened(space, evaluations // 25, rng)]
-    return _best(space, found)[:_STARTS]
+    kinds: dict[object, Arrangement] = {}
+    for genes in _best(space, found):
+        kind = genes.replicas, len(genes.copies), genes.has_copies, genes.turns
+        kinds.setdefault(kind, genes)
+    return [*kinds.values()][:_STARTS]
 
 
 def _orders(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:

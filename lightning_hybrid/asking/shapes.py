@@ -39,9 +39,9 @@ from lightning_hybrid.planning import (
 _MOST_MICROBATCHES = 64
 """Micro-batches that are tried at most. More of them hold no less, since all are in flight."""
 _REFINED = 5
-"""Chains and loops that are looked at again."""
+"""Chains, loops and shapes with copies that are looked at again."""
 _MOST_COPIED = 8
-"""Devices of a replica whose stages have copies, at most; twice as many micro-batches."""
+"""Devices of a replica whose stages have copies, at most."""
 _ALL_SIZES = 8
 """Numbers of unlike devices that are all tried; of larger ones those that divide their number."""
 _ALL_COPIED = 4
@@ -251,14 +251,8 @@ def _shapes(
                 if size == 1 or slices == 1 or all(shape.fits for shape in shapes):
                     break
     found.sort(key=_rank)
-    for loops in (False, True):
-        numbers = [
-            k
-            for k, s in enumerate(found)
-            if s.devices_per_replica > 1 and not s.copies and (s.stages_per_device > 1) == loops
-        ]
-        for number in numbers[:_REFINED]:
-            found[number] = _refined(space, found[number])
+    for number in _promising(found):
+        found[number] = _refined(space, found[number])
     total = len(space.cluster.devices)
     dealt = (_shape(space, arrangement_of(s, total), s.search) for s in found if not s.copies)
     return [*found, *(shape for shape in dealt if shape.shares)]
@@ -325,42 +319,51 @@ def _fit(space: Arrangements, genes: Arrangement) -> Fit:
 
 
 def _copied(space: Arrangements, plain: Arrangement) -> Iterator[Shape]:
-    """Shapes of two or three stages with copies."""
-    size, slices = plain.size, plain.microbatches
-    if not 2 < size <= _MOST_COPIED or slices > 2 * _MOST_COPIED:
+    """Shapes of two or three stages with copies, as far as they fit."""
+    size = plain.size
+    if not 2 < size <= _MOST_COPIED:
         return
     for cuts in [(k,) for k in range(1, size)] + [*combinations(range(1, size), 2)]:
         copies = tuple(b - a for a, b in pairwise((0, *cuts, size)))
-        if max(copies) == 1 or slices < max(copies):
-            continue
-        try:
-            ends, all_tried = best_cuts(space.copied(plain.used, copies, slices))
-        except PlanError:  # the chain of as many devices says what lacks
-            continue
-        genes = replace(plain, copies=copies, ends=tuple(ends))
-        yield _shape(space, genes, "exact" if all_tried else "descent")
+        genes = space.recut(replace(plain, copies=copies)) if max(copies) > 1 else None
+        # of what does not fit, the chain of as many devices says what lacks
+        if genes is not None and space.equal_s(genes) < float("inf"):
+            yield _shape(space, genes, "balanced", equal=True)
+
+
+def _promising(found: Sequence[Shape]) -> Iterator[int]:
+    """The numbers of the first chains, loops and shapes with copies."""
+    kinds: dict[object, list[int]] = {}
+    for number, shape in enumerate(found):
+        if shape.devices_per_replica > 1:
+            kinds.setdefault((shape.stages_per_device > 1, shape.copies > ()), []).append(number)
+    for numbers in kinds.values():
+        yield from numbers[:_REFINED]
 
 
 def _refined(space: Arrangements, shape: Shape) -> Shape:
-    """The same cut by the dynamic programme, or a loop by moving cuts, where that is quick."""
+    """The same cut by the dynamic programme, or a loop or copies otherwise, where that is quick."""
     genes = arrangement_of(shape, len(space.cluster.devices))
     problem, chain = space.whole(genes), genes.chain
     if problem.n * problem.m > _QUICK:
         return shape
-    if genes.turns > 1:
-        ends, search = (
-            improved([*genes.ends], partial(problem.step_time_s, devices=chain)),
-            "descent",
-        )
-    else:
-        try:
-            ends, step_s = best_chain(problem, chain)
-        except PlanError:
-            return shape
-        search = "dynamic"
-        if shape.fits and step_s >= shape.step_s:
-            return replace(shape, search=search)  # the exact search found no faster chain
-    return _shape(space, replace(genes, ends=tuple(ends)), search, equal=True)
+    search = "descent"
+    try:
+        if genes.has_copies:
+            copied = space.copied(genes.used, genes.copies, genes.microbatches)
+            ends, all_tried = best_cuts(copied)
+            search = "exact" if all_tried else search
+        elif genes.turns > 1:
+            ends = improved([*genes.ends], partial(problem.step_time_s, devices=chain))
+        else:
+            ends, _ = best_chain(problem, chain)
+            search = "dynamic"
+    except PlanError:
+        return shape
+    found = _shape(space, replace(genes, ends=tuple(ends)), search, equal=True)
+    # a search that finds nothing faster leaves the cuts as they are
+    worse = shape.fits and found.step_s >= shape.step_s
+    return replace(shape, search=search) if worse else found
 
 
 def _rank(shape: Shape) -> tuple[bool, float, int, int]:

@@ -85,12 +85,10 @@ class CopiedStages:
         return replace(costs, reduce_s=reduce_s, step_s=step_s)
 
     def costs(self, ends: Sequence[int]) -> DealtCosts:
-        """What each copy takes."""
+        """What each copy takes: they differ in speed and links, not in what they compute."""
         slowest = self.stage_costs(ends)
-        # copies may differ in speed and links, not in what they compute
-        alike = DealtCosts.alike(slowest, self.copies)
 
-        def scaled(seconds: Sequence[float]) -> list[list[float]]:
+        def each(seconds: Sequence[float]) -> list[list[float]]:
             """Work that the slowest of a stage does in so many seconds, by copy."""
             found = []
             for value, devices in zip(seconds, owners_of(self.copies)):
@@ -98,15 +96,16 @@ class CopiedStages:
                 found.append([value * least / self.speeds[device] for device in devices])
             return found
 
-        step_s = scaled(slowest.step_s)
+        step_s = each(slowest.step_s)
         if self.copies[-1] > 1:
             # the driver steps nothing: before the next forward the first worker gives it weights
             step_s[-1][-1] = step_s[-1][0] + self._weights_s(ends)
-        return replace(
-            alike,
-            forward_s=scaled(slowest.forward_s),
-            backward_s=scaled(slowest.backward_s),
+        return DealtCosts(
+            forward_s=each(slowest.forward_s),
+            backward_s=each(slowest.backward_s),
+            weight_s=each(slowest.weight_s),
             step_s=step_s,
+            reduce_s=slowest.reduce_s,
             edges=self._edges(ends),
         )
 
