@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import combinations, permutations, product
 from math import inf
 
+import numpy as np
 import pytest
 from planned import problem_on
 
@@ -129,6 +130,22 @@ def test_the_answer_is_no_worse_than_any_start_and_can_be_run() -> None:
     assert space.cost(found) <= min(map(space.cost, starts))
     assert found.used[0] == min(found.used)
     assert not (found.has_copies and space.timed(found)[1])
+
+
+def test_whatever_is_changed_can_be_run() -> None:
+    at, rng = cluster(*[(1.0, 9), (0.5, 9)] * 3), np.random.default_rng(0)
+    space = Arrangements(costs_of, at, BATCH, SLICES)
+    genes, seen = space.random(rng), set()
+    for _ in range(300):
+        genes = space.neighbour(space.cross(genes, space.random(rng), rng), rng)
+        assert sorted(genes.devices) == [*range(6)]
+        assert genes.used[0] == min(genes.used)
+        assert [*genes.ends] == sorted({*genes.ends})
+        assert (genes.ends[-1], len(genes.ends)) == (6, len(genes.copies) * genes.turns)
+        assert max(genes.copies) == 1 or (genes.turns, len(genes.copies) > 1) == (1, True)
+        assert not genes.recompute or genes.turns == 1 < min(genes.size, genes.microbatches)
+        seen.add((genes.has_copies, genes.turns, genes.recompute, genes.replicas))
+    assert len(seen) > 5  # and many kinds of them were
 
 
 def test_shares_are_the_best_there_are() -> None:
