@@ -337,12 +337,11 @@ class Arrangements:
         if rng.random() < 0.7:  # the slowest are left out
             devices.sort(key=lambda device: -speeds[device])
         used, spare = devices[: genes.replicas * size], devices[genes.replicas * size :]
-        order = rng.random()
-        if order < 0.3:
+        drawn = rng.random()
+        if drawn < 0.3:
             used = rng.permutation(used).tolist()
-        elif (
-            order < 0.65
-        ):  # neighbours have a stage in all replicas: its all-reduce is within hosts
+        elif drawn < 0.65:
+            # neighbours have a stage in all replicas, so that its all-reduce is within hosts
             used.sort()
         # copies of a stage wait for the slowest one: in all replicas they are of about one speed
         stages = [owners_of(genes.copies)[k] for k in rng.permutation(len(genes.copies))]
