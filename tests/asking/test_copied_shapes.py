@@ -1,10 +1,12 @@
 """Shapes whose stages have copies, against every set of cuts with costs summed by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 
+from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes
 from lightning_hybrid.asking.step_problems import CostsOf, ring_s
@@ -50,7 +52,7 @@ def by_hand(shape: Shape, at: ClusterDescription, ends: list[int], batch: int) -
     owners = [d if isinstance(d, tuple) else (d,) for d in shape.devices]
     bounds = list(zip([0, *ends[:-1]], ends))
 
-    def each(work: tuple[float, ...]) -> list[list[float]]:
+    def each(work: Sequence[float]) -> list[list[float]]:
         return [
             [sum(work[a:b]) / speed(at, device, size) for device in devices]
             for (a, b), devices in zip(bounds, owners)
@@ -167,6 +169,8 @@ def test_copies_of_the_last_stage_pay_until_their_outputs_are_large() -> None:
         plan = plan_of(found[outputs], costs, at, 12)
         assert plan.predicted_step_s == found[outputs].step_s
     assert found[4e3].copies == (1, 3)
+    plan = plan_of(found[4e3], parameters_in_front(4e3), at, 12)
+    HybridGabraStrategy(plan=plan)  # a run takes it
     assert str(found[4e3]).startswith("1 replica x 2 stages (1-3 copies)")
 
 
