@@ -33,7 +33,8 @@ def transformer(width: int = 768, tokens: int = 256, words: int = 32_000) -> Cos
     weights = np.array([words * width, *[12 * width**2] * 12, words * width], dtype=float)
     flops = 2 * tokens * weights + np.array([0, *[4 * tokens**2 * width] * 12, 0])
     flops[0] = 0
-    return given(flops / FLOPS_PER_S, np.full(13, 4.0 * tokens * width), 4 * weights)
+    crossing, outputs = np.full(13, 4.0 * tokens * width), 4.0 * tokens * words
+    return given(flops / FLOPS_PER_S, crossing, 4 * weights, outputs)
 
 
 def speeds_on(speeds: Sequence[float], network: float, hosts_of: int = 1) -> ClusterDescription:

@@ -29,7 +29,7 @@ from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run
 from lightning_hybrid.asking.arrangements import Arrangement, Arrangements
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.partition_costs import capture_call, counted_parts
-from lightning_hybrid.asking.shapes import Shape, fastest, rank_shapes
+from lightning_hybrid.asking.shapes import arrangement_of, fastest, rank_shapes
 from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.graph import network_partitions
@@ -59,6 +59,7 @@ def joined(table: PartitionTable, count: int = PARTITIONS) -> PartitionTable:
     return PartitionTable(
         names=[table.names[group[0]] for group in groups],
         cut_bytes=[table.cut_bytes[group[-1]] for group in groups[:-1]],
+        output_bytes=table.output_bytes,
         **{
             name: sums(getattr(table, name))
             for name in (
@@ -93,8 +94,10 @@ def drawn(kind: str) -> CostsOf:
     return given(work, crossing, weights)
 
 
-def given(work: np.ndarray, crossing: np.ndarray, weights: np.ndarray) -> CostsOf:
-    """A network of so many seconds and bytes: forward and cuts of a sample, parameters."""
+def given(
+    work: np.ndarray, crossing: np.ndarray, weights: np.ndarray, outputs: float = 4e3
+) -> CostsOf:
+    """A network of so many seconds and bytes: forward, cuts, outputs of a sample, parameters."""
     n = len(work)
 
     def costs_of(samples: int) -> PartitionTable:
@@ -105,6 +108,7 @@ def given(work: np.ndarray, crossing: np.ndarray, weights: np.ndarray) -> CostsO
             forward_s=tuple((samples * work).tolist()),
             backward_s=tuple((2 * samples * work).tolist()),
             cut_bytes=tuple((samples * crossing).tolist()),
+            output_bytes=samples * outputs,
             gradient_bytes=tuple(weights.tolist()),
             kept_bytes=tuple((4 * weights).tolist()),
             activation_bytes=tuple((samples * 4 * np.append(crossing, crossing[-1])).tolist()),
@@ -160,8 +164,8 @@ def shapes_of(
     if size > 1 and slices > 1:
         yield (1,) * size, 1, True
     for stages in range(2, min(size, partitions + 1)):
-        for cuts in combinations(range(1, size - 1), stages - 2):
-            copies = (*(b - a for a, b in zip((0, *cuts), (*cuts, size - 1))), 1)
+        for cuts in combinations(range(1, size), stages - 1):
+            copies = tuple(b - a for a, b in zip((0, *cuts), (*cuts, size)))
             if max(copies) <= slices:
                 yield copies, 1, False
 
@@ -244,19 +248,6 @@ def of_long_search(space: Arrangements, answer: Arrangement, evaluations: int) -
     return min(found, bred)
 
 
-def arrangement(shape: Shape, count: int) -> Arrangement:
-    used = shape.numbers or tuple(range(shape.replicas * shape.devices_per_replica))
-    return Arrangement(
-        (*used, *(k for k in range(count) if k not in used)),
-        shape.replicas,
-        shape.copies or (1,) * shape.devices_per_replica,
-        shape.stages_per_device,
-        shape.microbatches,
-        shape.recompute,
-        shape.ends,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("clusters", type=int, nargs="*", default=range(30))
@@ -272,7 +263,7 @@ def main() -> None:
         seconds.append(process_time() - start_s)
         numbers = [m for m in range(1, BATCH + 1) if BATCH % m == 0]
         space = Arrangements(costs_of, cluster, BATCH, numbers)
-        answer_s, answer = 1 / planned.samples_per_s, arrangement(planned, count)
+        answer_s, answer = 1 / planned.samples_per_s, arrangement_of(planned, count)
         if abs(space.cost(answer) / answer_s - 1) > 1e-6:
             print(f"    the search says {space.cost(answer)}, not {answer_s}")
         start_s = process_time()

@@ -4,15 +4,15 @@ What a search for one of them holds fixed, another could have: a slow device is 
 given the light stage, or a copy beside it, or few samples. So all of them are changed together, one
 small step after the other, from the best plans that are made one at a time. An arrangement is what
 the strategy can run: the driver of the first replica is on the first of the devices that are used,
-the last stage has one copy, and where any stage has several, replicas take equal shares and each
-keeps the whole state of the optimizer.
+and where any stage has copies, replicas take equal shares and each keeps the whole state of the
+optimizer.
 """
 
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from operator import truediv
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_hybrid.asking.step_problems import (
     Ring,
     in_training,
     links_of,
-    placed,
+    problem_of,
     ring_of,
     rings_s,
     unlimited,
@@ -37,14 +37,14 @@ from lightning_hybrid.planning import CopiedStages, PartitionTable, StepProblem,
 
 Rng = np.random.Generator
 
-_MOST_TURNS = 3
+MOST_TURNS = 3
 """Stages per device that are tried at most."""
 _MOST_SIMULATED = 128
 """Micro-batches times devices up to which steps of stages with copies are simulated."""
 _STARTS = 8
 """Arrangements to begin with, each of another shape."""
-_OFTEN = (0.35, 0.6, 0.7, 0.85, 0.95)
-"""Shares of the moves of which there are six, added up."""
+_OFTEN = (0.33, 0.57, 0.66, 0.8, 0.9, 0.95)
+"""Shares of the moves of which there are seven, added up."""
 _ALL_SHAPES = 8
 """Devices up to which the search begins with every shape."""
 _ORDERS = 2
@@ -144,15 +144,24 @@ class Arrangements:
 
     def timed(self, genes: Arrangement) -> tuple[float, tuple[int, ...]]:
         """Seconds of a step, and the samples that replicas take; empty: all take as many."""
-        used, size, slices = genes.used, genes.size, genes.microbatches
-        if genes.has_copies:
-            return self.copied(used, genes.copies, slices).step_time_s(genes.ends), ()
-        problem = self.problem(used, size, slices, genes.recompute, self.batch, None)
-        step_s = problem.step_time_s(genes.ends, genes.chain)
-        if max(self.kinds(used, size)) == 0 or self.batch == 1:
+        step_s = self.equal_s(genes)
+        if genes.has_copies or max(self.kinds(genes.used, genes.size)) == 0 or self.batch == 1:
             return step_s, ()
         shares, dealt_s = self._dealt(genes)
         return (dealt_s, shares) if dealt_s < step_s and len(set(shares)) > 1 else (step_s, ())
+
+    def equal_s(self, genes: Arrangement) -> float:
+        """Seconds of a step in which all replicas take as many samples."""
+        if genes.has_copies:
+            copied = self.copied(genes.used, genes.copies, genes.microbatches)
+            return copied.step_time_s(genes.ends)
+        return self.whole(genes).step_time_s(genes.ends, genes.chain)
+
+    def whole(self, genes: Arrangement) -> StepProblem:
+        """The step of the slowest devices of all replicas, as a chain."""
+        return self.problem(
+            *(genes.used, genes.size, genes.microbatches, genes.recompute, self.batch, None)
+        )
 
     def _kinds(self, used: tuple[int, ...], size: int) -> list[int]:
         """A number for each replica; those with the same devices take the same time."""
@@ -196,9 +205,8 @@ class Arrangements:
                 now_s[replica] = time_s(replica, shares[replica])
                 then_s[replica] = time_s(replica, shares[replica] + 1)
 
-    def bubble(self, genes: Arrangement) -> float:
-        """The share of the time of a step in which the devices do not compute."""
-        step_s, shares = self.timed(genes)
+    def bubble(self, genes: Arrangement, step_s: float, shares: Sequence[int]) -> float:
+        """The share of the time of such a step in which the devices do not compute."""
         table = self.costs_of(self.batch // genes.microbatches)
         sums = table.recomputed().sums if genes.recompute else table.sums
         speeds, busy_s = self._picked(genes.used).relative_speeds, 0.0
@@ -236,18 +244,21 @@ class Arrangements:
         """The step of the slowest devices, or that of one replica."""
         ring, links = self._rings(used, size), self._links(used, size)
         table = self.table(slices, len(used) // size, ring, recompute, share)
-        return placed(table, self._picked(used), size, slices, links, recompute, replica)
+        return problem_of(table, self._picked(used), size, slices, links, recompute, replica)
 
     def _copied(self, used: tuple[int, ...], copies: tuple[int, ...], slices: int) -> CopiedStages:
         size = sum(copies)
         problem = self.problem(used, size, slices, False, self.batch, None)
-        return with_copies(problem, copies, problem.table, self._picked(used))
+        return with_copies(problem, copies, self._picked(used))
 
     # ------------------------------------------------------------------ moves
 
     def neighbour(self, genes: Arrangement, rng: Rng) -> Arrangement:
         """The same with a cut, a device, a copy, a stage, a replica or micro-batches changed."""
-        moves = (self._cut, self._swapped, self._sliced, self._sized, self._divided, self._turned)
+        moves = (
+            *(self._cut, self._swapped, self._sliced, self._sized, self._divided, self._turned),
+            self.laid,
+        )
         changed = moves[bisect(_OFTEN, rng.random())](genes, rng)
         return changed if changed is not None and self._may_be(changed) else genes
 
@@ -260,13 +271,13 @@ class Arrangements:
             copies = [1] * stages
             if stages > 1 and rng.random() < 0.5:
                 for _ in range(count // replicas - stages):
-                    copies[int(rng.integers(stages - 1))] += int(rng.integers(2))
+                    copies[int(rng.integers(stages))] += int(rng.integers(2))
             looped = max(copies) == 1 < stages and rng.random() < 0.5
             genes = Arrangement(
                 devices=tuple(rng.permutation(count).tolist()),
                 replicas=replicas,
                 copies=tuple(copies),
-                turns=int(rng.integers(2, _MOST_TURNS + 1)) if looped else 1,
+                turns=int(rng.integers(2, MOST_TURNS + 1)) if looped else 1,
                 microbatches=self.numbers[int(rng.integers(len(self.numbers)))],
                 recompute=False,
                 ends=(),
@@ -285,6 +296,7 @@ class Arrangements:
             return False
         return not genes.has_copies or (
             self.may_copy
+            and len(genes.copies) > 1
             and genes.turns == 1
             and not genes.recompute
             and max(genes.copies) <= genes.microbatches
@@ -325,8 +337,12 @@ class Arrangements:
         if rng.random() < 0.7:  # the slowest are left out
             devices.sort(key=lambda device: -speeds[device])
         used, spare = devices[: genes.replicas * size], devices[genes.replicas * size :]
-        if rng.random() < 0.3:
+        drawn = rng.random()
+        if drawn < 0.3:
             used = rng.permutation(used).tolist()
+        elif drawn < 0.65:
+            # neighbours have a stage in all replicas, so that its all-reduce is within hosts
+            used.sort()
         # copies of a stage wait for the slowest one: in all replicas they are of about one speed
         stages = [owners_of(genes.copies)[k] for k in rng.permutation(len(genes.copies))]
         places = [
@@ -349,16 +365,23 @@ class Arrangements:
             for replicas, cuts in product(range(1, count // size + 1), stages):
                 copies = tuple(b - a for a, b in pairwise((0, *cuts, size)))
                 alone = max(copies) == 1
-                for turns in range(1, _MOST_TURNS + 1 if alone and size > 1 else 2):
+                for turns in range(1, MOST_TURNS + 1 if alone and size > 1 else 2):
                     for slices in reversed(self.numbers):
                         genes = Arrangement(devices, replicas, copies, turns, slices, False, ())
-                        found = self.recut(genes) if copies[-1] == 1 else None
+                        found = self.recut(genes)
                         if found is not None and self._may_be(found):
                             yield found
                             break
 
     def recut(self, genes: Arrangement) -> Arrangement | None:
-        """Another shape, with balanced cuts; None: there are too few devices or partitions."""
+        """Another shape, with balanced cuts; None: there are too few devices or partitions.
+
+        Only several single stages go in rounds, or have activations that can be computed again.
+        """
+        chain = max(genes.copies) == 1 < genes.size
+        genes = replace(genes, turns=genes.turns if chain else 1)
+        again = genes.recompute and chain and genes.turns == 1 < genes.microbatches
+        genes = replace(genes, recompute=again)
         stages = len(genes.copies) * genes.turns
         most = max(stages, genes.size)
         if genes.replicas * genes.size > len(genes.devices) or most > self.partitions:
@@ -377,8 +400,7 @@ class Arrangements:
             problem = replace(alone, speeds=[s * k for s, k in zip(alone.speeds, count)])
             chain = [*range(1, len(genes.copies)), 0]
         else:
-            whole = (genes.used, genes.size, genes.microbatches, genes.recompute, self.batch)
-            problem, chain = self.problem(*whole, None), genes.chain
+            problem, chain = self.whole(genes), genes.chain
         return balanced_ends(problem, chain) or balanced_ends(unlimited(problem), chain)
 
     def _cut(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
@@ -387,7 +409,15 @@ class Arrangements:
             return None
         for _ in range(1 + int(rng.random() < 0.4)):  # two at once: a device gives and takes
             place = int(rng.integers(len(ends) - 1))
-            last = place + 1 if rng.random() < 0.7 else int(rng.integers(place, len(ends) - 1)) + 1
+            if genes.turns > 1 and rng.random() < 0.5:
+                # from one stage of a device to another of the same, which keeps its load
+                stages = range(place % genes.size, len(ends), genes.size)
+                last = int(rng.choice(stages))
+                place, last = min(place, last), max(place, last)
+            elif rng.random() < 0.7:
+                last = place + 1
+            else:
+                last = int(rng.integers(place, len(ends) - 1)) + 1
             step = int(rng.integers(1, 3)) * (1 if rng.random() < 0.5 else -1)
             ends[place:last] = [end + step for end in ends[place:last]]
         if any(b <= a for a, b in pairwise((0, *ends))):
@@ -395,12 +425,27 @@ class Arrangements:
         return replace(genes, ends=tuple(ends))
 
     def _swapped(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
-        """Two devices change places, of which one at least is used."""
+        """Two devices change places, of which one at least is used; or two ranks of all replicas.
+
+        The stages of a rank are as slow as its slowest device, so that one device alone gains
+        little elsewhere. Ranks take what they have of the network along.
+        """
         if len(genes.devices) < 2:
             return None
-        devices, used = list(genes.devices), len(genes.used)
-        one, other = int(rng.integers(used)), int(rng.integers(len(devices)))
-        devices[one], devices[other] = devices[other], devices[one]
+        devices, used, size = list(genes.devices), len(genes.used), genes.size
+        if genes.replicas == 1 or size == 1 or rng.random() < 0.7:
+            one, other = int(rng.integers(used)), int(rng.integers(len(devices)))
+            devices[one], devices[other] = devices[other], devices[one]
+            return self._cut_or_not(replace(genes, devices=tuple(devices)), rng)
+        one, other = rng.choice(size, 2, replace=False).tolist()
+        for k in range(0, used, size):
+            devices[k + one], devices[k + other] = devices[k + other], devices[k + one]
+        if not genes.has_copies:
+            held = [b - a for a, b in pairwise((0, *genes.ends))]
+            for k in range(0, len(held), size):
+                a, b = k + (one - 1) % size, k + (other - 1) % size
+                held[a], held[b] = held[b], held[a]
+            genes = replace(genes, ends=tuple(accumulate(held)))
         return self._cut_or_not(replace(genes, devices=tuple(devices)), rng)
 
     def _cut_or_not(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
@@ -417,16 +462,15 @@ class Arrangements:
             if not 0 <= place < len(self.numbers):
                 return None
             slices = self.numbers[place]
-            recompute &= slices > 1
         changed = replace(genes, microbatches=slices, recompute=recompute)
         # other micro-batches hold more or less, so that other cuts may fit
-        return self.recut(changed) if rng.random() < 0.5 and self._may_be(changed) else changed
+        return self.recut(changed) if rng.random() < 0.5 else changed
 
     def _sized(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
         """A copy more or less, or a stage; in all replicas."""
         copies, kind = list(genes.copies), int(rng.integers(4))
         place = int(rng.integers(len(copies)))
-        if kind == 0 and place < len(copies) - 1:
+        if kind == 0:
             copies[place] += 1
         elif kind == 1 and copies[place] > 1:
             copies[place] -= 1
@@ -436,11 +480,7 @@ class Arrangements:
             del copies[place]
         else:
             return None
-        if copies[-1] > 1:
-            return None
-        turns = genes.turns if max(copies) == 1 < len(copies) else 1
-        recompute = genes.recompute and max(copies) == 1 < len(copies)
-        return self.recut(replace(genes, copies=tuple(copies), turns=turns, recompute=recompute))
+        return self.recut(replace(genes, copies=tuple(copies)))
 
     def _divided(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
         """One replica more or less, or two that become one of twice the stages, or the reverse."""
@@ -456,16 +496,14 @@ class Arrangements:
             changed = replace(genes, replicas=2 * genes.replicas, copies=(1,) * (stages // 2))
         else:
             return None
-        if len(changed.copies) == 1:
-            changed = replace(changed, turns=1, recompute=False)
         return self.recut(changed)
 
     def _turned(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
         """One round of a loop more or less."""
         turns = genes.turns + (1 if rng.random() < 0.5 else -1)
-        if genes.has_copies or genes.size == 1 or not 1 <= turns <= _MOST_TURNS:
+        if genes.has_copies or genes.size == 1 or not 1 <= turns <= MOST_TURNS:
             return None
-        return self.recut(replace(genes, turns=turns, recompute=genes.recompute and turns == 1))
+        return self.recut(replace(genes, turns=turns))
 
 
 def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) -> Arrangement | None:
@@ -486,10 +524,18 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
 def starts_of(
     space: Arrangements, seeds: Sequence[Arrangement], evaluations: int, rng: Rng
 ) -> list[Arrangement]:
-    """The best arrangements of other shapes: of the seeds, or tried first. The best comes first."""
+    """The best arrangements of other shapes: of the seeds, or tried first. The best comes first.
+
+    Shapes that differ in nothing but in how many copies a stage has are one here: of others to
+    begin with there would be few.
+    """
     seated = [space.seated(genes) for genes in seeds]
     found = [*seated, *_orders(space, seated), *_screened(space, evaluations // 25, rng)]
-    return _best(space, found)[:_STARTS]
+    kinds: dict[object, Arrangement] = {}
+    for genes in _best(space, found):
+        kind = genes.replicas, len(genes.copies), genes.has_copies, genes.turns
+        kinds.setdefault(kind, genes)
+    return [*kinds.values()][:_STARTS]
 
 
 def _orders(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:

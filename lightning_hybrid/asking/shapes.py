@@ -16,29 +16,19 @@ backward and hold the activations of one micro-batch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from operator import truediv
+from functools import lru_cache, partial
+from itertools import combinations, pairwise
 
-from lightning_hybrid.asking.arrangements import Arrangement, Arrangements, improve
-from lightning_hybrid.asking.balanced import balanced_ends
+from lightning_hybrid.asking.arrangements import MOST_TURNS, Arrangement, Arrangements, improve
 from lightning_hybrid.asking.cluster_description import ClusterDescription
-from lightning_hybrid.asking.step_problems import (
-    CostsOf,
-    links_of,
-    problem_of,
-    unlimited,
-    with_copies,
-)
+from lightning_hybrid.asking.step_problems import CostsOf, unlimited
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import (
     Fit,
-    PartitionTable,
     Plan,
-    StepProblem,
     Way,
     best_chain,
     best_cuts,
-    deal,
     gigabytes,
     improved,
     owners_of,
@@ -46,14 +36,12 @@ from lightning_hybrid.planning import (
     what_would_fit,
 )
 
-_MOST_TURNS = 3
-"""Stages per device that are tried at most."""
 _MOST_MICROBATCHES = 64
 """Micro-batches that are tried at most. More of them hold no less, since all are in flight."""
 _REFINED = 5
-"""Chains and loops that are looked at again."""
+"""Chains, loops and shapes with copies that are looked at again."""
 _MOST_COPIED = 8
-"""Devices of a replica whose stages have copies, at most; twice as many micro-batches."""
+"""Devices of a replica whose stages have copies, at most."""
 _ALL_SIZES = 8
 """Numbers of unlike devices that are all tried; of larger ones those that divide their number."""
 _ALL_COPIED = 4
@@ -162,46 +150,41 @@ def rank_shapes(
     """
     if batch < 1:
         raise PlanError(f"a replica takes {batch} samples a step: at least 1 is needed")
-    found = _shapes(costs_of, cluster, batch, splits)
+    slices = _divisors(batch, _MOST_MICROBATCHES) if splits else (1,)
+    space = Arrangements(costs_of, cluster, batch, slices)
+    everyone = tuple(range(len(cluster.devices)))
+    found = _shapes(space, everyone, len(everyone))
     if len(set(cluster.devices)) > 1:
-        found += _joint(costs_of, cluster, batch, splits, found)
+        found += _joint(space, found)
     return sorted(found, key=_rank)
 
 
-def _joint(
-    costs_of: CostsOf,
-    cluster: ClusterDescription,
-    batch: int,
-    splits: bool,
-    found: Sequence[Shape],
-) -> list[Shape]:
+def _joint(space: Arrangements, found: Sequence[Shape]) -> list[Shape]:
     """Shapes on unlike devices, also without some of them: the best first devices, and of all."""
-    space = Arrangements(costs_of, cluster, batch, _microbatches(batch, splits))
-    count = len(cluster.devices)
+    count, speeds = len(space.cluster.devices), space.cluster.relative_speeds
     everyone = tuple(range(count))
-    speeds = cluster.relative_speeds
     by_speed = tuple(sorted(everyone, key=lambda k: -speeds[k]))
-    seeds = [(shape, everyone) for shape in found]
-    for order in (everyone, by_speed):
-        # all smaller numbers of many devices would take long
-        for number in (k for k in range(1, count + 1) if k <= _ALL_SIZES or count % k == 0):
-            if number < count or order != everyone:
-                some = cluster.pick(order[:number])
-                shapes = _shapes(costs_of, some, batch, splits, copied=count <= _ALL_COPIED)
-                seeds += [(shape, order) for shape in shapes]
-    alone = [shape for shape, order in seeds[len(found) :] if order == everyone]
+    seeds, alone = [*found], list[Shape]()
+    # all smaller numbers of many devices would take long
+    for number in (k for k in range(1, count + 1) if k <= _ALL_SIZES or count % k == 0):
+        if number < count:
+            alone += _shapes(space, everyone, number, copied=count <= _ALL_COPIED)
+        if by_speed != everyone:
+            seeds += _shapes(space, by_speed, number, copied=count <= _ALL_COPIED)
     starts: dict[object, Arrangement] = {}
-    for shape, order in sorted(seeds, key=lambda seed: _rank(seed[0])):
-        genes = _arrangement(shape, order)
+    for shape in sorted([*seeds, *alone], key=_rank):
+        genes = arrangement_of(shape, count)
         if shape.fits and len(starts) < _STARTS:
             starts.setdefault((genes.replicas, genes.copies, genes.turns), genes)
     best = improve(space, [*starts.values()])
-    return alone if best is None else [*alone, _shape_of(space, best)]
+    return alone if best is None else [*alone, _shape(space, best, "descent")]
 
 
-def _arrangement(shape: Shape, devices: tuple[int, ...]) -> Arrangement:
+def arrangement_of(shape: Shape, count: int) -> Arrangement:
+    """A shape on a cluster of so many devices, as what `Arrangements` searches."""
+    used = shape.numbers or tuple(range(shape.replicas * shape.devices_per_replica))
     return Arrangement(
-        devices=devices,
+        devices=(*used, *(k for k in range(count) if k not in used)),
         replicas=shape.replicas,
         copies=shape.copies or (1,) * shape.devices_per_replica,
         turns=shape.stages_per_device,
@@ -211,8 +194,15 @@ def _arrangement(shape: Shape, devices: tuple[int, ...]) -> Arrangement:
     )
 
 
-def _shape_of(space: Arrangements, genes: Arrangement) -> Shape:
-    step_s, shares = space.timed(genes)
+def _shape(space: Arrangements, genes: Arrangement, search: str, *, equal: bool = False) -> Shape:
+    """What an arrangement takes, with the best shares of its replicas or with equal ones."""
+    step_s, shares = (space.equal_s(genes), ()) if equal else space.timed(genes)
+    lacking = 0.0
+    if step_s == float("inf"):  # show what lacks
+        problem = space.whole(genes)
+        held = zip(problem.held(genes.ends, genes.chain), problem.memory_limits)
+        lacking = max(size - limit for size, limit in held)
+        step_s = unlimited(problem).step_time_s(genes.ends, genes.chain)
     return Shape(
         replicas=genes.replicas,
         devices_per_replica=genes.size,
@@ -222,8 +212,9 @@ def _shape_of(space: Arrangements, genes: Arrangement) -> Shape:
         devices=owners_of(genes.copies) if genes.has_copies else tuple(genes.chain),
         step_s=step_s,
         samples=genes.replicas * space.batch,
-        bubble=space.bubble(genes),
-        search="descent",
+        bubble=space.bubble(genes, step_s, shares),
+        search=search,
+        lacking_bytes=lacking,
         recompute=genes.recompute,
         shares=shares,
         copies=genes.copies if genes.has_copies else (),
@@ -231,89 +222,40 @@ def _shape_of(space: Arrangements, genes: Arrangement) -> Shape:
     )
 
 
-def _microbatches(batch: int, splits: bool) -> tuple[int, ...]:
-    return _divisors(batch, _MOST_MICROBATCHES) if splits else (1,)
-
-
 def _shapes(
-    costs_of: CostsOf,
-    cluster: ClusterDescription,
-    batch: int,
-    splits: bool,
-    copied: bool = True,
+    space: Arrangements, order: tuple[int, ...], count: int, *, copied: bool = True
 ) -> list[Shape]:
-    """All shapes that use all devices of a cluster, the fastest first."""
-    count = len(cluster.devices)
+    """All shapes that use so many devices, the first ones of an order; the fastest first."""
     found: list[Shape] = []
-    for devices in _divisors(count):
-        # which links a replica uses depends on the number of its devices alone
-        links = links_of(cluster, devices)
-        for microbatches in _microbatches(batch, splits):
-            whole = costs_of(batch // microbatches)
-            costs = whole.divided(count // devices)
-            # each device needs a partition
-            if devices > len(costs.names):
-                continue
+    devices = (*order[:count], *sorted(order[count:]))
+    for size in _divisors(count):
+        # each device needs a partition
+        if size > space.partitions:
+            continue
+        for slices in space.numbers:
             for recompute in (False, True):
-                problem = problem_of(costs, cluster, devices, microbatches, links, recompute)
-                shapes = [*_cut(problem, count // devices, batch, recompute)]
-                if devices == 1 == microbatches or devices > 1:
-                    fit = _fit(problem, batch, recompute)
+                plain = space.seated(
+                    Arrangement(devices, count // size, (1,) * size, 1, slices, recompute, ())
+                )
+                # a device keeps inputs for each of its stages: there recomputation is for one
+                turns = range(1, 1 + (MOST_TURNS if size > 1 and not recompute else 1))
+                cut = (space.recut(replace(plain, turns=number)) for number in turns)
+                shapes = [_shape(space, g, "balanced", equal=True) for g in cut if g is not None]
+                if size > 1 or slices == 1:
+                    fit = _fit(space, plain)
                     shapes = [s if s.fits else replace(s, fit=fit) for s in shapes]
                 found += shapes
-                # copies do not go together with divided states
-                if copied and not recompute and not whole.state_bytes:
-                    found += _copied(problem, costs, cluster, batch)
+                if copied and not recompute and space.may_copy:
+                    found += _copied(space, plain)
                 # one device, or one micro-batch, would hold as much as before
-                if devices == 1 or microbatches == 1 or all(shape.fits for shape in shapes):
+                if size == 1 or slices == 1 or all(shape.fits for shape in shapes):
                     break
     found.sort(key=_rank)
-    for loops in (False, True):
-        numbers = [
-            k
-            for k, s in enumerate(found)
-            if s.devices_per_replica > 1 and not s.copies and (s.stages_per_device > 1) == loops
-        ]
-        for number in numbers[:_REFINED]:
-            found[number] = _refined(found[number], costs_of, cluster, batch)
-    dealt = (_dealt(shape, costs_of, cluster, batch) for shape in found if not shape.copies)
-    return [*found, *filter(None, dealt)]
-
-
-def _dealt(
-    shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int
-) -> Shape | None:
-    """The same shape, whose replicas take samples by their speed; None: they are alike."""
-    devices, slices = shape.devices_per_replica, shape.microbatches
-    speeds = cluster.relative_speeds
-    chains = [speeds[k : k + devices] for k in range(0, len(speeds), devices)]
-    slowest = [min(column) for column in zip(*chains)]
-    rates = [min(map(truediv, chain, slowest)) for chain in chains]
-    shares = deal(shape.replicas * batch, rates)
-    if len(set(shares)) == 1 or min(shares) < slices:
-        return None
-    costs = costs_of(batch // slices).divided(shape.replicas)
-    links = links_of(cluster, devices)
-    parts = [
-        problem_of(
-            *(costs.scaled(share / batch), cluster, devices, slices, links, shape.recompute),
-            replica=replica,
-        )
-        for replica, share in enumerate(shares)
-    ]
-    found = [
-        _shape(part, shape.ends, _chain_of(shape), shape.replicas, batch, shape.search)
-        for part in parts
-    ]
-    step_s = max(each.step_s for each in found)
-    busy_s = sum((1 - each.bubble) * each.step_s for each in found)
-    return replace(
-        shape,
-        step_s=step_s,
-        bubble=max(0.0, 1 - busy_s / (len(found) * step_s)) if step_s else 0.0,
-        lacking_bytes=max(each.lacking_bytes for each in found),
-        shares=shares,
-    )
+    for number in _promising(found):
+        found[number] = _refined(space, found[number])
+    total = len(space.cluster.devices)
+    dealt = (_shape(space, arrangement_of(s, total), s.search) for s in found if not s.copies)
+    return [*found, *(shape for shape in dealt if shape.shares)]
 
 
 def fastest(shapes: Sequence[Shape]) -> Shape:
@@ -338,15 +280,16 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
 
 def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Plan:
     """The plan of a shape from `rank_shapes`, which was given the same."""
-    used = cluster.pick(shape.numbers or range(shape.replicas * shape.devices_per_replica))
-    problem = _problem_of_shape(shape, costs_of, used, batch)
-    table = problem.table
+    space = Arrangements(costs_of, cluster, batch, (shape.microbatches,))
+    genes = arrangement_of(shape, len(cluster.devices))
+    problem = space.whole(genes)
     if shape.copies:
-        copied = with_copies(problem, shape.copies, table, used)
+        copied = space.copied(genes.used, genes.copies, genes.microbatches)
         firsts = [*map(min, owners_of(shape.copies))]
         costs = replace(copied.stage_costs(shape.ends), devices=firsts)
     else:
-        costs = problem.costs(shape.ends, _chain_of(shape))
+        costs = problem.costs(shape.ends, genes.chain)
+    table = problem.table
     return Plan(
         replicas=shape.replicas,
         stages=len(shape.ends),
@@ -365,127 +308,62 @@ def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch:
     )
 
 
-def _chain_of(shape: Shape) -> list[int]:
-    """The device of each stage of a shape without copies."""
-    return [device for device in shape.devices if isinstance(device, int)]
-
-
-def _problem_of_shape(
-    shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int
-) -> StepProblem:
-    costs = costs_of(batch // shape.microbatches).divided(shape.replicas)
-    devices, slices = shape.devices_per_replica, shape.microbatches
-    return problem_of(costs, cluster, devices, slices, recompute=shape.recompute)
-
-
-def _fit(problem: StepProblem, batch: int, recompute: bool) -> Fit:
+def _fit(space: Arrangements, genes: Arrangement) -> Fit:
     """The same shape as far as its memory goes; without limits it lacks nothing."""
-    limits, microbatches = problem.memory_limits, problem.microbatches
-    way = Way(stages=problem.m, microbatches=microbatches, recompute=recompute)
-    fit = Fit.of(problem.table, way, limits, batch)
+    problem = space.whole(genes)
+    way = Way(stages=genes.size, microbatches=genes.microbatches, recompute=genes.recompute)
+    fit = Fit.of(problem.table, way, problem.memory_limits, space.batch)
     # the problem has taken what is crossing away
-    return replace(fit, limits=[limit + recompute * fit.crossing_bytes for limit in limits])
+    kept = genes.recompute * fit.crossing_bytes
+    return replace(fit, limits=[limit + kept for limit in problem.memory_limits])
 
 
-def _copied(
-    problem: StepProblem, costs: PartitionTable, cluster: ClusterDescription, batch: int
-) -> Iterator[Shape]:
-    """Shapes of two or three stages with copies."""
-    devices, replicas = problem.m, len(cluster.devices) // problem.m
-    if not 2 < devices <= _MOST_COPIED or problem.microbatches > 2 * _MOST_COPIED:
+def _copied(space: Arrangements, plain: Arrangement) -> Iterator[Shape]:
+    """Shapes of two or three stages with copies, as far as they fit."""
+    size = plain.size
+    if not 2 < size <= _MOST_COPIED:
         return
-    fronts = [(devices - 1,), *((k, devices - 1 - k) for k in range(1, devices - 1))]
-    for copies in ((*front, 1) for front in fronts):
-        if max(copies) == 1 or problem.microbatches < max(copies):
-            continue
-        copied = with_copies(problem, copies, costs, cluster)
-        try:
-            ends, all_tried = best_cuts(copied)
-        except PlanError:  # the chain of as many devices says what lacks
-            continue
-        step_s, of_each = copied.step_time_s(ends), copied.costs(ends)
-        busy_s = sum(
-            len(range(number, problem.microbatches, count)) * (f + b) + step
-            for count, *rows in zip(copies, of_each.forward_s, of_each.backward_s, of_each.step_s)
-            for number, (f, b, step) in enumerate(zip(*rows))
-        )
-        yield Shape(
-            replicas=replicas,
-            devices_per_replica=devices,
-            stages_per_device=1,
-            microbatches=problem.microbatches,
-            ends=tuple(ends),
-            devices=owners_of(copies),
-            step_s=step_s,
-            samples=replicas * batch,
-            bubble=max(0.0, 1 - busy_s / (devices * step_s)) if step_s else 0.0,
-            search="exact" if all_tried else "descent",
-            copies=copies,
-        )
+    for cuts in [(k,) for k in range(1, size)] + [*combinations(range(1, size), 2)]:
+        copies = tuple(b - a for a, b in pairwise((0, *cuts, size)))
+        genes = space.recut(replace(plain, copies=copies)) if max(copies) > 1 else None
+        # of what does not fit, the chain of as many devices says what lacks
+        if genes is not None and space.equal_s(genes) < float("inf"):
+            yield _shape(space, genes, "balanced", equal=True)
 
 
-def _cut(problem: StepProblem, replicas: int, batch: int, recompute: bool) -> Iterator[Shape]:
-    devices = problem.m
-    # a device keeps inputs for each of its stages, so there recomputation is for single ones
-    looped = devices > 1 and not recompute
-    for turns in range(1, 1 + (_MOST_TURNS if looped else 1)):
-        order = [*range(1, devices), 0] * turns
-        if len(order) > problem.n:
-            return
-        ends = balanced_ends(problem, order)
-        if ends is None:  # show what lacks
-            ends = balanced_ends(unlimited(problem), order)
-        if ends is not None:
-            shape = _shape(problem, ends, order, replicas, batch, "balanced")
-            yield replace(shape, recompute=recompute)
+def _promising(found: Sequence[Shape]) -> Iterator[int]:
+    """The numbers of the first chains, loops and shapes with copies."""
+    kinds: dict[object, list[int]] = {}
+    for number, shape in enumerate(found):
+        if shape.devices_per_replica > 1:
+            kinds.setdefault((shape.stages_per_device > 1, shape.copies > ()), []).append(number)
+    for numbers in kinds.values():
+        yield from numbers[:_REFINED]
 
 
-def _refined(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Shape:
-    """The same cut by the dynamic programme, or a loop by moving cuts, where that is quick."""
-    problem, chain = _problem_of_shape(shape, costs_of, cluster, batch), _chain_of(shape)
+def _refined(space: Arrangements, shape: Shape) -> Shape:
+    """The same cut by the dynamic programme, or a loop or copies otherwise, where that is quick."""
+    genes = arrangement_of(shape, len(space.cluster.devices))
+    problem, chain = space.whole(genes), genes.chain
     if problem.n * problem.m > _QUICK:
         return shape
-    if shape.stages_per_device > 1:
-        ends = improved([*shape.ends], lambda ends: problem.step_time_s(ends, chain))
-        return _shape(problem, ends, chain, shape.replicas, batch, "descent")
+    search = "descent"
     try:
-        ends, step_s = best_chain(problem, chain)
+        if genes.has_copies:
+            copied = space.copied(genes.used, genes.copies, genes.microbatches)
+            ends, all_tried = best_cuts(copied)
+            search = "exact" if all_tried else search
+        elif genes.turns > 1:
+            ends = improved([*genes.ends], partial(problem.step_time_s, devices=chain))
+        else:
+            ends, _ = best_chain(problem, chain)
+            search = "dynamic"
     except PlanError:
         return shape
-    if shape.fits and step_s >= shape.step_s:
-        return replace(shape, search="dynamic")  # the exact search found no faster chain
-    refined = _shape(problem, ends, chain, shape.replicas, batch, "dynamic")
-    return replace(refined, recompute=shape.recompute)
-
-
-def _shape(
-    problem: StepProblem,
-    ends: Sequence[int],
-    order: Sequence[int],
-    replicas: int,
-    batch: int,
-    search: str,
-) -> Shape:
-    free = unlimited(problem)
-    step_s = free.step_time_s(ends, order)
-    costs = free.costs(ends, order)
-    busy_s = problem.microbatches * (sum(costs.forward_s) + sum(costs.backward_s))
-    busy_s += sum(costs.step_s)
-    lacks = [h - limit for h, limit in zip(problem.held(ends, order), problem.memory_limits)]
-    fits = problem.fits(ends, order)
-    return Shape(
-        replicas=replicas,
-        devices_per_replica=problem.m,
-        stages_per_device=len(order) // problem.m,
-        microbatches=problem.microbatches,
-        ends=tuple(ends),
-        devices=tuple(order),
-        step_s=step_s,
-        samples=replicas * batch,
-        bubble=max(0.0, 1 - busy_s / (problem.m * step_s)) if step_s else 0.0,
-        search=search,
-        lacking_bytes=0.0 if fits else max(lacks),
-    )
+    found = _shape(space, replace(genes, ends=tuple(ends)), search, equal=True)
+    # a search that finds nothing faster leaves the cuts as they are
+    worse = shape.fits and found.step_s >= shape.step_s
+    return replace(shape, search=search) if worse else found
 
 
 def _rank(shape: Shape) -> tuple[bool, float, int, int]:

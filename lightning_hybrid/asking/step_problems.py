@@ -24,38 +24,6 @@ CostsOf = Callable[[int], PartitionTable]
 the first device of a cluster."""
 
 
-def problem_of(
-    costs: PartitionTable,
-    cluster: ClusterDescription,
-    devices: int,
-    microbatches: int,
-    links: Links | None = None,
-    recompute: bool = False,
-    replica: int | None = None,
-) -> StepProblem:
-    """The step problem for replicas of `devices` devices each, on all devices of a cluster.
-
-    All replicas wait for each other, so each ``pp_rank`` has the speed of its slowest device and
-    the smallest memory, and each link the speed of the slowest one.
-
-    Args:
-        costs: Table of the partitions.
-        cluster: The cluster.
-        devices: Number of devices of a replica.
-        microbatches: Number of micro-batches.
-        links: Links of a replica; None: those of the cluster.
-        recompute: Whether activations are recomputed: a backward then includes a forward, and a
-            device keeps the inputs of all micro-batches (at most the bytes of the widest cut) and
-            the activations of one.
-        replica: Number of a replica whose speeds and memory are taken; None: the least of all.
-    """
-    replicas = len(cluster.devices) // devices
-    reduce_s = rings_s(ring_of(cluster, devices), costs.gradient_bytes, replicas)
-    table = in_training(costs, microbatches, reduce_s, recompute)
-    links = links or links_of(cluster, devices)
-    return placed(table, cluster, devices, microbatches, links, recompute, replica)
-
-
 def in_training(
     costs: PartitionTable, microbatches: int, reduce_s: Sequence[float], recompute: bool = False
 ) -> PartitionTable:
@@ -65,7 +33,7 @@ def in_training(
     return table.recomputed() if recompute else table
 
 
-def placed(
+def problem_of(
     table: PartitionTable,
     cluster: ClusterDescription,
     devices: int,
@@ -74,7 +42,22 @@ def placed(
     recompute: bool,
     replica: int | None,
 ) -> StepProblem:
-    """The step problem of a table from `in_training`; see `problem_of` for the arguments."""
+    """The step problem for replicas of `devices` devices each, on all devices of a cluster.
+
+    All replicas wait for each other, so each ``pp_rank`` has the speed of its slowest device and
+    the smallest memory, and each link the speed of the slowest one.
+
+    Args:
+        table: Table of the partitions, from `in_training`.
+        cluster: The cluster.
+        devices: Number of devices of a replica.
+        microbatches: Number of micro-batches.
+        links: Links of a replica, from `links_of`.
+        recompute: Whether activations are recomputed: a backward then includes a forward, and a
+            device keeps the inputs of all micro-batches (at most the bytes of the widest cut) and
+            the activations of one.
+        replica: Number of a replica whose speeds and memory are taken; None: the least of all.
+    """
     speeds, limits = cluster.relative_speeds, cluster.memory_limits
     if replica is not None:
         mine = slice(replica * devices, (replica + 1) * devices)
@@ -154,7 +137,6 @@ def rings_s(ring: Ring, sizes: Sequence[float], owners: int) -> tuple[float, ...
 def with_copies(
     problem: StepProblem,
     copies: tuple[int, ...],
-    costs: PartitionTable,
     cluster: ClusterDescription,
 ) -> CopiedStages:
     """The problem of stages with copies, on the devices of a chain's problem.
@@ -162,7 +144,6 @@ def with_copies(
     Args:
         problem: The problem of a chain on these devices.
         copies: Number of copies of each stage.
-        costs: Table of the partitions.
         cluster: The cluster, for the all-reduces over the owners of each stage.
     """
     owners, table = owners_of(copies), problem.table
@@ -176,7 +157,7 @@ def with_copies(
         sharers = min(levels.count(level), _inside(cluster, level))
         after.append(
             (
-                rings_s((level, sharers), costs.gradient_bytes, len(ranks)) or [0.0] * problem.n,
+                rings_s((level, sharers), table.gradient_bytes, len(ranks)) or [0.0] * problem.n,
                 table.step_s or [0.0] * problem.n,
             )
         )

@@ -279,6 +279,11 @@ class _Programme:
         done = result[:, _B] + self.more * result[:, _BMAX]
         reduced = done - b + self.reduce[end] - self.reduce[start]
         stepped = np.maximum(done, reduced) + (self.step[end] - self.step[start]) / speed
+        for weight in problem.table.tied:
+            inside = np.searchsorted(weight.partitions, end)
+            inside -= np.searchsorted(weight.partitions, start)
+            shared = (inside > 0) & (inside < len(weight.partitions))
+            stepped = stepped + shared * problem.lending_s(weight, device)
         result[:, _W] = np.maximum(labels[:, _W], stepped)
         return result
 

@@ -4,6 +4,7 @@ No closed form and no dynamic programme knows the step of dealt micro-batches. W
 ways to cut, all are tried; else one cut after the other is improved, from fair shares of the work.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
@@ -49,22 +50,22 @@ class CopiedStages:
         chain: the same for single copies; its speeds and limits are those of the least of a stage's
             devices. Each copy is taken to hold all micro-batches.
         copies: of each stage.
-        speeds: of all devices of a replica, as `owners_of` numbers them; empty: of the chain.
-        links: between all of them; None: all are that of the chain's first two devices.
+        speeds: of all devices of a replica, as `owners_of` numbers them.
+        links: between all of them.
         after: by stage, for each partition the seconds of its all-reduce over the copies of the
             stage in all replicas, and of its optimizer step; empty: as in the table of the chain.
     """
 
     chain: StepProblem
     copies: tuple[int, ...]
-    speeds: Sequence[float] = ()
-    links: Links | None = None
+    speeds: Sequence[float]
+    links: Links
     after: AfterBackward = ()
 
     def __post_init__(self) -> None:
         if len(self.copies) != self.chain.m:
             raise PlanError(f"copies{self.copies} must be one for each of stages({self.chain.m})")
-        if self.speeds and len(self.speeds) != sum(self.copies):
+        if len(self.speeds) != sum(self.copies):
             raise PlanError(
                 f"copies{self.copies} need speeds of {sum(self.copies)} devices, there "
                 f"are {len(self.speeds)}"
@@ -84,16 +85,10 @@ class CopiedStages:
         return replace(costs, reduce_s=reduce_s, step_s=step_s)
 
     def costs(self, ends: Sequence[int]) -> DealtCosts:
-        """What each copy takes."""
+        """What each copy takes: they differ in speed and links, not in what they compute."""
         slowest = self.stage_costs(ends)
-        # copies may differ in speed and links, not in what they compute
-        alike = DealtCosts.alike(slowest, self.copies)
-        if self.links is not None:
-            alike = replace(alike, edges=self._edges(self.links, ends))
-        if not self.speeds:
-            return alike
 
-        def scaled(seconds: Sequence[float]) -> list[list[float]]:
+        def each(seconds: Sequence[float]) -> list[list[float]]:
             """Work that the slowest of a stage does in so many seconds, by copy."""
             found = []
             for value, devices in zip(seconds, owners_of(self.copies)):
@@ -101,27 +96,54 @@ class CopiedStages:
                 found.append([value * least / self.speeds[device] for device in devices])
             return found
 
-        return replace(
-            alike,
-            forward_s=scaled(slowest.forward_s),
-            backward_s=scaled(slowest.backward_s),
-            step_s=scaled(slowest.step_s),
+        step_s = each(slowest.step_s)
+        if self.copies[-1] > 1:
+            # the driver steps nothing: before the next forward the first worker gives it weights
+            step_s[-1][-1] = step_s[-1][0] + self._weights_s(ends)
+        return DealtCosts(
+            forward_s=each(slowest.forward_s),
+            backward_s=each(slowest.backward_s),
+            weight_s=each(slowest.weight_s),
+            step_s=step_s,
+            reduce_s=slowest.reduce_s,
+            edges=self._edges(ends),
         )
 
-    def _edges(self, links: Links, ends: Sequence[int]) -> dict[Edge, tuple[float, float]]:
+    def _weights_s(self, ends: Sequence[int]) -> float:
+        """Seconds in which the driver receives the weights of the last stage."""
+        first = owners_of(self.copies)[-1][0]
+        size = sum(self.chain.table.gradient_bytes[ends[-2] :])
+        return size * self.links.seconds_per_byte[first][0] + self.links.latency_s[first][0]
+
+    def _edges(self, ends: Sequence[int]) -> dict[Edge, tuple[float, float]]:
+        owners, table, links = owners_of(self.copies), self.chain.table, self.links
+        sizes = [table.cut_bytes[end - 1] for end in ends[:-1]]
         edges = {}
-        for stage, (here, there) in enumerate(pairwise(owners_of(self.copies))):
-            size = self.chain.table.cut_bytes[ends[stage] - 1]
+        for stage, (size, (here, there)) in enumerate(zip(sizes, pairwise(owners))):
             for i, source in enumerate(here):
                 for j, target in enumerate(there):
                     edges[Copy(stage, i), Copy(stage + 1, j)] = (
                         size * links.seconds_per_byte[source][target],
                         links.latency_s[source][target],
                     )
+        # the outputs of the other copies of the last stage go to the driver
+        for i, source in enumerate(owners[-1][:-1]):
+            edges[Copy(len(owners) - 1, i), Copy(len(owners), 0)] = (
+                table.output_bytes * links.seconds_per_byte[source][0],
+                links.latency_s[source][0],
+            )
         return edges
 
     def step_time_s(self, ends: Sequence[int]) -> float:
-        """Predicted seconds of a step; infinite where a device cannot hold its stage."""
+        """Predicted seconds of a step; infinite where stages cannot be so.
+
+        They cannot where a device is too small for its stage, or where a stage that has copies
+        shares a weight with another one.
+        """
+        for weight in self.chain.table.tied:
+            stages = {bisect_right(ends, partition) for partition in weight.partitions}
+            if len(stages) > 1 and max(self.copies[stage] for stage in stages) > 1:
+                return float("inf")
         if not self.chain.fits(ends, [*range(1, self.chain.m), 0]):
             return float("inf")
         return dealt_s(self.costs(ends), self.chain.microbatches)
@@ -148,9 +170,10 @@ def best_cuts(problem: CopiedStages) -> tuple[list[int], bool]:
         found = [improved(ends, problem.step_time_s) for ends in starts]
     ends = min(found, key=problem.step_time_s)
     if problem.step_time_s(ends) == float("inf"):
+        tied = " and share no weight with another" if chain.table.tied else ""
         raise PlanError(
             f"no cuts were found with which stages with copies{problem.copies} fit into "
-            f"{[*chain.memory_limits]} bytes (the driver's first): use larger devices, more stages "
-            "or smaller micro-batches"
+            f"{[*chain.memory_limits]} bytes (the driver's first){tied}: use larger devices, more "
+            "stages or smaller micro-batches"
         )
     return ends, all_tried

@@ -1,60 +1,64 @@
 """The step time of fill-drain with copies of stages: that of `simulate_dealt`, computed faster."""
 
-from functools import lru_cache
+from lightning_hybrid.planning.simulate import DealtCosts
+from lightning_hybrid.schedules import Copy
 
-from lightning_hybrid.planning.simulate import DealtCosts, Order, dealt_order, simulate_order
-from lightning_hybrid.schedules import Copy, collected, deal, make_schedule
+_NOTHING = 0.0, 0.0
 
 
 def dealt_s(costs: DealtCosts, microbatches: int) -> float:
     """Seconds of one step of fill-drain, from the first forward to the last optimizer step.
 
-    Equal to that of `simulate_dealt`. If messages go between neighbouring stages only, it is
-    computed by a recurrence, without a simulation of events: searches call it thousands of times.
+    Equal to that of `simulate_dealt`, but computed by a recurrence, without a simulation of events:
+    searches call it thousands of times. Messages go between neighbouring stages, and between copies
+    of the last one and the driver; inputs take no time.
     """
-    copies = costs.copies
-    if copies[-1] > 1 or any(target.stage != source.stage + 1 for source, target in costs.edges):
-        return simulate_order(_fill_drain(copies, microbatches), costs).makespan_s
-    return _fill_drain_s(costs, copies, microbatches)
-
-
-def _fill_drain_s(costs: DealtCosts, copies: tuple[int, ...], microbatches: int) -> float:
+    copies, edges, last = costs.copies, costs.edges, len(costs.copies) - 1
     stages = range(len(copies))
     # plain lists by stage and copy, which are several times faster than dicts
     clock_s = [[0.0] * count for count in copies]
     out_s = [[0.0] * count for count in copies]  # when the copy's last message has been sent
-    last_s = [[0.0] * count for count in copies]  # when the copy's last computation began
-    nothing = 0.0, 0.0
-    for forward in (True, False):
-        seconds = costs.forward_s if forward else costs.backward_s
-        turn = 1 if forward else -1
-        # a copy without a micro-batch does nothing in the backward: its REDUCE begins at once
-        last_s = [[*clocks] for clocks in clock_s]
-        for number in range(microbatches)[::turn]:
-            arrived_s = 0.0
-            for stage in stages[::turn]:
-                copy = number % copies[stage]
-                start_s = last_s[stage][copy] = max(clock_s[stage][copy], arrived_s)
-                end_s = clock_s[stage][copy] = start_s + seconds[stage][copy]
-                other = stage + turn
-                # the first and last stage send to no other one in this direction
-                if not 0 <= other < len(copies):
-                    break
-                ends = Copy(stage, copy), Copy(other, number % copies[other])
-                send_s, latency_s = costs.edges.get(ends if forward else ends[::-1], nothing)
-                if send_s:  # a message that takes no time does not wait for earlier ones
-                    end_s = max(end_s, out_s[stage][copy])
-                    out_s[stage][copy] = end_s + send_s
-                arrived_s = end_s + send_s + latency_s
+    arrived_s = [0.0] * microbatches
+
+    def sent(stage: int, copy: int, link: tuple[float, float], ready_s: float) -> float:
+        """When a message arrives that a copy sends to whichever other one."""
+        send_s, latency_s = link
+        if send_s:  # a message that takes no time does not wait for earlier ones
+            ready_s = max(ready_s, out_s[stage][copy])
+            out_s[stage][copy] = ready_s + send_s
+        return ready_s + send_s + latency_s
+
+    for number in range(microbatches):
+        now_s = 0.0
+        for stage in stages:
+            copy = number % copies[stage]
+            now_s = max(clock_s[stage][copy], now_s) + costs.forward_s[stage][copy]
+            clock_s[stage][copy] = now_s
+            other = 0 if stage == last else number % copies[stage + 1]
+            # only where the last stage has copies has it an edge to one behind it
+            link = edges.get((Copy(stage, copy), Copy(stage + 1, other)))
+            if link is not None:
+                now_s = sent(stage, copy, link, now_s)
+        arrived_s[number] = now_s
+    # the driver, which has the last copy, takes all outputs before it begins the backward
+    clock_s[last][-1] = start_s = max(clock_s[last][-1], *arrived_s)
+    last_s = [[*clocks] for clocks in clock_s]  # when the copy's last computation began
+    for number in reversed(range(microbatches)):
+        copy = number % copies[last]
+        link = edges.get((Copy(last, copy), Copy(last + 1, 0)))
+        arrived_s[number] = start_s if link is None else sent(last, copies[last] - 1, link, start_s)
+    for number in reversed(range(microbatches)):
+        now_s = arrived_s[number]
+        for stage in reversed(stages):
+            copy = number % copies[stage]
+            begun_s = last_s[stage][copy] = max(clock_s[stage][copy], now_s)
+            now_s = clock_s[stage][copy] = begun_s + costs.backward_s[stage][copy]
+            if stage:
+                ends = Copy(stage - 1, number % copies[stage - 1]), Copy(stage, copy)
+                now_s = sent(stage, copy, edges.get(ends, _NOTHING), now_s)
+    # a copy without a micro-batch does nothing in the backward: its REDUCE begins at once
     return max(
         max(clock, max(last_s[stage]) + costs.reduce_s[stage]) + step
         for stage in stages
         for clock, step in zip(clock_s[stage], costs.step_s[stage])
     )
-
-
-@lru_cache(maxsize=512)
-def _fill_drain(copies: tuple[int, ...], microbatches: int) -> Order:
-    stages = collected(copies)
-    dealt = deal(make_schedule("gpipe", len(stages), microbatches), stages)
-    return tuple(dealt_order(dealt, copies))

@@ -16,6 +16,19 @@ from lightning_hybrid.planning.plan import StagePlan
 from lightning_hybrid.planning.step_time import StepCosts
 
 
+@dataclass(frozen=True)
+class TiedWeight:
+    """A weight that several partitions use.
+
+    Attributes:
+        size_bytes: its size.
+        partitions: their numbers, rising.
+    """
+
+    size_bytes: float
+    partitions: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartitionTable:
     """Times and sizes of n network partitions, in order, at the size of a micro-batch.
@@ -42,6 +55,8 @@ class PartitionTable:
             micro-batch.
         input_part_s: times of the input part of a split backward, for `zero_bubble`.
         weight_part_s: times of the weight part of a split backward; None if it cannot be split.
+        output_bytes: size of the network's outputs, per micro-batch.
+        tied: weights that several partitions use and that are trained.
 
     Raises:
         PlanError: lists of unequal length, or a number that is negative or not finite.
@@ -62,10 +77,14 @@ class PartitionTable:
     activation_bytes: Sequence[float] = ()
     input_part_s: Sequence[float] = ()
     weight_part_s: Sequence[float | None] = ()
+    output_bytes: float = 0.0
+    tied: Sequence[TiedWeight] = ()
 
     def __post_init__(self) -> None:
         n = len(self.forward_s)
         for name in self.__dataclass_fields__:
+            if name in ("output_bytes", "tied"):
+                continue
             values = getattr(self, name)
             # there is a cut between two partitions, and none after the last
             needed = n - 1 if name == "cut_bytes" else n
@@ -104,10 +123,15 @@ class PartitionTable:
                 counted instead of times measured.
             divides_states: whether replicas divide the optimizer state.
         """
-        sizes = {name: p.numel() for name, p in graph.network.named_parameters()}
+        weights = dict(graph.network.named_parameters())
+        sizes = {name: p.numel() for name, p in weights.items()}
+        uses: dict[str, list[int]] = {}
+        for number, partition in enumerate(partitions):
+            for name in partition.parameters:
+                uses.setdefault(name, []).append(number)
         rows, unit_s = profile.partitions, share * seconds
         # None if the backward of a partition cannot be split
-        weights = [row.parts[1] for row in rows]
+        weight_parts = [row.parts[1] for row in rows]
         return cls(
             names=[partition.name for partition in partitions],
             forward_s=[unit_s * row.forward for row in rows],
@@ -121,7 +145,13 @@ class PartitionTable:
             state_bytes=[row.optimizer_bytes for row in rows] if divides_states else (),
             activation_bytes=[round(share * row.activation_bytes) for row in rows],
             input_part_s=[unit_s * row.parts[0] for row in rows],
-            weight_part_s=[None if weight is None else unit_s * weight for weight in weights],
+            weight_part_s=[None if part is None else unit_s * part for part in weight_parts],
+            output_bytes=round(share * rows[-1].output_bytes),
+            tied=[
+                TiedWeight(weights[name].nbytes, tuple(users))
+                for name, users in uses.items()
+                if len(users) > 1 and weights[name].requires_grad
+            ],
         )
 
     @cached_property
@@ -170,6 +200,7 @@ class PartitionTable:
         return replace(
             self,
             weight_part_s=[None if v is None else share * v for v in self.weight_part_s],
+            output_bytes=share * self.output_bytes,
             **{n: [share * v for v in getattr(self, n)] for n in names},
         )
 

@@ -133,10 +133,12 @@ def plan_stages(
             schedule, or no placement.
     """
     schedule, stages, given = settings.schedule, replica.stages, replica.capacities
-    speeds = [1.0] * stages if given is None else list(given)
-    if settings.has_copies and given is not None:
+    count = sum(settings.copies) if settings.has_copies else stages
+    devices_speeds = [1.0] * count if given is None else list(given)
+    speeds = devices_speeds
+    if settings.has_copies:
         # the copies of a stage wait for the slowest one, whose speed is used for the cuts
-        speeds = of_slowest(given, owners_of(settings.copies))
+        speeds = of_slowest(speeds, owners_of(settings.copies))
     _check_shape(stages, len(table.names), speeds, settings)
     problem = StepProblem(
         table=table,
@@ -150,7 +152,11 @@ def plan_stages(
     devices: tuple[int | tuple[int, ...], ...]
     if settings.has_copies:
         copied = CopiedStages(
-            chain=problem, copies=settings.copies, speeds=given or (), after=replica.after
+            chain=problem,
+            copies=settings.copies,
+            speeds=devices_speeds,
+            links=Links.equal(count, replica.bandwidth_bytes_per_s, replica.latency_s),
+            after=replica.after,
         )
         ends, chosen_by = _cuts_of_copies(copied, settings, cut_points)
         devices, capacities = owners_of(settings.copies), tuple(copied.speeds)

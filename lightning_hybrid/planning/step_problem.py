@@ -1,5 +1,6 @@
 """The problem of `objective="step"`: place partitions on devices so that a step is shortest."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,7 +8,7 @@ from itertools import pairwise
 
 from lightning_hybrid.allocation import SLACK
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 
 
@@ -113,6 +114,12 @@ class StepProblem:
 
         edges = list(zip(ends, pairwise(devices)))
         rates, latency = self.links.seconds_per_byte, self.links.latency_s
+        step_s = computed("step_s")
+        for weight in self.table.tied:
+            stages = {bisect_right(ends, partition) for partition in weight.partitions}
+            if len({devices[stage] for stage in stages}) > 1:
+                for stage in stages:
+                    step_s[stage] += self.lending_s(weight, devices[stage])
         return StepCosts(
             forward_s=computed("forward_s"),
             backward_s=computed("backward_s"),
@@ -121,8 +128,19 @@ class StepProblem:
             latency_s=[latency[i][j] for _, (i, j) in edges],
             # an all-reduce does not depend on the speed of the device
             reduce_s=per_run("reduce_s"),
-            step_s=computed("step_s"),
+            step_s=step_s,
         )
+
+    def lending_s(self, weight: TiedWeight, device: int) -> float:
+        """Seconds in which a device exchanges a weight with the driver, that other devices use too.
+
+        In each step its value goes one way, before the forward, and a gradient the other way, after
+        the backward. What two workers share goes through the driver likewise.
+        """
+        if device == 0:
+            return 0.0
+        rates, latency = self.links.seconds_per_byte, self.links.latency_s
+        return 2 * (weight.size_bytes * rates[device][0] + latency[device][0])
 
     def step_time_s(self, ends: Sequence[int], devices: Sequence[int]) -> float:
         """Predicted seconds of a step; infinite if a device cannot hold its runs."""

@@ -5,12 +5,14 @@ from dataclasses import replace
 from itertools import combinations, permutations, product
 from math import inf
 
+import numpy as np
 import pytest
+from planned import problem_on
 
 from lightning_hybrid.asking.arrangements import Arrangement, Arrangements, improve
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.shapes import fastest, plan_of, rank_shapes
-from lightning_hybrid.asking.step_problems import problem_of, with_copies
+from lightning_hybrid.asking.step_problems import with_copies
 from lightning_hybrid.planning import PartitionTable
 
 BATCH, SLICES = 4, (1, 2, 4)
@@ -60,7 +62,7 @@ def least_of_one_choice(at: ClusterDescription, replicas: int, size: int, slices
     cuts_of = {count: [*combinations(range(1, 6), count - 1)] for count in (1, 2, 3, 4, 6)}
     steps = [inf]
     for recompute in (False, True) if size > 1 and slices > 1 else (False,):
-        whole = problem_of(costs, at, size, slices, recompute=recompute)
+        whole = problem_on(costs, at, size, slices, recompute=recompute)
         for turns in (1, 2, 3) if size > 1 and not recompute else (1,):
             order = [*range(1, size), 0] * turns
             ends = [(*cuts, 6) for cuts in cuts_of.get(size * turns, [])]
@@ -69,7 +71,7 @@ def least_of_one_choice(at: ClusterDescription, replicas: int, size: int, slices
                 if len(set(shares)) == 1:
                     continue
                 apart = [
-                    problem_of(
+                    problem_on(
                         *(costs.scaled(share / BATCH), at, size, slices),
                         recompute=recompute,
                         replica=replica,
@@ -78,8 +80,9 @@ def least_of_one_choice(at: ClusterDescription, replicas: int, size: int, slices
                 ]
                 steps += [max(each.step_time_s(e, order) for each in apart) for e in ends]
         if size == 3 and slices > 1 and not recompute:
-            copied = with_copies(whole, (2, 1), costs, at)
-            steps += [copied.step_time_s((*cuts, 6)) for cuts in cuts_of[2]]
+            for copies in ((2, 1), (1, 2)):
+                copied = with_copies(whole, copies, at)
+                steps += [copied.step_time_s((*cuts, 6)) for cuts in cuts_of[2]]
     return min(steps)
 
 
@@ -125,9 +128,24 @@ def test_the_answer_is_no_worse_than_any_start_and_can_be_run() -> None:
     found = improve(space, starts)
     assert found is not None
     assert space.cost(found) <= min(map(space.cost, starts))
-    assert found.copies[-1] == 1
     assert found.used[0] == min(found.used)
     assert not (found.has_copies and space.timed(found)[1])
+
+
+def test_whatever_is_changed_can_be_run() -> None:
+    at, rng = cluster(*[(1.0, 9), (0.5, 9)] * 3), np.random.default_rng(0)
+    space = Arrangements(costs_of, at, BATCH, SLICES)
+    genes, seen = space.random(rng), set()
+    for _ in range(300):
+        genes = space.neighbour(space.cross(genes, space.random(rng), rng), rng)
+        assert sorted(genes.devices) == [*range(6)]
+        assert genes.used[0] == min(genes.used)
+        assert [*genes.ends] == sorted({*genes.ends})
+        assert (genes.ends[-1], len(genes.ends)) == (6, len(genes.copies) * genes.turns)
+        assert max(genes.copies) == 1 or (genes.turns, len(genes.copies) > 1) == (1, True)
+        assert not genes.recompute or genes.turns == 1 < min(genes.size, genes.microbatches)
+        seen.add((genes.has_copies, genes.turns, genes.recompute, genes.replicas))
+    assert len(seen) > 5  # and many kinds of them were
 
 
 def test_shares_are_the_best_there_are() -> None:
@@ -138,7 +156,7 @@ def test_shares_are_the_best_there_are() -> None:
 
     def dealt_s(shares: tuple[int, ...]) -> float:
         return max(
-            problem_of(costs.scaled(share / BATCH), at, 2, 2, replica=k).step_time_s((3, 6), [1, 0])
+            problem_on(costs.scaled(share / BATCH), at, 2, 2, replica=k).step_time_s((3, 6), [1, 0])
             for k, share in enumerate(shares)
         )
 
@@ -167,7 +185,7 @@ def test_two_copies_have_twice_the_work_of_one_device_where_links_are_fast() -> 
 
 def test_a_message_of_two_copies_keeps_half_of_their_ways_out() -> None:
     at = cluster(*[(1.0, 9)] * 3)
-    chain = with_copies(problem_of(costs_of(1), at, 3, 4), (2, 1), costs_of(1), at).chain
+    chain = with_copies(problem_on(costs_of(1), at, 3, 4), (2, 1), at).chain
     # the driver and copy 0 share a host, copy 1 is on another: 4 ns a byte, 2 forwards and 4 back
     assert chain.links.seconds_per_byte[1][0] == pytest.approx(3e-9)
     assert chain.links.seconds_per_byte[0][1] == pytest.approx(3e-9)
@@ -182,7 +200,7 @@ def test_every_shape_is_tried_once() -> None:
         for copies in product(range(1, 5), repeat=stages)
         for replicas in range(1, 5)
         for turns in (1, 2, 3)
-        if copies[-1] == 1 and replicas * sum(copies) <= 4 and stages * turns <= 6
+        if replicas * sum(copies) <= 4 and stages * turns <= 6 and not stages == 1 < copies[0]
         if turns == 1 or stages == sum(copies) > 1
     ]
     found = [(genes.replicas, genes.copies, genes.turns) for genes in space.shapes()]
@@ -205,6 +223,6 @@ def test_a_ring_is_as_slow_as_that_of_its_slowest_stage() -> None:
     levels = (replace(UNLIKE.levels[0], devices=4), UNLIKE.levels[1])
     six = replace(cluster(*[(1.0, 9)] * 6), levels=levels)
     # of two replicas of three, the drivers are on one host and other stages are not
-    reduce_s = problem_of(costs_of(4), six, 3, 1).table.reduce_s
+    reduce_s = problem_on(costs_of(4), six, 3, 1).table.reduce_s
     carried = sum(costs_of(4).gradient_bytes) * 2 / levels[1].bandwidth_bytes_per_s
     assert sum(reduce_s) == pytest.approx(carried + 2 * levels[1].latency_s)

@@ -1,15 +1,17 @@
 """Shapes whose stages have copies, against every set of cuts with costs summed by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 
+from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes
-from lightning_hybrid.asking.step_problems import ring_s
+from lightning_hybrid.asking.step_problems import CostsOf, ring_s
 from lightning_hybrid.planning.dealt_time import dealt_s
-from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
 from lightning_hybrid.planning.simulate import DealtCosts
 from lightning_hybrid.schedules import Copy
 
@@ -35,6 +37,7 @@ def costs_of(samples: int) -> PartitionTable:
         kept_bytes=(0.0,) * 6,
         activation_bytes=(0.0,) * 6,
         step_s=(1e-4,) * 6,
+        output_bytes=samples * 2e5,
     )
 
 
@@ -49,7 +52,7 @@ def by_hand(shape: Shape, at: ClusterDescription, ends: list[int], batch: int) -
     owners = [d if isinstance(d, tuple) else (d,) for d in shape.devices]
     bounds = list(zip([0, *ends[:-1]], ends))
 
-    def each(work: tuple[float, ...]) -> list[list[float]]:
+    def each(work: Sequence[float]) -> list[list[float]]:
         return [
             [sum(work[a:b]) / speed(at, device, size) for device in devices]
             for (a, b), devices in zip(bounds, owners)
@@ -77,11 +80,21 @@ def by_hand(shape: Shape, at: ClusterDescription, ends: list[int], batch: int) -
                 level = max((each for each in found if each), key=lambda level: level.devices)
                 sent = costs.cut_bytes[ends[stage] - 1] / level.bandwidth_bytes_per_s
                 edges[Copy(stage, i), Copy(stage + 1, j)] = (sent, level.latency_s)
+    step_s = each(costs.step_s)
+    for i, source in enumerate(owners[-1][:-1]):
+        found = [at.level([k + source, k]) for k in range(0, len(at.devices), size)]
+        level = max((each for each in found if each), key=lambda level: level.devices)
+        sent = costs.output_bytes / level.bandwidth_bytes_per_s
+        edges[Copy(len(owners) - 1, i), Copy(len(owners), 0)] = (sent, level.latency_s)
+        if i == 0:  # which gives the driver the weights
+            size_bytes = sum(costs.gradient_bytes[ends[-2] :])
+            lent_s = size_bytes / level.bandwidth_bytes_per_s + level.latency_s
+            step_s[-1][-1] = step_s[-1][0] + lent_s
     hand = DealtCosts(
         forward_s=each(costs.forward_s),
         backward_s=each(costs.backward_s),
         weight_s=each((0.0,) * 6),
-        step_s=each(costs.step_s),
+        step_s=step_s,
         reduce_s=reduce_s,
         edges=edges,
     )
@@ -89,20 +102,24 @@ def by_hand(shape: Shape, at: ClusterDescription, ends: list[int], batch: int) -
 
 
 @pytest.mark.parametrize("speeds", [(1.0,) * 4, (1.0, 1.0, 0.5, 0.5), (1.0, 0.4, 0.4, 0.2)])
-def test_of_four_devices_no_cuts_are_faster_in_any_shape_with_copies(
+def test_of_four_devices_no_cuts_of_any_shape_with_copies_are_faster(
     speeds: tuple[float, ...],
 ) -> None:
     shapes = [s for s in rank_shapes(costs_of, cluster(*speeds), 12) if s.copies]
     # of four devices, and of the first three where they are not alike
-    expected = {(3, 1), (2, 1, 1), (1, 2, 1)} | ({(2, 1)} if len(set(speeds)) > 1 else set())
-    assert {shape.copies for shape in shapes} == expected
+    expected = {(3, 1), (2, 2), (1, 3), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
+    expected |= {(2, 1), (1, 2)} if len(set(speeds)) > 1 else set()
+    assert {shape.copies for shape in shapes if not shape.numbers} == expected
+    least_s = float("inf")
     for shape in shapes:
-        used = cluster(*speeds).take(shape.replicas * shape.devices_per_replica)
-        steps = [
-            by_hand(shape, used, [*cuts, 6], 12)
-            for cuts in combinations(range(1, 6), len(shape.copies) - 1)
-        ]
-        assert shape.step_s == pytest.approx(min(steps), rel=1e-9)
+        used = cluster(*speeds).pick(shape.numbers or range(sum(shape.copies) * shape.replicas))
+        for cuts in combinations(range(1, 6), len(shape.copies) - 1):
+            step_s = by_hand(shape, used, [*cuts, 6], 12)
+            least_s = min(least_s, step_s / shape.samples)
+            if shape.ends == (*cuts, 6):
+                assert shape.step_s == pytest.approx(step_s, rel=1e-9)
+    fastest_s = min(shape.step_s / shape.samples for shape in shapes)
+    assert fastest_s == pytest.approx(least_s, rel=1e-9)
 
 
 SLOW = replace(NETWORK, bandwidth_bytes_per_s=2.5e8)
@@ -124,6 +141,39 @@ def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts(
     assert type(plan).from_json(plan.to_json()) == plan
 
 
+def parameters_in_front(outputs: float) -> CostsOf:
+    """Parameters in front, work behind, as in a network that begins with large embeddings."""
+
+    def costs(samples: int) -> PartitionTable:
+        table, turned = costs_of(samples), slice(None, None, -1)
+        return replace(
+            table,
+            forward_s=table.forward_s[turned],
+            backward_s=table.backward_s[turned],
+            cut_bytes=table.cut_bytes[turned],
+            gradient_bytes=table.gradient_bytes[turned],
+            output_bytes=samples * outputs,
+        )
+
+    return costs
+
+
+def test_copies_of_the_last_stage_pay_until_their_outputs_are_large() -> None:
+    at, found = cluster(1.0, 1.0, 1.0, 1.0, levels=(SLOW,)), {}
+    for outputs in (4e3, 1e7):
+        costs = parameters_in_front(outputs)
+        shapes = rank_shapes(costs, at, 12)
+        found[outputs] = fastest(shapes)
+        copied = [s.samples_per_s for s in shapes if s.copies and s.copies[-1] > 1]
+        assert (found[outputs].samples_per_s == max(copied)) == (outputs == 4e3)
+        plan = plan_of(found[outputs], costs, at, 12)
+        assert plan.predicted_step_s == found[outputs].step_s
+    assert found[4e3].copies == (1, 3)
+    plan = plan_of(found[4e3], parameters_in_front(4e3), at, 12)
+    HybridGabraStrategy(plan=plan)  # a run takes it
+    assert str(found[4e3]).startswith("1 replica x 2 stages (1-3 copies)")
+
+
 def test_on_fast_links_the_fastest_shape_has_no_copies() -> None:
     fast = replace(NETWORK, bandwidth_bytes_per_s=1e11, latency_s=1e-6)
     at = cluster(1.0, 1.0, 1.0, 1.0, levels=(fast,))
@@ -136,3 +186,13 @@ def test_replicas_that_divide_states_have_no_copies() -> None:
 
     for at in (cluster(1.0, 1.0, 1.0, 1.0), cluster(1.0, 0.4, 1.0)):
         assert not [shape for shape in rank_shapes(dividing, at, 4) if shape.copies]
+
+
+def test_stages_that_share_a_weight_have_no_copies() -> None:
+    """The first partition shares a weight with the last one, so that only stages between may."""
+
+    def tied(samples: int) -> PartitionTable:
+        return replace(costs_of(samples), tied=[TiedWeight(1e6, (0, 5))])
+
+    shapes = rank_shapes(tied, cluster(1.0, 1.0, 1.0, 1.0, levels=(SLOW,)), 12)
+    assert {shape.copies for shape in shapes if shape.copies} == {(1, 2, 1)}

@@ -5,6 +5,7 @@ from torch import nn
 from lightning_hybrid.asking.partition_costs import capture_call, counted_parts, measured_parts
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import network_partitions
+from lightning_hybrid.planning.partition_table import TiedWeight
 
 
 def network() -> nn.Sequential:
@@ -20,8 +21,18 @@ def test_a_network_without_memory_is_captured_and_counted() -> None:
     # two operations for each multiplication and addition, and one for each element of the rest
     matrix, light = 2 * 6 * 16 * 32, 6 * 32
     assert matrix <= parts.forward_s[0] * 1e9 <= matrix + 4 * light
-    assert parts.cut_bytes[0] == 6 * 32 * 4
+    assert (parts.cut_bytes[0], parts.output_bytes) == (6 * 32 * 4, 6 * 8 * 4)
     assert parts.gradient_bytes == [4 * size for size in parts.parameters]
+
+
+def test_weights_that_several_partitions_use_are_known_with_their_sizes() -> None:
+    tied = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    tied[2].weight = tied[0].weight
+    frozen = nn.Sequential(*tied)
+    for module, expected in ((tied, [TiedWeight(4 * 256, (0, 2))]), (frozen, [])):
+        module.requires_grad_(module is tied)
+        graph, _ = capture_call(module, (torch.empty(6, 16),), {})
+        assert counted_parts(graph, network_partitions(graph), 1e9, {})(6).tied == expected
 
 
 def test_counted_costs_are_proportional_to_the_micro_batch() -> None:

@@ -1,11 +1,11 @@
 from dataclasses import replace
 
 import pytest
-from planned import simulate
+from planned import problem_on, simulate
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.shapes import fastest, plan_of, rank_shapes
-from lightning_hybrid.asking.step_problems import links_of, problem_of, ring_s
+from lightning_hybrid.asking.step_problems import links_of, ring_s
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.schedules.gpipe import gpipe
@@ -147,8 +147,8 @@ def test_links_are_those_of_the_slowest_replica() -> None:
 
 def test_rings_of_the_stages_of_a_host_share_its_links() -> None:
     one = cluster(4, hosts=2)
-    alone = problem_of(costs_of(6), one, 1, 1)  # one ring through all
-    shared = problem_of(costs_of(6), one, 2, 1)  # two rings of two
+    alone = problem_on(costs_of(6), one, 1, 1)  # one ring through all
+    shared = problem_on(costs_of(6), one, 2, 1)  # two rings of two
     level = one.levels[-1]
     assert sum(alone.table.reduce_s) == pytest.approx(ring_s(level, 80e6, 4))
     assert sum(shared.table.reduce_s) == pytest.approx(ring_s(level, 80e6, 2, sharers=2))

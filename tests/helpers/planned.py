@@ -4,6 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lightning_hybrid.asking.cluster_description import ClusterDescription
+from lightning_hybrid.asking.step_problems import (
+    in_training,
+    links_of,
+    problem_of,
+    ring_of,
+    rings_s,
+)
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings, Replica, plan_stages
@@ -28,6 +36,23 @@ def planned(**arguments: Any) -> Plan:
 def step_problem(**arguments: Any) -> StepProblem:
     """A problem, with the columns of its table among the arguments."""
     return StepProblem(table=_taken(arguments, PartitionTable), **arguments)
+
+
+def problem_on(
+    costs: PartitionTable,
+    cluster: ClusterDescription,
+    devices: int,
+    microbatches: int,
+    *,
+    recompute: bool = False,
+    replica: int | None = None,
+) -> StepProblem:
+    """The problem of replicas of so many devices, on all of a cluster: see `problem_of`."""
+    replicas = len(cluster.devices) // devices
+    reduce_s = rings_s(ring_of(cluster, devices), costs.gradient_bytes, replicas)
+    table = in_training(costs, microbatches, reduce_s, recompute)
+    links = links_of(cluster, devices)
+    return problem_of(table, cluster, devices, microbatches, links, recompute, replica)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from planned import simulate, step_problem
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import chains
 from lightning_hybrid.planning.chains import best_chain
+from lightning_hybrid.planning.partition_table import TiedWeight
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.schedules.gpipe import gpipe
 
@@ -24,6 +25,9 @@ def problem(seed: int, n: int, m: int, microbatches: int, limited: bool = False)
 
     memory, limits = (numbers(0.1, 1, n), numbers(0.5, 1, m)) if limited else ([], [])
     room = 1.5 * sum(memory) / sum(limits) if limited else 1.0
+    uses = (
+        sorted(rng.choice(n, rng.integers(2, 4), replace=False).tolist()) if n > 3 else [0, n - 1]
+    )
     return step_problem(
         forward_s=numbers(0.1, 1, n),
         backward_s=numbers(0.1, 2, n),
@@ -36,6 +40,7 @@ def problem(seed: int, n: int, m: int, microbatches: int, limited: bool = False)
         microbatches=microbatches,
         reduce_s=numbers(0, 1, n),
         step_s=numbers(0, 0.2, n),
+        tied=[TiedWeight(2.0, tuple(uses))] if seed % 2 else [],
         memory_bytes=memory,
         memory_limits=[room * limit for limit in limits],
     )
@@ -65,7 +70,7 @@ def test_the_best_chain_equals_brute_force(
 
 
 def test_the_step_is_that_of_the_simulated_events() -> None:
-    found = problem(3, 7, 3, 4)
+    found = problem(2, 7, 3, 4)
     ends, step_s = best_chain(found, order(3))
     runs = list(pairwise([0, *ends]))
     places = order(3)

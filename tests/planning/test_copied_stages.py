@@ -1,6 +1,7 @@
 """Cuts of stages with copies, against all cuts and against chains."""
 
 import random
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -35,6 +36,8 @@ def table(n: int, seed: int = 0, **more: Any) -> PartitionTable:
         "layers": [1] * n,
         "reduce_s": some(n),
         "step_s": some(n),
+        "gradient_bytes": some(n),
+        "output_bytes": 2.0,
     }
     return PartitionTable(**(values | more))
 
@@ -53,6 +56,8 @@ def stages(
             memory_limits=limits,
         ),
         copies=copies,
+        speeds=more.pop("speeds", [1.0] * sum(copies)),
+        links=more.pop("links", Links.equal(sum(copies), 4.0, 0.01)),
         **more,
     )
 
@@ -73,7 +78,15 @@ def by_hand(partitions: PartitionTable, copies: tuple[int, ...], ends: list[int]
         reduce_s=sums(partitions.reduce_s),
         step_s=sums(partitions.step_s),
     )
-    return dealt_s(DealtCosts.alike(costs, copies), 5)
+    dealt = DealtCosts.alike(costs, copies)
+    if copies[-1] > 1:
+        # outputs go to the driver, which has the last copy, and then the stage's weights
+        last, outputs = len(copies) - 1, (partitions.output_bytes / 4.0, 0.01)
+        collecting = {(Copy(last, i), Copy(last + 1, 0)): outputs for i in range(copies[-1] - 1)}
+        taken_s = sums(partitions.gradient_bytes)[-1] / 4.0 + 0.01
+        step_s = [*dealt.step_s[:-1], [*dealt.step_s[-1][:-1], costs.step_s[-1] + taken_s]]
+        dealt = replace(dealt, edges={**dealt.edges, **collecting}, step_s=step_s)
+    return dealt_s(dealt, 5)
 
 
 SHAPES = [(2, 1), (3, 1), (2, 1, 1), (1, 2, 1), (7, 1), (1, 2), (2, 2)]

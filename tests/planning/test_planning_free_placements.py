@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import step_problem
+from planned import planned, step_problem
 
 from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.free_placements import FreePlacements, runs
+from lightning_hybrid.planning.partition_table import TiedWeight
 from lightning_hybrid.planning.step_problem import Links
 
 
@@ -85,3 +86,28 @@ def test_no_placement_is_simulated_twice_and_a_small_problem_ends() -> None:
     asked: list[tuple[int, ...]] = []
     history = evolve(Counted(space(0, 5, 2).problem), 0, Breeding(evaluations=100))[1]
     assert len(asked) == len(set(asked)) == len(history) <= 2**4 - 1
+
+
+def test_a_tied_embedding_goes_to_the_driver_over_a_slow_link_and_not_over_a_fast_one() -> None:
+    """The first partition, light, shares its weight with the last one, which is the driver's."""
+    network = {
+        "names": tuple("abcd"),
+        "layers": [1] * 4,
+        "parameters": [1] * 4,
+        "forward_s": [0.1, 1.0, 1.0, 0.4],
+        "backward_s": [0.2, 2.0, 2.0, 0.8],
+        "cut_bytes": [0.3, 0.1, 0.1],
+        "stages": 2,
+        "microbatches": 4,
+    }
+    weight = TiedWeight(4.0, (0, 3))
+    for tied, bandwidth, first in (([], 1.0, 1), ([weight], 1e3, 1), ([weight], 1.0, 0)):
+        plan = planned(**network, tied=tied, bandwidth_bytes_per_s=bandwidth, contiguous=False)
+        assert plan.devices[0] == first
+        # a chain with its cuts sends the value and the gradient, 4 bytes each
+        chains = [
+            planned(**network, tied=weights, bandwidth_bytes_per_s=bandwidth, cut_points=["c"])
+            for weights in (tied, [])
+        ]
+        later_s = chains[0].step_s - chains[1].step_s
+        assert later_s == pytest.approx(2 * 4.0 / bandwidth if tied else 0.0)

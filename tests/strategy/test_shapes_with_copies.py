@@ -68,7 +68,10 @@ def test_losses_and_weights_are_those_of_one_device(
 
 
 @slow
-def test_cuts_that_are_chosen_for_a_shape_give_the_numbers_of_one_device(train: Train) -> None:
+@pytest.mark.parametrize("copies", [(2, 1), (1, 2)])
+def test_cuts_that_are_chosen_for_a_shape_give_the_numbers_of_one_device(
+    train: Train, copies: tuple[int, int]
+) -> None:
     config = {
         **DEFAULTS,
         "dtype": "float64",
@@ -79,11 +82,11 @@ def test_cuts_that_are_chosen_for_a_shape_give_the_numbers_of_one_device(train: 
         "samples": 16,
     }
     losses, weights = one_device(config)
-    ranks = train(**config, copies=(2, 1), allocation="gabra")
+    ranks = train(**config, copies=copies, allocation="gabra")
     assert ranks[0]["losses"] == pytest.approx(losses[0], abs=1e-10)
     for name, value in ranks[1]["weights"].items():
         torch.testing.assert_close(value, weights[name], rtol=1e-10, atol=1e-10, msg=name)
-    assert "2-1" in ranks[0]["plan"]
+    assert "-".join(map(str, copies)) in ranks[0]["plan"]
 
 
 @pytest.mark.parametrize(
