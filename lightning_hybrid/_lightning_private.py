@@ -83,7 +83,7 @@ def call_teardown_hooks(trainer: Trainer) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of all generators that draw on the CPU."""
+    """The states of the random generators that Lightning collects, without those of CUDA."""
     return _collect_rng_states(include_cuda=False)
 
 

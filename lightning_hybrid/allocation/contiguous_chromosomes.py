@@ -128,10 +128,12 @@ class Runs:
         return np.array([order, np.cumsum(lengths)])
 
     def refine(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Balance the runs; then exchange the slowest one with others, balancing again.
+        """Improve a solution, in which each device has one run of neighbouring partitions.
 
-        Balancing finds nearly the best ends for an order of the devices, so exchanges search the
-        order. Under `profit` there is no slowest run, and nothing is changed.
+        The ends of the runs are moved until their times are even. Then the device of the slowest
+        run changes places with others, and the ends are moved again, as long as that helps: moving
+        finds nearly the best ends for an order of the devices, so the exchanges search the order.
+        Under the objective `profit` no run is the slowest, and nothing is changed.
         """
         if self.problem.objective == "profit":
             return genes

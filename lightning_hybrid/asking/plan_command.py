@@ -95,9 +95,10 @@ def _count(asked: int | None, study: Study) -> int:
 
 
 def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
-    """Rows of the table: the fastest shape for each number of replicas, stages and stages a device.
+    """Rows of the table: of shapes that are alike, the first, which is the fastest.
 
-    If replicas take unequal numbers of samples, these stand beside the number of replicas.
+    Alike are those with the same numbers of replicas, stages, and stages per device. Samples of
+    unequal replicas stand beside the number of replicas.
     """
     seen: dict[tuple[object, ...], Shape] = {}
     for shape in shapes:

@@ -332,7 +332,7 @@ def _copied(space: Arrangements, plain: Arrangement) -> Iterator[Shape]:
 
 
 def _promising(found: Sequence[Shape]) -> Iterator[int]:
-    """The numbers of the first chains, loops and shapes with copies."""
+    """Indices in ``found`` of its first `_REFINED` chains, loops, and shapes with copies each."""
     kinds: dict[object, list[int]] = {}
     for number, shape in enumerate(found):
         if shape.devices_per_replica > 1:

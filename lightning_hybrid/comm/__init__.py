@@ -25,6 +25,7 @@ from lightning_hybrid.comm.connections import (
     wait,
 )
 from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.link_probe import (
     LARGE_BYTES,
     PairProbe,
@@ -44,7 +45,6 @@ from lightning_hybrid.comm.signals import (
     signals_deferred,
     signals_ignored,
 )
-from lightning_hybrid.comm.still_alive import Heartbeat
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec, bytes_of
 from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.comm.travelling_errors import Failure, is_gone, is_late, raised, told_text

@@ -31,11 +31,11 @@ from lightning_hybrid.comm.protocol import Command, Placement
 from lightning_hybrid.driver.after_run import AfterRun
 from lightning_hybrid.driver.backward_passes import ChosenGradients, HeldHooks
 from lightning_hybrid.driver.commands import Commands, Workers
-from lightning_hybrid.driver.distribution import Distributed, Distribution
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.ownership import Loan, Ownership, Unsettled
+from lightning_hybrid.driver.stage_distribution import Distributed, Distribution
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.driver.tied_weights import Borrowing

@@ -84,7 +84,10 @@ class Fit:
 
     @cached_property
     def lacks(self) -> list[float]:
-        """(m,) bytes that each device lacks, with the cuts for which the largest lack is least."""
+        """(m,) bytes that each device lacks (negative: has left), with the best cuts.
+
+        Those are the cuts for which the device that lacks most lacks as little as possible.
+        """
         return least_lacks(self._held, self._room, self._order)
 
     @property

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile
-from lightning_hybrid.planning.cache import cached
 from lightning_hybrid.planning.measure import Advance, measure
 from lightning_hybrid.planning.plan import StagePlan
+from lightning_hybrid.planning.profile_cache import cached
 from lightning_hybrid.planning.step_time import StepCosts
 
 

@@ -132,14 +132,14 @@ class _Clocks:
         self.link_s = [[0.0] * self.devices for _ in self.device_s]  # from one device to another
 
     def run(self, seconds: Sequence[float], way: range) -> list[float]:
-        """Run all micro-batches through the stages, forward or backward.
+        """Simulate one pass of all micro-batches, forward or backward; advances the clocks.
 
         Args:
             seconds: seconds of a micro-batch, by stage.
             way: numbers of the stages in the order in which a micro-batch passes them.
 
         Returns:
-            By stage, when its last micro-batch begins.
+            By stage, the second at which its last micro-batch begins.
         """
         device_s, microbatches, last_start_s = self.device_s, self.microbatches, [0.0] * len(way)
         arrived_s = [[0.0] * microbatches for _ in range(len(way) + 1)]

@@ -52,7 +52,10 @@ class RemoteGradients:
 
     @property
     def known(self) -> Collection[str]:
-        """Names of the parameters whose owners have a gradient; empty if they were not asked."""
+        """Names of parameters whose owners have a gradient, without asking the owners.
+
+        They are those that the last :meth:`names` was told; none before the first one.
+        """
         return self._present or ()
 
     def is_settled(self, remote: Remote) -> bool:

@@ -153,7 +153,7 @@ def leave_unread(tensor: Any, name: str, value: Any) -> None:
 
 @contextmanager
 def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a tensor is an unread one without memory; see :func:`leave_unread`."""
+    """Inside, a tensor has no memory and reads ``value`` when it is used; after it, as before."""
     before = _leave(tensor, name, value)
     try:
         yield

@@ -135,7 +135,7 @@ class BusyWindows(StepWatcher):
             self._window.resume()
 
     def _only_plan(self) -> Plan | None:
-        """The plan, if it says what its devices take and no other network keeps them busy."""
+        """The plan of the run's only network, if it has several stages and the seconds of each."""
         [plan, *others] = self._plans.values()
         timed = plan.rows and all(row.backward_s is not None for row in plan.rows)
         return plan if timed and not others and plan.stages > 1 else None

@@ -164,7 +164,10 @@ def check_copies(copies: Sequence[int], stages: int, schedule: str) -> None:
 
 
 def _dealt(lists: Sequence[Sequence[Instruction]], copies: tuple[int, ...]) -> DealtLists:
-    """The lists of all copies, from those of the stages; see `deal`."""
+    """For each stage the list of each copy: its instructions for every n-th micro-batch.
+
+    Copy i of n has the micro-batches whose number modulo n is i; see `deal`.
+    """
 
     def one(stage: int, number: int) -> tuple[Instruction, ...]:
         count, steps = copies[stage], lists[stage]

@@ -9,6 +9,7 @@ import torch
 from ranks import together
 
 from lightning_hybrid.comm.connections import ConnectionLost
+from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.protocol import (
     Answer,
@@ -20,7 +21,6 @@ from lightning_hybrid.comm.protocol import (
     Status,
     TakeWeights,
 )
-from lightning_hybrid.comm.still_alive import Heartbeat
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError, RemoteError
 

@@ -9,7 +9,7 @@ from capturing import graph_of
 from torch import Tensor, nn
 
 from lightning_hybrid.graph import Profile, count, network_partitions
-from lightning_hybrid.planning.cache import _write, cache_folder, cached
+from lightning_hybrid.planning.profile_cache import _write, cache_folder, cached
 
 CPU = torch.device("cpu")
 
@@ -86,7 +86,7 @@ def test_another_number_of_threads_device_or_version_is_measured_anew(
 ) -> None:
     profile = Counter()
     profile(network(), X)
-    place = "lightning_hybrid.planning.cache"
+    place = "lightning_hybrid.planning.profile_cache"
     with monkeypatch.context() as patch:
         patch.setattr("torch.get_num_threads", lambda: 7)
         profile(network(), X)

@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.protocol import Placement
-from lightning_hybrid.driver.distribution import Distribution
 from lightning_hybrid.driver.network_options import DriverOptions
+from lightning_hybrid.driver.stage_distribution import Distribution
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.stage.rank_stages import StageOptions
 

@@ -7,8 +7,8 @@ from typing import Any
 from in_memory import memory_channels
 
 from lightning_hybrid.comm.connections import ConnectionLost
+from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.protocol import Answer
-from lightning_hybrid.comm.still_alive import Heartbeat
 
 
 class Recorder:
