@@ -183,7 +183,7 @@ class Adoption:
         with _as_if_alone():
             codes = cut_at(graph, positions, self.driver.device)
             parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
-            self.driver.stage_distribution.distribute_again(network, codes)
+            self.driver.distribution.distribute_again(network, codes)
         found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))
         self.announcements.captured_again(found)
         return found.calls[graph]

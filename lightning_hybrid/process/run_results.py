@@ -138,7 +138,7 @@ class TrainerResults(Results):
     callback_metrics: Mapping[str, Tensor]
     logged_metrics: Mapping[str, Tensor]
     progress_bar_metrics: Mapping[str, float]
-    attributes: Mapping[_Key, bytes]
+    attributes: dict[_Key, bytes]
     loops: Mapping[str, Any]
     batches: list[Any]
     state: Any
@@ -177,8 +177,16 @@ def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Traine
     )
 
 
-def adopt_results(trainer: Trainer, results: TrainerResults) -> None:
-    """On a worker, take the driver's results."""
+def adopt_results(trainer: Trainer, results: TrainerResults, before: Snapshot) -> None:
+    """On a worker, take the driver's results, but for attributes that this rank has changed itself.
+
+    Args:
+        trainer: the worker's Trainer.
+        results: the driver's results; the attributes that are not taken are removed.
+        before: the worker's own data before the run.
+    """
+    for key in before.changes(trainer):  # such as what its stages' hooks have noted
+        results.attributes.pop(key, None)
     trainer.callback_metrics.update(results.callback_metrics)
     trainer.logged_metrics.update(results.logged_metrics)
     trainer.progress_bar_metrics.update(results.progress_bar_metrics)

@@ -55,7 +55,7 @@ class ByTrainer:
 
     def adopt(self, results: Results) -> None:
         """On a worker, take over results."""
-        adopt_results(self.trainer, cast(TrainerResults, results))
+        adopt_results(self.trainer, cast(TrainerResults, results), self._before)
 
 
 class ByFabric:

@@ -32,7 +32,7 @@ def test_each_graph_of_a_network_has_its_own_specialization(replicas: Any) -> No
     graph = first.specialization.graph
     partitions = network_partitions(graph)
     codes = cut(graph, partitions, [len(partitions) // 2])
-    replica.driver.stage_distribution.distribute_again(replica.network, codes)
+    replica.driver.distribution.distribute_again(replica.network, codes)
     second = NetworkCall(replica.network, replica.network.specialize(graph, 1))
     assert (first.specialization.number, second.specialization.number) == (0, 1)
     for call in (first, second):

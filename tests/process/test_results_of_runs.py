@@ -2,7 +2,7 @@
 
 import pickle
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -51,12 +51,22 @@ def test_what_cannot_be_copied_is_none_with_a_warning(returned: list[Any]) -> No
         assert on_a_worker(returned) is None
 
 
+def test_what_a_worker_has_noted_itself_stays() -> None:
+    driver, worker = trainer_of(LightningModule()), trainer_of(LightningModule())
+    theirs, mine = cast(Any, driver.lightning_module), cast(Any, worker.lightning_module)
+    before, others = Snapshot(worker), Snapshot(driver)
+    theirs.noted, theirs.told = ["last"], 1
+    mine.noted = ["first"]
+    adopt_results(worker, collect_results(driver, None, others), before)
+    assert (mine.noted, mine.told) == (["first"], 1)
+
+
 def test_an_attribute_that_cannot_be_copied_stays_what_it_is_on_each_rank() -> None:
     driver, worker = trainer_of(LightningModule()), trainer_of(LightningModule())
-    before = Snapshot(driver)
+    before, theirs = Snapshot(worker), Snapshot(driver)
     module: Any = driver.lightning_module
     module.error, module.lock, module.seen = OneWay(3, "x"), threading.Lock(), [1, 2]
-    adopt_results(worker, collect_results(driver, None, before))
+    adopt_results(worker, collect_results(driver, None, theirs), before)
     found: Any = worker.lightning_module
     assert found.seen == [1, 2]
     assert not hasattr(found, "error")
@@ -73,11 +83,11 @@ def test_what_a_teardown_hook_has_counted_on_a_worker_gives_way_to_the_drivers_c
             self.runs += 1
 
     driver, worker = trainer_of(Counting()), trainer_of(Counting())
-    before = Snapshot(driver)
+    before, theirs = Snapshot(worker), Snapshot(driver)
     mine: Any = worker.lightning_module
     driver.lightning_module.teardown("fit")
-    results = collect_results(driver, None, before)
-    adopt_results(worker, results)
+    results = collect_results(driver, None, theirs)
+    adopt_results(worker, results, before)
     mine.teardown("fit")
     adopt_attributes(worker, results)
     assert mine.runs == 1
@@ -95,17 +105,17 @@ def test_what_is_trained_and_modes_are_those_of_the_driver() -> None:
     theirs.first.weight.requires_grad_(False)
     theirs.second.eval()
     mine.first.bias.requires_grad_(False)
-    adopt_results(worker, collect_results(driver, None, Snapshot(driver)))
+    adopt_results(worker, collect_results(driver, None, Snapshot(driver)), Snapshot(worker))
     assert [p.requires_grad for p in mine.parameters()] == [False, True, True, True]
     assert [mine.training, mine.first.training, mine.second.training] == [True, True, False]
 
 
 def test_numbers_of_batches_are_the_drivers_and_no_worker_loads_to_count_them() -> None:
     driver, worker = trainer_of(LightningModule()), trainer_of(LightningModule())
-    adopt_results(worker, collect_results(driver, None, Snapshot(driver)))
+    adopt_results(worker, collect_results(driver, None, Snapshot(driver)), Snapshot(worker))
     with pytest.raises(HybridError, match=r"estimated_stepping_batches .* before a fit"):
         worker.fit_loop.setup_data()
     driver.fit_loop.max_batches = 3
-    adopt_results(worker, collect_results(driver, None, Snapshot(driver)))
+    adopt_results(worker, collect_results(driver, None, Snapshot(driver)), Snapshot(worker))
     worker.fit_loop.setup_data()
     assert worker.num_training_batches == 3
