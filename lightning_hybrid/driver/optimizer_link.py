@@ -15,6 +15,7 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.driver.optimizer_trial import plain_attributes, same
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred, is_of_one_rank, is_unread, materialize
 from lightning_hybrid.state import (
     DriverState,
@@ -294,6 +295,12 @@ class OptimizerLink:
 
         def open_closure() -> Any:
             self._entered.close()
+            if not (self.whole or same(self._begun, groups_of(optimizer, self._names))):
+                raise HybridError(  # (a worker's step would change them once more)
+                    f"{type(optimizer).__name__}.step has set options of its param_groups before "
+                    "it called its closure, as in none of the steps in which it was tried. Set "
+                    "them behind the closure, or by a scheduler, or use pipeline_parallel_size=1."
+                )
             result = closure()  # (after an error in it the workers do not step)
             self._counterparts.settle()
             self._enter()

@@ -73,7 +73,8 @@ class CopiedStages:
 
     def stage_costs(self, ends: Sequence[int]) -> StepCosts:
         """What the slowest copy of each stage takes."""
-        costs = self.chain.costs(ends, [*range(1, self.chain.m), 0])
+        devices = [*range(1, self.chain.m), 0]
+        costs = self.chain.costs(ends, devices)
         if not self.after:
             return costs
         bounds = list(zip(pairwise((0, *ends)), self.after))
@@ -81,8 +82,9 @@ class CopiedStages:
             [sum(after[which][a:b]) for (a, b), after in bounds] for which in (0, 1)
         )
         # as in a chain, the step is the device's and the all-reduce is not
-        step_s = [s / self.chain.speeds[d] for s, d in zip(step_s, costs.devices)]
-        return replace(costs, reduce_s=reduce_s, step_s=step_s)
+        step_s = [s / self.chain.speeds[d] for s, d in zip(step_s, devices)]
+        lent_s = self.chain.with_lending(step_s, ends, devices)
+        return replace(costs, reduce_s=reduce_s, step_s=lent_s)
 
     def costs(self, ends: Sequence[int]) -> DealtCosts:
         """What each copy takes: they differ in speed and links, not in what they compute."""

@@ -150,7 +150,7 @@ class PartitionTable:
             tied=[
                 TiedWeight(weights[name].nbytes, tuple(users))
                 for name, users in uses.items()
-                if len(users) > 1 and weights[name].requires_grad
+                if len(users) > 1
             ],
         )
 

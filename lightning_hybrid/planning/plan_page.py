@@ -119,6 +119,8 @@ def _timeline(plan: Plan) -> str:
         return ""
     numbers = "stage.micro-batch" if _shares(plan) else "micro-batches"
     text = paragraph(f"Predicted. Numbers are {numbers}; gaps are waiting.")
+    if plan.copies and plan.copies[-1] > 1:
+        text += paragraph("Outputs and weights that the driver receives are not drawn.")
     text += draw_timeline(dict([*lanes.items()][:_MOST_LANES]), "one step, predicted")
     if len(lanes) > _MOST_LANES:
         text += paragraph(f"The first {_MOST_LANES} of {len(lanes)} devices of a replica.")

@@ -101,6 +101,22 @@ class StepProblem:
             return True
         return all(h <= c for h, c in zip(self.held(ends, devices), self.ceilings))
 
+    def with_lending(
+        self, step_s: Sequence[float], ends: Sequence[int], devices: Sequence[int]
+    ) -> list[float]:
+        """Seconds of the step of each run, and those in which its device exchanges tied weights.
+
+        A device that has several runs with a weight exchanges it once.
+        """
+        step_s = [*step_s]
+        for weight in self.table.tied:
+            stages = {bisect_right(ends, partition) for partition in weight.partitions}
+            once = {devices[stage]: stage for stage in sorted(stages)}
+            if len(once) > 1:
+                for device, stage in once.items():
+                    step_s[stage] += self.lending_s(weight, device)
+        return step_s
+
     def costs(self, ends: Sequence[int], devices: Sequence[int]) -> StepCosts:
         """The times of the parts of a step, for each run."""
         bounds = list(pairwise((0, *ends)))
@@ -114,12 +130,7 @@ class StepProblem:
 
         edges = list(zip(ends, pairwise(devices)))
         rates, latency = self.links.seconds_per_byte, self.links.latency_s
-        step_s = computed("step_s")
-        for weight in self.table.tied:
-            stages = {bisect_right(ends, partition) for partition in weight.partitions}
-            if len({devices[stage] for stage in stages}) > 1:
-                for stage in stages:
-                    step_s[stage] += self.lending_s(weight, devices[stage])
+        step_s = self.with_lending(computed("step_s"), ends, devices)
         return StepCosts(
             forward_s=computed("forward_s"),
             backward_s=computed("backward_s"),

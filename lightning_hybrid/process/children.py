@@ -19,7 +19,7 @@ _KEEPER = (
 )
 # gives each of its arguments, the numbers of processes, some seconds to end
 _LATER = (
-    f"for rank; do seconds=0; while kill -0 $rank && [ $seconds -lt {GRACE_S:.0f} ]; do sleep 1; "
+    f"seconds=0; for rank; do while kill -0 $rank && [ $seconds -lt {GRACE_S:.0f} ]; do sleep 1; "
     "seconds=$((seconds + 1)); done; kill -9 $rank; done"
 )
 

@@ -203,7 +203,9 @@ class Ranks:
             )
         meeting = Meeting(address, port, self.hosts, serve, outlives=agent_serves)
         self.world = World(gather(coordinates, meeting))
-        if not self.sizes_are_open:
+        if self.sizes_are_open:
+            self._show()  # of one chain, so that nobody divides data by all processes
+        else:
             self.take_coordinates()
 
     def look_around(self, group: Group) -> Machine:

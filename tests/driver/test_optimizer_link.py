@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lightning_hybrid.driver.optimizer_link import OptimizerLink
+from lightning_hybrid.errors import HybridError
 
 
 class Notes:
@@ -46,12 +47,12 @@ class Notes:
 class Linked:
     """An optimizer, number 3, whose trial finds that it steps in parts, or the reason why not."""
 
-    def __init__(self, reason: str = "") -> None:
+    def __init__(self, reason: str = "", kind: type[SGD] = SGD) -> None:
         self.notes = Notes()
         self.module = nn.Linear(2, 2)
         for parameter in self.module.parameters():
             parameter.grad = torch.ones_like(parameter)
-        self.optimizer = SGD([self.module.weight], lr=0.1, momentum=0.9)
+        self.optimizer = kind([self.module.weight], lr=0.1, momentum=0.9)
         names = {id(p): name for name, p in self.module.named_parameters()}
         counterparts: Any = self.notes
         self.link = OptimizerLink(self.optimizer, names, 3, counterparts)
@@ -65,6 +66,23 @@ def test_workers_step_after_the_driver_and_hear_of_groups_that_have_changed() ->
         linked.optimizer.param_groups[0]["lr"] = rate
         linked.optimizer.step()
     assert linked.notes.told == ["settle", ("step", 3, None), "settle", ("step", 3, [0.05])]
+
+
+class Halves(SGD):
+    """In steps after those of its trial, as one that looks at a longer history does."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] /= 2
+        return super().step(closure)
+
+
+def test_options_that_a_step_sets_before_its_closure_are_refused_if_the_trial_saw_none() -> None:
+    linked = Linked(kind=Halves)
+    with pytest.raises(
+        HybridError, match=r"^Halves\.step has set options .* pipeline_parallel_size=1"
+    ):
+        linked.optimizer.step(lambda: 1.0)
+    assert ("step", 3, None) not in linked.notes.told
 
 
 def test_a_closure_runs_before_the_workers_step() -> None:

@@ -12,7 +12,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import copied_stages
 from lightning_hybrid.planning.copied_stages import CopiedStages, best_cuts, owners_of
 from lightning_hybrid.planning.dealt_time import dealt_s
-from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import predicted_lanes
 from lightning_hybrid.planning.simulate import DealtCosts
@@ -213,3 +213,15 @@ def test_devices_are_numbered_in_the_order_of_their_stages() -> None:
     assert owners_of((3, 1)) == ((1, 2, 3), (0,))
     assert owners_of((1, 2, 1)) == ((1,), (2, 3), (0,))
     assert owners_of((2, 3)) == ((1, 2), (3, 4, 0))
+
+
+def test_what_tied_weights_move_is_counted_however_the_steps_of_stages_are_known() -> None:
+    plain, tied = (table(6, tied=shared) for shared in ([], [TiedWeight(3.0, (0, 5))]))
+    given = [[1.0] * 6] * 2
+    for after in ((), (given, given, given)):
+        one, other = (
+            stages(each, (1, 2, 1), after=after).stage_costs([2, 4, 6]) for each in (plain, tied)
+        )
+        more = [b - a for a, b in zip(one.step_s, other.step_s)]
+        # (value and gradient of 3 bytes at 4 bytes/s, between the first stage and the driver)
+        assert more == pytest.approx([2 * (3.0 / 4.0 + 0.01), 0.0, 0.0])
