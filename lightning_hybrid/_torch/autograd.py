@@ -105,9 +105,8 @@ def is_checkpointed() -> bool:
     Such a region (``use_reentrant=False``) works by hooks on saved tensors.
     """
     hooks = _hooks_around()
-    return (
-        hooks is not None and inspect.unwrap(hooks[0]).__module__ == torch.utils.checkpoint.__name__
-    )
+    pack: Any = None if hooks is None else inspect.unwrap(hooks[0])
+    return getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__
 
 
 def own_saved_tensors() -> AbstractContextManager[Any]:

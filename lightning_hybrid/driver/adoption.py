@@ -220,7 +220,7 @@ class Adoption:
         """Why batches of a graph cannot be split into so many parts; ``None``: they can."""
         key = graph, wanted
         if key not in found.why_whole:
-            self.announcements.doing(found, "trying to split batches of")
+            self.announcements.doing(found, "looking whether samples meet in")
             found.why_whole[key] = (
                 "it was captured as several graphs, between which its Python runs for the whole "
                 "batch, and this one draws random numbers or has batch normalisation"
@@ -411,7 +411,6 @@ def _as_if_alone() -> Iterator[None]:
     """Inside, modes and hooks of the code around a call do not affect planning, cuts and checks.
 
     The first call may be one of a validation, in inference mode, and its plan is for training too.
-    Or it may be inside of activation checkpointing, which counts the tensors that autograd saves.
     """
     with (
         torch.inference_mode(False),

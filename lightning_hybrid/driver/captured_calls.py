@@ -63,7 +63,7 @@ def why_on_driver() -> str | None:
     if mode is not None:
         return f"is called inside of a mode that sees each operation ({type(mode).__name__})"
     if in_functional_call():
-        return "is called on other weights than its own (torch.func.functional_call)"
+        return "is called by torch.func.functional_call, which gives it weights"
     return None
 
 
@@ -254,7 +254,7 @@ class CapturedCalls:
             self._running = _Running(mode or nullcontext(), check)
             # saved-tensor hooks of the code around the call are not for what stages save
             stack.enter_context(own_saved_tensors())
-            # (checks and trials in here run backward passes that are not the user's)
+            # (checks in here run backward passes that are not the user's)
             stack.enter_context(backwards_as_ever())
             # TorchDynamo cannot follow proxies, whose class intercepts operations
             stack.enter_context(remote.suspended())

@@ -295,7 +295,7 @@ class OptimizerLink:
 
         def open_closure() -> Any:
             self._entered.close()
-            if not (self.whole or same(self._begun, groups_of(optimizer, self._names))):
+            if self.reason == "" and not same(self._begun, groups_of(optimizer, self._names)):
                 raise HybridError(  # (a worker's step would change them once more)
                     f"{type(optimizer).__name__}.step has set options of its param_groups before "
                     "it called its closure, as in none of the steps in which it was tried. Set "

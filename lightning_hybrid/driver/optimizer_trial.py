@@ -33,6 +33,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -233,8 +234,10 @@ class _Copy:
         self.names = {id(p): name for name, p in parameters.items()}
 
     def settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The groups of the optimizer and its plain attributes, as they are now."""
-        return groups_of(self.optimizer, self.names), plain_attributes(self.optimizer)
+        """The groups of the optimizer, and copies of its attributes, as they are now."""
+        attributes = record_of(self.optimizer)
+        del attributes["param_groups"]
+        return groups_of(self.optimizer, self.names), deepcopy(attributes)
 
     def backward(self, targets: Mapping[str, Tensor], scale: float, *, sparse: bool) -> Tensor:
         """Set the gradients of the owned stand-ins: ``scale`` times their distance from targets.

@@ -67,9 +67,9 @@ class ReplicaGradients:
 
         As under DDP, where `torch.autograd.grad` gives those of each replica too.
         """
-        synchronize, networks = self.synchronize, set(self._unsettled.networks)
-        self.synchronize = False
+        synchronize, self.synchronize = self.synchronize, False
         self.settle()
+        networks = set(self._unsettled.networks)
         try:
             yield
         finally:

@@ -228,9 +228,14 @@ class _Walk:
         ends = [result for result in results if result.requires_grad]
         starts = [torch.empty_like(end) for end in ends]
         for end, start in zip(ends, starts):
-            run.set(start, run.label(end))
+            # the gradient of what all samples share is a sum over them
+            run.set(start, MEET if run.label(end) is None else run.label(end))
+        drew, run.draws = run.draws, False
         with run:
             found = torch.autograd.grad(ends, [*leaves], starts, allow_unused=True) if ends else ()
+        if run.draws:
+            return "random numbers in its backward"
+        run.draws = drew
         # (of what all samples share, the gradients of micro-batches are added: is it such a sum?)
         apart = all(
             gradient is None or (label is not None and run.label(gradient) == label)

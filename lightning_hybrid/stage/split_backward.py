@@ -14,8 +14,9 @@ twice. It is not for the following, so backwards with these are not split:
   its weights alone (`fails_apart`);
 * weights that two operations use of which one leads to the other (a recurrent layer).
 
-Hooks on parameters are called once, as ever, with the weight part. (Hooks on other tensors are in
-no captured graph: TorchDynamo does not follow code that puts them there.)
+Hooks on parameters are called once, as ever, with the weight part. (TorchDynamo follows no
+code that puts hooks on other tensors; a function under ``torch.compiler.allow_in_graph``, into
+which it does not look, must put none there.)
 """
 
 from __future__ import annotations

@@ -134,10 +134,12 @@ def test_a_network_that_is_only_called_on_other_weights_stays_on_the_driver_or_i
     lend(watched)
     watched.networks.require()
     [line] = watched.lines
-    assert "'net' (Sequential) is called on other weights than its own" in line
+    assert "'net' (Sequential) is called by torch.func.functional_call" in line
     watched = Watched(automatic=False, net=large())
     lend(watched)
-    with pytest.raises(NetworkNotFoundError, match=r"'net' is called on other weights than its ow"):
+    with pytest.raises(
+        NetworkNotFoundError, match=r"'net' is called by torch.func.functional_call"
+    ):
         watched.networks.require()
 
 

@@ -85,6 +85,18 @@ def test_options_that_a_step_sets_before_its_closure_are_refused_if_the_trial_sa
     assert ("step", 3, None) not in linked.notes.told
 
 
+def test_a_step_whose_closure_tries_the_optimizer_is_no_late_one() -> None:
+    linked = Linked(kind=Halves)
+    linked.link.reason = None
+
+    def closure() -> float:
+        linked.link.try_once(lambda _: "it sets its options")
+        return 1.0
+
+    assert linked.optimizer.step(closure) == 1.0
+    assert linked.link.whole
+
+
 def test_a_closure_runs_before_the_workers_step() -> None:
     linked = Linked()
 

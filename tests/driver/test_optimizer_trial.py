@@ -216,7 +216,24 @@ class CountsBeforeTheClosureInAnAttribute(Mine):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", [CountsBeforeTheClosure, CountsBeforeTheClosureInAnAttribute])
+class CountsBeforeTheClosureInADictionary(Mine):
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.counts = {"steps": 0}
+
+    def step(self, closure: Any = None) -> Any:
+        self.counts["steps"] += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        CountsBeforeTheClosure,
+        CountsBeforeTheClosureInAnAttribute,
+        CountsBeforeTheClosureInADictionary,
+    ],
+)
 def test_what_counts_before_its_closure_steps_as_a_whole(kind: type[Mine]) -> None:
     assert reason(kind) == "it counts, or sets its options, before it calls its closure"
 

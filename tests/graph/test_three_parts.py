@@ -579,6 +579,28 @@ class Scales(torch.autograd.Function):
         return gradients[0] * scale, (gradients[0] * x).sum()
 
 
+class SharesAResult(torch.autograd.Function):
+    """Its second result is the same for all samples, whose gradients add up in it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 1, scale * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] + gradients[1].sum(), None
+
+
+class DrawsBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] + 0 * torch.rand_like(gradients[0])
+
+
 def applied(function: Code) -> Code:
     return lambda net, x, y: net.c(net.b(function(net, net.a(x))))
 
@@ -591,10 +613,15 @@ def applied(function: Code) -> Code:
         (lambda net, h: Rounds.apply(h * 3), True),
         (lambda net, h: Swish.apply(h), True),
         (lambda net, h: Scales.apply(h, net.scale), False),
+        (lambda net, h: torch.mul(*SharesAResult.apply(h, net.scale.detach())), False),
+        (lambda net, h: DrawsBackwards.apply(h), False),
         pytest.param(lambda net, h: Bounds.apply(h), False, marks=slow),
         pytest.param(lambda net, h: Recentres.apply(h), False, marks=slow),
     ],
-    ids=["operator", "rounds", "swish", "weight", "meets backwards", "meets forwards"],
+    ids=[
+        *("operator", "rounds", "swish", "weight", "shared result", "draws"),
+        *("meets backwards", "meets forwards"),
+    ],
 )
 def test_a_function_is_followed_forward_and_backward_and_an_operator_is_not(
     function: Code, splits: bool

@@ -352,6 +352,8 @@ def hooks_of_a_checkpointed_region_are_known(top: Any) -> None:
     with torch.autograd.graph.save_on_cpu():
         assert top(True) is not None
         assert not is_checkpointed()
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.bfloat16, Tensor.float):
+        assert not is_checkpointed()
 
 
 @relied_on("torch.autograd.forward_ad:_set_fwd_grad_enabled")
