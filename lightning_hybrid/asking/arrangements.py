@@ -41,7 +41,7 @@ MOST_TURNS = 3
 """Stages per device that are tried at most."""
 _MOST_SIMULATED = 128
 """Micro-batches times devices up to which steps of stages with copies are simulated."""
-_STARTS = 8
+_STARTS = 16
 """Arrangements to begin with, each of another shape."""
 _OFTEN = (0.33, 0.57, 0.66, 0.8, 0.9, 0.95)
 """Shares of the moves of which there are seven, added up."""
