@@ -299,6 +299,7 @@ class Adoption:
         called = CalledNetwork(
             name=found.name, graph=graph, partitions=partitions, leaves=slices[0]
         )
+        by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
         try:
             plan = make(called, wanted, beside=beside, chosen=False)
         except NetworkError as error:
@@ -307,7 +308,7 @@ class Adoption:
                 raise
             self.announcements.say(found, f"is cut where it divides best: {error}.")
             plan = make(called, wanted, beside=beside, chosen=True)
-        return replace(plan, split_by=graph.split_by if len(slices) > 1 else "")
+        return replace(plan, split_by=by, tried=tried)
 
 
 def refuse_streaming(

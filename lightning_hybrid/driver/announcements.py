@@ -79,12 +79,19 @@ class Announcements:
         )
 
     def is_split(self, found: FoundNetwork, graph: NetworkGraph) -> None:
-        """Say that batches of a network are split, if parts of it are not."""
+        """Say that batches of a network are split, if parts of it are not, or were only tried."""
+        said = "goes through its stages in micro-batches"
         if graph.split_by != "proof":
             self.say(
                 found,
-                f"goes through its stages in micro-batches ({graph.split_by}): what needs all "
-                "samples is computed on the driver.",
+                f"{said} ({graph.split_by}): what needs all samples is computed on the driver.",
+            )
+        if graph.tried:
+            self.say(
+                found,
+                f"{said}. It was only tried, on random numbers, that samples do not meet in "
+                f"{', '.join(graph.tried)}. If they meet for other numbers, give "
+                "num_microbatches=1.",
             )
 
     def captured_again(self, found: FoundNetwork) -> None:

@@ -140,6 +140,8 @@ class NetworkGraph:
         meets: why its batches cannot be split; ``None``: samples do not meet.
         split_by: how it is known that its batches may be split, with the shares of the load that
             prologue and tail have, in a few words: "proof, tail 0.3%".
+        tried: operations (with their modules) for which there is no proof that they keep samples
+            apart, only a passed trial; see :mod:`lightning_hybrid.graph.row_trial`.
         divided: whether it is the heavy part of a network, whose prologue and tail the driver
             computes.
         rows: per tensor output, where the samples are in it; ``None``: it is the same in all
@@ -166,6 +168,7 @@ class NetworkGraph:
     differentiable: bool = True
     meets: str | None = "it was not followed whether its samples meet"
     split_by: str = ""
+    tried: tuple[str, ...] = ()
     divided: bool = False
     rows: dict[fx.Node, Rows | None] = field(default_factory=dict)
 

@@ -49,6 +49,7 @@ from lightning_hybrid.graph.row_rules import (
     recurrent,
     rule_of,
 )
+from lightning_hybrid.graph.row_trial import Trial
 from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Rows
 
 _FOLLOWED = {
@@ -68,6 +69,7 @@ class Followed:
     Attributes:
         labels: per node, those of its tensors in order; of a number none.
         why: per node in which samples meet first, the operator that makes them meet.
+        tried: nodes that no rule covers (custom operators), and that have passed a trial.
         prologue: nodes that are computed from the inputs alone, and must be for all samples.
         numbers: nodes that are numbers read from the values of samples.
         early: nodes that are computed from the inputs alone.
@@ -75,6 +77,7 @@ class Followed:
 
     labels: dict[fx.Node, tuple[Label, ...]] = field(default_factory=dict)
     why: dict[fx.Node, str] = field(default_factory=dict)
+    tried: set[fx.Node] = field(default_factory=set)
     prologue: set[fx.Node] = field(default_factory=set)
     numbers: set[fx.Node] = field(default_factory=set)
     early: set[fx.Node] = field(default_factory=set)
@@ -199,8 +202,28 @@ class _Walk:
             self._values[node] = example
             for tensor in given if node in self._kept else ():
                 run.spoil(tensor)
-        # 2. The rules decide, or the prologue takes it.
+        # 2. Of an operator that the rules cannot know a trial may say that samples stay apart.
+        is_operator = is_unknown and is_custom_operator(node.target)
+        if is_operator and self._passes(node, (args, kwargs), given):
+            self.found.tried.add(node)
+            return
+        # 3. Else the rules decide, or the prologue takes it.
         self._settle(node, why)
+
+    def _passes(self, node: fx.Node, arguments: Any, given: Sequence[Tensor]) -> bool:
+        """Try an operation, and label what it returns if samples do not seem to meet."""
+        run = self._run
+        tensors = [tensor for _, tensor in tensors_in(self._values[node])]
+        results = [run.by_shape(tensor) for tensor in tensors]
+        labels = [run.label(tensor) for tensor in given]
+        plain = all(one is None or (isinstance(one, Rows) and one.plain) for one in labels)
+        if not plain or MEET in results or run.draws or node in self._kept:
+            return False
+        trial = Trial(lambda values: called(node, *values), arguments, labels, results, run.symbols)
+        passed = trial.passes()
+        for tensor, label in zip(tensors, results if passed else ()):
+            run.set(tensor, label)
+        return passed
 
     def _of_unknown(self, node: fx.Node, arguments: Any) -> str | None:
         """Why samples meet in an operation whose backward need not be that of its forward.

@@ -360,6 +360,7 @@ def _label(heavy: NetworkGraph, parts: _Parts, copies: dict[fx.Node, fx.Node]) -
     heavy.written_leaves = tuple(leaf for leaf in heavy.leaves if leaf.node in written)
     heavy.rows = {node: label(node) for node in heavy.tensor_outputs}
     heavy.meets, heavy.split_by = None, parts.summary()
+    heavy.tried = tuple(sorted(map(parts.graph.place_of, parts.followed.tried)))
 
 
 class Beside:

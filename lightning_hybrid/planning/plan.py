@@ -101,6 +101,7 @@ class Plan:
         split_by: how it is known that samples do not meet in the network, so that batches may be
             split into micro-batches, and what of it is computed for all samples together. Empty:
             batches are not split.
+        tried: operations for which this was not proven but only tried, on random numbers.
         rows: contents and costs of each stage; empty when the network was not profiled.
         predicted_step_s: predicted seconds of one optimizer step; None when nothing was profiled.
         objective: what the allocation has minimised.
@@ -127,6 +128,7 @@ class Plan:
     split: tuple[int, ...] | None = None
     recompute: bool = False
     split_by: str = ""
+    tried: tuple[str, ...] = ()
     rows: tuple[StagePlan, ...] = ()
     predicted_step_s: float | None = None
     objective: str = "makespan"
@@ -154,6 +156,7 @@ class Plan:
             "shares": tuple(self.shares),
             "ranks": tuple(self.ranks),
             "rows": tuple(self.rows),
+            "tried": tuple(self.tried),
             "split": self._splits(),
         }
         for name, value in derived.items():
@@ -320,7 +323,6 @@ class Plan:
             raise PlanError(f"the plan is not JSON: {error}") from error
         if isinstance(record, dict):
             record.pop("delays", None)  # they follow from the schedule
-            record.pop("tried", None)  # batches were split, too, where that was not proven
             if record.get("version") == 1:
                 record["version"] = VERSION
         _check_keys(cls, record, "the plan")
@@ -441,6 +443,7 @@ class Plan:
             + ("" if predicted is None else f", predicted step: {predicted:.4g} s")
             + (f"\n{_OF_GABRA}" if bred else "")
             + (f"\nsamples do not meet: {self.split_by}" if self.split_by else "")
+            + (f"; only tried of {', '.join(self.tried)}" if self.tried else "")
         )
         table = Table()
         rows = cells(self)

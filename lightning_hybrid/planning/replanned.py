@@ -52,7 +52,7 @@ class Planned:
                 site=site,
                 optimizers=self.optimizers,
             )
-            return replace(found, split_by=plan.split_by)
+            return replace(found, split_by=plan.split_by, tried=plan.tried)
 
         prefix = f"{self.network.name}." if self.network.name else ""
         cuts = tuple(prefix + name for name in plan.cuts)

@@ -47,12 +47,16 @@ def test_a_line_is_said_once_for_each_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "lines"),
-    [("proof", []), ("proof, tail 1.0%", ["(proof, tail 1.0%): what needs all"])],
+    ("how", "tried", "lines"),
+    [
+        ("proof", (), []),
+        ("proof, tail 1.0%", (), ["(proof, tail 1.0%): what needs all"]),
+        ("proof", ("'own'",), ["meet in 'own'. If"]),
+    ],
 )
-def test_what_the_driver_computes_of_all_samples_is_said(how: str, lines: list[str]) -> None:
+def test_what_was_only_tried_is_named(how: str, tried: tuple[str, ...], lines: list[str]) -> None:
     told = Told()
-    graph: Any = SimpleNamespace(split_by=how)
+    graph: Any = SimpleNamespace(split_by=how, tried=tried)
     told.announcements.is_split(found(nn.Linear(2, 2)), graph)
     assert len(told.lines) == len(lines)
     assert all(part in line for part, line in zip(lines, told.lines))

@@ -179,6 +179,35 @@ def test_an_order_that_stays_as_it_was_is_seen(ranks: Any) -> None:
         driven.module.net(batches(1)[0])
 
 
+@torch.library.custom_op("lightning_hybrid_tests::less_the_last", mutates_args=())
+def less_the_last(x: Tensor) -> Tensor:
+    """Samples meet where the largest number is of a size that no trial has."""
+    largest = x.abs().amax()
+    return x - ((largest > 50) & (largest < 200)) * x[-1:]
+
+
+less_the_last.register_fake(torch.empty_like)
+less_the_last.register_autograd(lambda _, gradient: gradient)
+
+
+class MeetsLater(Scaled):
+    """Has an operator of its own, which had to be tried."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(less_the_last(x * self.first.bias[:1] ** 0))))
+
+
+def test_samples_that_meet_later_than_in_the_first_trial_are_seen(ranks: Any) -> None:
+    driven = Driven(ranks, MeetsLater(), verify="auto")
+    one, two = batches(2)
+    driven.module.net(one)
+    assert driven.plans["net"].microbatches == 2
+    two[3] = 100.0
+    message = r"samples of a batch meet in call 2 .*num_microbatches=1\."
+    with pytest.raises(NetworkError, match=message):
+        driven.module.net(two)
+
+
 class Ordinary(nn.Module):
     """Counts, and notes a feature. (Nothing draws: workers are threads with one generator.)"""
 

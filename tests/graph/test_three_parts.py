@@ -507,6 +507,16 @@ def halved(x: Tensor, scale: Tensor) -> Tensor:
     return x * scale / 2
 
 
+@torch.library.custom_op("lightning_hybrid_tests::recentred", mutates_args=())
+def recentred(x: Tensor, scale: Tensor) -> Tensor:
+    return (x - x.mean(0)) * scale
+
+
+@torch.library.custom_op("lightning_hybrid_tests::meets_backwards", mutates_args=())
+def meets_backwards(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale
+
+
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -516,8 +526,16 @@ def _halved_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return gradient * scale / 2, (gradient * x / 2).sum()
 
 
-halved.register_fake(lambda x, scale: torch.empty_like(x))
-halved.register_autograd(_halved_back, setup_context=_keep)
+def _met_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, scale = ctx.saved_tensors
+    return (gradient - gradient.mean(0)) * scale, (gradient * x).sum()
+
+
+for _operator, _back in (
+    (halved, _halved_back), (recentred, _halved_back), (meets_backwards, _met_back)
+):  # fmt: skip
+    _operator.register_fake(lambda x, scale: torch.empty_like(x))
+    _operator.register_autograd(_back, setup_context=_keep)
 
 
 class Rounds(torch.autograd.Function):
@@ -609,7 +627,9 @@ def applied(function: Code) -> Code:
 @pytest.mark.parametrize(
     ("function", "splits"),
     [
-        (lambda net, h: halved(h, net.scale), False),
+        (lambda net, h: halved(h, net.scale), True),
+        (lambda net, h: recentred(h, net.scale), False),
+        (lambda net, h: meets_backwards(h, net.scale), False),
         (lambda net, h: Rounds.apply(h * 3), True),
         (lambda net, h: Swish.apply(h), True),
         (lambda net, h: Scales.apply(h, net.scale), False),
@@ -619,12 +639,34 @@ def applied(function: Code) -> Code:
         pytest.param(lambda net, h: Recentres.apply(h), False, marks=slow),
     ],
     ids=[
-        *("operator", "rounds", "swish", "weight", "shared result", "draws"),
+        *(
+            "operator",
+            "operator meets forwards",
+            "operator meets backwards",
+            "rounds",
+            "swish",
+            "weight",
+            "shared result",
+            "draws",
+        ),
         *("meets backwards", "meets forwards"),
     ],
 )
-def test_a_function_is_followed_forward_and_backward_and_an_operator_is_not(
-    function: Code, splits: bool
+def test_a_function_is_followed_forward_and_backward_and_an_operator_is_tried(
+    function: Code, splits: bool, request: pytest.FixtureRequest
 ) -> None:
     parts = compared(Net(applied(function)), *inputs(torch.randint(8, (BATCH,))))
     assert (parts.why_whole is None) is splits, parts.why_whole
+    assert parts.graph is not None
+    assert len(parts.graph.tried) == (request.node.callspec.id == "operator")
+
+
+def test_a_trial_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = InParts(Net(applied(lambda net, h: halved(h, net.scale))).double(), 3)
+    given = inputs(torch.randint(8, (BATCH,)))
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    parts(*given)
+    assert parts.graph is not None
+    assert parts.graph.tried
+    assert not seeded

@@ -117,7 +117,8 @@ class InParts:
     def _run(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
         leaves = graph.bind(values)
         self.graph, self.why_whole = graph, why_whole(graph, leaves, self._microbatches)
-        self.division = graph.split_by
+        tried = f", and a trial of {', '.join(graph.tried)}" if graph.tried else ""
+        self.division = graph.split_by + tried
         split = self._microbatches if self.why_whole is None else 1
         parts = graph.split(leaves, split)
         self.counted = len(parts)

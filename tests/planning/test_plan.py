@@ -159,9 +159,9 @@ def test_a_plan_prints_its_shape_and_its_stages() -> None:
     assert "60.0%" in text
 
 
-def test_a_plan_says_by_what_batches_may_be_split() -> None:
-    plan = free(split_by="proof, tail 1.0%")
-    assert "\nsamples do not meet: proof, tail 1.0%\n" in plan.describe()
+def test_a_plan_says_what_was_only_tried() -> None:
+    plan = free(split_by="proof, tail 1.0%", tried=("'own'",))
+    assert "\nsamples do not meet: proof, tail 1.0%; only tried of 'own'\n" in plan.describe()
     assert Plan.from_json(plan.to_json()) == plan
     assert "samples" not in free().describe()
 

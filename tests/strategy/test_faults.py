@@ -185,12 +185,21 @@ def test_an_exception_ends_all_ranks_and_is_shown_first(
 
 
 UNSEEN = {"network": "unseen", "unseen": 2}
+MEETS = {"network": "meets", "side": 4, "large": 3}  # with dropout
 
 
 @slow
-def test_what_a_check_of_the_network_finds_ends_all_ranks_and_is_shown_first(start: Start) -> None:
-    words = "'net' (Unseen) does not compute in its stages what its Python computes: in call"
-    training, process = start(stages=2, logger=True, **UNSEEN)
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (UNSEEN, "'net' (Unseen) does not compute in its stages what its Python computes: in call"),
+        (MEETS, "'net' (Meets): the samples of a batch meet in call"),
+    ],
+)
+def test_what_a_check_of_the_network_finds_ends_all_ranks_and_is_shown_first(
+    start: Start, config: dict[str, Any], words: str
+) -> None:
+    training, process = start(stages=2, logger=True, **config)
     output = end(training, process, {process.pid}, time.monotonic(), more=100)
     assert process.returncode
     assert ends_told_to_loggers(training) == {0: "failed", 1: "failed"}
