@@ -3,6 +3,8 @@
 * 3D-ResAttNet-34 on the 64 devices of `8x8-a100`, batches of 6: its capture, and after that the
   choice among all shapes (at most 10 s);
 * a chain of 1,000 partitions of uneven cost on 1,024 devices, 8 a host, likewise (at most 60 s);
+* a chain of 12 and of 38 partitions on 8 and on 64 devices of four speeds and two sizes of memory,
+  whose shape, order, cuts, copies and shares are searched together (at most 10 s);
 * one simulation with every event: 1,024 devices, 64 micro-batches (at most 10 s).
 
     python benchmarks/planning_speed.py
@@ -76,14 +78,18 @@ def chain(partitions: int) -> CostsOf:
     return costs_of
 
 
-def many_devices(count: int) -> ClusterDescription:
-    """Hosts of eight devices."""
-    device = DeviceSpec(name="one", flops_per_s=1.0, memory_bytes=40e9)
+def many_devices(count: int, *, unlike: bool = False) -> ClusterDescription:
+    """Hosts of eight devices, which are all alike or differ in speed and memory."""
+    kinds = ((1.0, 40e9), (0.43, 40e9), (0.8, 1e9), (0.16, 1e9)) if unlike else ((1.0, 40e9),)
+    devices = tuple(
+        DeviceSpec(name=f"kind {k}", flops_per_s=kinds[k][0], memory_bytes=kinds[k][1])
+        for k in (number % len(kinds) for number in range(count))
+    )
     levels = (
         Level(name="host", devices=8, bandwidth_bytes_per_s=2e11, latency_s=5e-6),
         Level(name="network", devices=count, bandwidth_bytes_per_s=1.2e10, latency_s=2e-5),
     )
-    return ClusterDescription(name="many", devices=(device,) * count, levels=levels)
+    return ClusterDescription(name="many", devices=devices, levels=levels[: 1 + (count > 8)])
 
 
 def main() -> None:
@@ -97,6 +103,11 @@ def main() -> None:
     for batch in (6, 64):
         what = f"1,000 partitions planned for 1,024 devices, batches of {batch}"
         ranked = timed(what, lambda batch=batch: rank_shapes(costs_of, cluster, batch))
+        print(f"    {len(ranked)} shapes, fastest: {ranked[0]}")
+    for partitions, count in ((12, 8), (38, 8), (12, 64), (38, 64)):
+        costs_of, cluster = chain(partitions), many_devices(count, unlike=True)
+        what = f"{partitions} partitions planned for {count} unlike devices, batches of 12"
+        ranked = timed(what, lambda c=costs_of, on=cluster: rank_shapes(c, on, 12))
         print(f"    {len(ranked)} shapes, fastest: {ranked[0]}")
     schedule = gpipe(1024, 64)
     costs = StepCosts(

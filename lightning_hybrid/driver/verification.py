@@ -2,9 +2,10 @@
 
 TorchDynamo's guards compare at each call most, but not all, of the values that a graph depends on
 (docs/what_you_can_rely_on.md has the list). A value that no guard compares stays in the graph as it
-was at the capture. So in calls 1, 2, 4, 8, ... of a network that is cut its Python runs too, on
-this rank and on a copy of the module (:mod:`lightning_hybrid.driver.module_copy`), and the results
-are compared:
+was at the capture. And that samples of a batch do not meet in an operator that is not torch's own
+was only tried, on random numbers. So in calls 1, 2, 4, 8, ... of a network that is cut its Python
+runs too, on this rank and on a copy of the module (:mod:`lightning_hybrid.driver.module_copy`), and
+the results are compared:
 
 * on the whole batch, where results do not depend on how it is split. This shows samples that meet
   too.

@@ -241,7 +241,7 @@ class _Walk:
                 return value
             copy = value.detach()
             run.set(copy, run.label(unwrapped(value)))
-            if value.is_floating_point():
+            if value.is_floating_point() or value.is_complex():
                 leaves[copy.requires_grad_()] = run.label(copy)
             return copy
 

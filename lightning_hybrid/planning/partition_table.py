@@ -56,7 +56,7 @@ class PartitionTable:
         input_part_s: times of the input part of a split backward, for `zero_bubble`.
         weight_part_s: times of the weight part of a split backward; None if it cannot be split.
         output_bytes: size of the network's outputs, per micro-batch.
-        tied: weights that several partitions use and that are trained.
+        tied: weights that several partitions use.
 
     Raises:
         PlanError: lists of unequal length, or a number that is negative or not finite.

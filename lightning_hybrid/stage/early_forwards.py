@@ -111,7 +111,8 @@ class EarlyForwards:
         if self._weights != "stash" or stage in self._looked_at:
             return
         self._looked_at.add(stage)  # (once: each call of a stage has the same operations)
-        for node in operations_behind(outputs):
+        node = next(iter(operations_behind(outputs)), None)
+        if node is not None:
             raise NetworkError(
                 f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function, may keep a "
                 "parameter where delayed_weights='stash' cannot give its backward the weights of "

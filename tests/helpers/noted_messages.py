@@ -12,10 +12,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     told: list[tuple[str, int, int]] = []
     send = Channel.send
 
-    def note(channel: Channel, message: Any) -> None:
+    def note(channel: Channel, message: Any, **how: Any) -> None:
         _, pickled, tensors = encode(message)
         told.append((type(message).__name__, len(pickled), len(tensors)))
-        send(channel, message)
+        send(channel, message, **how)
 
     monkeypatch.setattr(Channel, "send", note)
     return told
