@@ -20,9 +20,12 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from _results import record
+from orders import streamed
 from schedules import WINDOW, perceptron
+from timed_orders import time_orders
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription
 from lightning_hybrid.asking.partition_costs import capture_call
@@ -31,7 +34,6 @@ from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings, Replica, plan_stages
-from lightning_hybrid.planning.streamed_time import time_orders
 from lightning_hybrid.schedules import STREAMED
 from models import ResAttNet3D
 
@@ -105,15 +107,13 @@ class Measured:
         if schedule != "1f1b":
             return plan.step_s
         rows = plan.rows
-        window_s = max(
-            time_orders(
-                STREAMED["1f1b"].orders(devices, WINDOW),
-                [row.forward_s or 0.0 for row in rows],
-                [row.backward_s or 0.0 for row in rows],
-                send_s=[(row.send_s or 0.0) + (row.latency_s or 0.0) for row in rows[:-1]],
-            ).values()
+        window = time_orders(
+            streamed(STREAMED["1f1b"], devices, WINDOW),
+            [row.forward_s or 0.0 for row in rows],
+            [row.backward_s or 0.0 for row in rows],
+            send_s=[(row.send_s or 0.0) + (row.latency_s or 0.0) for row in rows[:-1]],
         )
-        return (window_s + max(row.step_s or 0.0 for row in rows)) / WINDOW
+        return (window.makespan_s + max(row.step_s or 0.0 for row in rows)) / WINDOW
 
     def closed_s(self, schedule: str, devices: int, microbatches: int) -> float:
         """Seconds of a batch by docs/schedules.md: equal stages, nothing but their work."""

@@ -23,8 +23,7 @@ from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.split_backwards import best_split_chain, split_costs
 from lightning_hybrid.planning.step_problem import Links, StepProblem
-from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
-from lightning_hybrid.planning.streamed_time import batch_s
+from lightning_hybrid.planning.step_time import StepCosts, batch_s, fill_drain_s
 from lightning_hybrid.schedules import SCHEDULES, STREAMED, DelayedWeights, loop_order
 
 Objective = Literal["step", "makespan", "profit"]

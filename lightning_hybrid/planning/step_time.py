@@ -18,12 +18,15 @@ and not in the sum, and the stage ends w_k later, which its all-reduce overlaps.
 **Stages that share devices** (looped schedules, free placements) take turns in the order of their
 ticks, see `schedules.merged`. The recursion goes through the (stage, micro-batch) pairs in that
 order: O(S M).
+
+**Streamed schedules** have no step of their own: `batch_s` is the time from one batch to the next.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.schedules import LookAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,37 @@ class _Clocks:
             return here, taken_s, here, [], 0.0, 0.0
         sent = self.costs.send_s[cut], self.costs.latency_s[cut]
         return here, taken_s, devices[target], self.link_s[here], *sent
+
+
+def batch_s(schedule: LookAhead, costs: StepCosts, microbatches: int) -> float:
+    """Seconds from one batch to the next under a streamed schedule, in the steady state.
+
+    Stage k runs forward t after backward t - a_k - 1, and backward t after forward t + a_k, with
+    its look-ahead a_k. So of what goes from stage k to stage j and back, without others before or
+    behind, only a_k - a_j + 1 batches are under way at once: as many take at least the time of the
+    way there and back. The slowest of these cycles is the pace of all (its maximum cycle mean; j =
+    k is a stage that is always busy). Messages do not wait for each other, as they do in
+    `simulate`.
+
+    All-reduce and optimizer step are counted for each batch, which is too much for 1F1B: it steps
+    once per accumulation window.
+
+    Args:
+        schedule: the schedule.
+        costs: times of the stages, each on a device of its own.
+        microbatches: number of micro-batches of each batch.
+    """
+    stages = range(len(costs.forward_s))
+    ahead = schedule.look_aheads(len(stages))
+    rows = zip(costs.forward_s, costs.backward_s, costs.reduce_s, costs.step_s)
+    # the last micro-batch overlaps a part of the all-reduce
+    busy_s = [microbatches * (f + b) + max(0.0, reduce - b) + step for f, b, reduce, step in rows]
+    sent_s = [microbatches * send + late for send, late in zip(costs.send_s, costs.latency_s)]
+    return max(
+        (sum(busy_s[k : j + 1]) + 2 * sum(sent_s[k:j])) / (ahead[k] - ahead[j] + 1)
+        for k in stages
+        for j in stages[k:]
+    )
 
 
 def speedup(serial_s: float, parallel_s: float) -> float:

@@ -12,11 +12,4 @@ from lightning_hybrid.schedules.dealt import (
 from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, execute_merged
 from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order
 from lightning_hybrid.schedules.merged import merge
-from lightning_hybrid.schedules.streamed import (
-    STREAMED,
-    DelayedWeights,
-    LookAhead,
-    Orders,
-    Part,
-    Work,
-)
+from lightning_hybrid.schedules.streamed import STREAMED, DelayedWeights, LookAhead

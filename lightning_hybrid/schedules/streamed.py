@@ -16,41 +16,12 @@ runs the forward of a batch with weights that are a_k steps old: the schedule is
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Literal
 
 DelayedWeights = Literal["stash", "recompute", "current"]
 """Weights and activations of a backward under a delayed schedule: "stash" has the weights and
 activations of its forward, "recompute" the current weights and activations recomputed with them,
 "current" the current weights and the activations of the forward."""
-
-
-class Part(StrEnum):
-    """The kinds of computations of a stage."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    """The whole backward; if the order has WEIGHT, only the gradients of the stage's inputs."""
-    WEIGHT = "W"
-
-
-class Work(NamedTuple):
-    """One computation of a stage.
-
-    Attributes:
-        part: forward, backward, or the weight part of a backward.
-        microbatch: number of the micro-batch.
-    """
-
-    part: Part
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.part.value}{self.microbatch}"
-
-
-Orders = tuple[tuple[Work, ...], ...]
-"""For each stage, its computations in order."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +56,6 @@ class LookAhead:
     def look_aheads(self, stages: int) -> tuple[int, ...]:
         """The look-aheads a_1 .. a_K: how many batches each stage is ahead of the driver."""
         return tuple(self.ahead(k, stages) for k in range(1, stages + 1))
-
-    def orders(self, stages: int, batches: int) -> Orders:
-        """The computations of each stage between two barriers, with `batches` batches."""
-        return tuple(_order(a, batches) for a in self.look_aheads(stages))
-
-
-def _order(ahead: int, batches: int) -> tuple[Work, ...]:
-    order: list[Work] = []
-    started = 0
-    for batch in range(batches):
-        last = min(batch + ahead, batches - 1)
-        order += [Work(Part.FORWARD, b) for b in range(started, last + 1)]
-        order.append(Work(Part.BACKWARD, batch))
-        started = last + 1
-    return tuple(order)
 
 
 STREAMED = {

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from driven import Model, Replica, let_go, loss_of
+from orders import Part
+from orders import streamed as orders_of
 from planned import planned
 from serial_schedules import in_stages, train_serially
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.schedules import STREAMED, Part
+from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import backward_pass, forward_pass
 from lightning_hybrid.stage.backward_pass import BackwardPass
 from lightning_hybrid.stage.calls import generators_of_microbatch
@@ -357,7 +359,7 @@ def test_forwards_of_1f1b_begin_before_the_backwards_of_earlier_batches(
                 worker._handlers[known] = noted
     train(replica, coming, torch.optim.SGD(replica.model.parameters(), lr=0.1), window=4)
     replica.end()
-    order = STREAMED["1f1b"].orders(3, 4)[0]
+    order = orders_of(STREAMED["1f1b"], 3, 4)[0]
     assert ran == [("F" if w.part is Part.FORWARD else "B") + str(w.microbatch) for w in order]
 
 

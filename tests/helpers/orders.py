@@ -15,8 +15,39 @@ The last line holds where devices need not wait for each other between steps: ea
 first forward to its last weight gradient.
 """
 
+from enum import StrEnum
+from typing import NamedTuple
+
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Orders, Part, Work
+from lightning_hybrid.schedules import LookAhead
+
+
+class Part(StrEnum):
+    """The kinds of computations of a stage."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward; if the order has WEIGHT, only the gradients of the stage's inputs."""
+    WEIGHT = "W"
+
+
+class Work(NamedTuple):
+    """One computation of a stage.
+
+    Attributes:
+        part: forward, backward, or the weight part of a backward.
+        microbatch: number of the micro-batch.
+    """
+
+    part: Part
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.part.value}{self.microbatch}"
+
+
+Orders = tuple[tuple[Work, ...], ...]
+"""For each stage, its computations in order."""
 
 
 def fill_drain(stages: int, microbatches: int) -> Orders:
@@ -60,6 +91,22 @@ def zero_bubble(stages: int, microbatches: int, *, ahead: int = 1) -> Orders:
         _alternating(ahead * (stages - k) - (ahead - 1), microbatches, ahead * k)
         for k in range(stages)
     )
+
+
+def streamed(schedule: LookAhead, stages: int, batches: int) -> Orders:
+    """The computations of each stage between two barriers of a streamed schedule."""
+    return tuple(_looking_ahead(a, batches) for a in schedule.look_aheads(stages))
+
+
+def _looking_ahead(ahead: int, batches: int) -> tuple[Work, ...]:
+    order: list[Work] = []
+    started = 0
+    for batch in range(batches):
+        last = min(batch + ahead, batches - 1)
+        order += [Work(Part.FORWARD, b) for b in range(started, last + 1)]
+        order.append(Work(Part.BACKWARD, batch))
+        started = last + 1
+    return tuple(order)
 
 
 def _alternating(warm_up: int, microbatches: int, delay: int | None) -> tuple[Work, ...]:

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orders import fill_drain, one_f_one_b, zero_bubble
+from orders import Part, Work, fill_drain, one_f_one_b, zero_bubble
 from planned import simulate
 from timed_orders import time_orders
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Part, Work
 from lightning_hybrid.schedules.gpipe import gpipe
 
 stages_ = st.integers(1, 7)
