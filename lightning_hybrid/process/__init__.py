@@ -33,31 +33,3 @@ from lightning_hybrid.process.run_results import (
     collect_results,
 )
 from lightning_hybrid.process.wrong_package import refuse_in_other_package
-
-__all__ = [
-    "LETTING_GO_S",
-    "Everyone",
-    "HybridMultiProcessingLauncher",
-    "HybridSubprocessLauncher",
-    "Joined",
-    "Meeting",
-    "Part",
-    "Parted",
-    "Results",
-    "Snapshot",
-    "TrainerResults",
-    "Watch",
-    "adopt_results",
-    "collect_results",
-    "first_fault",
-    "forget",
-    "gather",
-    "has_met",
-    "is_loss",
-    "join",
-    "look_around",
-    "make_store",
-    "read_fault",
-    "refuse_in_other_package",
-    "say_at_next_meeting",
-]

@@ -2,5 +2,3 @@
 
 from lightning_hybrid.report.page import page, paragraph, table
 from lightning_hybrid.report.timeline import Span, draw_timeline
-
-__all__ = ["Span", "draw_timeline", "page", "paragraph", "table"]

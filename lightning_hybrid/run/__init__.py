@@ -21,28 +21,3 @@ from lightning_hybrid.run.run import Run, scalers_of
 from lightning_hybrid.run.session import DriverSession, WorkerSession
 from lightning_hybrid.run.sizing import SizeChooser, prepared_alone
 from lightning_hybrid.run.world import NoWorld, Phase, World
-
-__all__ = [
-    "BetweenRuns",
-    "ByFabric",
-    "DeferredModule",
-    "DriverSession",
-    "Launched",
-    "NoWorld",
-    "Phase",
-    "ReplicaWorld",
-    "Run",
-    "ShownRanks",
-    "SizeChooser",
-    "StartProgress",
-    "WholeModule",
-    "WorkerSession",
-    "World",
-    "announce_averages",
-    "asked_by_framework",
-    "have_on_device",
-    "move_module",
-    "prepared_alone",
-    "refuse_other_shards",
-    "scalers_of",
-]
