@@ -294,39 +294,28 @@ class Prediction:
         return computed + self.machine.rates.update_s_per_byte * trained
 
     def _candidate(self, networks: Sequence[PartitionTable], sizes: Sizes) -> Candidate:
-        cluster = self.machine.cluster(sizes.replicas, sizes.stages)
-        if self.by_speed and len(set(cluster.replica_speeds)) > 1:
-            return self._dealt(networks, sizes, cluster)
-        plans = self._plans(networks, sizes, cluster.capacities, self._limits(cluster))
-        return Candidate(
-            sizes=sizes,
-            step_s=sum(plan.step_s for plan in plans),
-            recompute=any(plan.recompute for plan in plans),
-        )
+        """Predict a step, which ends with the slowest replica if they take samples by their speed.
 
-    def _dealt(
-        self, networks: Sequence[PartitionTable], sizes: Sizes, cluster: Cluster
-    ) -> Candidate:
-        """Predict a step in which replicas take samples by their speed; it ends with the slowest.
-
-        Each replica is planned as if it could have other cuts. In a run all have the same cuts, for
+        Each of them is planned as if it could have other cuts. In a run all have the same cuts, for
         the slowest device of each stage; if the speeds of replicas are not in proportion, a step
         takes longer than predicted.
         """
-        batch = self.batch
-        shares = deal(max(sizes.replicas, sizes.replicas * batch), cluster.replica_speeds)
-        # shares differ, so which replica ends last is known when all are planned
-        found: list[list[Plan]] = []
-        for replica, share in enumerate(shares):
-            mine = cluster.order[replica * sizes.stages : (replica + 1) * sizes.stages]
-            parts = [each.scaled(share / batch) for each in networks]
-            # memory limits are those of the smallest device over all replicas
-            limits = self._limits(cluster)
-            found.append(self._plans(parts, sizes, [cluster.speeds[r] for r in mine], limits))
-        slowest = max(found, key=lambda plans: sum(plan.step_s for plan in plans))
+        cluster, batch = self.machine.cluster(sizes.replicas, sizes.stages), self.batch
+        shares: tuple[int, ...] = ()
+        chains: list[tuple[int, Sequence[float]]] = [(batch, cluster.capacities)]
+        if self.by_speed and len(set(cluster.replica_speeds)) > 1:
+            shares = deal(sizes.replicas * batch, cluster.replica_speeds)
+            speeds = [cluster.speeds[rank] for rank in cluster.order]
+            chains = [*zip(shares, zip(*[iter(speeds)] * sizes.stages))]
+        # memory limits are those of the smallest device over all replicas
+        limits = self._limits(cluster)
+        found = [
+            self._plans([each.scaled(share / batch) for each in networks], sizes, speeds, limits)
+            for share, speeds in chains
+        ]
         return Candidate(
             sizes=sizes,
-            step_s=sum(plan.step_s for plan in slowest),
+            step_s=max(sum(plan.step_s for plan in plans) for plans in found),
             recompute=any(plan.recompute for plans in found for plan in plans),
             shares=shares,
         )
