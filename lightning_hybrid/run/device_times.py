@@ -9,19 +9,22 @@ BUSY = "busy_s"
 
 
 class StepWatcher:
-    """Base of objects that follow the training steps, on the driver of replica 0.
+    """Base of objects that follow the training steps, maybe in windows that it pauses."""
 
-    Its methods do nothing.
-    """
+    _window: "Window | None" = None
 
     def batch_starts(self, batch: Any) -> None:
         """Called before each training step."""
 
     def pause(self) -> None:
-        """Called before a validation."""
+        """Called before a validation, whose time is not that of training."""
+        if self._window is not None:
+            self._window.pause()
 
     def resume(self) -> None:
         """Called after a validation."""
+        if self._window is not None:
+            self._window.resume()
 
     def begin_anew(self) -> None:
         """From now on stages are cut at other places."""

@@ -16,11 +16,10 @@ first step, in which networks are captured, measured and cut.
 ===========================  ======================================================================
 
 The last two need several stages. The plan is logged to the same loggers as hyper-parameters; with a
-delayed schedule they always get the schedule, the delay of each stage, and the option
-``delayed_weights``.
+delayed schedule they always get it, with the options of such schedules.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +27,7 @@ from torch import Tensor
 from lightning_hybrid._lightning import TensorBoardLogger, Trainer
 from lightning_hybrid.planning import Plan, speedup
 from lightning_hybrid.run.device_times import Meter, StepWatcher, Window
-from lightning_hybrid.run.run_table import RunTable
+from lightning_hybrid.run.run_table import add_run
 from lightning_hybrid.stage import bubble, serial_s
 
 
@@ -37,22 +36,25 @@ class PerformanceLog(StepWatcher):
 
     Args:
         trainer: the Trainer, whose loggers get the values.
-        replicas: number of replicas.
+        plans: the current plans by name of the network; networks that are cut add theirs.
         meter: of the devices of this replica.
-        table: gets what the whole fit has taken.
+        replicas: number of replicas.
+        size: number of devices of a replica.
     """
 
-    def __init__(self, trainer: Trainer, replicas: int, meter: Meter, table: RunTable) -> None:
-        self._trainer, self._replicas, self._meter = trainer, replicas, meter
-        self._table = table
+    def __init__(
+        self, trainer: Trainer, plans: Mapping[str, Plan], meter: Meter, replicas: int, size: int
+    ) -> None:
+        self._trainer, self._plans, self._meter = trainer, plans, meter
+        self._replicas, self._size = replicas, size
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Stages are cut at other places, or it is the beginning: networks are captured first."""
         self._first_step: int | None = None
-        self._window: Window | None = None
+        self._window = None
         self._begun = self._samples = 0  # first step of the window, samples in it
-        self._table.begin_anew()
+        self._all_steps, self._all_samples, self._all_s = 0, 0, 0.0  # of all windows
 
     def batch_starts(self, batch: Any) -> None:
         """Log the window, if it has enough steps, and count the samples of the batch."""
@@ -70,29 +72,23 @@ class PerformanceLog(StepWatcher):
         if self._window is not None:
             self._samples += first_size(batch) or 0
 
-    def pause(self) -> None:
-        """Stop the clock of the window, for a validation."""
-        if self._window is not None:
-            self._window.pause()
-
-    def resume(self) -> None:
-        """Start the clock of the window again."""
-        if self._window is not None:
-            self._window.resume()
-
     def end(self) -> None:
         """Log the last window, which may have fewer steps; further fits of the Tuner may follow."""
         step = self._trainer.global_step
         if self._window is not None and step > self._begun:
             self._log(self._window, step)
-        self._table.write()
+        if count := self._all_steps:
+            means = {"batch_samples": self._all_samples / count, "step_s": self._all_s / count}
+            add_run(self._trainer, [*self._plans.values()], means, self._replicas, self._size)
         self.begin_anew()
 
     def _log(self, window: Window, step: int) -> None:
         window.pause()
         self._window, steps = None, step - self._begun
         wall_s, busy_s = window.wall_s, window.busy_s
-        self._table.add(steps, self._samples, wall_s)
+        self._all_steps += steps
+        self._all_samples += self._samples
+        self._all_s += wall_s
         values = {
             "hybrid/step_s": wall_s / steps,
             "hybrid/samples_per_s": self._samples * self._replicas / wall_s,
@@ -112,38 +108,28 @@ class PlanLog(StepWatcher):
     Args:
         trainer: the Trainer, whose loggers get them.
         plans: the current plans by name of the network; networks that are cut add theirs.
-        names: names of the values of a plan that are logged; None: all.
         options: further values that are logged with each plan.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        plans: Mapping[str, Plan],
-        names: Collection[str] | None = None,
-        options: Mapping[str, str | float] | None = None,
+        self, trainer: Trainer, plans: Mapping[str, Plan], options: Mapping[str, str | float]
     ) -> None:
-        self._trainer, self._plans, self._names = trainer, plans, names
-        self._options = dict(options or {})
+        self._trainer, self._plans, self._options = trainer, plans, options
         self._known: set[str] = set()
 
     def batch_starts(self, batch: Any) -> None:
         """Log the plans that are new."""
-        self._log_plans()
+        self.end()
 
     def end(self) -> None:
         """Log the plans that are new."""
-        self._log_plans()
-
-    def _log_plans(self) -> None:
         new = {name: plan for name, plan in self._plans.items() if name not in self._known}
         self._known |= new.keys()
         for name, plan in new.items():
             # if there are several plans, further ones are logged with the network's name
             prefix = "hybrid/" if len(self._known) == 1 or not name else f"hybrid/{name}/"
-            flat = _flat(plan)
-            chosen = {key: flat[key] for key in flat if self._names is None or key in self._names}
-            values = {f"{prefix}{key}": value for key, value in (chosen | self._options).items()}
+            known = {**_flat(plan), **self._options}
+            values = {f"{prefix}{key}": value for key, value in known.items()}
             for logger in self._trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     # as a text too: TensorBoard's table has the values known when the run began

@@ -95,7 +95,7 @@ class BusyWindows(StepWatcher):
     def begin_anew(self) -> None:
         """From now on stages are cut at other places, or it is the beginning."""
         self._batches = 0  # of the window, or before the first
-        self._window: Window | None = None
+        self._window = None
 
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
@@ -123,16 +123,6 @@ class BusyWindows(StepWatcher):
             window: what was measured.
         """
         raise NotImplementedError
-
-    def pause(self) -> None:
-        """Validation starts, whose time is not that of training."""
-        if self._window is not None:
-            self._window.pause()
-
-    def resume(self) -> None:
-        """Validation is over."""
-        if self._window is not None:
-            self._window.resume()
 
     def _only_plan(self) -> Plan | None:
         """The plan of the run's only network, if it has several stages and the seconds of each."""

@@ -48,7 +48,6 @@ from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
 from lightning_hybrid.run.plan_check import PlanCheck
 from lightning_hybrid.run.replanning import Replanning
 from lightning_hybrid.run.run import Run, scalers_of
-from lightning_hybrid.run.run_table import RunTable
 from lightning_hybrid.run.unequal_shares import UnequalShares
 from lightning_hybrid.run.world import Phase
 from lightning_hybrid.stage import Synchronised
@@ -673,19 +672,15 @@ def _watchers(run: Run, meter: Meter | None) -> list[StepWatcher]:
         "gradient_shrinking": config.gradient_shrinking,
     }
     if config.log_performance or delayed:
-        names = None if config.log_performance else ("schedule", "delays")
-        watchers.append(PlanLog(run.trainer, run.plans, names, options if delayed else None))
+        watchers.append(PlanLog(run.trainer, run.plans, options if delayed else {}))
     if meter is None:
         return watchers
     coordinates = run.world.mesh.coordinates
-    replicas = coordinates.replicas
+    size = coordinates.ranks_per_replica
     if config.log_performance:
-        devices = replicas * coordinates.ranks_per_replica
-        table = RunTable(run.trainer, run.plans, replicas, devices)
-        watchers.append(PerformanceLog(run.trainer, replicas, meter, table))
+        watchers.append(PerformanceLog(run.trainer, run.plans, meter, coordinates.replicas, size))
     cluster = run.world.cluster
     compared = run.device.type == "cpu" and config.streamed is None and not run.changes_cuts
     if cluster is not None and compared:
-        chain = cluster.order[: coordinates.ranks_per_replica]
-        watchers.append(PlanCheck(run.plans, meter, chain, rank_zero_info))
+        watchers.append(PlanCheck(run.plans, meter, cluster.order[:size], rank_zero_info))
     return watchers

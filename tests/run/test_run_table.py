@@ -14,7 +14,7 @@ from lightning_hybrid.cli import main
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.run import device_times, run_table
 from lightning_hybrid.run.performance_log import PerformanceLog
-from lightning_hybrid.run.run_table import RunTable, TimedRun
+from lightning_hybrid.run.run_table import append_line
 
 PLAN = Plan(
     replicas=2, stages=4, microbatches=3, schedule="looped", cuts=("a", "b", "c"),
@@ -39,7 +39,7 @@ def _trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def fit(trainer: Any, steps: int = 7) -> None:
-    log = PerformanceLog(trainer, 2, tuple, RunTable(trainer, {"": PLAN}, 2, 4))
+    log = PerformanceLog(trainer, {"": PLAN}, tuple, 2, 2)
     for trainer.global_step in range(steps):
         log.batch_starts(torch.zeros(5, 3))
         if trainer.global_step in (0, 3):  # validation, of which the first does not count either
@@ -83,11 +83,11 @@ def test_a_table_with_other_columns_is_kept_and_the_fit_ends(
 def test_a_model_is_fitted_to_the_tables_of_several_folders(tmp_path: Path) -> None:
     for number in range(9):
         samples, devices = 4.0 * (1 + number % 3), 1 + number // 3
-        TimedRun(
-            replicas=1, stages=devices, stages_per_device=1.0, microbatches=2, devices=devices,
-            batch_samples=samples, parameters=8, step_s=0.1 + samples / devices,
-            predicted_s=None if number else 1.0,
-        ).append_to(tmp_path / f"version_{number % 2}" / "hybrid_runs.csv")  # fmt: skip
+        line = {
+            "devices": devices, "batch_samples": samples, "parameters": 8,
+            "step_s": 0.1 + samples / devices, "predicted_s": None if number else 1.0,
+        }  # fmt: skip
+        append_line(tmp_path / f"version_{number % 2}" / "hybrid_runs.csv", line)
     tables = [str(tmp_path / f"version_{k}" / "hybrid_runs.csv") for k in (0, 1)]
     options = ["--extrinsic", "devices", "--strength", "0", "--out", str(tmp_path / "model.json")]
     assert main(["fit-model", *tables, *options]) == 0
