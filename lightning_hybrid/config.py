@@ -1,9 +1,10 @@
 """What the user has asked for, checked: the arguments of the strategy as one record."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import (
@@ -94,6 +95,19 @@ class Config:
     staleness: int = 0
     seed: int = 0
     sizes: Sizes | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """What was asked for by arguments of a strategy, of which others are Lightning's.
+
+        Args:
+            arguments: by name; the plan may be the path of one.
+        """
+        names = [field.name for field in fields(cls) if field.name in arguments]
+        given = {name: arguments[name] for name in names}
+        if isinstance(given["plan"], str | Path):
+            given["plan"] = Plan.load(given["plan"])
+        return cls(**given)
 
     def __post_init__(self) -> None:
         # shapes come first: what follows is read from them

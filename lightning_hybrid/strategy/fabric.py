@@ -48,7 +48,6 @@ from lightning_hybrid.run import (
     WorkerSession,
     have_on_device,
     move_module,
-    refuse_other_shards,
     scalers_of,
 )
 from lightning_hybrid.strategy.ranks import Ranks
@@ -93,6 +92,11 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         PlanError: the sizes contradict each other, the plan or the number of devices.
     """
 
+    _no_run = (
+        "has no model that is set up: what trains one goes between fabric.setup and the end of the "
+        "function that is given to fabric.launch."
+    )
+
     def __init__(
         self,
         data_parallel_size: Count = "auto",
@@ -117,23 +121,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        config = Config(
-            data_parallel_size=data_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            recompute=recompute,
-            allocation=allocation,
-            objective=objective,
-            contiguous=contiguous,
-            network=network,
-            device_capacity=device_capacity,
-            compile_stages=compile_stages,
-            plan=Plan.load(plan) if isinstance(plan, str | Path) else plan,
-            verify=verify,
-            rng=rng,
-            seed=seed,
-        )
+        config = Config.of(locals())
         if config.streamed is not None:
             raise PlanError(
                 f"schedule={config.streamed.name!r} begins with later batches early, which a loop "
@@ -174,22 +162,8 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         vars(self).update(state)
         let_fabric_clear_gradients()
 
-    @property
-    def _driving(self) -> DriverSession:
-        """The run of this driver.
-
-        Raises:
-            HybridError: there is none.
-        """
-        if isinstance(self._session, DriverSession):
-            return self._session
-        raise HybridError(
-            f"{self.coordinates} has no model that is set up: what trains one goes between "
-            "fabric.setup and the end of the function that is given to fabric.launch."
-        )
-
     def _rest(self) -> None:
-        self._session: BetweenRuns | DriverSession = BetweenRuns(self._ranks.world, WholeModule())
+        self._session = BetweenRuns(self._ranks.world, WholeModule())
         self._optimizers.clear()
         self._batch_is_over = True
 
@@ -206,17 +180,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._ranks.hosts = self._num_nodes  # as Fabric sets it
         self._ranks.set_launched(self.cluster_environment)
 
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if self._ranks.world.phase is Phase.RUNNING:
-            super().barrier(name, *args, **kwargs)
-        else:
-            self._ranks.world.barrier(name or "")
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._ranks.world.phase is Phase.RUNNING:
-            return super().broadcast(obj, src)
-        return self._ranks.world.broadcast(obj, src)
-
     def all_reduce(
         self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean"
     ) -> Tensor:
@@ -226,9 +189,8 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """One replica is one device, whose tensors get no dimension of devices."""
         self._refuse_early("all_gather")
-        return super().all_gather(tensor, group, sync_grads) if self.is_distributed else tensor
+        return super().all_gather(tensor, group, sync_grads)
 
     def _refuse_early(self, what: str) -> None:
         if self.is_distributed and self._ranks.world.phase is not Phase.RUNNING:
@@ -479,13 +441,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         return optimizer
 
     # ------------------------------------------------------------------ batches and steps
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """One that leaves samples to workers is refused."""
-        ranks = self._ranks
-        processes = ranks.hosts * ranks.per_host
-        refuse_other_shards(dataloader, ranks.launched.rank, processes, ranks.replica_world)
-        return super().process_dataloader(dataloader)
 
     def _call_begins(self, module: nn.Module) -> None:
         """The model is about to be called.

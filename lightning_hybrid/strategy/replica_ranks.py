@@ -3,15 +3,18 @@
 With R replicas there are R ranks, as under DDP over R devices, whatever their stages.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from lightning_hybrid._lightning import ClusterEnvironment
+from lightning_hybrid._lightning_private import LOADING
 from lightning_hybrid.comm import Coordinates
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import HybridMultiProcessingLauncher, HybridSubprocessLauncher
-from lightning_hybrid.run import Phase
+from lightning_hybrid.run import BetweenRuns, DriverSession, Phase, refuse_other_shards
 from lightning_hybrid.strategy.ranks import Ranks, given
 from lightning_hybrid.strategy.refusals import say_what_is_off
 
@@ -24,12 +27,21 @@ NAMES = {
 """Registered names, and how each starts its processes."""
 
 
+T = TypeVar("T")
+
+
 class ReplicaRanks:
-    """Where a process stands, as a strategy tells it; a base of strategies beside Lightning's."""
+    """Where a process stands, as a strategy tells it, and what it says to the others.
+
+    A base of strategies, in front of Lightning's.
+    """
 
     _ranks: Ranks
     _plans: dict[str, Plan]
     _launcher: Any
+    _session: BetweenRuns | DriverSession
+    _no_run: str
+    """What a process is told that asks for a run where there is none, behind its name."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -47,6 +59,17 @@ class ReplicaRanks:
     def plan(self) -> Plan | None:
         """The plan in force; of the first network, if there are several. ``None`` before it."""
         return next(iter(self._plans.values()), self._ranks.config.plan)
+
+    @property
+    def _driving(self) -> DriverSession:
+        """The run of this driver.
+
+        Raises:
+            HybridError: there is none.
+        """
+        if isinstance(self._session, DriverSession):
+            return self._session
+        raise HybridError(f"{self.coordinates} {self._no_run}")
 
     @property
     def coordinates(self) -> Coordinates:
@@ -117,6 +140,39 @@ class ReplicaRanks:
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
         self._ranks.hosts = num_nodes
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Of the drivers in a run, else of all ranks."""
+        if self._ranks.world.phase is Phase.RUNNING:
+            self._session.fence()
+            super().barrier(name, *args, **kwargs)  # type: ignore[misc]
+        elif name != LOADING:  # between runs a rank may ask for a loader that others have
+            self._ranks.world.barrier(name or "")
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """To the drivers in a run, else to all ranks."""
+        if self._ranks.world.phase is Phase.RUNNING:
+            self._session.fence()
+            sent: T = super().broadcast(obj, src)  # type: ignore[misc]
+            return sent
+        return self._ranks.world.broadcast(obj, src)
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """One replica is one device, whose tensors get no dimension of devices."""
+        if not self.is_distributed:
+            return tensor
+        self._session.fence()
+        gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        return gathered
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """One that leaves samples to other processes than the drivers is refused."""
+        ranks = self._ranks
+        processes = ranks.hosts * ranks.per_host
+        refuse_other_shards(dataloader, ranks.launched.rank, processes, ranks.replica_world)
+        return super().process_dataloader(dataloader)  # type: ignore[misc]
 
     def hide_ranks(self) -> None:
         """The run is over: the environment speaks of all processes again."""

@@ -32,7 +32,6 @@ from lightning_hybrid._lightning import (
     TrainerStatus,
 )
 from lightning_hybrid._lightning_private import (
-    LOADING,
     ask_strategy_whether_distributed,
     forget_loaded_checkpoint,
     load_as_ever,
@@ -50,7 +49,6 @@ from lightning_hybrid.config import (
     Shape,
 )
 from lightning_hybrid.driver import bring_here
-from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan, free_of_host
 from lightning_hybrid.process import (
     HybridSubprocessLauncher,
@@ -68,7 +66,6 @@ from lightning_hybrid.run import (
     WorkerSession,
     announce_averages,
     move_module,
-    refuse_other_shards,
     scalers_of,
 )
 from lightning_hybrid.schedules import DelayedWeights
@@ -217,6 +214,11 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         Learning", IEEE Access 10:77950, 2022.
     """
 
+    _no_run = (
+        "is in no run: steps and hooks of training are for the drivers, between the start of "
+        "trainer.fit, validate, test or predict and its end."
+    )
+
     def __init__(
         self,
         data_parallel_size: Count = "auto",
@@ -252,33 +254,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        config = Config(
-            data_parallel_size=data_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            delayed_weights=delayed_weights,
-            gradient_shrinking=gradient_shrinking,
-            recompute=recompute,
-            allocation=allocation,
-            objective=objective,
-            contiguous=contiguous,
-            network=network,
-            device_capacity=device_capacity,
-            compile_stages=compile_stages,
-            plan=Plan.load(plan) if isinstance(plan, str | Path) else plan,
-            log_performance=log_performance,
-            verify=verify,
-            rng=rng,
-            checkpoint=checkpoint,
-            shard_optimizer_states=shard_optimizer_states,
-            balance=balance,
-            replan=replan,
-            gradient_sync=gradient_sync,
-            staleness=staleness,
-            seed=seed,
-        )
-        self._ranks = Ranks(config)
+        self._ranks = Ranks(Config.of(locals()))
         ask_strategy_whether_distributed(HybridGabraStrategy)
         super().__init__(
             accelerator=accelerator,
@@ -318,24 +294,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     def _module(self) -> LightningModule:
         return given(self.lightning_module, "lightning_module")
 
-    @property
-    def _driving(self) -> DriverSession:
-        """The run of this driver.
-
-        Raises:
-            HybridError: there is none.
-        """
-        if isinstance(self._session, DriverSession):
-            return self._session
-        raise HybridError(
-            f"{self.coordinates} is in no run: steps and hooks of training are for the drivers, "
-            "between the start of trainer.fit, validate, test or predict and its end."
-        )
-
     def _rest(self) -> None:
-        self._session: BetweenRuns | DriverSession = BetweenRuns(
-            self._ranks.world, self._building, divided=self._config.shard_optimizer_states
-        )
+        divided = self._config.shard_optimizer_states
+        self._session = BetweenRuns(self._ranks.world, self._building, divided=divided)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -343,19 +304,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     def set_world_ranks(self) -> None:
         self._ranks.set_launched(self.cluster_environment)
-
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if self._ranks.world.phase is Phase.RUNNING:
-            self._session.fence()
-            super().barrier(name, *args, **kwargs)
-        elif name != LOADING:  # between runs a rank may ask for a loader that others have
-            self._ranks.world.barrier(name or "")
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._ranks.world.phase is Phase.RUNNING:
-            self._session.fence()
-            return super().broadcast(obj, src)
-        return self._ranks.world.broadcast(obj, src)
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
         """Lightning cuts the mean of whole numbers, such as samples of batches, to a whole one.
@@ -367,15 +315,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             tensor = tensor.float()
         self._session.fence()
         return super().reduce(tensor, group, reduce_op)
-
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        """One replica is one device, whose tensors get no dimension of devices."""
-        if self.num_replicas == 1:
-            return tensor
-        self._session.fence()
-        return super().all_gather(tensor, group, sync_grads)
 
     # ------------------------------------------------------------------ a run
 
@@ -541,9 +480,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """The train loader may be asked for batches before their turn."""
-        ranks = self._ranks
-        processes = ranks.hosts * ranks.per_host
-        refuse_other_shards(dataloader, ranks.launched.rank, processes, ranks.replica_world)
         dataloader = super().process_dataloader(dataloader)
         if isinstance(self._session, DriverSession):
             return self._session.train_loader(dataloader)

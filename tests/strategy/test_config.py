@@ -1,12 +1,14 @@
 """The strategy's arguments as one record: what they mean for the devices that there are."""
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid import HybridGabraFabricStrategy, HybridGabraStrategy, Plan
+from lightning_hybrid._lightning import DDPStrategy, FabricDDPStrategy
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.sizes import Sizes
@@ -231,3 +233,12 @@ def test_recomputation_is_refused_where_it_does_nothing(
 def test_recomputation_is_refused_before_a_plan_is_asked_to_take_it() -> None:
     with pytest.raises(PlanError, match="delayed_weights='recompute'"):
         Config(recompute=True, plan=replace(CHAIN, schedule="pipedream"))
+
+
+def test_every_argument_that_is_not_lightnings_is_kept() -> None:
+    own = {field.name for field in fields(Config)} - {"sizes"}
+    theirs = set(signature(DDPStrategy).parameters)
+    for strategy in (HybridGabraStrategy, HybridGabraFabricStrategy):
+        arguments = set(signature(strategy).parameters)
+        assert arguments - own <= theirs | set(signature(FabricDDPStrategy).parameters)
+    assert own <= set(signature(HybridGabraStrategy).parameters)
