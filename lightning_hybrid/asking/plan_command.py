@@ -5,7 +5,9 @@ A shape is the numbers of replicas, devices, stages and micro-batches of a run.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
+from lightning_hybrid.asking.cluster_description import ClusterDescription
 from lightning_hybrid.asking.shapes import Shape, fastest, plan_of
 from lightning_hybrid.asking.study import Study, add_study_options, make_study
 from lightning_hybrid.asking.terminal import short, show_table, terminal, write
@@ -37,6 +39,8 @@ def run(options: argparse.Namespace) -> None:
     shapes = study.shapes(count)
     best = fastest(shapes)
     plan = plan_of(best, study.costs_of, study.cluster.take(count), study.batch)
+    used = best.numbers or range(plan.world_size)
+    plan = _with_limits(plan, study.cluster.pick(used))
     samples = f"{study.batch} sample{'s' * (study.batch > 1)}"
     facts = (
         f"{study.target.name} on {count} of {study.cluster.name} "
@@ -44,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
         f"{short(best.samples_per_s)} samples/s, {study.speed_up(best):.2f} times one device; "
         f"bubble {best.bubble:.1%}.",
         *_alone(study, best),
-        *_left_out(study, best, count),
+        *_left_out(study, used, count),
         study.origin,
     )
     console = terminal()
@@ -56,7 +60,9 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         write(options.json, plan.to_json(), "plan")
     if options.html:
-        write(options.html, _page(study, plan, shapes, count, facts), "page")
+        title = f"{study.target.name} on {count} of {study.cluster.name}"
+        page = plan_page(plan, title=title, notes=facts, more=[(_SHAPES, table(rows))])
+        write(options.html, page, "page")
 
 
 def _alone(study: Study, best: Shape) -> list[str]:
@@ -67,9 +73,8 @@ def _alone(study: Study, best: Shape) -> list[str]:
     return [] if alone is None else ["One of these devices alone is faster than all of them."]
 
 
-def _left_out(study: Study, best: Shape, count: int) -> list[str]:
+def _left_out(study: Study, used: Sequence[int], count: int) -> list[str]:
     """A line of advice if the best shape leaves out some devices, which are too slow to help."""
-    used = best.numbers or range(best.replicas * best.devices_per_replica)
     left = [k for k in range(count) if k not in used]
     if not left:
         return []
@@ -128,21 +133,13 @@ def _memory(shape: Shape) -> str:
     return "fits, computed again" if shape.recompute else "fits"
 
 
-def _page(
-    study: Study, plan: Plan, shapes: Sequence[Shape], count: int, facts: Sequence[str]
-) -> str:
-    cluster = study.cluster.pick(shapes[0].numbers or range(plan.world_size))
-    limits = cluster.memory_limits
-    devices = plan.devices_per_replica
-    # the page shows one replica: for each device the least memory of all replicas
-    mine = None if limits is None else [min(limits[k::devices]) for k in range(devices)]
-    return plan_page(
-        plan,
-        title=f"{study.target.name} on {count} of {study.cluster.name}",
-        notes=facts,
-        limits=mine,
-        more=[(_SHAPES, table(_rows(study, shapes)))],
-    )
+def _with_limits(plan: Plan, cluster: ClusterDescription) -> Plan:
+    """The same with the memory of each device: the least over the replicas, which are alike."""
+    limits, size = cluster.memory_limits, plan.devices_per_replica
+    if limits is None:
+        return plan
+    rows = (replace(row, limit_bytes=round(min(limits[row.device :: size]))) for row in plan.rows)
+    return replace(plan, rows=tuple(rows))
 
 
 def _seconds(seconds: float) -> str:

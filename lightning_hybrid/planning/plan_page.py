@@ -1,18 +1,24 @@
-"""Make the HTML page of a plan: its table, the timeline of a step, and memory.
+"""Make the HTML page of a plan: its table, and the timeline of a step.
 
 Sections with more than the plan itself has (alternatives) are added by the caller.
 """
 
 from collections.abc import Sequence
 
-from lightning_hybrid.planning.memory_check import gigabytes
 from lightning_hybrid.planning.plan import Plan, StagePlan, cells
 from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import StepCosts
-from lightning_hybrid.report import Span, draw_timeline, page, paragraph, table
+from lightning_hybrid.report import Span, page, paragraph, table, timeline
 from lightning_hybrid.schedules import STREAMED, Kind, collected, deal, make_schedule
 
 _MOST_LANES = 32
+_MEMORY = (
+    "Memory: parameters, gradients, optimizer state, and the activations of all micro-batches."
+)
+_MEMORY_AGAIN = (
+    "Memory: parameters, gradients, optimizer state, and the activations of one micro-batch; beside"
+    " them stages keep the inputs of all."
+)
 _KINDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -26,7 +32,6 @@ def plan_page(
     *,
     title: str = "Plan",
     notes: Sequence[str] = (),
-    limits: Sequence[float] | None = None,
     more: Sequence[tuple[str, str]] = (),
 ) -> str:
     """Make the page as HTML, in one file.
@@ -35,21 +40,14 @@ def plan_page(
         plan: The plan.
         title: Title of the page.
         notes: Sentences below the title.
-        limits: Bytes that each device of a replica can hold.
         more: Further sections, at the end: headings, and contents in HTML.
     """
     head = plan.describe().splitlines()[:2]
     summary = "".join(paragraph(text) for text in (*head, *notes))
     summary += table(cells(plan), left=["partitions"])
-    return page(
-        title,
-        [
-            ("The plan", summary),
-            ("One step", _timeline(plan)),
-            ("Memory", _memory(plan, limits)),
-            *more,
-        ],
-    )
+    if any(row.memory_bytes for row in plan.rows):
+        summary += paragraph(_MEMORY_AGAIN if plan.recompute else _MEMORY)
+    return page(title, [("The plan", summary), ("One step", _timeline(plan)), *more])
 
 
 def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
@@ -65,10 +63,10 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
     schedule = make_schedule(plan.schedule, len(copies), plan.microbatches, split=plan.split)
     costs = _costs(plan)
     if max(copies) > 1:
-        timeline = simulate_dealt(deal(schedule, copies), DealtCosts.alike(costs, plan.copies))
+        simulated = simulate_dealt(deal(schedule, copies), DealtCosts.alike(costs, plan.copies))
     else:
-        timeline = simulate(schedule, costs)
-    for event in timeline.events:
+        simulated = simulate(schedule, costs)
+    for event in simulated.events:
         kind = _KINDS.get(event.instruction.kind)
         if kind is not None and event.end_s > event.start_s:
             number = event.instruction.microbatch
@@ -121,27 +119,10 @@ def _timeline(plan: Plan) -> str:
     text = paragraph(f"Predicted. Numbers are {numbers}; gaps are waiting.")
     if plan.copies and plan.copies[-1] > 1:
         text += paragraph("Outputs and weights that the driver receives are not drawn.")
-    text += draw_timeline(dict([*lanes.items()][:_MOST_LANES]), "one step, predicted")
+    text += timeline(dict([*lanes.items()][:_MOST_LANES]))
     if len(lanes) > _MOST_LANES:
         text += paragraph(f"The first {_MOST_LANES} of {len(lanes)} devices of a replica.")
     return text
-
-
-def _memory(plan: Plan, limits: Sequence[float] | None) -> str:
-    if not plan.rows or any(row.memory_bytes is None for row in plan.rows):
-        return ""
-    rows = []
-    for device in _devices(plan)[:_MOST_LANES]:
-        held = sum(row.memory_bytes or 0 for row in _rows(plan, device))
-        line = {"device": _name(plan, device), "holds": gigabytes(held)}
-        rows.append(line if limits is None else line | {"has": gigabytes(limits[device])})
-    what = "Parameters, gradients, optimizer state, and the activations of all micro-batches"
-    if plan.recompute:
-        what = (
-            "Parameters, gradients, optimizer state, and the activations of one micro-batch; beside"
-            " them stages keep the inputs of all"
-        )
-    return paragraph(f"{what}.") + table(rows, left=["device"])
 
 
 def _devices(plan: Plan) -> list[int]:

@@ -1,6 +1,7 @@
-"""Make HTML pages with paragraphs and tables, for light and dark screens."""
+"""Make HTML pages with paragraphs, tables and the picture of a step, for light and dark screens."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 # part of the page, which must open without other files and without a network
@@ -15,14 +16,18 @@ th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8886
 th.left, td.left { text-align: left; }
 td:not(.left) { white-space: nowrap; }
 p.quiet { color: GrayText; max-width: 52rem; margin: .3rem 0; }
-svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; display: block; }
-svg text { fill: CanvasText; } svg text.quiet { fill: GrayText; } svg text.on { fill: #10202f; }
-.lane { fill: #8882; } .forward { fill: #8fc1f0; } .backward { fill: #f3b36b; }
-.weight { fill: #f3d27a; } .reduce { fill: #9a6bd1; } .step { fill: #86c98a; }
-.axis { stroke: CanvasText; }
+div.step { display: grid; grid-template-columns: max-content 1fr; gap: 4px 8px;
+  font: 11px system-ui, sans-serif; }
+div.lane { position: relative; height: 26px; background: #8882; }
+div.lane i { position: absolute; top: 0; bottom: 0; box-sizing: border-box; overflow: hidden;
+  border-right: 1px solid Canvas; font-style: normal; line-height: 26px; text-align: center; }
+div.lane i.reduce { top: 19px; }
+i { color: #10202f; } div.legend i { font-style: normal; padding: 2px 6px; margin-right: 1em; }
+div.axis { display: flex; justify-content: space-between; border-top: 1px solid CanvasText; }
+.forward { background: #8fc1f0; } .backward { background: #f3b36b; }
+.weight { background: #f3d27a; } .reduce { background: #b79be0; }
+.step i.step { background: #86c98a; }
 """
-
-
 _LEFT = ' class="left"'
 
 
@@ -57,3 +62,67 @@ def table(rows: Sequence[Mapping[str, str]], left: Iterable[str] = ()) -> str:
     head = line("th", {name: name for name in rows[0]})
     body = "".join(f"<tr>{line('td', row)}</tr>\n" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>\n'
+
+
+KINDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "weight": "weight part of the backward",
+    "reduce": "all-reduce",
+    "step": "optimizer step",
+}
+"""Kinds of spans, which are colour classes too, and their names in the legend."""
+_CHARACTER = 0.01
+"""Share of the picture's width that a character takes at most."""
+_MARKS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A span of time in which a device does one thing.
+
+    Attributes:
+        start_s: its start, in seconds from the start of the step.
+        end_s: its end, in seconds from the start of the step.
+        kind: a key of `KINDS`.
+        label: text on it if there is room, such as the number of the micro-batch.
+        hint: text that is shown under the mouse pointer.
+    """
+
+    start_s: float
+    end_s: float
+    kind: str
+    label: str = ""
+    hint: str = ""
+
+
+def timeline(lanes: Mapping[str, Sequence[Span]]) -> str:
+    """Draw a step in HTML, with a lane for each device, by name of the device.
+
+    All-reduces are drawn in the lower part of a lane, since they overlap computation.
+    """
+    spans = [span for lane in lanes.values() for span in lane]
+    end_s = max((span.end_s for span in spans), default=0.0) or 1.0
+
+    def bar(span: Span) -> str:
+        left, share = span.start_s / end_s, (span.end_s - span.start_s) / end_s
+        place = f"left:{left:.4%};width:{share:.4%}"
+        label = span.label if share > _CHARACTER * len(span.label) else ""
+        hint = f' title="{escape(span.hint)}"' if span.hint else ""
+        return f'<i class="{span.kind}" style="{place}"{hint}>{escape(label)}</i>'
+
+    kinds = {span.kind for span in spans}
+    legend = "".join(f'<i class="{k}">{name}</i>' for k, name in KINDS.items() if k in kinds)
+    rows = [("", "legend", legend)]
+    # all-reduces last, since they are drawn over the computation that they overlap
+    for name, lane in lanes.items():
+        ordered = sorted(lane, key=lambda span: span.kind == "reduce")
+        rows.append((name, "lane", "".join(map(bar, ordered))))
+    units = ((1, "s"), (1e3, "ms"), (1e6, "us"))
+    factor, unit = next((each for each in units if end_s * each[0] >= 1), units[-1])
+    marks = (f"{factor * end_s * k / (_MARKS - 1):.3g}" for k in range(_MARKS))
+    rows.append((f"time in {unit}", "axis", "".join(f"<span>{mark}</span>" for mark in marks)))
+    drawn = "".join(
+        f'<div>{escape(name)}</div><div class="{kind}">{text}</div>\n' for name, kind, text in rows
+    )
+    return f'<div class="step" role="img" aria-label="one step">{drawn}</div>\n'
