@@ -89,8 +89,6 @@ class Plan:
             has copies has a tuple of devices. Empty: stage k on device k + 1, the last on device 0.
         capacities: relative speed of each device of a replica: that of the slowest of its ranks
             over all replicas. Empty: all equal, or not known.
-        data_parallel_sizes: number of ranks, over all replicas, that have each stage: `replicas`
-            times its copies. Empty: filled in.
         shares: number of samples that each replica takes of a global batch. Empty: equal numbers.
             Unequal ones are for devices of different speed, with `balance="speed"`.
         ranks: rank of each device, replica by replica; the first is 0, which drives the first
@@ -122,7 +120,6 @@ class Plan:
     cuts: tuple[str, ...]
     devices: tuple[int | tuple[int, ...], ...] = ()
     capacities: tuple[float, ...] = ()
-    data_parallel_sizes: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     split: tuple[int, ...] | None = None
@@ -152,7 +149,6 @@ class Plan:
             "devices": tuple([_devices_of(stage) for stage in self.devices])
             or (*range(1, self.stages), 0),
             "capacities": tuple(self.capacities),
-            "data_parallel_sizes": tuple(self.data_parallel_sizes),
             "shares": tuple(self.shares),
             "ranks": tuple(self.ranks),
             "rows": tuple(self.rows),
@@ -161,8 +157,6 @@ class Plan:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-        if not self.data_parallel_sizes:
-            object.__setattr__(self, "data_parallel_sizes", self._group_sizes())
         self._check_lengths()
         self._check_copies()
         self._check_placement()
@@ -191,7 +185,7 @@ class Plan:
                 f"stages({self.stages}) need {self.stages - 1} different cuts, "
                 f"the plan has {len(self.cuts)}: {list(self.cuts)}"
             )
-        for name in ("devices", "data_parallel_sizes", "rows"):
+        for name in ("devices", "rows"):
             value = getattr(self, name)
             if len(value) != self.stages and not (name == "rows" and not value):
                 raise PlanError(f"stages({self.stages}) != {len(value)} {name}")
@@ -211,7 +205,9 @@ class Plan:
         """The device of each stage; of a stage with copies, the one with the least index."""
         return tuple(map(min, self.owners))
 
-    def _group_sizes(self) -> tuple[int, ...]:
+    @property
+    def data_parallel_sizes(self) -> tuple[int, ...]:
+        """Number of ranks, over all replicas, that have each stage."""
         return tuple([self.replicas * copies for copies in self.copies])
 
     def _check_copies(self) -> None:
@@ -257,12 +253,6 @@ class Plan:
         rows = tuple(row.device for row in self.rows)
         if rows and rows != self.first_devices:
             raise PlanError(f"devices{self.devices} contradict the rows of the stages, {rows}")
-        if self.data_parallel_sizes != self._group_sizes():
-            raise PlanError(
-                f"replicas({self.replicas}) x copies{self.copies} of stages != "
-                f"data_parallel_sizes{self.data_parallel_sizes}: each copy of a stage is once in "
-                "each replica"
-            )
 
     @property
     def devices_per_replica(self) -> int:
@@ -322,7 +312,8 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
         if isinstance(record, dict):
-            record.pop("delays", None)  # they follow from the schedule
+            for name in ("delays", "data_parallel_sizes"):  # they follow from others
+                record.pop(name, None)
             if record.get("version") == 1:
                 record["version"] = VERSION
         _check_keys(cls, record, "the plan")

@@ -168,24 +168,16 @@ def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
     Raises:
         PlanError: the costs are those of other copies, or the lists cannot be run.
     """
-    if collected(costs.copies) != dealt.copies:
-        raise PlanError(
-            f"copies{dealt.copies} of the lists are not copies{costs.copies} of the costs"
-        )
-    return simulate_order(dealt_order(dealt, costs.copies), costs)
-
-
-def dealt_order(dealt: DealtSchedule, copies: tuple[int, ...]) -> Order:
-    """An order in which the instructions of a schedule with copies may run, for `simulate_order`.
-
-    Args:
-        dealt: The schedule, with the stage that `collected` may add.
-        copies: Numbers of copies of the stages with layers.
-    """
-    collects = copies != dealt.copies
-    lists = (dealt.forward, dealt.backward)
-    steps = (dealt.execute(each, collects=collects) for each in lists)
-    return _order(chain.from_iterable(steps), dealt.peer)
+    copies = costs.copies
+    if collected(copies) != dealt.copies:
+        raise PlanError(f"copies{dealt.copies} of the lists are not copies{copies} of the costs")
+    lists, collects = (dealt.forward, dealt.backward), copies != dealt.copies
+    steps = chain.from_iterable(dealt.execute(each, collects=collects) for each in lists)
+    places = [Copy(stage, number) for stage, count in enumerate(copies) for number in range(count)]
+    devices = {place: device for device, place in enumerate(places)}
+    # the stage that collects the outputs is on the driver, as is the last copy
+    devices[Copy(len(copies), 0)] = len(places) - 1
+    return _Run(costs, devices, one_way_out=True).timeline(_order(steps, dealt.peer))
 
 
 def _order(
@@ -195,15 +187,6 @@ def _order(
     for place, step in steps:
         travels = step.kind.is_send or step.kind.is_receive
         yield place, step, peer(place, step) if travels else place
-
-
-def simulate_order(order: Order, costs: DealtCosts) -> Timeline:
-    """Simulate a step from its instructions in order; each copy of a stage has its own device."""
-    copies = [Copy(stage, n) for stage, count in enumerate(costs.copies) for n in range(count)]
-    devices = {place: device for device, place in enumerate(copies)}
-    # the stage that collects the outputs is on the driver, as is the last copy
-    devices[Copy(len(costs.copies), 0)] = len(copies) - 1
-    return _Run(costs, devices, one_way_out=True).timeline(order)
 
 
 class _Run:

@@ -89,7 +89,6 @@ def test_a_free_placement_that_cannot_be_is_refused(changes: dict[str, Any], mes
         ({"cuts": ()}, r"stages\(2\) need 1 different cuts, the plan has 0"),
         ({"devices": (0, 1)}, r"devices\(0, 1\).*end with 0"),
         ({"devices": (1, 2, 0)}, r"stages\(2\) != 3 devices"),
-        ({"data_parallel_sizes": (2, 3)}, r"!= data_parallel_sizes\(2, 3\)"),
         ({"rows": plan().rows[::-1]}, r"contradict the rows of the stages, \(0, 1\)"),
         ({"version": 99}, r"format version 99, this package reads 2"),
     ],
@@ -179,7 +178,10 @@ def test_a_plan_for_another_network_says_which_partitions_differ() -> None:
 
 def test_the_file_of_a_delayed_plan_has_its_delays() -> None:
     plan = Plan(replicas=1, stages=3, microbatches=1, schedule="fdg", cuts=("b", "c"))
-    assert json.loads(plan.to_json())["delays"] == [3, 1, 0]
+    record = json.loads(plan.to_json())
+    assert record["delays"] == [3, 1, 0]
+    # earlier files have another number that follows
+    assert Plan.from_json(json.dumps(record | {"data_parallel_sizes": [1, 1, 1]})) == plan
     assert Plan.from_json(plan.to_json()) == plan
     assert "delays" not in json.loads(replace(plan, schedule="1f1b").to_json())
 

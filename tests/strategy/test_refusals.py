@@ -193,7 +193,6 @@ def test_arguments_that_contradict(arguments: dict[str, Any], text: str) -> None
     ("field", "value", "text"),
     [
         ("cuts", ("first", "second"), r"stages\(2\) need 1"),
-        ("data_parallel_sizes", (1, 2), r"replicas\(1\)"),
         ("devices", (0, 1), "end with 0"),
         ("microbatches", 0, r"microbatches\(0\)"),
     ],
