@@ -24,7 +24,7 @@ from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.split_backwards import best_split_chain, split_costs
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts, batch_s, fill_drain_s
-from lightning_hybrid.schedules import SCHEDULES, STREAMED, DelayedWeights, loop_order
+from lightning_hybrid.schedules import STREAMED, DelayedWeights, loop_order
 
 Objective = Literal["step", "makespan", "profit"]
 Method = Literal["gabra", "exact", "merging"]
@@ -128,8 +128,7 @@ def plan_stages(
             search. They are taken even if the stages do not fit into memory.
 
     Raises:
-        PlanError: more stages than partitions, an unknown or misplaced cut point, an unknown
-            schedule, or no placement.
+        PlanError: more stages than partitions, an unknown or misplaced cut point, or no placement.
     """
     schedule, stages, given = settings.schedule, replica.stages, replica.capacities
     count = sum(settings.copies) if settings.has_copies else stages
@@ -138,7 +137,11 @@ def plan_stages(
     if settings.has_copies:
         # the copies of a stage wait for the slowest one, whose speed is used for the cuts
         speeds = of_slowest(speeds, owners_of(settings.copies))
-    _check_shape(stages, len(table.names), speeds, settings)
+    if stages > (most := len(table.names)):
+        raise PlanError(
+            f"stages({stages}) are more than the {most} partitions of the network: ask for at "
+            f"most {most} stages, or cut the network into more partitions"
+        )
     problem = StepProblem(
         table=table,
         speeds=speeds,
@@ -217,25 +220,6 @@ def _cuts_of_copies(
         return _given(problem.chain.table.names, cut_points, problem.chain.m), "given"
     ends, all_tried = best_cuts(problem)
     return ends, "exact" if all_tried else "descent"
-
-
-def _check_shape(
-    stages: int, partitions: int, speeds: Sequence[float], settings: PlanSettings
-) -> None:
-    if stages > partitions:
-        raise PlanError(
-            f"stages({stages}) are more than the {partitions} partitions of the network: "
-            f"ask for at most {partitions} stages, or cut the network into more partitions"
-        )
-    if settings.schedule not in SCHEDULES:
-        raise PlanError(f"schedule {settings.schedule!r} is none of {', '.join(SCHEDULES)}")
-    if settings.schedule == "zero_bubble" and not settings.contiguous:
-        raise PlanError(
-            "schedule 'zero_bubble' gives each stage a device of its own: use contiguous=True, or "
-            "schedule 'gpipe'"
-        )
-    if len(speeds) != stages:
-        raise PlanError(f"stages({stages}) != {len(speeds)} capacities {speeds}")
 
 
 def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:

@@ -7,7 +7,6 @@ from functools import cached_property
 from itertools import pairwise
 
 from lightning_hybrid.allocation import SLACK
-from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 
@@ -36,7 +35,7 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class StepProblem:
-    """n network partitions in a row, m devices, M micro-batches, run as fill-drain.
+    """n network partitions in a row, m <= n devices, M micro-batches, run as fill-drain.
 
     A placement is a list of runs of consecutive partitions, given by the number after the last
     partition of each (`ends`, rising, the last one n) and by its device (`devices`). Neighbouring
@@ -50,9 +49,6 @@ class StepProblem:
         microbatches: M, number of micro-batches of a replica.
         memory_limits: (m,) bytes that a device may hold; empty: no limit. They have an effect only
             if the table has `memory_bytes`.
-
-    Raises:
-        PlanError: there are fewer partitions than devices, or not one limit >= 0 for each device.
     """
 
     table: PartitionTable
@@ -60,18 +56,6 @@ class StepProblem:
     links: Links
     microbatches: int
     memory_limits: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.memory_limits) not in (0, self.m):
-            raise PlanError(
-                f"memory_limits has {len(self.memory_limits)} entries, {self.m} are needed"
-            )
-        for device, limit in enumerate(self.memory_limits):
-            if not 0 <= limit < float("inf"):
-                raise PlanError(f"memory_limits[{device}] is {limit}: a number >= 0 is needed")
-        # every device must get a partition
-        if self.n < self.m:
-            raise PlanError(f"{self.n} partitions cannot give each of {self.m} devices one")
 
     @property
     def n(self) -> int:

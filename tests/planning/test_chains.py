@@ -115,30 +115,3 @@ def test_slow_messages_move_the_cut_to_where_little_crosses() -> None:
     slow = step_problem(**plain, links=Links.equal(2, 1.0))
     assert best_chain(fast, [1, 0])[0] == [2, 4]
     assert best_chain(slow, [1, 0])[0] in ([1, 4], [3, 4])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cut_bytes": [1.0]}, "cut_bytes has 1 entries, 2 are needed"),
-        ({"backward_s": [1.0] * 2}, "backward_s has 2 entries"),
-        ({"forward_s": [1.0, -1.0, 1.0]}, r"forward_s\[1\] is -1.0"),
-        ({"backward_s": [1.0, float("nan"), 1.0]}, r"backward_s\[1\] is nan"),
-        ({"speeds": [1.0] * 4}, "3 partitions cannot give each of 4 devices one"),
-        ({"memory_bytes": [1.0] * 2}, "memory_bytes has 2 entries"),
-        ({"memory_limits": [1.0]}, "memory_limits has 1 entries, 2 are needed"),
-        ({"memory_limits": [1.0, -1.0]}, r"memory_limits\[1\] is -1.0"),
-    ],
-)
-def test_what_is_no_problem_is_refused(changes: dict[str, Any], message: str) -> None:
-    values: dict[str, Any] = {
-        "forward_s": [1.0] * 3, "backward_s": [1.0] * 3, "cut_bytes": [1.0] * 2,
-        "speeds": [1.0, 1.0], "links": Links.equal(2, 1.0), "microbatches": 1,
-    }  # fmt: skip
-    with pytest.raises(PlanError, match=message):
-        step_problem(**(values | changes))
-
-
-def test_an_order_names_each_device_once() -> None:
-    with pytest.raises(PlanError, match=r"order\(0, 0\) must name each of the 2 devices once"):
-        best_chain(problem(0, 3, 2, 1), [0, 0])
