@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hybrid.allocation import SLACK, Floats, Ints
+from lightning_hybrid.allocation import Floats, Ints
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.memory_check import gigabytes, least_lacks
 from lightning_hybrid.planning.step_problem import StepProblem
@@ -153,7 +153,7 @@ class _Programme:
             The ends of the stages; None: no such chain was found.
         """
         n, m = self.problem.n, self.problem.m
-        furthest = self._furthest(limit_s)
+        furthest = [self._furthest(device) for device in self.order]
         # labels[i]: labels of the chains from the current stage on that begin with partition i
         labels: dict[int, Floats] = {n: np.zeros((1, 5))}
         trace: list[dict[int, tuple[Ints, Ints]]] = []  # per state, where each label came from
@@ -182,41 +182,12 @@ class _Programme:
             ends.append(start)
         return ends
 
-    def _furthest(self, limit_s: float) -> list[Ints]:
-        """For each stage and its first partition, the largest end by memory and by the time limit.
-
-        The limit less the lower bounds of the whole chain (both sums, and M - 1 times the largest
-        backward time) leaves a bound of M - 1 times the stage's own forward time.
-        """
-        total, _, back, slowest = self._fronts_of_all()
-        if not np.isfinite(total):  # nothing fits
-            return [np.zeros(self.problem.n + 1, dtype=np.int64)] * self.problem.m
-        left_s = limit_s - total - back - self.more * slowest
-        longest_s = left_s / self.more if self.more else np.inf
-        furthest = []
-        for device in self.order:
-            top = self.forward + longest_s * self.problem.speeds[device] * (1 + SLACK)
-            reach = np.searchsorted(self.forward, top, side="right") - 1
-            if self.memory is not None:
-                held = self.memory + self.problem.ceilings[device]
-                reach = np.minimum(reach, np.searchsorted(self.memory, held, side="right") - 1)
-            furthest.append(reach)
-        return furthest
-
-    def _fronts_of_all(self) -> Floats:
-        """The four lower bounds of `_fronts` for a whole chain."""
-        n, m = self.problem.n, self.problem.m
-        speed = self.problem.speeds[self.order[-1]]
-        total, largest, total_back, largest_back = self.fronts[m - 1]
-        f = (self.forward[n] - self.forward) / speed
-        b = (self.backward[n] - self.backward) / speed
-        rows = (
-            total + f,
-            np.maximum(largest, f),
-            total_back + b,
-            np.maximum(largest_back, b),
-        )
-        return np.array([row[:n].min() for row in rows])
+    def _furthest(self, device: int) -> Ints:
+        """For each first partition of a device's stage, the largest end by memory."""
+        if self.memory is None:
+            return np.full(self.problem.n + 1, self.problem.n)
+        held = self.memory + self.problem.ceilings[device]
+        return np.searchsorted(self.memory, held, side="right") - 1
 
     def _state(
         self,
