@@ -1,4 +1,4 @@
-"""Automatic sizes: rank 0 rehearses a training step, chooses sizes and broadcasts them.
+"""Automatic sizes: rank 0 rehearses a training step and chooses sizes, which all ranks get.
 
 This happens before the run, while no rank is a driver or worker yet: networks are profiled on a
 copy (:mod:`lightning_hybrid.run.rehearsal`). The profiles are kept in their cache, where the run
@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from lightning_hybrid._lightning import (
     LightningDataModule,
@@ -39,103 +37,82 @@ from lightning_hybrid.run.rehearsal import rehearsal
 from lightning_hybrid.run.world import World
 
 
-class SizeChooser:
-    """Chooses numbers of replicas, stages and micro-batches for one run.
+def choose_on_rank_0(
+    trainer: Trainer,
+    config: Config,
+    machine: Machine,
+    allowed: Callable[[int, int], bool],
+    *,
+    deferred: bool,
+) -> Sizes | None:
+    """Choose numbers of replicas, stages and micro-batches for a run.
 
     Args:
         trainer: the Trainer, which is setting up the run.
         config: options of the user.
         machine: the devices of all ranks.
-        device: device of this rank.
         allowed: function that tells whether numbers of replicas and stages may be chosen.
+        deferred: whether the network is made in ``configure_model``, each weight by its owner.
+
+    Returns:
+        The sizes. ``None``: none can be chosen, so all devices form one chain; a line says why.
     """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        config: Config,
-        machine: Machine,
-        device: torch.device,
-        allowed: Callable[[int, int], bool],
-    ) -> None:
-        self._trainer, self._config, self._allowed = trainer, config, allowed
-        self._machine, self._device = machine, device
-        self._progress = StartProgress.beside(trainer)
-
-    def on_all_ranks(self, world: World, *, deferred: bool) -> Sizes | None:
-        """Choose sizes on rank 0; all ranks call this together and get them.
-
-        Args:
-            world: the ranks of the run.
-            deferred: whether the network is made in ``configure_model``, each weight by its owner.
-
-        Returns:
-            The sizes. ``None``: none can be chosen, so all devices form one chain; a line says why.
-        """
-        sizes = None
-        if world.coordinates.rank == 0:
-            with world.choosing():
-                sizes = self._choose_or_say_why(deferred)
-        # by rank 0 alone, since ranks with measurements of their own might choose different sizes
-        return world.broadcast(sizes)
-
-    def _choose_or_say_why(self, deferred: bool) -> Sizes | None:
-        reason = None
-        if self._trainer.state.fn != TrainerFn.FITTING:
-            reason = "sizes are chosen for training, and this run does not train"
-        elif deferred:
-            reason = "a network that is made in configure_model is whole on no rank"
-        else:
-            try:
-                return self._choose()
-            except HybridError as error:
-                reason = str(error)
-            except Exception as error:  # a network may raise anything when it runs by itself
-                reason = f"its network cannot be measured ({type(error).__name__}: {error})"
-            finally:
-                gc.collect()  # frees the copy of the network, which is in reference cycles
-        count = len(self._machine.devices)
-        rank_zero_info(
-            f"All {count} devices form one chain, as with pipeline_parallel_size={count}: {reason}"
-        )
-        return None
-
-    def _choose(self) -> Sizes:
-        config, trainer = self._config, self._trainer
-        self._progress.begin("looking at a training step")
-        module, precision = trainer.lightning_module, trainer.precision_plugin
+    if trainer.state.fn != TrainerFn.FITTING:
+        reason = "sizes are chosen for training, and this run does not train"
+    elif deferred:
+        reason = "a network that is made in configure_model is whole on no rank"
+    else:
         try:
-            with rehearsal(trainer, module, config.names, self._device, precision) as looked:
-                choice = Prediction(
-                    self._machine,
-                    [partial(self._measured, seen) for seen in looked],
-                    batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),
-                    asked=config.microbatches,
-                    splits=_splits(looked),
-                    settings=config.settings,
-                    present_bytes=present_bytes(module, self._device),
-                    by_speed=config.balance == "speed",
-                ).choose(self._allowed)
+            return _choose(trainer, config, machine, allowed)
+        except HybridError as error:
+            reason = str(error)
+        except Exception as error:  # a network may raise anything when it runs by itself
+            reason = f"its network cannot be measured ({type(error).__name__}: {error})"
         finally:
-            self._progress.over()
-        rank_zero_info(choice.describe())
-        if config.microbatches is None and (reason := _why_whole(looked)) is not None:
-            rank_zero_info(f"num_microbatches='auto' is 1: {reason}.")
-        return choice.best.sizes
+            gc.collect()  # frees the copy of the network, which is in reference cycles
+    count = len(machine.devices)
+    rank_zero_info(
+        f"All {count} devices form one chain, as with pipeline_parallel_size={count}: {reason}"
+    )
+    return None
 
-    def _measured(self, seen: CalledNetwork, microbatches: int) -> PartitionTable:
+
+def _choose(
+    trainer: Trainer, config: Config, machine: Machine, allowed: Callable[[int, int], bool]
+) -> Sizes:
+    progress, device = StartProgress.beside(trainer), trainer.strategy.root_device
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+
+    def measured(seen: CalledNetwork, microbatches: int) -> PartitionTable:
         """The table of a network for a number of micro-batches, measured or from the cache."""
         graph = seen.graph
         if microbatches > 1 and not graph.is_static:
             seen = replace(seen, leaves=graph.split(list(seen.leaves), microbatches)[0])
-
         # the optimizers are made after the sizes are chosen: the size of their state is assumed
         weights = graph.network.named_parameters()
         state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
-        divides = self._config.settings.shards_states
-        return seen.table(
-            self._device, state, self._progress.of_profiling(seen.name), divides_states=divides
-        )
+        advance, divides = progress.of_profiling(seen.name), config.settings.shards_states
+        return seen.table(device, state, advance, divides_states=divides)
+
+    progress.begin("looking at a training step")
+    try:
+        with rehearsal(trainer, module, config.names, device, precision) as looked:
+            choice = Prediction(
+                machine,
+                [partial(measured, seen) for seen in looked],
+                batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),
+                asked=config.microbatches,
+                splits=_splits(looked),
+                settings=config.settings,
+                present_bytes=present_bytes(module, device),
+                by_speed=config.balance == "speed",
+            ).choose(allowed)
+    finally:
+        progress.over()
+    rank_zero_info(choice.describe())
+    if config.microbatches is None and (reason := _why_whole(looked)) is not None:
+        rank_zero_info(f"num_microbatches='auto' is 1: {reason}.")
+    return choice.best.sizes
 
 
 def prepared_alone(trainer: Trainer, world: World) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_hybrid._lightning import Trainer, rank_zero_info
-from lightning_hybrid.run import SizeChooser, prepared_alone
+from lightning_hybrid.run import choose_on_rank_0, prepared_alone
 from lightning_hybrid.strategy.ranks import Ranks
 
 
@@ -47,8 +47,12 @@ def choose_sizes(
             return False
         return allowed(replicas, stages)
 
-    chooser = SizeChooser(trainer, ranks.config, machine, ranks.root_device, may_have)
-    sizes = chooser.on_all_ranks(world, deferred=deferred)
+    sizes = None
+    if world.coordinates.rank == 0:
+        with world.choosing():
+            sizes = choose_on_rank_0(trainer, ranks.config, machine, may_have, deferred=deferred)
+    # by rank 0 alone, since ranks with measurements of their own might choose different sizes
+    sizes = world.broadcast(sizes)
     if sizes is not None:
         ranks.config = replace(ranks.config, sizes=sizes)
     ranks.take_coordinates(machine)
