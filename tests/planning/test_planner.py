@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,6 +30,17 @@ def _no_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "COMMUNICATOR_BYTES", 0)
 
 
+@cache
+def network() -> CalledNetwork:
+    """Its activations need more memory than its weights; it is captured and measured once."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    graph, leaves = capture_call(nn.Sequential(*layers), (torch.randn(512, 16),), {})
+    parts = network_partitions(graph)
+    called = CalledNetwork(name="net", graph=graph, partitions=parts, leaves=leaves)
+    return replace(called, known=called.profile(torch.device("cpu")))
+
+
 def planned(
     recompute: Any = "auto",
     *,
@@ -39,14 +51,10 @@ def planned(
     beside: Sequence[Plan] = (),
     **settings: Any,
 ) -> Plan:
-    """Two stages of a network whose activations need more memory than its weights."""
-    torch.manual_seed(0)
-    layers = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())]
-    network = nn.Sequential(*layers)
-    graph, leaves = capture_call(network, (torch.randn(512, 16),), {})
+    """Two stages of the network."""
     device = Device(host="a", name="gpu", memory_bytes=memory, units_per_s=1, units_per_own_s=1)
     return make_plan(
-        CalledNetwork(name="net", graph=graph, partitions=network_partitions(graph), leaves=leaves),
+        network(),
         MICROBATCHES,
         settings=replace(PlanSettings(allocation="exact", recompute=recompute), **settings),
         site=Site(
@@ -60,7 +68,9 @@ def planned(
             ),
             beside=beside,
         ),
-        optimizers=[torch.optim.SGD(network.parameters(), lr=0.1)] if trains else None,
+        optimizers=[torch.optim.SGD(network().graph.network.parameters(), lr=0.1)]
+        if trains
+        else None,
     )
 
 
