@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from capturing import graph_of
 from torch import Tensor, nn
 
-from lightning_hybrid.graph import Profile, count, network_partitions
+from lightning_hybrid.graph import NetworkGraph, Profile, count, network_partitions
 from lightning_hybrid.planning.profile_cache import _write, cache_folder, cached
 
 CPU = torch.device("cpu")
@@ -27,7 +28,12 @@ class Counter:
         self.measured = 0
 
     def __call__(self, network: nn.Module, x: Tensor) -> Profile:
-        graph = graph_of(network, x)
+        return self.of(graph_of(network, x), x)
+
+    def usual(self) -> Profile:
+        return self.of(usual(), X)
+
+    def of(self, graph: NetworkGraph, x: Tensor) -> Profile:
         partitions = network_partitions(graph)
 
         def measured() -> Profile:
@@ -46,6 +52,12 @@ def network(width: int = 8, **changes: int) -> nn.Sequential:
 
 
 X = torch.ones(2, 2, 5)
+
+
+@cache
+def usual() -> NetworkGraph:
+    """Captured once, where nothing depends on it."""
+    return graph_of(network(), X)
 
 
 def test_a_profile_is_measured_once(folder: Path) -> None:
@@ -76,7 +88,7 @@ def test_training_and_evaluation_share_a_profile(folder: Path) -> None:
 )
 def test_what_differs_is_measured_anew(folder: Path, other: Callable[[Counter], Profile]) -> None:
     profile = Counter()
-    profile(network(), X)
+    profile.usual()
     other(profile)
     assert profile.measured == 2
 
@@ -85,19 +97,19 @@ def test_another_number_of_threads_device_or_version_is_measured_anew(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = Counter()
-    profile(network(), X)
+    profile.usual()
     place = "lightning_hybrid.planning.profile_cache"
     with monkeypatch.context() as patch:
         patch.setattr("torch.get_num_threads", lambda: 7)
-        profile(network(), X)
+        profile.usual()
     with monkeypatch.context() as patch:
         patch.setattr(f"{place}._processor", lambda: "another processor")
-        profile(network(), X)
+        profile.usual()
     with monkeypatch.context() as patch:
         patch.setattr(f"{place}._version", lambda package: "9.9")
-        profile(network(), X)
+        profile.usual()
     with torch.autocast("cpu", torch.bfloat16):
-        profile(network(), X)
+        profile.usual()
     assert profile.measured == 5
 
 
@@ -106,10 +118,10 @@ def test_another_number_of_threads_device_or_version_is_measured_anew(
 )
 def test_a_broken_file_is_measured_and_written_anew(folder: Path, broken: str) -> None:
     profile = Counter()
-    first = profile(network(), X)
+    first = profile.usual()
     (file,) = folder.iterdir()
     file.write_text(broken)
-    assert profile(network(), X) == first
+    assert profile.usual() == first
     assert profile.measured == 2
     assert Profile.from_record(json.loads(file.read_text())["profile"]) == first
 
@@ -120,8 +132,8 @@ def test_without_a_place_to_write_all_works_without_a_cache(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("LIGHTNING_HYBRID_CACHE", str(tmp_path / "file"))
     profile = Counter()
-    profile(network(), X)
-    profile(network(), X)
+    profile.usual()
+    profile.usual()
     assert profile.measured == 2
 
 

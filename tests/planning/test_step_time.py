@@ -27,14 +27,14 @@ def drawn(data: Any, stages: int, devices: Any) -> StepCosts:
     )  # fmt: skip
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
 def test_a_chain_takes_what_its_events_take(data: Any, stages: int, microbatches: int) -> None:
     costs = drawn(data, stages, data.draw(st.permutations(range(stages))))
     assert fill_drain_s(costs, microbatches) == pytest.approx(simulated_s(costs, microbatches))
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
 def test_split_backwards_take_what_their_events_take(
     data: Any, stages: int, microbatches: int
@@ -45,7 +45,7 @@ def test_split_backwards_take_what_their_events_take(
     assert fill_drain_s(costs, microbatches) == pytest.approx(simulated_s(costs, microbatches))
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.data(), st.lists(st.integers(0, 2), min_size=2, max_size=8), st.integers(1, 6))
 def test_stages_that_share_devices_take_what_their_events_take(
     data: Any, places: list[int], microbatches: int
