@@ -27,7 +27,6 @@ The devices of an actual run, as measured, are in `planning.cluster`.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -37,6 +36,7 @@ import yaml
 
 from lightning_hybrid.asking.units import parse, spell
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning import check_fields
 
 SHIPPED = Path(__file__).parent / "clusters"
 """Folder of the descriptions that come with the package."""
@@ -199,7 +199,7 @@ class ClusterDescription:
             record = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise PlanError(f"the cluster is not YAML: {error}") from error
-        fields = _checked(record, "the cluster", ("name", "devices"), ("about", "levels"))
+        fields = check_fields(record, "the cluster", ("name", "devices"), ("about", "levels"))
         devices: list[DeviceSpec] = []
         for number, entry in enumerate(_list(fields, "devices")):
             devices += _devices(entry, f"devices[{number}]")
@@ -245,7 +245,7 @@ def _device_record(device: DeviceSpec, count: int) -> dict[str, Any]:
 
 
 def _devices(entry: Any, where: str) -> list[DeviceSpec]:
-    fields = _checked(entry, where, ("name", "compute"), ("count", "memory"))
+    fields = check_fields(entry, where, ("name", "compute"), ("count", "memory"))
     device = DeviceSpec(
         name=str(fields["name"]),
         flops_per_s=parse("compute", fields["compute"], f"{where}.compute"),
@@ -257,33 +257,13 @@ def _devices(entry: Any, where: str) -> list[DeviceSpec]:
 
 
 def _level(entry: Any, where: str) -> Level:
-    fields = _checked(entry, where, ("name", "devices", "bandwidth", "latency"), ())
+    fields = check_fields(entry, where, ("name", "devices", "bandwidth", "latency"), ())
     return Level(
         name=str(fields["name"]),
         devices=_count(fields["devices"], f"{where}.devices"),
         bandwidth_bytes_per_s=parse("bandwidth", fields["bandwidth"], f"{where}.bandwidth"),
         latency_s=parse("latency", fields["latency"], f"{where}.latency"),
     )
-
-
-def _checked(
-    entry: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...]
-) -> dict[str, Any]:
-    """Check that an entry is a mapping with the needed fields and no unknown ones; return it."""
-    known = (*needed, *optional)
-    if not isinstance(entry, dict):
-        raise PlanError(f"{where} is {entry!r}: fields are needed ({', '.join(known)})")
-    for field in entry:
-        if field not in known:
-            close = get_close_matches(str(field), known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise PlanError(
-                f"{where} has the unknown field {field!r}{hint} (known: {', '.join(known)})"
-            )
-    missing = [field for field in needed if entry.get(field) is None]
-    if missing:
-        raise PlanError(f"{where} lacks {', '.join(map(repr, missing))}")
-    return entry
 
 
 def _list(fields: dict[str, Any], name: str) -> list[Any]:

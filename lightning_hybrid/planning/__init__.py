@@ -24,7 +24,7 @@ from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lac
 from lightning_hybrid.planning.memory_free import free_addresses, free_bytes, free_of_host, free_on
 from lightning_hybrid.planning.memory_needed import ASSUMED_TENSORS, optimizer_bytes
 from lightning_hybrid.planning.partition_table import CalledNetwork, PartitionTable
-from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.plan import Plan, check_fields
 from lightning_hybrid.planning.plan_page import plan_page
 from lightning_hybrid.planning.planner import Site, make_plan
 from lightning_hybrid.planning.replanned import Planned

@@ -13,7 +13,7 @@ from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile
 from lightning_hybrid.planning.measure import Advance, measure
 from lightning_hybrid.planning.plan import StagePlan
 from lightning_hybrid.planning.profile_cache import cached
-from lightning_hybrid.planning.step_time import StepCosts
+from lightning_hybrid.planning.step_time import TIMES, StepCosts
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class PartitionTable:
         """
         total = sum(self.loads) or 1.0
         # the last stage has no next one to send to
-        send_s, latency_s = [*costs.send_s, 0.0], [*costs.latency_s, 0.0]
+        times = {name: [*getattr(costs, name), 0.0] for name in TIMES}
         cut_bytes, rows = [*self.cut_bytes, 0], []
         for stage, (a, b) in enumerate(pairwise((0, *ends))):
             rows.append(
@@ -217,15 +217,9 @@ class PartitionTable:
                     load=sum(self.loads[a:b]) / total,
                     device=costs.devices[stage],
                     memory_bytes=_total(self.memory_bytes, a, b),
-                    forward_s=costs.forward_s[stage],
-                    backward_s=costs.backward_s[stage],
-                    weight_s=costs.weight_s[stage],
-                    send_s=send_s[stage],
-                    latency_s=latency_s[stage],
-                    reduce_s=costs.reduce_s[stage],
-                    step_s=costs.step_s[stage],
                     cut_bytes=round(cut_bytes[b - 1]),
                     gradient_bytes=_total(self.gradient_bytes, a, b),
+                    **{name: values[stage] for name, values in times.items()},
                 )
             )
         return tuple(rows)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
 from typing import Any, Self
@@ -480,15 +481,31 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:3])) + more or "none"
 
 
+def check_fields(
+    record: Any, where: str, needed: Sequence[str], optional: Sequence[str]
+) -> dict[str, Any]:
+    """Check that what was read from a file has the needed fields and no unknown ones; return it.
+
+    Raises:
+        PlanError: it has others, or is no mapping.
+    """
+    known = (*needed, *optional)
+    if not isinstance(record, dict):
+        raise PlanError(f"{where} is {record!r}: fields are needed ({', '.join(known)})")
+    for field in record:
+        if field not in known:
+            close = get_close_matches(str(field), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise PlanError(
+                f"{where} has the unknown field {field!r}{hint} (known: {', '.join(known)})"
+            )
+    missing = [field for field in needed if record.get(field) is None]
+    if missing:
+        raise PlanError(f"{where} lacks {', '.join(map(repr, missing))}")
+    return record
+
+
 def _check_keys(cls: type[Any], record: Any, where: str) -> None:
     """Refuse a record from JSON that has not the fields of a dataclass."""
-    if not isinstance(record, dict):
-        raise PlanError(f"{where} must be a JSON object, not {record!r}")
-    known = {field.name for field in fields(cls)}
-    required = {field.name for field in fields(cls) if field.default is MISSING}
-    for problem, names in (
-        ("unknown", record.keys() - known),
-        ("missing", required - record.keys()),
-    ):
-        if names:
-            raise PlanError(f"{where} has {problem} keys: {', '.join(sorted(names))}")
+    needed = [field.name for field in fields(cls) if field.default is MISSING]
+    check_fields(record, where, needed, [f.name for f in fields(cls) if f.name not in needed])

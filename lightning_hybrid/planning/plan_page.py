@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_hybrid.planning.plan import Plan, StagePlan, cells
 from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
-from lightning_hybrid.planning.step_time import StepCosts
+from lightning_hybrid.planning.step_time import TIMES, StepCosts
 from lightning_hybrid.report import Span, page, paragraph, table, timeline
 from lightning_hybrid.schedules import STREAMED, Kind, collected, deal, make_schedule
 
@@ -84,17 +84,10 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
 
 def _costs(plan: Plan) -> StepCosts:
     """The times of the stages of a plan."""
-
-    def times(name: str, rows: Sequence[StagePlan] = plan.rows) -> list[float]:
-        return [getattr(row, name) or 0.0 for row in rows]
-
-    names = ("forward_s", "backward_s", "reduce_s", "step_s", "weight_s")
-    return StepCosts(
-        devices=plan.first_devices,
-        send_s=times("send_s", plan.rows[:-1]),
-        latency_s=times("latency_s", plan.rows[:-1]),
-        **{name: times(name) for name in names},
-    )
+    times = {name: [getattr(row, name) or 0.0 for row in plan.rows] for name in TIMES}
+    # the last stage has no next one to send to
+    between = {name: times[name][:-1] for name in ("send_s", "latency_s")}
+    return StepCosts(devices=plan.first_devices, **(times | between))
 
 
 def _span(plan: Plan, stage: int, kind: str, number: int, start_s: float, end_s: float) -> Span:

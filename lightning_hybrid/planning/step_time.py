@@ -79,6 +79,8 @@ class StepCosts:
 
 
 _MAY_BE_EMPTY = ("send_s", "latency_s", "reduce_s", "step_s", "weight_s")
+TIMES = ("forward_s", "backward_s", *_MAY_BE_EMPTY)
+"""Names of the times, which the rows of a plan have too."""
 
 
 def fill_drain_s(costs: StepCosts, microbatches: int) -> float:

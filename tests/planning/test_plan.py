@@ -107,24 +107,24 @@ def test_a_stream_does_not_compute_again_in_this_way() -> None:
 
 def test_unknown_and_missing_keys_are_named() -> None:
     record = json.loads(plan().to_json())
-    with pytest.raises(PlanError, match="unknown keys: colour, size"):
-        Plan.from_json(json.dumps(record | {"size": 1, "colour": 2}))
+    with pytest.raises(PlanError, match="unknown field 'cutz'; did you mean 'cuts'"):
+        Plan.from_json(json.dumps(record | {"cutz": 1}))
     del record["cuts"], record["schedule"]
-    with pytest.raises(PlanError, match="missing keys: cuts, schedule"):
+    with pytest.raises(PlanError, match="the plan lacks 'schedule', 'cuts'"):
         Plan.from_json(json.dumps(record))
 
 
 def test_a_wrong_row_names_its_stage() -> None:
     record = json.loads(plan().to_json())
     del record["rows"][1]["load"]
-    with pytest.raises(PlanError, match="stage 1 of the plan has missing keys: load"):
+    with pytest.raises(PlanError, match="stage 1 of the plan lacks 'load'"):
         Plan.from_json(json.dumps(record))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3"])
 def test_what_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(PlanError, match=r"plan\.json.*JSON"):
+    with pytest.raises(PlanError, match=r"plan\.json: the plan is "):
         Plan.load(tmp_path / "plan.json")
 
 
