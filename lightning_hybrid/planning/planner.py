@@ -161,6 +161,43 @@ def make_plan(
     return with_peaks(plan, life, site.limits)
 
 
+def plan_again(
+    network: CalledNetwork,
+    settings: PlanSettings,
+    site: Site,
+    optimizers: Sequence[Optimizer],
+    plan: Plan,
+    capacities: Sequence[float],
+) -> tuple[Plan, Plan]:
+    """The plan in force as it would be with other speeds, and the best one with them.
+
+    What cuts do not decide stays: the schedule, and whether forwards run again.
+
+    Args:
+        network: the network, with its profile, and without the tensors of its call.
+        settings: what the user has asked for; not the cuts.
+        site: the devices, as they were found at the start of the run.
+        optimizers: that train the network.
+        plan: in force.
+        capacities: speed of each device of a replica.
+
+    Raises:
+        PlanError: no placement fits.
+    """
+    assert site.cluster is not None, "devices that nobody has looked at have no speeds"
+    site = replace(site, cluster=site.cluster.with_capacities(capacities))
+    fixed = replace(settings, schedule=plan.schedule, recompute=plan.recompute)
+
+    def made(settings: PlanSettings) -> Plan:
+        count = plan.microbatches
+        found = make_plan(network, count, settings=settings, site=site, optimizers=optimizers)
+        return replace(found, split_by=plan.split_by, tried=plan.tried)
+
+    prefix = f"{network.name}." if network.name else ""
+    cuts = tuple(prefix + name for name in plan.cuts)
+    return made(replace(fixed, allocation=cuts)), made(fixed)
+
+
 def _replica(
     site: Site, settings: PlanSettings, microbatches: int, batch_bytes: int, profile: Profile
 ) -> Replica:

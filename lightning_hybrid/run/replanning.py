@@ -117,7 +117,7 @@ class Replanning(BusyWindows):
         )
         try:
             with as_they_are():
-                now, best = self._run.planned[name].again(plan, found.speeds(plan))
+                now, best = self._run.again[name](plan, found.speeds(plan))
         except PlanError as error:
             self._keep(name, f"with these speeds {error}")
             return {}

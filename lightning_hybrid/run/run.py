@@ -1,7 +1,8 @@
 """The data of one run on a rank, from which sessions of drivers and workers are made."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
-from lightning_hybrid.planning import CalledNetwork, Plan, Planned, Site, make_plan
+from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan, plan_again
 from lightning_hybrid.remote import take_again
 from lightning_hybrid.run.building import DeferredModule, WholeModule
 from lightning_hybrid.run.framework import ByTrainer, Framework
@@ -46,7 +47,8 @@ class Run:
         shared: names of the parameters and buffers that all ranks have.
         plans: the current plans by name of the network; networks that are cut add theirs.
         progress: shows the work before the first step.
-        planned: by name of the network what its plan was made from, if the cuts may change.
+        again: by name of the network, if its cuts may change: plans it for other speeds of the
+            devices, given the plan in force; see :func:`lightning_hybrid.planning.plan_again`.
     """
 
     config: Config
@@ -62,7 +64,9 @@ class Run:
     shared: frozenset[str]
     plans: dict[str, Plan]
     progress: StartProgress
-    planned: dict[str, Planned] = field(default_factory=dict)
+    again: dict[str, Callable[[Plan, Sequence[float]], tuple[Plan, Plan]]] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def of(
@@ -190,9 +194,7 @@ class Run:
         advance = self.progress.of_profiling(network.name)
         if self.changes_cuts:
             network = network.remembered(self.device, advance)
-            self.planned[network.name] = Planned(
-                network=network, settings=settings, site=site, optimizers=optimizers
-            )
+            self.again[network.name] = partial(plan_again, network, settings, site, optimizers)
         return make_plan(
             network,
             microbatches,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -17,8 +17,7 @@ from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.cluster import Device, Rates, make_cluster
 from lightning_hybrid.planning.partition_table import CalledNetwork
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.planner import Site, make_plan
-from lightning_hybrid.planning.replanned import Planned
+from lightning_hybrid.planning.planner import Site, make_plan, plan_again
 from lightning_hybrid.planning.search import PlanSettings
 
 MICROBATCHES = 8
@@ -193,28 +192,25 @@ def test_a_plan_for_other_speeds_has_the_best_of_all_cuts() -> None:
         known=Profile(tuple(rows), 8, "cpu"),
     )
     device = Device(host="a", name="cpu", memory_bytes=None, units_per_s=1, units_per_own_s=1)
-    made = Planned(
-        network=called,
-        settings=PlanSettings(),
-        site=Site(
-            replicas=2,
-            stages=2,
-            backend="gloo",
-            device=torch.device("cpu"),
-            cluster=make_cluster([device] * 4, 2, 2, [1.0] * 4),
-        ),
-        optimizers=[torch.optim.SGD(network.parameters(), lr=0.1)],
+    site = Site(
+        replicas=2,
+        stages=2,
+        backend="gloo",
+        device=torch.device("cpu"),
+        cluster=make_cluster([device] * 4, 2, 2, [1.0] * 4),
     )
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1)]
+    again = partial(plan_again, called, PlanSettings(), site, optimizers)
     plans = {
         cut: replace(
-            make_plan(called, 4, settings=PlanSettings(), site=made.site, optimizers=[]),
+            make_plan(called, 4, settings=PlanSettings(), site=site, optimizers=[]),
             cuts=(cut,),
         )
         for cut in (partition.name for partition in partitions[1:])
     }
-    found = {cut: made.again(plan, [1.0, 0.25])[0] for cut, plan in plans.items()}
+    found = {cut: again(plan, [1.0, 0.25])[0] for cut, plan in plans.items()}
     assert all(plan.cuts == (cut,) for cut, plan in found.items())
-    now, best = made.again(plans["6"], [1.0, 0.25])
+    now, best = again(plans["6"], [1.0, 0.25])
     # of six partitions the device with a quarter of the speed has one
     assert (now.cuts, best.cuts, best.capacities) == (("6",), ("2",), (1.0, 0.25))
     assert best.step_s == pytest.approx(min(plan.step_s for plan in found.values()))

@@ -49,7 +49,7 @@ class Run:
         self.best, self.asked = best, list[list[float]]()
         self.trainer = SimpleNamespace(current_epoch=0)
         self.plans = {"net": plan()}
-        self.planned = {"net": SimpleNamespace(again=self._again)}
+        self.again = {"net": self._again}
         here = Coordinates(0, replicas, 2)
         mesh = SimpleNamespace(drivers=ALONE)
         self.world = SimpleNamespace(coordinates=here, cluster=None, mesh=mesh)
