@@ -49,7 +49,7 @@ def gabra(
         AllocationError: no feasible assignment was found.
     """
     settings = settings or _affordable(problem)
-    evolution = _Evolution(problem, np.random.default_rng(seed), settings)
+    evolution = Evolution(problem, np.random.default_rng(seed), settings)
     return evolution.run()
 
 
@@ -63,7 +63,7 @@ def _affordable(problem: Problem) -> Settings:
     )
 
 
-class _Evolution:
+class Evolution:
     """One run of the genetic algorithm (Algorithm 1): its population, and all chromosomes seen."""
 
     def __init__(self, problem: Problem, rng: np.random.Generator, settings: Settings) -> None:

@@ -37,7 +37,8 @@ import numpy as np
 
 from lightning_hybrid.allocation.chromosomes import Settings, roulette, stretch
 from lightning_hybrid.allocation.free_chromosomes import Labels
-from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
+from lightning_hybrid.allocation.gabra import Evolution
+from lightning_hybrid.allocation.knapsack import SLACK, Ints, Problem
 from lightning_hybrid.errors import AllocationError
 
 _RESTARTS = 50
@@ -67,80 +68,64 @@ def literal_gabra(
             "contiguous=False"
         )
     settings = settings or Settings(generations=_GENERATIONS)
-    rng = np.random.default_rng(seed)
-    members = _initial_population(problem, settings, rng)
-    costs = problem.costs(np.array(members))
-    best = members[int(costs.argmin())]
-    history = [float(costs.min())]
-    for _ in range(settings.generations):
-        if history[-1] <= problem.bound + SLACK * abs(problem.bound):  # addition 11
-            break
-        child = _new_child(problem, members, costs, settings, rng)
-        if child is None:
-            break
-        genes, cost = child
-        worst = int(costs.argmax())
-        members[worst], costs[worst] = genes, cost
-        if cost < history[-1]:
-            best = genes
-        history.append(min(history[-1], cost))
-    return best, tuple(history)
+    return _Printed(problem, np.random.default_rng(seed), settings).run()
 
 
-def _initial_population(
-    problem: Problem, settings: Settings, rng: np.random.Generator
-) -> list[Ints]:
-    """Make the initial population (Algorithm 2)."""
-    members: list[Ints] = []
-    for _ in range(2 * settings.population):
-        member = _random_member(problem, rng)
-        if not _contains(members, member):  # addition 5
-            members.append(member)
-        if len(members) == settings.population:
-            break
-    return members
+class _Printed(Evolution):
+    """The loop of Algorithm 1 with its parts as they are printed."""
 
+    def _populate(self) -> None:
+        """Make the initial population (Algorithm 2)."""
+        for _ in range(2 * self.settings.population):
+            if len(self.members) == self.settings.population:
+                return
+            member = self._random_member()
+            if not self._has(member):  # addition 5
+                self.members.append(member)
+                self.costs.append(float(self.problem.costs(member[None])[0]))
 
-def _random_member(problem: Problem, rng: np.random.Generator) -> Ints:
-    """A random assignment: each partition in turn on a random device with room for it."""
-    for _ in range(_RESTARTS):
-        left = problem.ceilings.copy()
-        genes = np.full(problem.n, -1, dtype=np.int64)
-        for i in range(problem.n):
-            room = np.flatnonzero((left >= problem.weights[:, i : i + 1]).all(axis=0))
-            if not room.size:
-                break
-            genes[i] = rng.choice(room)
-            left[:, genes[i]] -= problem.weights[:, i]
-        if genes[-1] >= 0 and problem.feasible(genes[None])[0]:
-            return genes
-    return Labels(problem).strewn(rng)  # addition 4
+    def _random_member(self) -> Ints:
+        """A random assignment: each partition in turn on a random device with room for it."""
+        problem = self.problem
+        for _ in range(_RESTARTS):
+            left = problem.ceilings.copy()
+            genes = np.full(problem.n, -1, dtype=np.int64)
+            for i in range(problem.n):
+                room = np.flatnonzero((left >= problem.weights[:, i : i + 1]).all(axis=0))
+                if not room.size:
+                    break
+                genes[i] = self.rng.choice(room)
+                left[:, genes[i]] -= problem.weights[:, i]
+            if genes[-1] >= 0 and problem.feasible(genes[None])[0]:
+                return genes
+        return Labels(problem).strewn(self.rng)  # addition 4
 
+    def _proven(self, cost: float) -> bool:
+        return cost <= self.problem.bound + SLACK * abs(self.problem.bound)  # addition 11
 
-def _new_child(
-    problem: Problem,
-    members: list[Ints],
-    costs: Floats,
-    settings: Settings,
-    rng: np.random.Generator,
-) -> tuple[Ints, float] | None:
-    """Make a child and its cost (lines 7 to 13 of Algorithm 1); None: all tries failed."""
-    # addition 10: there are `tries` of them
-    fitness = -costs if problem.objective == "profit" else costs.max() - costs  # additions 1, 12
-    for _ in range(settings.tries):
-        child, other = members[roulette(fitness, rng)], members[roulette(fitness, rng)]
-        if rng.random() < settings.crossover:
-            child = printed_children(child, other)[int(rng.integers(2))]
-        if rng.random() < settings.mutation:
-            child = child.copy()
-            piece = stretch(len(child), rng)
-            child[piece] = child[piece][::-1]
-        if _contains(members, child):
-            continue
-        cost = float(problem.costs(child[None])[0])
-        if np.isfinite(cost):  # addition 9
-            return child, cost
-    return None
+    def _child(self) -> tuple[Ints, float] | None:
+        """Make a child and its cost (lines 7 to 13 of Algorithm 1); None: all tries failed."""
+        settings, rng, costs = self.settings, self.rng, np.asarray(self.costs)
+        # addition 10: there are `tries` of them
+        profits = self.problem.objective == "profit"
+        fitness = -costs if profits else costs.max() - costs  # additions 1, 12
+        for _ in range(settings.tries):
+            child, other = (self.members[roulette(fitness, rng)] for _ in range(2))
+            if rng.random() < settings.crossover:
+                child = printed_children(child, other)[int(rng.integers(2))]
+            if rng.random() < settings.mutation:
+                child = child.copy()
+                piece = stretch(len(child), rng)
+                child[piece] = child[piece][::-1]
+            if self._has(child):
+                continue
+            cost = float(self.problem.costs(child[None])[0])
+            if np.isfinite(cost):  # addition 9
+                return child, cost
+        return None
+
+    def _has(self, genes: Ints) -> bool:
+        return any(np.array_equal(genes, member) for member in self.members)
 
 
 def printed_children(left: Ints, right: Ints) -> tuple[Ints, Ints]:
@@ -151,7 +136,3 @@ def printed_children(left: Ints, right: Ints) -> tuple[Ints, Ints]:
     middle = len(left) // 2
     first = np.concatenate([left[:middle], right[middle:]])
     return first, np.concatenate([left[middle:], right[:middle]])
-
-
-def _contains(members: list[Ints], genes: Ints) -> bool:
-    return any(np.array_equal(genes, member) for member in members)

@@ -56,16 +56,8 @@ def devices_of_all(
     )
 
 
-class _Seen:
-    """The last survey of this process.
-
-    Attributes:
-        machine: its result; ``None``: there was none.
-        key: number of ranks, device, backend and given speeds for which it holds.
-    """
-
-    machine: Machine | None = None
-    key: tuple[object, ...] = ()
+_SEEN: dict[tuple[object, ...], Machine] = {}
+"""The surveys of this process, by number of ranks, device, backend and given speeds."""
 
 
 def look_around(
@@ -80,9 +72,9 @@ def look_around(
         given: relative speeds of the ranks, from the user; None: measure them.
     """
     key = world.size(), device, backend, given
-    if _Seen.machine is None or _Seen.key != key:
-        _Seen.machine, _Seen.key = _look_around(world, device, backend, given), key
-    return _Seen.machine
+    if key not in _SEEN:
+        _SEEN[key] = _look_around(world, device, backend, given)
+    return _SEEN[key]
 
 
 def _look_around(
