@@ -40,7 +40,7 @@ def fitted(measured: list[dict[str, float]], noise: float = 0.0, **changes: Any)
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.conformance)])
 def test_known_constants_are_recovered_within_1_per_cent(seed: int) -> None:
-    model = fitted(runs(40, seed))
+    model = fitted(runs(40, seed), generations=50)
     flops, size = model.intrinsic
     (devices,) = model.extrinsic
     spread = devices.scale**devices.power  # factors are scaled by their means
