@@ -1,8 +1,8 @@
 """Orders of the literature, whose bubble and memory have closed forms.
 
 An order knows no messages: a forward needs the one before it along the chain, a backward the one
-after it, and the weight part of a backward its input part. The simulator times it and counts the
-micro-batches that are held; see `planning.streamed_time`. The classic results for p equal stages::
+after it, and the weight part of a backward its input part. `timed_orders` times it and counts the
+micro-batches that are held. The classic results for p equal stages::
 
     order                    bubble, seconds            micro-batches held at once
     fill_drain               (p - 1) (F + B + W)        M
