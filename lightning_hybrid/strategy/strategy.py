@@ -352,8 +352,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         alone = compare_prepared(ranks, trainer)
         if not ranks.joined.has_coordinates:
             deferred = self._building.deferred
-            may_have = partial(callbacks_allow, trainer)
-            if choose_sizes(ranks, trainer, may_have, deferred=deferred, alone=alone):
+            if choose_sizes(ranks, trainer, self._may_have, deferred=deferred, alone=alone):
                 self._plans.clear()  # of the chain in which an earlier run has evaluated
             refuse_callbacks(trainer, *ranks.shape)
         syncs = self._layer_sync is not None
@@ -384,6 +383,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             if self._config.streamed is not None and self._config.streamed.plain_sgd:
                 refuse_all_but_plain_sgd(self.optimizers, self._config.streamed.name)
         self.setup_precision_plugin()
+
+    def _may_have(self, replicas: int, stages: int) -> bool:
+        """Whether these sizes may be chosen, as far as the Trainer is concerned."""
+        return callbacks_allow(self._module.trainer, replicas, stages)
 
     def _plan_network(self, run: Run, *arguments: Any, **how: Any) -> Plan:
         """The plan of a network; see :class:`lightning_hybrid.driver.network_options.Planner`."""
