@@ -35,7 +35,6 @@ from lightning_hybrid.driver import (
     DriverOptions,
     NetworkOptions,
     Planner,
-    bring_here,
 )
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import place_now
@@ -396,7 +395,6 @@ class DriverSession:
         self._driver.close()
         self._release()
         self._driver.end_stages()
-        bring_here(self._run.module)
         self._run.plans.update(plans)
         for watcher in self._watchers:
             watcher.begin_anew()

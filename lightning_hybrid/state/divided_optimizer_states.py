@@ -221,6 +221,7 @@ def gather_states(group: Group, mine: States, folder: str) -> States:
 
     Raises:
         OSError: there is no room for the file.
+        HybridError: there is no room to map it.
     """
     outlines: list[States] = gather_objects(
         group, {name: outlined(state) for name, state in mine.items()}
@@ -238,8 +239,14 @@ def gather_states(group: Group, mine: States, folder: str) -> States:
                 name: {key: _stored(file, group, source, value) for key, value in state.items()}
                 for name, state in theirs.items()
             }
-            for states in read_files([file.ticket(stored)]) or ():
-                found |= states
+            read = read_files([file.ticket(stored)])
+            if read is None:
+                raise HybridError(
+                    f"The address space of this process has no room for the optimizer states of "
+                    f"replica {source}, which a checkpoint is to have. Raise `ulimit -v`, or use "
+                    "HybridGabraStrategy(checkpoint='sharded')."
+                )
+            found |= read[0]
     return found
 
 
