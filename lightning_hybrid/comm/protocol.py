@@ -594,41 +594,31 @@ class TakeWeights(Command):
 
 
 @dataclass(frozen=True)
-class LendWeights(NetworkCommand):
-    """Send the driver the current values of weights that this rank owns and the driver uses too.
-
-    They are sent over a process group that is for this alone.
-    """
-
-    in_frame = True
-    joint = True
-
-
-@dataclass(frozen=True)
-class TakeLentGradients(NetworkCommand):
-    """Add the gradients that the driver has of weights that this rank owns and the driver uses too.
-
-    They are sent over a process group that is for this alone.
-    """
-
-    in_frame = True
-    joint = True
-
-
-@dataclass(frozen=True)
 class LendTensors(Command):
     """Give the driver these parameters or their gradients, by a group for that alone.
 
     Attributes:
-        names: of the parameters, dotted.
+        names: of the parameters, dotted; empty: all that the driver uses too (:class:`Cut`).
         gradients: whether their gradients are meant, which are dense.
-        types: those that the driver has memory of.
+        types: those that the driver has memory of; empty: those of the parameters.
     """
 
+    in_frame = True
     joint = True
-    names: list[str]
-    gradients: bool
-    types: list[torch.dtype]
+    names: Sequence[str] = ()
+    gradients: bool = False
+    types: Sequence[torch.dtype] = ()
+
+
+@dataclass(frozen=True)
+class TakeLentGradients(Command):
+    """Add the gradients that the driver has of all weights that this rank owns and it uses too.
+
+    They are sent as by :class:`LendTensors`.
+    """
+
+    in_frame = True
+    joint = True
 
 
 @dataclass(frozen=True)

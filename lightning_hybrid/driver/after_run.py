@@ -18,6 +18,7 @@ from lightning_hybrid.planning import free_on, gigabytes, optimizer_bytes
 from lightning_hybrid.remote import is_of_one_rank
 from lightning_hybrid.state import TensorFile, Ticket, put_mapped
 
+
 class AfterRun:
     """Exchanges the tensors of a driver and its workers after a run, through files.
 

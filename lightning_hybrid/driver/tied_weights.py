@@ -60,8 +60,8 @@ class Borrowing:
         Args:
             grad: whether the forward is differentiable, so that the driver may get gradients.
         """
-        remote, loans = self._commands.remote, self._ownership.loans
-        if not (loans or self._workers):
+        remote = self._commands.remote
+        if not (self._ownership.lent or self._workers):
             return
         if grad:
             remote.note_use(self._here)
@@ -71,8 +71,7 @@ class Borrowing:
         for worker, names in self._workers.items():
             values = self._ownership.give(Kind.PARAMETER, names)
             self._commands.workers.send(worker, TakeWeights(values.items()))
-        loans.bring()
-        remote.adopt(loans.names)
+        remote.adopt(self._ownership.bring_lent())
         self._current = remote.state(Kind.PARAMETER)
 
     def settle(self) -> None:

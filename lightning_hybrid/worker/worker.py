@@ -29,13 +29,11 @@ from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
     LendingLine,
-    LentWeights,
     StagedNetwork,
     StageOptions,
     Stopwatch,
     Trace,
     engine_of,
-    lent_weights,
     names_of,
 )
 from lightning_hybrid.state import FilesOfWorker, Takeover, share_optimizers
@@ -86,9 +84,9 @@ class Worker:
         here = mesh.coordinates
         group = mesh.data_parallel if shards and here.replicas > 1 else None
         self._optimizers = WorkerOptimizers(parameters, self._files, group)
-        self._line = LendingLine(mesh, here.pp_rank)
+        line = LendingLine(mesh, here.pp_rank)
         self._weights = WorkerWeights(
-            *(module, parameters, self._networks, self._files, here.pp_rank), self._line
+            *(module, parameters, self._networks, self._files, here.pp_rank, line)
         )
         self._shards = WorkerShards(module, self._optimizers, here.index)
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
@@ -107,8 +105,6 @@ class Worker:
             protocol.ReleaseHooks: self._release_hooks,
             protocol.SynchronizeBuffers: self._synchronize_buffers,
             protocol.Share: self._share_weights,
-            protocol.LendWeights: self._lend_weights,
-            protocol.TakeLentGradients: self._take_lent_gradients,
             **self._optimizers.handlers(),
             **self._weights.handlers(),
             **self._shards.handlers(),
@@ -240,9 +236,9 @@ class Worker:
             seed=order.seed,
             trace=self._trace,
         )
-        lent = lent_weights(network, order.lent, self._line)
+        self._weights.lent += [prefix + name for name in sorted(order.lent)]
         self._networks.append(
-            StagedNetwork(order.network, order.name, network, engine, order.borrowed, lent)
+            StagedNetwork(order.network, order.name, network, engine, order.borrowed)
         )
 
     def _forward(self, command: protocol.Forward) -> None:
@@ -328,18 +324,6 @@ class Worker:
         if command.optimizers:
             optimizers, names = self._optimizers.all, self._optimizers.names
             share_optimizers(optimizers, names, self._mesh.data_parallel, self._device)
-
-    def _lend_weights(self, command: protocol.LendWeights) -> None:
-        self._lent(command).lend()
-
-    def _take_lent_gradients(self, command: protocol.TakeLentGradients) -> None:
-        self._lent(command).take_back()
-
-    def _lent(self, command: protocol.NetworkCommand) -> LentWeights:
-        """The weights that this rank lends the driver, of the network of a command."""
-        lent = self._networks[command.network].lent
-        assert lent is not None
-        return lent
 
     # -- the run
 

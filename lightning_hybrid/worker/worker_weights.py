@@ -22,7 +22,10 @@ class WorkerWeights:
         networks: the networks that are cut; the list may grow.
         files: writes files that other ranks map, and maps theirs.
         rank: ``pp_rank`` of this rank.
-        line: takes tensors to the driver, from device to device.
+        line: takes tensors to the driver and back, from device to device.
+
+    Attributes:
+        lent: names of the parameters that this rank owns and the driver uses too.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class WorkerWeights:
         self._files, self._rank, self._line = files, rank, line
         self._module, self._parameters, self._networks = module, parameters, networks
         self._takeover: Takeover | None = None
+        self.lent: list[str] = []
 
     def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
         """By type of command, the method that carries it out."""
@@ -45,6 +49,7 @@ class WorkerWeights:
             protocol.KeepTensors: self._keep_tensors,
             protocol.MapTensors: self._map_tensors,
             protocol.LendTensors: self._lend_tensors,
+            protocol.TakeLentGradients: self._take_lent_gradients,
             protocol.TakeWeights: self._take_weights,
             protocol.NameGradients: self._name_gradients,
             protocol.GiveGradients: self._give_gradients,
@@ -62,13 +67,20 @@ class WorkerWeights:
         return Answer(tensors=[(name, tensors[name]) for name in command.names])
 
     def _lend_tensors(self, command: protocol.LendTensors) -> None:
-        parameters = [self._parameters[name] for name in command.names]
+        parameters = [self._parameters[name] for name in command.names or self.lent]
         found: list[torch.Tensor] = [*parameters]
         if command.gradients:
             found = [g for parameter in parameters if (g := parameter.grad) is not None]
         # the driver waits for all of them
         assert len(found) == len(parameters), command
-        self._line.to_driver([tensor.to(kind) for tensor, kind in zip(found, command.types)])
+        types = command.types or [tensor.dtype for tensor in found]
+        self._line.to_driver([tensor.to(kind) for tensor, kind in zip(found, types)])
+
+    def _take_lent_gradients(self, _: protocol.TakeLentGradients) -> None:
+        with torch.no_grad():
+            gradients = {name: torch.empty_like(self._parameters[name]) for name in self.lent}
+        self._line.to_owner([*gradients.values()])
+        self._take_gradients(protocol.TakeGradients(add=True, tensors=gradients.items()))
 
     def _take_weights(self, command: protocol.TakeWeights) -> None:
         arrived: list[str] = []
