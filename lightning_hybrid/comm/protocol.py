@@ -398,19 +398,6 @@ class OptimizerCommand(Command):
 
 
 @dataclass(frozen=True)
-class TakeGroups(OptimizerCommand):
-    """Replace the parameter groups of an optimizer.
-
-    Attributes:
-        groups: the new groups.
-        replica_of: see :class:`TakeOptimizers`.
-    """
-
-    groups: list[Hyperparameters]
-    replica_of: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class GiveOptimizer(OptimizerCommand):
     """Answer with the state of an optimizer, by parameter name.
 

@@ -19,7 +19,6 @@ from lightning_hybrid.comm.protocol import (
     OutlineStates,
     ScaleGradients,
     Step,
-    TakeGroups,
     TakeOptimizers,
     Unscale,
     ZeroGrad,
@@ -499,21 +498,18 @@ class DrivenOptimizers:
             yield
 
     def _tell(self, command: OptimizerCommand) -> None:
-        """Send a command about an optimizer to the workers, and new parameter groups before it.
+        """Send a command about an optimizer to the workers, which know its groups by then.
 
         Before the first network is cut nothing is sent: workers have no optimizers then.
         """
         if self._ownership.any_network:
-            self._send_new_groups(command.optimizer)
+            self._ship_new_groups(command.optimizer)
             self._commands.tell(command)
 
-    def _send_new_groups(self, index: int) -> None:
-        """Send the parameter groups if `add_param_group` has changed them since the last step."""
-        groups = self._links[index].new_groups()
-        if groups is not None:
-            # (new parameters may have to be given to a replica that steps them)
-            self._divide(self._parameters())
-            self._commands.tell(TakeGroups(index, groups, self._replica_of))
+    def _ship_new_groups(self, index: int) -> None:
+        """Send the optimizers if `add_param_group` has changed one since they were sent."""
+        if self._links[index].has_new_groups:
+            self.ship()
 
     # ------------------------------------------------------------------ gradients of one
 
@@ -546,7 +542,7 @@ class DrivenOptimizers:
             # one norm per parameter, not per rank, so that they are added up as on one device
             norms = gradient_norms(optimizer, self._names, order)
         if self._ownership.any_network:
-            self._send_new_groups(index)
+            self._ship_new_groups(index)
             for answer in self._commands.ask(GradientNorm(index, order)):
                 norms |= answer.value
         total = total_norm(norms, self._names.values(), order)
@@ -574,6 +570,7 @@ class DrivenOptimizers:
         self._commands.remote.flush()
         answers = []
         if self._ownership.any_network:
+            self._ship_new_groups(index)
             answers = self._commands.ask(Unscale(index, factor.cpu()))
         remote = [answer.value for answer in answers]
         with as_they_are():

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from lightning_hybrid._torch.optimizers import has_step_hook, order_step_hooks, runs_step_hooks
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.driver.optimizer_trial import plain_attributes, same
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred, is_of_one_rank, is_unread, materialize
@@ -59,7 +58,8 @@ class OptimizerLink:
         self.was_divided = False
         self.reason: str | None = None
         self._names = names
-        self._sent = self._begun = groups_of(optimizer, names)
+        self._note_sent()
+        self._begun = self._sent
         self._state: DriverState | None = None
         self._attributes: dict[str, Any] = {}
         self._kinds: set[object] = set()
@@ -171,7 +171,7 @@ class OptimizerLink:
         if not self._reads:
             self._read_states()
         self._entered.close()
-        self._sent = groups_of(self.optimizer, self._names)
+        self._note_sent()
         self._attributes = plain_attributes(self.optimizer)
         if self.is_back and not (self.whole or self._closed):
             self._state = DriverState(self.optimizer.state, self._fetch, self._others)
@@ -233,16 +233,17 @@ class OptimizerLink:
             if self._step_before is not None:
                 attributes["step"] = self._step_before
 
-    def new_groups(self) -> list[Hyperparameters] | None:
-        """The parameter groups if groups or parameters were added since they were sent, else None.
+    def _sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.optimizer.param_groups]
 
-        They count as sent then.
-        """
-        now = [len(group["params"]) for group in self.optimizer.param_groups]
-        if now == [len(group["params"]) for group in self._sent]:
-            return None
-        self._sent = groups_of(self.optimizer, self._names)
-        return self._sent
+    def _note_sent(self) -> None:
+        """Note that the workers have the groups as they are now."""
+        self._sent, self._sent_sizes = groups_of(self.optimizer, self._names), self._sizes()
+
+    @property
+    def has_new_groups(self) -> bool:
+        """Whether groups or parameters were added since they were sent to the workers."""
+        return self._sizes() != self._sent_sizes
 
     def _make_step(self) -> Any:
         """A ``step`` that calls `_stepping`, the optimizer's own ``step`` and `_stepped`.
@@ -365,6 +366,6 @@ class OptimizerLink:
             return
         changed = None if same(self._begun, self._sent) else self._begun
         # (the workers' step will change these as the driver's has)
-        self._sent = groups_of(optimizer, self._names)
+        self._note_sent()
         self._attributes = plain_attributes(optimizer)
         self._counterparts.step(self._index, changed)

@@ -55,7 +55,6 @@ class WorkerOptimizers:
         """By type of command, the method that carries it out."""
         return {
             protocol.TakeOptimizers: self._take_optimizers,
-            protocol.TakeGroups: self._take_groups,
             protocol.GiveOptimizer: self._give_optimizer,
             protocol.KeepStates: self._keep_states,
             protocol.ZeroGrad: self._zero_grad,
@@ -79,11 +78,6 @@ class WorkerOptimizers:
                 new.state.setdefault(parameter, state)
         if self._shares:
             self._shares.replica_of.update(command.replica_of)
-
-    def _take_groups(self, command: protocol.TakeGroups) -> None:
-        if self._shares:
-            self._shares.replica_of.update(command.replica_of)
-        take_groups(self.all[command.optimizer], command.groups, self._parameters)
 
     def _give_optimizer(self, command: protocol.GiveOptimizer) -> Answer:
         return Answer(value=state_of(self.all[command.optimizer], self.names, command.of))

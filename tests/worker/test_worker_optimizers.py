@@ -16,7 +16,6 @@ from lightning_hybrid.comm.protocol import (
     ScaleGradients,
     Step,
     TakeGradients,
-    TakeGroups,
     TakeOptimizers,
     Unscale,
     ZeroGrad,
@@ -67,17 +66,12 @@ def test_a_step_is_surrounded_by_the_precision_of_the_driver(service: Service) -
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_other_groups_come_with_a_step_or_before_it(service: Service, trained: Any) -> None:
+def test_other_groups_come_with_a_step(service: Service, trained: Any) -> None:
     optimizer, names = trained(), {}
     names = {id(p): name for p, name in zip(parameters(optimizer), ("weight", "bias"))}
     for learning_rate in (0.2, 0.3):
         optimizer.param_groups[0]["lr"] = learning_rate
-        groups = groups_of(optimizer, names)
-        if learning_rate == 0.2:
-            service.driver.send(Step(0, groups))
-        else:
-            service.driver.send(TakeGroups(0, groups))
-            service.driver.send(Step(0))
+        service.driver.send(Step(0, groups_of(optimizer, names)))
         optimizer.step()
     for found, wanted in zip(service.weights().values(), parameters(optimizer)):
         assert torch.equal(found, wanted)
