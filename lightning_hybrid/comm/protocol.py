@@ -398,18 +398,6 @@ class OptimizerCommand(Command):
 
 
 @dataclass(frozen=True)
-class GiveOptimizer(OptimizerCommand):
-    """Answer with the state of an optimizer, by parameter name.
-
-    Attributes:
-        of: name of one parameter whose state is wanted; empty: that of all.
-    """
-
-    answered = True
-    of: str = ""
-
-
-@dataclass(frozen=True)
 class KeepStates(OptimizerCommand):
     """Write the state of an optimizer to a file, by parameter name; see :class:`KeepTensors`.
 
@@ -499,6 +487,18 @@ class GiveWeights(Command):
 
     answered = True
     names: list[str]
+
+
+@dataclass(frozen=True)
+class GiveTensor(Command):
+    """Answer with one tensor, a weight or a part of an optimizer's state.
+
+    Attributes:
+        owned: which one, a :class:`lightning_hybrid.state.sharded_checkpoint.Owned`.
+    """
+
+    answered = True
+    owned: Any
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import Mesh, Precision, TensorSpec, gather_objects, signals_deferred
 from lightning_hybrid.comm.protocol import (
     ClipValues,
-    GiveOptimizer,
     GradientNorm,
     Hyperparameters,
     OptimizerCommand,
@@ -35,7 +35,7 @@ from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.weights import FilesOfWorkers
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError, PlanError
-from lightning_hybrid.remote import Kind
+from lightning_hybrid.remote import is_unread, materialize
 from lightning_hybrid.state import (
     Division,
     OtherReplicas,
@@ -50,10 +50,8 @@ from lightning_hybrid.state import (
     gradients_of,
     let_go_of_checkpoints,
     outlined,
-    refuse_later,
     ship,
     total_norm,
-    unread_there,
     unscale,
 )
 
@@ -322,16 +320,13 @@ class DrivenOptimizers:
         """
         if not self._ownership.any_network:
             return {}
-        if self._stays == "always":
-            return self._states_there(index)
-        if (kept := self._files.states(index)) is not None:
+        kept = None if self._stays == "always" else self._files.states(index)
+        if kept is not None:
             return kept
-        if self._stays:
-            return self._states_there(index)
-        remote: dict[str, dict[str, Any]] = {}
-        for answer in self._commands.ask(GiveOptimizer(index)):
-            remote |= answer.value
-        return remote
+        found = self._states_there(index)
+        if not self._stays:
+            materialize(tensor for _, tensor in tensors_in(found) if is_unread(tensor))
+        return found
 
     @signals_deferred
     def state_dict(
@@ -454,32 +449,11 @@ class DrivenOptimizers:
         rank = replica * self._mesh.coordinates.ranks_per_replica
         rank += self._ownership.rank_of(name) if name in self._ownership.network_of else 0
         return {
-            key: self._unread_one(index, Owned(rank, name, index, key), value)
+            key: self._files.unread(Owned(rank, name, index, key), value)
             if isinstance(value, TensorSpec)
             else value
             for key, value in state.items()
         }
-
-    def _unread_one(self, index: int, owned: Owned, spec: TensorSpec) -> Tensor:
-        """An unread tensor for one in the state of an optimizer, fetched when it is read."""
-        remote = self._commands.remote
-        before = remote.state(Kind.PARAMETER)  # a step changes parameters and states
-
-        def read() -> Tensor:
-            replica, rank = divmod(owned.rank, self._mesh.coordinates.ranks_per_replica)
-            if replica != self._replica:
-                raise HybridError(
-                    f"The state {owned.state!r} of {owned.name!r} is on replica {replica}, "
-                    "which writes it to this checkpoint by itself (checkpoint='sharded' and "
-                    "shard_optimizer_states=True). Leave it as it is, or use checkpoint='full'."
-                )
-            refuse_later(f"{owned.state} of {owned.name}", remote.state(Kind.PARAMETER) == before)
-            self._commands.workers.send(rank, GiveOptimizer(index, owned.name))
-            [answer] = self._commands.workers.hear([rank])
-            found: Tensor = answer.value[owned.name][owned.state]
-            return found
-
-        return unread_there(spec, owned, read)
 
     def find(self, owned: Owned) -> Tensor:
         """The tensor of an optimizer's state that this rank has."""

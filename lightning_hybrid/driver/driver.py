@@ -114,7 +114,7 @@ class Driver:
         self._ownership = Ownership(self._workers, unsettled)
         self.remote = RemoteTensors(self._ownership, device)
         self.commands = Commands(self._workers, self.remote)
-        self._files = files = FilesOfWorkers(self.commands, options.folder)
+        self._files = files = FilesOfWorkers(self.commands, options.folder, here)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
         self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
         new_calls = partial(StepCalls, options.seed, here.dp_rank, follows=options.follows)
