@@ -10,9 +10,10 @@ Messages with ``in_frame`` are part of every training step: their integer fields
 of fixed size. All other fields are pickled together, and only if one of them differs from its
 default. Of a field ``tensors`` the specs are pickled, and the tensors follow unpickled.
 
-To add a command: define its class here, and give it a handler in the table of
-:mod:`~lightning_hybrid.worker.worker`, :mod:`~lightning_hybrid.worker.worker_weights` or
-:mod:`~lightning_hybrid.worker.worker_optimizers`.
+To add a command: define its class here, and give :mod:`~lightning_hybrid.worker.worker`,
+:mod:`~lightning_hybrid.worker.worker_weights`, :mod:`~lightning_hybrid.worker.worker_optimizers` or
+:mod:`~lightning_hybrid.worker.worker_shards` a method of its name: ``_take_weights`` carries out
+:class:`TakeWeights`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -621,17 +622,12 @@ class GiveGradients(Command):
 
     Attributes:
         names: dotted names of the parameters.
+        take: whether they are dropped here.
     """
 
     answered = True
     names: list[str]
-
-
-@dataclass(frozen=True)
-class GiveBorrowedGradients(Command):
-    """Answer with the gradients of parameters that another rank owns, and drop them here."""
-
-    answered = True
+    take: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A worker: it owns earlier stages of each network, and carries out its driver's commands."""
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -42,6 +43,7 @@ from lightning_hybrid.worker.worker_shards import WorkerShards
 from lightning_hybrid.worker.worker_weights import WorkerWeights
 
 DRIVER = 0
+Handler = Callable[[Any], Answer | None]
 
 
 class Worker:
@@ -89,31 +91,10 @@ class Worker:
             *(module, parameters, self._networks, self._files, here.pp_rank, line)
         )
         self._shards = WorkerShards(module, self._optimizers, here.index)
+        self._handlers = _handlers(self, self._optimizers, self._weights, self._shards)
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
         self._others_follow = False
-        self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
-            protocol.Cut: self._cut,
-            protocol.Forward: self._forward,
-            protocol.Backward: self._backward,
-            protocol.Free: self._free,
-            protocol.Commit: self._commit,
-            protocol.Drop: self._drop,
-            protocol.Skip: self._skip,
-            protocol.Reduce: self._reduce,
-            protocol.HoldHooks: self._hold_hooks,
-            protocol.ReleaseHooks: self._release_hooks,
-            protocol.SynchronizeBuffers: self._synchronize_buffers,
-            protocol.Share: self._share_weights,
-            **self._optimizers.handlers(),
-            **self._weights.handlers(),
-            **self._shards.handlers(),
-            protocol.Check: self._answer_only,
-            protocol.Report: self._report,
-            protocol.ForgetFailure: self._forget_failure,
-            protocol.EndStages: self._answer_only,
-            protocol.End: self._answer_only,
-        }
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -198,8 +179,10 @@ class Worker:
         """Keep an error for the next answer, unless there was one before."""
         self._failure = self._failure or Failure.of(error, str(self._mesh.coordinates))
 
-    def _answer_only(self, _: Command) -> None:
+    def _check(self, _: Command) -> None:
         """Do nothing: the answer says whether this rank has failed before."""
+
+    _end = _end_stages = _check
 
     # -- the network
 
@@ -319,7 +302,7 @@ class Worker:
         for network in self._networks:
             network.engine.replica_group.broadcast_buffers(state=command.state)
 
-    def _share_weights(self, command: protocol.Share) -> None:
+    def _share(self, command: protocol.Share) -> None:
         self._networks[command.network].engine.replica_group.broadcast_weights()
         if command.optimizers:
             optimizers, names = self._optimizers.all, self._optimizers.names
@@ -332,3 +315,14 @@ class Worker:
 
     def _forget_failure(self, _: protocol.ForgetFailure) -> None:
         self._failure = None
+
+
+def _handlers(*parts: object) -> dict[type[Command], Handler]:
+    """By type of command, the method of one of these objects that has its name."""
+    found: dict[type[Command], Handler] = {}
+    for kind in protocol.MESSAGES:
+        name = re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", kind.__name__)
+        for part in parts if issubclass(kind, Command) else ():
+            if hasattr(part, name):
+                found[kind] = getattr(part, name)
+    return found

@@ -1,6 +1,5 @@
 """The user's optimizers on a worker: it steps, clips and unscales what it owns, on command."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,7 +7,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import Answer, Group, Precision, protocol
-from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.state import (
     FilesOfWorker,
     Owned,
@@ -50,19 +48,6 @@ class WorkerOptimizers:
         for name, parameter in parameters.items():
             self.names.setdefault(id(parameter), name)
         self._shares = shares_over and StateShares(shares_over, self.names, {})
-
-    def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
-        """By type of command, the method that carries it out."""
-        return {
-            protocol.TakeOptimizers: self._take_optimizers,
-            protocol.KeepStates: self._keep_states,
-            protocol.ZeroGrad: self._zero_grad,
-            protocol.Step: self._step,
-            protocol.GradientNorm: self._gradient_norm,
-            protocol.ScaleGradients: self._scale_gradients,
-            protocol.ClipValues: self._clip_values,
-            protocol.Unscale: self._unscale,
-        }
 
     def _take_optimizers(self, command: protocol.TakeOptimizers) -> None:
         """Make the optimizers anew as the driver sends them; states that do not come are kept."""

@@ -1,15 +1,13 @@
 """Writes a worker's part of a sharded checkpoint."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_hybrid.comm import Answer
 from lightning_hybrid.comm.protocol import (
     AwaitShards,
-    Command,
     GiveTensor,
     OutlineStates,
     SaveShard,
@@ -41,15 +39,6 @@ class WorkerShards:
     def __init__(self, module: nn.Module, optimizers: WorkerOptimizers, rank: int) -> None:
         self._module, self._optimizers, self._rank = module, optimizers, rank
         self._background = Background()
-
-    def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
-        """By type of command, the method that carries it out."""
-        return {
-            OutlineStates: self._outline_states,
-            GiveTensor: self._give_tensor,
-            SaveShard: self._save_shard,
-            AwaitShards: self._await_shards,
-        }
 
     def close(self) -> None:
         """Wait for at most `LAST_S` seconds until what is being written is on the disk."""

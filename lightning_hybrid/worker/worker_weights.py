@@ -1,13 +1,11 @@
 """Carries out a driver's commands to read and set the weights and gradients of a worker."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from lightning_hybrid.comm import Answer, protocol
-from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.remote import is_of_one_rank
 from lightning_hybrid.stage import LendingLine, StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.state import FilesOfWorker, Takeover
@@ -41,22 +39,6 @@ class WorkerWeights:
         self._module, self._parameters, self._networks = module, parameters, networks
         self._takeover: Takeover | None = None
         self.lent: list[str] = []
-
-    def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
-        """By type of command, the method that carries it out."""
-        return {
-            protocol.GiveWeights: self._give_weights,
-            protocol.KeepTensors: self._keep_tensors,
-            protocol.MapTensors: self._map_tensors,
-            protocol.LendTensors: self._lend_tensors,
-            protocol.TakeLentGradients: self._take_lent_gradients,
-            protocol.TakeWeights: self._take_weights,
-            protocol.NameGradients: self._name_gradients,
-            protocol.GiveGradients: self._give_gradients,
-            protocol.GiveBorrowedGradients: self._give_borrowed_gradients,
-            protocol.TakeGradients: self._take_gradients,
-            protocol.ClearGradients: self._clear_gradients,
-        }
 
     def expect(self, takeover: Takeover) -> None:
         """Register stages that this rank takes over: the next weights to arrive are theirs."""
@@ -125,18 +107,13 @@ class WorkerWeights:
         return Answer(value=dense)
 
     def _give_gradients(self, command: protocol.GiveGradients) -> Answer:
-        gradients = [(name, self._parameters[name].grad) for name in command.names]
-        return Answer(tensors=[(name, grad) for name, grad in gradients if grad is not None])
-
-    def _give_borrowed_gradients(self, _: protocol.GiveBorrowedGradients) -> Answer:
-        """Answer with the gradients of tied weights that this rank borrows, and clear them."""
         gradients: dict[str, torch.Tensor] = {}
-        for network in self._networks:
-            for name in network.full_names(sorted(network.borrowed)):
-                parameter = self._parameters[name]
-                if parameter.grad is not None:
-                    # (taken off, since it is added to the owner's)
-                    gradients[name], parameter.grad = parameter.grad, None
+        for name in command.names:
+            parameter = self._parameters[name]
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
+                if command.take:
+                    parameter.grad = None
         return Answer(tensors=gradients.items())
 
     def _take_gradients(self, command: protocol.TakeGradients) -> None:
