@@ -91,13 +91,9 @@ def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def _become(tensor: Any, value: Tensor) -> None:
-    """Make an ordinary tensor of an unread one, in the memory of ``value``, with its gradient."""
-    before = make_ordinary(tensor, value).memory
+    """Make an ordinary tensor of an unread one, in the memory of ``value``."""
+    make_ordinary(tensor, value)
     vars(tensor).pop("_was_deferred", None)  # (it is not a tensor that other ranks lack)
-    with as_they_are():
-        gradient = before.grad
-    if gradient is not None:
-        tensor.grad = gradient
 
 
 def is_unread(tensor: Any) -> bool:
