@@ -679,21 +679,16 @@ class ForgetFailure(Command):
 
 @dataclass(frozen=True)
 class End(Command):
-    """End the run.
+    """End the run, or its stages: others follow in the same run.
 
     Attributes:
-        results: the results of the driver's run, for all ranks.
+        results: the results of the driver's run, for all ranks; ``None``: other stages follow.
+        stages_follow: whether other stages follow.
     """
 
     answered = True
-    results: Any
-
-
-@dataclass(frozen=True)
-class EndStages(Command):
-    """The stages are over: in the same run others follow."""
-
-    answered = True
+    results: Any = None
+    stages_follow: bool = False
 
 
 MESSAGES: tuple[type[Message], ...] = tuple(

@@ -519,7 +519,7 @@ class Driver:
         Raises:
             Exception: see :meth:`end`.
         """
-        self._end(protocol.EndStages())
+        self._end(protocol.End(stages_follow=True))
 
     def _end(self, command: Command) -> None:
         # (after an evaluation too: if it has cut a network, workers have taken states)

@@ -145,10 +145,10 @@ class Worker:
             if command.answered:
                 self._channel.send(answer)
             # (after a failure this worker serves on: the driver hears of it by the answer)
-            if self._failure is None and isinstance(command, protocol.End | protocol.EndStages):
+            if self._failure is None and isinstance(command, protocol.End):
                 self._channel.flush()
-                self._others_follow = isinstance(command, protocol.EndStages)
-                return None if isinstance(command, protocol.EndStages) else command.results
+                self._others_follow = command.stages_follow
+                return command.results
 
     def _carry_out(self, command: Command) -> Answer:
         """Carry out a command, and make the answer to it, which has the first failure if any.
@@ -182,7 +182,7 @@ class Worker:
     def _check(self, _: Command) -> None:
         """Do nothing: the answer says whether this rank has failed before."""
 
-    _end = _end_stages = _check
+    _end = _check
 
     # -- the network
 
