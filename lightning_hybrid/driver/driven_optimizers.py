@@ -37,7 +37,6 @@ from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.remote import is_unread, materialize
 from lightning_hybrid.state import (
-    Division,
     OtherReplicas,
     Owned,
     Replicas,
@@ -100,17 +99,14 @@ class DrivenOptimizers:
         self.streamed_by, self._stays = "", ""
         self.before_step: Callable[[], None] = lambda: None
         self._mesh, self._replica = mesh, mesh.coordinates.dp_rank
-        # one table for all ranks of the replica: divisions note in it which replica has which state
-        replicas, self._replica_of = mesh.coordinates.replicas, Replicas()
-        self._divisions = {
-            worker: Division(replicas, self._replica_of) for worker in commands.workers.ranks
-        }
         self._all_here = not commands.workers.ranks
+        replicas, self._replica_of = mesh.coordinates.replicas, Replicas()
         self._shares: StateShares | None = None
         self._others: OtherReplicas | None = None
         if shards and replicas > 1:
+            self._others = OtherReplicas(names, self._replica, replicas)
+            self._replica_of = self._others.replica_of
             self._shares = StateShares(mesh.data_parallel, names, self._replica_of)
-            self._others = OtherReplicas(names, self._replica_of, self._replica)
 
     def __deepcopy__(self, memo: object) -> "DrivenOptimizers":
         """The object itself: a copy of a Trainer that refers to it drives the same workers."""
@@ -128,16 +124,6 @@ class DrivenOptimizers:
             for index, optimizer in enumerate(optimizers)
         ]
         self.ship()
-
-    def follow(self, before: "DrivenOptimizers") -> None:
-        """Take charge of what was connected for other stages.
-
-        Args:
-            before: to what it was connected; closed.
-        """
-        self.connect(before.optimizers)
-        for link, old in zip(self._links, before._links):
-            link.follow(old)
 
     def close(self) -> None:
         """Take hooks and replaced methods off the optimizers."""
@@ -201,28 +187,26 @@ class DrivenOptimizers:
         return {self._names[id(p)]: p for p in here}
 
     def _divide(self, parameters: Mapping[str, Parameter]) -> None:
-        """Divide the states of parameters whose owner is known over the replicas, if this is asked.
+        """Divide the states of parameters over the replicas, if this is asked and owners are known.
 
-        States that other replicas have then are dropped here. What the driver owns is divided here
-        only if there are no workers, else in its first step (:meth:`StateShares.alone`).
+        States that other replicas have then are dropped here.
 
         Args:
             parameters: by name, the parameters that all ranks have.
         """
-        if self._shares is None:
+        if self._shares is None or self._others is None or not self._steps_all:
             return
         divided = [link.optimizer for link in self._links if link.divided]
         known = {id(p) for o in divided for group in o.param_groups for p in group["params"]}
+        # frozen ones apart, so that those that have states are divided evenly
+        sizes: dict[tuple[bool, int], dict[str, int]] = {}
         with as_they_are():
-            mine = {name: p for name, p in parameters.items() if id(p) in known}
-            # frozen ones apart, so that those that have states are divided evenly
-            for trained in (True, False):
-                now = {n: p for n, p in mine.items() if p.requires_grad is trained}
-                for worker, division in self._divisions.items():
-                    owned = now.keys() & {*self._ownership.tensors_of(worker)}
-                    division.add({name: p.nbytes for name, p in now.items() if name in owned})
-                if not self._divisions:
-                    self._shares.add(now.values())
+            for name, parameter in parameters.items():
+                if id(parameter) in known:
+                    kind = not parameter.requires_grad, self._ownership.rank_of(name)
+                    sizes.setdefault(kind, {})[name] = parameter.nbytes
+        for (_, owner), named in sorted(sizes.items()):
+            self._others.divide(owner, named)
         for optimizer in divided:
             self._shares.drop(optimizer)
 
@@ -446,8 +430,7 @@ class DrivenOptimizers:
             state: the state, with a `TensorSpec` in the place of each of these tensors.
         """
         # ranks are numbered replica by replica, and within one the driver is the first
-        rank = replica * self._mesh.coordinates.ranks_per_replica
-        rank += self._ownership.rank_of(name) if name in self._ownership.network_of else 0
+        rank = replica * self._mesh.coordinates.ranks_per_replica + self._ownership.rank_of(name)
         return {
             key: self._files.unread(Owned(rank, name, index, key), value)
             if isinstance(value, TensorSpec)

@@ -54,7 +54,7 @@ class OptimizerLink:
         others: OtherReplicas | None = None,
     ) -> None:
         self.optimizer, self._index, self._counterparts = optimizer, index, counterparts
-        self._others, self._reads = others, False
+        self._others = others
         self.was_divided = False
         self.reason: str | None = None
         self._names = names
@@ -96,14 +96,6 @@ class OptimizerLink:
     def divided(self) -> OtherReplicas | None:
         """Which states other replicas have; ``None``: none, or it steps whole or is not tried."""
         return self._others if self.reason == "" else None
-
-    def follow(self, before: "OptimizerLink") -> None:
-        """What was found out of the optimizer for other stages holds for these.
-
-        Args:
-            before: its link to the workers that had those.
-        """
-        self.reason, self._kinds = before.reason, before._kinds
 
     def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
         """Try whether it can step in parts, unless that was tried for groups of these kinds.
@@ -167,9 +159,8 @@ class OptimizerLink:
 
     def shipped(self) -> None:
         """Note that the workers have the optimizer as it is now, with their parameters' states."""
-        self._reads = self.was_divided = self.divided is not None
-        if not self._reads:
-            self._read_states()
+        self.was_divided = self.divided is not None
+        self._read_states()
         self._entered.close()
         self._note_sent()
         self._attributes = plain_attributes(self.optimizer)
@@ -329,9 +320,6 @@ class OptimizerLink:
         # other ranks' parameters, if not seen as proxies, have no gradient, so the step skips them
         self._entered.enter_context(as_they_are())
         self._entered.enter_context(self._counterparts.share(self.optimizer))
-        if self._reads:  # (after `share`, which drops the loaded states of other replicas)
-            self._read_states()
-            self._reads = False
 
     def silence_state(self) -> None:
         """Let reads of ``optimizer.state`` fetch nothing, until it steps or :meth:`shipped`."""
@@ -343,7 +331,8 @@ class OptimizerLink:
         if not self._kinds >= {kind_of_group(group) for group in self.optimizer.param_groups}:
             self.reason = None  # (hyper-parameters of another kind, as after a warm-up: try again)
         back = self._state is not None and self.is_back
-        if self.reason is None or back or self._attributes != plain_attributes(self.optimizer):
+        changed = self._attributes != plain_attributes(self.optimizer)
+        if self.reason is None or back or changed or self.has_new_groups:
             self._counterparts.ship()
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

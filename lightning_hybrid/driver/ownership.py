@@ -125,8 +125,8 @@ class Ownership:
         return self._tensors[rank]
 
     def rank_of(self, name: str) -> int:
-        """``pp_rank`` of the worker that owns a parameter or buffer; of copies the first."""
-        return self._owner[name]
+        """``pp_rank`` of the rank that owns a parameter or buffer; of copies the first."""
+        return self._owner.get(name, 0)
 
     # ------------------------------------------------------------------ for remote tensors
 
