@@ -321,8 +321,9 @@ def _handlers(*parts: object) -> dict[type[Command], Handler]:
     """By type of command, the method of one of these objects that has its name."""
     found: dict[type[Command], Handler] = {}
     for kind in protocol.MESSAGES:
-        name = re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", kind.__name__)
-        for part in parts if issubclass(kind, Command) else ():
-            if hasattr(part, name):
-                found[kind] = getattr(part, name)
+        if issubclass(kind, Command):
+            name = re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", kind.__name__)
+            for part in parts:
+                if hasattr(part, name):
+                    found[kind] = getattr(part, name)
     return found
