@@ -25,6 +25,7 @@ from lightning_hybrid.remote.remote import RemoteTensors
 from lightning_hybrid.remote.unread import (
     Unread,
     is_unread,
+    leave_unread,
     left_unread,
     place_of,
     streaming,

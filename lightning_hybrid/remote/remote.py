@@ -35,6 +35,7 @@ from lightning_hybrid.remote.deferred import (
     is_vacant,
     occupy,
     vacate,
+    value_of,
 )
 from lightning_hybrid.remote.living_views import View
 from lightning_hybrid.remote.proxy import Kind, Remote, RemoteStore, make_plain, make_proxy
@@ -144,7 +145,9 @@ class RemoteTensors:
             give_up(remote.value, name)
         for name, gradient in self._brought.items():
             parameter = parameters[name].value
-            parameter.grad = gradient.to(parameter.device)
+            if not is_unread(parameter):
+                gradient = value_of(gradient).to(parameter.device)
+            parameter.grad = gradient
         self._brought = {}
         for table in (self._touched, self._here_too, self.gradients, self._tensors[Kind.GRADIENT]):
             table.clear()
@@ -307,8 +310,8 @@ class RemoteTensors:
         """Copy brought gradients into the tensors that user code has proxies of already."""
         with torch.no_grad(), as_they_are():
             for remote in self.gradients.kept(self._brought):
-                value = self._brought[remote.name]
-                if value.layout is torch.strided:
+                if self._brought[remote.name].layout is torch.strided:
+                    value = value_of(self._brought[remote.name])
                     self._brought[remote.name] = remote.value.copy_(value)
                 remote.keep()
 

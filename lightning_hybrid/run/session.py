@@ -35,6 +35,7 @@ from lightning_hybrid.driver import (
     DriverOptions,
     NetworkOptions,
     Planner,
+    bring_here,
 )
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import place_now
@@ -395,6 +396,7 @@ class DriverSession:
         self._driver.close()
         self._release()
         self._driver.end_stages()
+        bring_here(self._run.module)
         self._run.plans.update(plans)
         for watcher in self._watchers:
             watcher.begin_anew()

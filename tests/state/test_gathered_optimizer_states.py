@@ -7,9 +7,7 @@ import pytest
 import torch
 from ranks import gloo_groups, together
 
-from lightning_hybrid.errors import HybridError
 from lightning_hybrid.state import divided_optimizer_states as gathered_states
-from lightning_hybrid.state import tensor_file
 from lightning_hybrid.state.divided_optimizer_states import States, gather_states
 
 
@@ -54,16 +52,3 @@ def test_states_of_all_replicas_are_there_as_they_were(
         else:
             assert mine == value
     assert not list(tmp_path.iterdir())
-
-
-def test_where_they_cannot_be_mapped_nothing_is_left_out_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_file, "free_addresses", lambda: 0)
-    groups: list[Any] = gloo_groups(60)
-
-    def gather() -> None:
-        with pytest.raises(HybridError, match="no room for the optimizer states of replica 1"):
-            gather_states(groups[0], states(0), str(tmp_path))
-
-    together(gather, lambda: gather_states(groups[1], states(1), str(tmp_path)))

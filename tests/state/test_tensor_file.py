@@ -74,14 +74,6 @@ def test_another_file_at_its_path_is_not_taken_for_it(write: Any) -> None:
     assert read_files([replace(ticket, path=elsewhere.path)]) is None
 
 
-@pytest.mark.parametrize(("left", "readable"), [(None, True), (10**9, True), (100, False)])
-def test_what_leaves_no_room_in_the_address_space_is_as_on_another_host(
-    write: Any, monkeypatch: pytest.MonkeyPatch, left: int | None, readable: bool
-) -> None:
-    monkeypatch.setattr(tensor_file, "free_addresses", lambda: left)
-    assert (read_files([write([torch.ones(3)])]) is not None) is readable
-
-
 def test_where_nothing_can_be_written_the_temporary_folder_has_it(tmp_path: Path) -> None:
     file = TensorFile(str(tmp_path / "missing"))
     assert read_files([file.write([torch.ones(3)])]) is not None
