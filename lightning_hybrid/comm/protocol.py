@@ -10,9 +10,10 @@ Messages with ``in_frame`` are part of every training step: their integer fields
 of fixed size. All other fields are pickled together, and only if one of them differs from its
 default. Of a field ``tensors`` the specs are pickled, and the tensors follow unpickled.
 
-To add a command: define its class here, and give it a handler in the table of
-:mod:`~lightning_hybrid.worker.worker`, :mod:`~lightning_hybrid.worker.worker_weights` or
-:mod:`~lightning_hybrid.worker.worker_optimizers`.
+To add a command: define its class here, and give :mod:`~lightning_hybrid.worker.worker`,
+:mod:`~lightning_hybrid.worker.worker_weights`, :mod:`~lightning_hybrid.worker.worker_optimizers` or
+:mod:`~lightning_hybrid.worker.worker_shards` a method of its name: ``_take_weights`` carries out
+:class:`TakeWeights`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -398,31 +399,6 @@ class OptimizerCommand(Command):
 
 
 @dataclass(frozen=True)
-class TakeGroups(OptimizerCommand):
-    """Replace the parameter groups of an optimizer.
-
-    Attributes:
-        groups: the new groups.
-        replica_of: see :class:`TakeOptimizers`.
-    """
-
-    groups: list[Hyperparameters]
-    replica_of: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class GiveOptimizer(OptimizerCommand):
-    """Answer with the state of an optimizer, by parameter name.
-
-    Attributes:
-        of: name of one parameter whose state is wanted; empty: that of all.
-    """
-
-    answered = True
-    of: str = ""
-
-
-@dataclass(frozen=True)
 class KeepStates(OptimizerCommand):
     """Write the state of an optimizer to a file, by parameter name; see :class:`KeepTensors`.
 
@@ -515,6 +491,18 @@ class GiveWeights(Command):
 
 
 @dataclass(frozen=True)
+class GiveTensor(Command):
+    """Answer with one tensor, a weight or a part of an optimizer's state.
+
+    Attributes:
+        owned: which one, a :class:`lightning_hybrid.state.sharded_checkpoint.Owned`.
+    """
+
+    answered = True
+    owned: Any
+
+
+@dataclass(frozen=True)
 class KeepTensors(Command):
     """Write the parameters and buffers that this rank owns to a file.
 
@@ -594,41 +582,31 @@ class TakeWeights(Command):
 
 
 @dataclass(frozen=True)
-class LendWeights(NetworkCommand):
-    """Send the driver the current values of weights that this rank owns and the driver uses too.
-
-    They are sent over a process group that is for this alone.
-    """
-
-    in_frame = True
-    joint = True
-
-
-@dataclass(frozen=True)
-class TakeLentGradients(NetworkCommand):
-    """Add the gradients that the driver has of weights that this rank owns and the driver uses too.
-
-    They are sent over a process group that is for this alone.
-    """
-
-    in_frame = True
-    joint = True
-
-
-@dataclass(frozen=True)
 class LendTensors(Command):
     """Give the driver these parameters or their gradients, by a group for that alone.
 
     Attributes:
-        names: of the parameters, dotted.
+        names: of the parameters, dotted; empty: all that the driver uses too (:class:`Cut`).
         gradients: whether their gradients are meant, which are dense.
-        types: those that the driver has memory of.
+        types: those that the driver has memory of; empty: those of the parameters.
     """
 
+    in_frame = True
     joint = True
-    names: list[str]
-    gradients: bool
-    types: list[torch.dtype]
+    names: Sequence[str] = ()
+    gradients: bool = False
+    types: Sequence[torch.dtype] = ()
+
+
+@dataclass(frozen=True)
+class TakeLentGradients(Command):
+    """Add the gradients that the driver has of all weights that this rank owns and it uses too.
+
+    They are sent as by :class:`LendTensors`.
+    """
+
+    in_frame = True
+    joint = True
 
 
 @dataclass(frozen=True)
@@ -644,17 +622,12 @@ class GiveGradients(Command):
 
     Attributes:
         names: dotted names of the parameters.
+        take: whether they are dropped here.
     """
 
     answered = True
     names: list[str]
-
-
-@dataclass(frozen=True)
-class GiveBorrowedGradients(Command):
-    """Answer with the gradients of parameters that another rank owns, and drop them here."""
-
-    answered = True
+    take: bool = False
 
 
 @dataclass(frozen=True)
@@ -706,21 +679,16 @@ class ForgetFailure(Command):
 
 @dataclass(frozen=True)
 class End(Command):
-    """End the run.
+    """End the run, or its stages: others follow in the same run.
 
     Attributes:
-        results: the results of the driver's run, for all ranks.
+        results: the results of the driver's run, for all ranks; ``None``: other stages follow.
+        stages_follow: whether other stages follow.
     """
 
     answered = True
-    results: Any
-
-
-@dataclass(frozen=True)
-class EndStages(Command):
-    """The stages are over: in the same run others follow."""
-
-    answered = True
+    results: Any = None
+    stages_follow: bool = False
 
 
 MESSAGES: tuple[type[Message], ...] = tuple(

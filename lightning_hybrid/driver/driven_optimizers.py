@@ -9,17 +9,16 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import Mesh, Precision, TensorSpec, gather_objects, signals_deferred
 from lightning_hybrid.comm.protocol import (
     ClipValues,
-    GiveOptimizer,
     GradientNorm,
     Hyperparameters,
     OptimizerCommand,
     OutlineStates,
     ScaleGradients,
     Step,
-    TakeGroups,
     TakeOptimizers,
     Unscale,
     ZeroGrad,
@@ -36,9 +35,8 @@ from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.weights import FilesOfWorkers
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError, PlanError
-from lightning_hybrid.remote import Kind
+from lightning_hybrid.remote import is_unread, materialize
 from lightning_hybrid.state import (
-    Division,
     OtherReplicas,
     Owned,
     Replicas,
@@ -51,10 +49,8 @@ from lightning_hybrid.state import (
     gradients_of,
     let_go_of_checkpoints,
     outlined,
-    refuse_later,
     ship,
     total_norm,
-    unread_there,
     unscale,
 )
 
@@ -103,17 +99,14 @@ class DrivenOptimizers:
         self.streamed_by, self._stays = "", ""
         self.before_step: Callable[[], None] = lambda: None
         self._mesh, self._replica = mesh, mesh.coordinates.dp_rank
-        # one table for all ranks of the replica: divisions note in it which replica has which state
-        replicas, self._replica_of = mesh.coordinates.replicas, Replicas()
-        self._divisions = {
-            worker: Division(replicas, self._replica_of) for worker in commands.workers.ranks
-        }
         self._all_here = not commands.workers.ranks
+        replicas, self._replica_of = mesh.coordinates.replicas, Replicas()
         self._shares: StateShares | None = None
         self._others: OtherReplicas | None = None
         if shards and replicas > 1:
+            self._others = OtherReplicas(names, self._replica, replicas)
+            self._replica_of = self._others.replica_of
             self._shares = StateShares(mesh.data_parallel, names, self._replica_of)
-            self._others = OtherReplicas(names, self._replica_of, self._replica)
 
     def __deepcopy__(self, memo: object) -> "DrivenOptimizers":
         """The object itself: a copy of a Trainer that refers to it drives the same workers."""
@@ -131,16 +124,6 @@ class DrivenOptimizers:
             for index, optimizer in enumerate(optimizers)
         ]
         self.ship()
-
-    def follow(self, before: "DrivenOptimizers") -> None:
-        """Take charge of what was connected for other stages.
-
-        Args:
-            before: to what it was connected; closed.
-        """
-        self.connect(before.optimizers)
-        for link, old in zip(self._links, before._links):
-            link.follow(old)
 
     def close(self) -> None:
         """Take hooks and replaced methods off the optimizers."""
@@ -204,28 +187,26 @@ class DrivenOptimizers:
         return {self._names[id(p)]: p for p in here}
 
     def _divide(self, parameters: Mapping[str, Parameter]) -> None:
-        """Divide the states of parameters whose owner is known over the replicas, if this is asked.
+        """Divide the states of parameters over the replicas, if this is asked and owners are known.
 
-        States that other replicas have then are dropped here. What the driver owns is divided here
-        only if there are no workers, else in its first step (:meth:`StateShares.alone`).
+        States that other replicas have then are dropped here.
 
         Args:
             parameters: by name, the parameters that all ranks have.
         """
-        if self._shares is None:
+        if self._shares is None or self._others is None or not self._steps_all:
             return
         divided = [link.optimizer for link in self._links if link.divided]
         known = {id(p) for o in divided for group in o.param_groups for p in group["params"]}
+        # frozen ones apart, so that those that have states are divided evenly
+        sizes: dict[tuple[bool, int], dict[str, int]] = {}
         with as_they_are():
-            mine = {name: p for name, p in parameters.items() if id(p) in known}
-            # frozen ones apart, so that those that have states are divided evenly
-            for trained in (True, False):
-                now = {n: p for n, p in mine.items() if p.requires_grad is trained}
-                for worker, division in self._divisions.items():
-                    owned = now.keys() & {*self._ownership.tensors_of(worker)}
-                    division.add({name: p.nbytes for name, p in now.items() if name in owned})
-                if not self._divisions:
-                    self._shares.add(now.values())
+            for name, parameter in parameters.items():
+                if id(parameter) in known:
+                    kind = not parameter.requires_grad, self._ownership.rank_of(name)
+                    sizes.setdefault(kind, {})[name] = parameter.nbytes
+        for (_, owner), named in sorted(sizes.items()):
+            self._others.divide(owner, named)
         for optimizer in divided:
             self._shares.drop(optimizer)
 
@@ -323,16 +304,13 @@ class DrivenOptimizers:
         """
         if not self._ownership.any_network:
             return {}
-        if self._stays == "always":
-            return self._states_there(index)
-        if (kept := self._files.states(index)) is not None:
+        kept = None if self._stays == "always" else self._files.states(index)
+        if kept is not None:
             return kept
-        if self._stays:
-            return self._states_there(index)
-        remote: dict[str, dict[str, Any]] = {}
-        for answer in self._commands.ask(GiveOptimizer(index)):
-            remote |= answer.value
-        return remote
+        found = self._states_there(index)
+        if not self._stays:
+            materialize(tensor for _, tensor in tensors_in(found) if is_unread(tensor))
+        return found
 
     @signals_deferred
     def state_dict(
@@ -452,35 +430,13 @@ class DrivenOptimizers:
             state: the state, with a `TensorSpec` in the place of each of these tensors.
         """
         # ranks are numbered replica by replica, and within one the driver is the first
-        rank = replica * self._mesh.coordinates.ranks_per_replica
-        rank += self._ownership.rank_of(name) if name in self._ownership.network_of else 0
+        rank = replica * self._mesh.coordinates.ranks_per_replica + self._ownership.rank_of(name)
         return {
-            key: self._unread_one(index, Owned(rank, name, index, key), value)
+            key: self._files.unread(Owned(rank, name, index, key), value)
             if isinstance(value, TensorSpec)
             else value
             for key, value in state.items()
         }
-
-    def _unread_one(self, index: int, owned: Owned, spec: TensorSpec) -> Tensor:
-        """An unread tensor for one in the state of an optimizer, fetched when it is read."""
-        remote = self._commands.remote
-        before = remote.state(Kind.PARAMETER)  # a step changes parameters and states
-
-        def read() -> Tensor:
-            replica, rank = divmod(owned.rank, self._mesh.coordinates.ranks_per_replica)
-            if replica != self._replica:
-                raise HybridError(
-                    f"The state {owned.state!r} of {owned.name!r} is on replica {replica}, "
-                    "which writes it to this checkpoint by itself (checkpoint='sharded' and "
-                    "shard_optimizer_states=True). Leave it as it is, or use checkpoint='full'."
-                )
-            refuse_later(f"{owned.state} of {owned.name}", remote.state(Kind.PARAMETER) == before)
-            self._commands.workers.send(rank, GiveOptimizer(index, owned.name))
-            [answer] = self._commands.workers.hear([rank])
-            found: Tensor = answer.value[owned.name][owned.state]
-            return found
-
-        return unread_there(spec, owned, read)
 
     def find(self, owned: Owned) -> Tensor:
         """The tensor of an optimizer's state that this rank has."""
@@ -499,21 +455,18 @@ class DrivenOptimizers:
             yield
 
     def _tell(self, command: OptimizerCommand) -> None:
-        """Send a command about an optimizer to the workers, and new parameter groups before it.
+        """Send a command about an optimizer to the workers, which know its groups by then.
 
         Before the first network is cut nothing is sent: workers have no optimizers then.
         """
         if self._ownership.any_network:
-            self._send_new_groups(command.optimizer)
+            self._ship_new_groups(command.optimizer)
             self._commands.tell(command)
 
-    def _send_new_groups(self, index: int) -> None:
-        """Send the parameter groups if `add_param_group` has changed them since the last step."""
-        groups = self._links[index].new_groups()
-        if groups is not None:
-            # (new parameters may have to be given to a replica that steps them)
-            self._divide(self._parameters())
-            self._commands.tell(TakeGroups(index, groups, self._replica_of))
+    def _ship_new_groups(self, index: int) -> None:
+        """Send the optimizers if `add_param_group` has changed one since they were sent."""
+        if self._links[index].has_new_groups:
+            self.ship()
 
     # ------------------------------------------------------------------ gradients of one
 
@@ -546,7 +499,7 @@ class DrivenOptimizers:
             # one norm per parameter, not per rank, so that they are added up as on one device
             norms = gradient_norms(optimizer, self._names, order)
         if self._ownership.any_network:
-            self._send_new_groups(index)
+            self._ship_new_groups(index)
             for answer in self._commands.ask(GradientNorm(index, order)):
                 norms |= answer.value
         total = total_norm(norms, self._names.values(), order)
@@ -574,6 +527,7 @@ class DrivenOptimizers:
         self._commands.remote.flush()
         answers = []
         if self._ownership.any_network:
+            self._ship_new_groups(index)
             answers = self._commands.ask(Unscale(index, factor.cpu()))
         remote = [answer.value for answer in answers]
         with as_they_are():

@@ -8,7 +8,7 @@ Under a free placement it may own earlier stages too.
 driver itself adds networks, begins steps, writes sharded checkpoints and ends the run.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -34,7 +34,7 @@ from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.network_options import DriverOptions
-from lightning_hybrid.driver.ownership import Loan, Ownership, Unsettled
+from lightning_hybrid.driver.ownership import Ownership, Unsettled
 from lightning_hybrid.driver.stage_distribution import Distributed, Distribution
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
@@ -49,7 +49,6 @@ from lightning_hybrid.stage import (
     ReplicaGroup,
     Stopwatch,
     Trace,
-    lent_weights,
     state_buffers,
     tensors_of,
 )
@@ -115,7 +114,7 @@ class Driver:
         self._ownership = Ownership(self._workers, unsettled)
         self.remote = RemoteTensors(self._ownership, device)
         self.commands = Commands(self._workers, self.remote)
-        self._files = files = FilesOfWorkers(self.commands, options.folder)
+        self._files = files = FilesOfWorkers(self.commands, options.folder, here)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
         self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
         new_calls = partial(StepCalls, options.seed, here.dp_rank, follows=options.follows)
@@ -280,11 +279,12 @@ class Driver:
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here, views)
         self._borrowing.add([driven.full_names(sorted(names)) for names in made.borrowed])
-        for loan in self._loans(driven, made.lent):
-            self._ownership.loans.add(loan)
+        for owner, lent in zip(self._workers.ranks, made.lent[1:]):
+            names = driven.full_names(sorted(lent))
+            self._ownership.lend(owner, {name: tensors[name] for name in names})
         if self._options.trains:
             self._workers.flush()  # messages that are being sent use the memory of the weights
-            self.remote.vacate(self._ownership.loans.names)
+            self.remote.vacate(self._ownership.lent)
         if self._options.share:
             self._share_from_replica_0(driven.number, replica_group)
 
@@ -294,18 +294,6 @@ class Driver:
             return {}
         named = dict(driven.engine.owned[0].specializations[0].named_parameters())
         return dict(zip(driven.full_names(named), named.values()))
-
-    def _loans(self, driven: DrivenNetwork, lent: Sequence[Iterable[str]]) -> Iterator[Loan]:
-        """The weights of a network that workers lend this rank, a loan for each worker.
-
-        Args:
-            driven: the network.
-            lent: per ``pp_rank``, names in the network of the parameters.
-        """
-        for owner, names in zip(self._workers.ranks, map(sorted, lent[1:])):
-            weights = lent_weights(driven.module, names, self._workers.lines[owner])
-            if weights is not None:
-                yield Loan(driven.number, owner, driven.full_names(names), weights)
 
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
         """Broadcast the weights of replica 0, which alone has loaded or made them."""
@@ -531,7 +519,7 @@ class Driver:
         Raises:
             Exception: see :meth:`end`.
         """
-        self._end(protocol.EndStages())
+        self._end(protocol.End(stages_follow=True))
 
     def _end(self, command: Command) -> None:
         # (after an evaluation too: if it has cut a network, workers have taken states)

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from lightning_hybrid._torch.optimizers import has_step_hook, order_step_hooks, runs_step_hooks
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.comm.protocol import Hyperparameters
 from lightning_hybrid.driver.optimizer_trial import plain_attributes, same
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred, is_of_one_rank, is_unread, materialize
@@ -55,11 +54,12 @@ class OptimizerLink:
         others: OtherReplicas | None = None,
     ) -> None:
         self.optimizer, self._index, self._counterparts = optimizer, index, counterparts
-        self._others, self._reads = others, False
+        self._others = others
         self.was_divided = False
         self.reason: str | None = None
         self._names = names
-        self._sent = self._begun = groups_of(optimizer, names)
+        self._note_sent()
+        self._begun = self._sent
         self._state: DriverState | None = None
         self._attributes: dict[str, Any] = {}
         self._kinds: set[object] = set()
@@ -96,14 +96,6 @@ class OptimizerLink:
     def divided(self) -> OtherReplicas | None:
         """Which states other replicas have; ``None``: none, or it steps whole or is not tried."""
         return self._others if self.reason == "" else None
-
-    def follow(self, before: "OptimizerLink") -> None:
-        """What was found out of the optimizer for other stages holds for these.
-
-        Args:
-            before: its link to the workers that had those.
-        """
-        self.reason, self._kinds = before.reason, before._kinds
 
     def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
         """Try whether it can step in parts, unless that was tried for groups of these kinds.
@@ -167,11 +159,10 @@ class OptimizerLink:
 
     def shipped(self) -> None:
         """Note that the workers have the optimizer as it is now, with their parameters' states."""
-        self._reads = self.was_divided = self.divided is not None
-        if not self._reads:
-            self._read_states()
+        self.was_divided = self.divided is not None
+        self._read_states()
         self._entered.close()
-        self._sent = groups_of(self.optimizer, self._names)
+        self._note_sent()
         self._attributes = plain_attributes(self.optimizer)
         if self.is_back and not (self.whole or self._closed):
             self._state = DriverState(self.optimizer.state, self._fetch, self._others)
@@ -233,16 +224,17 @@ class OptimizerLink:
             if self._step_before is not None:
                 attributes["step"] = self._step_before
 
-    def new_groups(self) -> list[Hyperparameters] | None:
-        """The parameter groups if groups or parameters were added since they were sent, else None.
+    def _sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.optimizer.param_groups]
 
-        They count as sent then.
-        """
-        now = [len(group["params"]) for group in self.optimizer.param_groups]
-        if now == [len(group["params"]) for group in self._sent]:
-            return None
-        self._sent = groups_of(self.optimizer, self._names)
-        return self._sent
+    def _note_sent(self) -> None:
+        """Note that the workers have the groups as they are now."""
+        self._sent, self._sent_sizes = groups_of(self.optimizer, self._names), self._sizes()
+
+    @property
+    def has_new_groups(self) -> bool:
+        """Whether groups or parameters were added since they were sent to the workers."""
+        return self._sizes() != self._sent_sizes
 
     def _make_step(self) -> Any:
         """A ``step`` that calls `_stepping`, the optimizer's own ``step`` and `_stepped`.
@@ -328,9 +320,6 @@ class OptimizerLink:
         # other ranks' parameters, if not seen as proxies, have no gradient, so the step skips them
         self._entered.enter_context(as_they_are())
         self._entered.enter_context(self._counterparts.share(self.optimizer))
-        if self._reads:  # (after `share`, which drops the loaded states of other replicas)
-            self._read_states()
-            self._reads = False
 
     def silence_state(self) -> None:
         """Let reads of ``optimizer.state`` fetch nothing, until it steps or :meth:`shipped`."""
@@ -342,7 +331,8 @@ class OptimizerLink:
         if not self._kinds >= {kind_of_group(group) for group in self.optimizer.param_groups}:
             self.reason = None  # (hyper-parameters of another kind, as after a warm-up: try again)
         back = self._state is not None and self.is_back
-        if self.reason is None or back or self._attributes != plain_attributes(self.optimizer):
+        changed = self._attributes != plain_attributes(self.optimizer)
+        if self.reason is None or back or changed or self.has_new_groups:
             self._counterparts.ship()
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -365,6 +355,6 @@ class OptimizerLink:
             return
         changed = None if same(self._begun, self._sent) else self._begun
         # (the workers' step will change these as the driver's has)
-        self._sent = groups_of(optimizer, self._names)
+        self._note_sent()
         self._attributes = plain_attributes(optimizer)
         self._counterparts.step(self._index, changed)

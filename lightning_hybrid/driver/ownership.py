@@ -1,13 +1,10 @@
 """Which worker owns which tensor, and how the driver reads and changes it there.
 
 :class:`Unsettled` notes which gradients are not final: those that backward passes have added to,
-and that are not averaged over the replicas yet. :class:`Loans` are weights that a worker owns and
-the driver's stages use too; they are sent from device to device
-(:mod:`lightning_hybrid.stage.lent_weights`).
+and that are not averaged over the replicas yet.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -16,86 +13,9 @@ from torch.nn import Parameter
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import protocol, signals_deferred
-from lightning_hybrid.comm.protocol import Command, LendWeights, TakeLentGradients
+from lightning_hybrid.comm.protocol import Command, LendTensors, TakeLentGradients
 from lightning_hybrid.driver.commands import Workers
 from lightning_hybrid.remote import Kind
-from lightning_hybrid.stage import LentWeights
-
-
-@dataclass(frozen=True)
-class Loan:
-    """Weights of one network that one worker owns and the driver's stages use too.
-
-    Attributes:
-        network: number of the network.
-        owner: ``pp_rank`` of the worker.
-        names: names of the weights in the LightningModule.
-        weights: sends their values and gradients between the two ranks.
-    """
-
-    network: int
-    owner: int
-    names: Sequence[str]
-    weights: LentWeights
-
-
-class Loans:
-    """All weights that the workers of a replica lend its driver.
-
-    Args:
-        workers: the channels to the workers.
-    """
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self._all: list[Loan] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
-    @property
-    def names(self) -> set[str]:
-        """Names in the LightningModule of the lent weights."""
-        return {name for loan in self._all for name in loan.names}
-
-    def add(self, loan: Loan) -> None:
-        """Register weights of a network that was cut, which a worker lends this driver."""
-        self._all.append(loan)
-
-    @signals_deferred
-    def bring(self) -> None:
-        """Fetch the present values of all lent weights from their owners."""
-        for loan in self._all:
-            self._workers.send(loan.owner, LendWeights(loan.network))
-            with self._workers.joined():
-                loan.weights.lend()
-
-    @signals_deferred
-    def give_back(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add gradients of lent weights, found by a backward here, to the owners' gradients.
-
-        Args:
-            gradients: gradients by name of the parameter in the LightningModule.
-
-        Returns:
-            The gradients that were not sent: those of other parameters, and those of a loan of
-            which a weight has none here, or a sparse one.
-        """
-        rest = dict(gradients)
-        for loan in self._all:
-            found = [rest[name] for name in loan.names if name in rest]
-            if len(found) < len(loan.names) or not all(map(_is_dense, found)):
-                continue
-            self._workers.send(loan.owner, TakeLentGradients(loan.network))
-            with self._workers.joined():
-                loan.weights.give_back(found)
-            for name in loan.names:
-                del rest[name]
-        return rest
-
-
-def _is_dense(gradient: Tensor) -> bool:
-    return gradient.layout is torch.strided
 
 
 class Unsettled:
@@ -135,14 +55,17 @@ class Ownership:
     Attributes:
         any_network: whether a network has been cut. Before that, workers have neither stages nor
             optimizers.
-        loans: the weights that workers lend the driver.
+        lent: by name, the weights that workers own and stages of this rank use too. They are sent
+            in each step, from device to device (:mod:`lightning_hybrid.stage.lent_weights`).
         network_of: by name of the tensor in the LightningModule, the number of its network.
     """
 
     def __init__(self, workers: Workers, unsettled: Unsettled) -> None:
         self._workers, self._unsettled = workers, unsettled
         self.any_network = False
-        self.loans = Loans(workers)
+        self.lent: dict[str, Tensor] = {}
+        # by worker, their names, and their types at first, which the worker's still have
+        self._lenders: dict[int, tuple[list[str], list[torch.dtype]]] = {}
         self.network_of: dict[str, int] = {}
         self._owner: dict[str, int] = {}
         # further workers that have the tensor: by copies of a stage, or a constant buffer in two
@@ -174,13 +97,36 @@ class Ownership:
             self.network_of |= dict.fromkeys(owned, network)
             self._tensors[rank] += owned
 
+    def lend(self, rank: int, weights: Mapping[str, Tensor]) -> None:
+        """Register weights that a worker owns and stages of this rank use too.
+
+        Args:
+            rank: ``pp_rank`` of the worker.
+            weights: by name, the parameters in the LightningModule here.
+        """
+        if weights:
+            names, types = self._lenders.setdefault(rank, ([], []))
+            names += weights
+            types += [weight.dtype for weight in weights.values()]
+            self.lent |= weights
+
+    def bring_lent(self) -> Collection[str]:
+        """Write the present values of all lent weights into the memory here. Returns their names.
+
+        (Their versions stay: the values may be the same as before. On the owner, which a step
+        writes to, autograd refuses an older graph.)
+        """
+        with as_they_are():
+            memory = {name: weight.data for name, weight in self.lent.items()}
+        return self.bring(Kind.PARAMETER, memory)
+
     def tensors_of(self, rank: int) -> list[str]:
         """Names of the parameters and buffers that a worker owns."""
         return self._tensors[rank]
 
     def rank_of(self, name: str) -> int:
-        """``pp_rank`` of the worker that owns a parameter or buffer; of copies the first."""
-        return self._owner[name]
+        """``pp_rank`` of the rank that owns a parameter or buffer; of copies the first."""
+        return self._owner.get(name, 0)
 
     # ------------------------------------------------------------------ for remote tensors
 
@@ -221,7 +167,10 @@ class Ownership:
         owners = self._by_worker(names, ())
         for rank, mine in owners.items():
             types = [memory[name].dtype for name in mine]
-            self._workers.send(rank, protocol.LendTensors(mine, kind is Kind.GRADIENT, types))
+            # (those that are lent in each step without names and types, and so without a pickle)
+            usual = kind is Kind.PARAMETER and self._lenders.get(rank) == (mine, types)
+            wanted = LendTensors() if usual else LendTensors(mine, kind is Kind.GRADIENT, types)
+            self._workers.send(rank, wanted)
         with self._workers.joined():
             for rank, mine in owners.items():
                 self._workers.lines[rank].to_driver([memory[name] for name in mine])
@@ -233,7 +182,7 @@ class Ownership:
         if add:  # (this replica alone has added, so it has to be averaged)
             for name in values:
                 self._unsettled.note(self.network_of[name], averaged=False)
-            values = self.loans.give_back(values)
+            values = self._give_back(values)
         parts = [name for name in values if gradients and (add or self._in_parts(name))]
         # copies of a stage have parts of these gradients: set it on the first, clear the others
         if parts and not add:
@@ -245,6 +194,32 @@ class Ownership:
                 self._workers.send(rank, protocol.TakeGradients(add, mine.items()))
             else:
                 self._workers.send(rank, protocol.TakeWeights(mine.items()))
+
+    @signals_deferred
+    def _give_back(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Add gradients of lent weights to the owners', from device to device.
+
+        Args:
+            gradients: gradients by name of the parameter.
+
+        Returns:
+            The gradients that were not sent: those of other parameters, and those of a worker of
+            whose lent weights one has no gradient here, or a sparse one.
+        """
+        rest = dict(gradients)
+        for rank, (names, types) in self._lenders.items():
+            found = [rest[name] for name in names if name in rest]
+            if len(found) < len(names) or any(g.layout is not torch.strided for g in found):
+                continue
+            self._workers.send(rank, TakeLentGradients())
+            with as_they_are(), self._workers.joined():
+                # (those that another worker has sent are on the CPU)
+                device = self.lent[names[0]].device
+                sent = [gradient.to(device, kind) for gradient, kind in zip(found, types)]
+                self._workers.lines[rank].to_owner(sent)
+            for name in names:
+                del rest[name]
+        return rest
 
     def clear_gradients(self, names: list[str]) -> None:
         """Set the gradients of these parameters to None on all ranks that have one."""

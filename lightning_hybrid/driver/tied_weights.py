@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from lightning_hybrid.comm import signals_deferred
-from lightning_hybrid.comm.protocol import GiveBorrowedGradients, TakeWeights
+from lightning_hybrid.comm.protocol import GiveGradients, TakeWeights
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership, Unsettled
 from lightning_hybrid.remote import Kind
@@ -60,8 +60,8 @@ class Borrowing:
         Args:
             grad: whether the forward is differentiable, so that the driver may get gradients.
         """
-        remote, loans = self._commands.remote, self._ownership.loans
-        if not (loans or self._workers):
+        remote = self._commands.remote
+        if not (self._ownership.lent or self._workers):
             return
         if grad:
             remote.note_use(self._here)
@@ -71,8 +71,7 @@ class Borrowing:
         for worker, names in self._workers.items():
             values = self._ownership.give(Kind.PARAMETER, names)
             self._commands.workers.send(worker, TakeWeights(values.items()))
-        loans.bring()
-        remote.adopt(loans.names)
+        remote.adopt(self._ownership.bring_lent())
         self._current = remote.state(Kind.PARAMETER)
 
     def settle(self) -> None:
@@ -86,7 +85,9 @@ class Borrowing:
     def _collect(self) -> Mapping[str, Tensor]:
         """Take the gradients of tied weights off the borrowing workers; gives sums by name."""
         found: dict[str, Tensor] = {}
-        for answer in self._commands.ask(GiveBorrowedGradients()):
+        questions = {rank: GiveGradients(names, take=True) for rank, names in self._workers.items()}
+        self._commands.tell_each(questions)
+        for answer in self._commands.workers.hear(questions):
             for name, value in answer.tensors:
                 found[name] = found[name] + value if name in found else value
         return found

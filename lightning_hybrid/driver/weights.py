@@ -19,10 +19,17 @@ from torch.nn import Parameter
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm import Coordinates, Group, TensorSpec, signals_deferred
-from lightning_hybrid.comm.protocol import KeepStates, KeepTensors, SynchronizeBuffers, TakeWeights
+from lightning_hybrid.comm.protocol import (
+    GiveTensor,
+    KeepStates,
+    KeepTensors,
+    SynchronizeBuffers,
+    TakeWeights,
+)
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.tied_weights import Borrowing
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import NetworkGraph
 from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank
 from lightning_hybrid.stage import ReplicaGroup, Trace, state_buffers, tensors_of, write_tensors
@@ -39,19 +46,20 @@ from lightning_hybrid.state import (
 
 
 class FilesOfWorkers:
-    """Has the workers write tensors to files, and reads these.
+    """Reads what workers have: from files that they write, or tensor by tensor.
 
     Args:
         commands: sends commands to the workers.
         folder: where the files are written, if possible.
+        here: the coordinates of this rank.
 
     Attributes:
         readable: whether this rank can read the files; False once it could not read one.
     """
 
-    def __init__(self, commands: Commands, folder: str) -> None:
+    def __init__(self, commands: Commands, folder: str, here: Coordinates) -> None:
         self.folder, self.readable = folder, True
-        self._commands = commands
+        self._commands, self._here = commands, here
 
     def tensors(self, *, at_end: bool = False) -> tuple[dict[int, Ticket], list[Any]] | None:
         """Have each worker write the tensors that it owns to a file, and map the files.
@@ -72,6 +80,37 @@ class FilesOfWorkers:
         if found is None:
             return None
         return {name: state for file in found[1] for name, state in file.items()}
+
+    def unread(self, owned: Owned, spec: TensorSpec) -> Tensor:
+        """An unread tensor for one of a worker's; a read after a change there is refused.
+
+        Args:
+            owned: which one. One of another replica can be saved by its rank, and not be read here.
+            spec: its shape, type and strides.
+        """
+        remote = self._commands.remote
+        before = remote.state(Kind.PARAMETER)  # a step changes parameters and states
+
+        def read() -> Tensor:
+            replica, rank = divmod(owned.rank, self._here.ranks_per_replica)
+            if replica != self._here.dp_rank:
+                raise HybridError(
+                    f"The state {owned.state!r} of {owned.name!r} is on replica {replica}, "
+                    "which writes it to this checkpoint by itself (checkpoint='sharded' and "
+                    "shard_optimizer_states=True). Leave it as it is, or use checkpoint='full'."
+                )
+            name = f"{owned.state} of {owned.name}" if owned.state else owned.name
+            refuse_later(name, remote.state(Kind.PARAMETER) == before)
+            return self._give(rank, owned)
+
+        return unread_there(spec, owned, read)
+
+    @signals_deferred
+    def _give(self, rank: int, owned: Owned) -> Tensor:
+        self._commands.workers.send(rank, GiveTensor(owned))
+        [answer] = self._commands.workers.hear([rank])
+        [(_, tensor)] = answer.tensors
+        return tensor
 
     def _ask(self, command: KeepTensors | KeepStates) -> tuple[dict[int, Ticket], list[Any]] | None:
         if not self.readable:
@@ -286,20 +325,13 @@ class Weights:
             owned = self.owned_elsewhere()
             dense = {n: t for n, t in owned.items() if t.layout is torch.strided}
             specs = {name: TensorSpec.of(tensor, gradient=False) for name, tensor in dense.items()}
-        unread = {name: self._unread_one(name, spec) for name, spec in specs.items()}
+        here = self._coordinates.index
+        unread = {
+            name: self._files.unread(Owned(here + self._ownership.rank_of(name), name), spec)
+            for name, spec in specs.items()
+        }
         # (sparse tensors are fetched at once)
         return unread | self._ownership.give(Kind.PARAMETER, [n for n in owned if n not in specs])
-
-    def _unread_one(self, name: str, spec: TensorSpec) -> Tensor:
-        """An unread tensor for one that a worker owns; a read after a change there is refused."""
-        owned = Owned(self._ownership.rank_of(name), name)
-        before = self._remote.state(Kind.PARAMETER)
-
-        def read() -> Tensor:
-            refuse_later(name, self._remote.state(Kind.PARAMETER) == before)
-            return self._ownership.give(Kind.PARAMETER, [name])[name]
-
-        return unread_there(spec, owned, read)
 
     @signals_deferred
     def _mapped(self) -> dict[str, Tensor] | None:

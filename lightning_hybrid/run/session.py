@@ -402,7 +402,7 @@ class DriverSession:
         before = self._driver
         self._driver, self._networks = self._follow(before)
         self._intercept()
-        self._driver.optimizers.follow(before.optimizers)
+        self._driver.optimizers.connect(before.optimizers.optimizers)
 
     def training_ends(self) -> None:
         """All batches are trained on."""

@@ -18,7 +18,7 @@ from lightning_hybrid.stage.gradient_averaging import (
     broadcast_module,
     state_buffers,
 )
-from lightning_hybrid.stage.lent_weights import LendingLine, LentWeights, lent_weights
+from lightning_hybrid.stage.lent_weights import LendingLine
 from lightning_hybrid.stage.rank_stages import StageOptions
 from lightning_hybrid.stage.split_backward import input_part
 from lightning_hybrid.stage.stage_check import (

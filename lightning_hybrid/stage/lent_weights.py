@@ -1,13 +1,13 @@
-"""Sends weights that a worker owns and the driver uses too, and their gradients, between the two.
+"""Sends tensors between a worker and its driver, from device to device.
 
-They are the tied weights of a language model (its embedding and its last layer), or those of a
-whole stage that the driver has a copy of. They are sent in each step, from device to device.
+Such are the weights that a worker owns and the driver's stages use too, with their gradients: the
+tied weights of a language model (its embedding and its last layer), or those of a whole stage that
+the driver has a copy of. They are sent in each step; what code on the driver reads when it does.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import Mesh
@@ -54,73 +54,3 @@ class LendingLine:
             self._made[ends] = Broadcasts(self._mesh.siblings(ends), str(here.at(peer)))
         with as_they_are():
             self._made[ends].send(tensors)
-
-
-class LentWeights:
-    """Weights that a worker owns and its driver uses too.
-
-    The worker and the driver have one each, and both call together: `lend`, and then `give_back`
-    on the driver with `take_back` on the worker.
-
-    Args:
-        parameters: the same ones in the same order on both. (On the driver they are proxies; this
-            class reads and writes their memory.)
-        line: between the two.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], line: LendingLine) -> None:
-        self._parameters, self._line = list(parameters), line
-        # both ranks must agree on them: user code may change the driver's (`parameter.data = ...`)
-        self._types = [parameter.dtype for parameter in self._parameters]
-
-    def lend(self) -> None:
-        """Send the driver the values that the owner has now.
-
-        (Their versions stay: the values may be the same as before. On the owner, which a step
-        writes to, autograd refuses an older graph.)
-        """
-        with as_they_are():
-            memory = [parameter.data for parameter in self._parameters]
-            sent = [
-                value if value.dtype == kind else torch.empty_like(value, dtype=kind)
-                for value, kind in zip(memory, self._types)
-            ]
-            self._line.to_driver(sent)
-            for value, other in zip(memory, sent):
-                if other is not value:
-                    value.copy_(other)
-
-    def give_back(self, gradients: Sequence[Tensor]) -> None:
-        """On the driver: send the owner the gradients that a backward has left here.
-
-        Args:
-            gradients: of all parameters, dense ones.
-        """
-        with as_they_are():
-            # (those that another worker has sent are on the CPU)
-            device = self._parameters[0].device
-            self._line.to_owner([g.to(device, kind) for g, kind in zip(gradients, self._types)])
-
-    def take_back(self) -> None:
-        """On the owner: add the driver's gradients to those that are here."""
-        with torch.no_grad():
-            gradients = [torch.empty_like(parameter) for parameter in self._parameters]
-            self._line.to_owner(gradients)
-            for parameter, gradient in zip(self._parameters, gradients):
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    parameter.grad += gradient
-
-
-def lent_weights(network: nn.Module, names: Iterable[str], line: LendingLine) -> LentWeights | None:
-    """The `LentWeights` of a worker and the driver; ``None`` if there are no such parameters.
-
-    Args:
-        network: the network that the parameters are of.
-        names: names of the parameters in it.
-        line: between the two ranks.
-    """
-    named: Mapping[str, nn.Parameter] = dict(network.named_parameters())
-    parameters = [named[name] for name in sorted(names)]
-    return LentWeights(parameters, line) if parameters else None

@@ -16,7 +16,6 @@ from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, state_buffers
-from lightning_hybrid.stage.lent_weights import LentWeights
 from lightning_hybrid.stage.rank_stages import StageOptions
 from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
 from lightning_hybrid.stage.trace import Trace
@@ -33,7 +32,6 @@ class StagedNetwork:
         engine: runs this rank's stages.
         borrowed: names in the network of parameters that another rank owns and this one uses too:
             their values come from there, and their gradients go there.
-        lent: on a worker, the weights that it owns and the driver uses too.
 
     Attributes:
         weight_hooks: the user's hooks on the gradients of weights.
@@ -46,10 +44,9 @@ class StagedNetwork:
         module: nn.Module,
         engine: Engine,
         borrowed: frozenset[str] = frozenset(),
-        lent: LentWeights | None = None,
     ) -> None:
         self.number, self.name, self.module, self.engine = number, name, module, engine
-        self.borrowed, self.lent = borrowed, lent
+        self.borrowed = borrowed
         self.calls: dict[int, Call] = {}
         self.keys: dict[int, CallKey] = {}
         self._traffic: dict[int, list[Traffic]] = {}

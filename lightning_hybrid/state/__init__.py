@@ -27,7 +27,6 @@ from lightning_hybrid.state.deferred_weights import (
     whole,
 )
 from lightning_hybrid.state.divided_optimizer_states import (
-    Division,
     OtherReplicas,
     Replicas,
     States,
@@ -42,7 +41,6 @@ from lightning_hybrid.state.optimizers import (
     kind_of_group,
     record_of,
     ship,
-    state_of,
     take_groups,
     unship,
     write_records,

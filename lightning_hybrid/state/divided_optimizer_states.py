@@ -6,14 +6,13 @@ the optimizer sees no gradient of the others, so that no state of these is ever 
 the ranks give each other the new weights. Stepped in parts an optimizer does what it does as a
 whole (:mod:`lightning_hybrid.driver.optimizer_trial`), so the numbers are the same.
 
-All replicas divide alike, since they know the same names and sizes, and have gradients of the same
-parameters once these are averaged. The driver divides what its workers own, since it sends them
-their states; what no worker owns is divided when it is stepped for the first time.
+All replicas divide alike, since they know the same names, sizes and owners. The driver of each
+divides before it sends its workers their states.
 
 For a checkpoint :func:`gather_states` brings them to one rank, tensor by tensor.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -40,64 +39,51 @@ Replicas = dict[str, int]
 """By name of a parameter, the number of the replica that has its state, which never changes."""
 
 
-class Division:
-    """Divides the parameters that one rank of each replica owns over the replicas.
-
-    Args:
-        replicas: their number.
-        replica_of: the division so far, which is added to.
-    """
-
-    def __init__(self, replicas: int, replica_of: Replicas) -> None:
-        self.replica_of = replica_of
-        self._loads = [0] * replicas
-
-    def add(self, sizes: Mapping[str, int]) -> list[str]:
-        """Give each new parameter to the replica that has the fewest bytes, the largest first.
-
-        Args:
-            sizes: bytes by name of parameters; those that were divided before stay as they are.
-
-        Returns:
-            The names that are new.
-        """
-        new = [name for name in sizes if name not in self.replica_of]
-        # (the largest first: small ones at the end even out the loads)
-        for name in sorted(new, key=lambda name: -sizes[name]):
-            lightest = self._loads.index(min(self._loads))
-            self.replica_of[name] = lightest
-            self._loads[lightest] += sizes[name]
-        return new
-
-
 class OtherReplicas:
-    """Knows which optimizer states are on other replicas, and refuses code that wants them here.
+    """Divides optimizer states over the replicas, and refuses code that wants those of others here.
 
     Args:
         names: names of the parameters, by identity.
-        replica_of: how they are divided.
         replica: number of this replica.
+        replicas: their number.
 
     Attributes:
+        replica_of: how states are divided so far.
         gathering: whether all replicas are bringing their states together.
         over: whether the run has ended.
     """
 
-    def __init__(self, names: Mapping[int, str], replica_of: Replicas, replica: int) -> None:
-        self._names, self._replica_of, self._replica = names, replica_of, replica
+    def __init__(self, names: Mapping[int, str], replica: int, replicas: int) -> None:
+        self._names, self._replica, self._replicas = names, replica, replicas
+        self.replica_of: Replicas = {}
+        self._loads: dict[int, list[int]] = {}  # by owner, the bytes of each replica
         self.gathering = self.over = False
+
+    def divide(self, owner: int, sizes: Mapping[str, int]) -> None:
+        """Give each new parameter to the replica that has the fewest bytes, the largest first.
+
+        Args:
+            owner: ``pp_rank`` of the ranks that own the parameters, each of which has a share.
+            sizes: bytes by name of parameters; those that were divided before stay as they are.
+        """
+        loads = self._loads.setdefault(owner, [0] * self._replicas)
+        new = [name for name in sizes if name not in self.replica_of]
+        # (the largest first: small ones at the end even out the loads)
+        for name in sorted(new, key=lambda name: -sizes[name]):
+            self.replica_of[name] = lightest = loads.index(min(loads))
+            loads[lightest] += sizes[name]
 
     def have(self, parameter: object) -> bool:
         """Whether another replica has the state of a parameter."""
         name = self._names.get(id(parameter), "")
-        return self._replica_of.get(name, self._replica) != self._replica
+        return self.replica_of.get(name, self._replica) != self._replica
 
     def refuse(self, parameter: object) -> None:
         """Raise HybridError if another replica has the state of a parameter."""
         if self.have(parameter):
             name = self._names[id(parameter)]
             raise HybridError(
-                f"The optimizer's state of {name!r} is on replica {self._replica_of[name]}, and "
+                f"The optimizer's state of {name!r} is on replica {self.replica_of[name]}, and "
                 f"this is replica {self._replica}: shard_optimizer_states=True divides states over "
                 "the replicas. trainer.strategy.optimizer_state(optimizer), called on all ranks, "
                 "gives rank 0 all of them; or leave shard_optimizer_states out."
@@ -138,32 +124,22 @@ class StateShares:
     Args:
         group: the group of the ranks with the same stages.
         names: names of the parameters that all ranks know, by identity.
-        replica_of: the division so far, which is added to.
+        replica_of: how states are divided, which others may add to.
     """
 
     def __init__(self, group: Group, names: Mapping[int, str], replica_of: Replicas) -> None:
         self._names, self.replica_of = names, replica_of
         self.replica, self._replicas = group.rank(), group.size()
-        self._division = Division(self._replicas, replica_of)
         self._broadcasts = Broadcasts(group)
         self._stepped: list[Parameter] = []
-
-    def add(self, parameters: Iterable[Parameter]) -> bool:
-        """Divide the parameters that were not divided yet. Returns whether there were any."""
-        sizes = {self._names[id(p)]: p.nbytes for p in parameters if id(p) in self._names}
-        return bool(self._division.add(sizes))
 
     @contextmanager
     def alone(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, an optimizer sees the gradients of this rank's share alone, and steps these."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._stepped = found = [p for p in parameters if p.grad is not None]
         # (gradients of a parameter that not all ranks know are not averaged: each steps it)
-        known = [p for p in parameters if id(p) in self._names]
-        self._stepped = found = [p for p in known if p.grad is not None]
-        # (a loaded checkpoint may have states of parameters that are frozen now)
-        if self.add(found) | self.add(p for p in known if p in optimizer.state):
-            self.drop(optimizer)
-        hidden = [(p, p.grad) for p in found if self._where(p) != self.replica]
+        hidden = [(p, p.grad) for p in found if self._where(p) not in (None, self.replica)]
         for parameter, _ in hidden:
             # optimizers skip a parameter without a gradient, and make no state for it
             parameter.grad = None

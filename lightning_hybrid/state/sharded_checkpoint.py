@@ -62,7 +62,7 @@ class Owned:
     """A tensor that another rank has.
 
     Attributes:
-        rank: its number in the mesh, replica by replica; in replica 0 that is its ``pp_rank``.
+        rank: its number in the mesh, replica by replica.
         name: dotted name of the parameter or buffer.
         optimizer: number of the optimizer whose state it is; ``None``: it is the weight itself.
         state: its key in the state of the parameter.

@@ -1,5 +1,6 @@
 """A worker: it owns earlier stages of each network, and carries out its driver's commands."""
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -29,13 +30,11 @@ from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
     LendingLine,
-    LentWeights,
     StagedNetwork,
     StageOptions,
     Stopwatch,
     Trace,
     engine_of,
-    lent_weights,
     names_of,
 )
 from lightning_hybrid.state import FilesOfWorker, Takeover, share_optimizers
@@ -44,6 +43,7 @@ from lightning_hybrid.worker.worker_shards import WorkerShards
 from lightning_hybrid.worker.worker_weights import WorkerWeights
 
 DRIVER = 0
+Handler = Callable[[Any], Answer | None]
 
 
 class Worker:
@@ -86,38 +86,15 @@ class Worker:
         here = mesh.coordinates
         group = mesh.data_parallel if shards and here.replicas > 1 else None
         self._optimizers = WorkerOptimizers(parameters, self._files, group)
-        self._line = LendingLine(mesh, here.pp_rank)
+        line = LendingLine(mesh, here.pp_rank)
         self._weights = WorkerWeights(
-            *(module, parameters, self._networks, self._files, here.pp_rank), self._line
+            *(module, parameters, self._networks, self._files, here.pp_rank, line)
         )
         self._shards = WorkerShards(module, self._optimizers, here.index)
+        self._handlers = _handlers(self, self._optimizers, self._weights, self._shards)
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
         self._others_follow = False
-        self._handlers: dict[type[Command], Callable[[Any], Answer | None]] = {
-            protocol.Cut: self._cut,
-            protocol.Forward: self._forward,
-            protocol.Backward: self._backward,
-            protocol.Free: self._free,
-            protocol.Commit: self._commit,
-            protocol.Drop: self._drop,
-            protocol.Skip: self._skip,
-            protocol.Reduce: self._reduce,
-            protocol.HoldHooks: self._hold_hooks,
-            protocol.ReleaseHooks: self._release_hooks,
-            protocol.SynchronizeBuffers: self._synchronize_buffers,
-            protocol.Share: self._share_weights,
-            protocol.LendWeights: self._lend_weights,
-            protocol.TakeLentGradients: self._take_lent_gradients,
-            **self._optimizers.handlers(),
-            **self._weights.handlers(),
-            **self._shards.handlers(),
-            protocol.Check: self._answer_only,
-            protocol.Report: self._report,
-            protocol.ForgetFailure: self._forget_failure,
-            protocol.EndStages: self._answer_only,
-            protocol.End: self._answer_only,
-        }
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -168,10 +145,10 @@ class Worker:
             if command.answered:
                 self._channel.send(answer)
             # (after a failure this worker serves on: the driver hears of it by the answer)
-            if self._failure is None and isinstance(command, protocol.End | protocol.EndStages):
+            if self._failure is None and isinstance(command, protocol.End):
                 self._channel.flush()
-                self._others_follow = isinstance(command, protocol.EndStages)
-                return None if isinstance(command, protocol.EndStages) else command.results
+                self._others_follow = command.stages_follow
+                return command.results
 
     def _carry_out(self, command: Command) -> Answer:
         """Carry out a command, and make the answer to it, which has the first failure if any.
@@ -202,8 +179,10 @@ class Worker:
         """Keep an error for the next answer, unless there was one before."""
         self._failure = self._failure or Failure.of(error, str(self._mesh.coordinates))
 
-    def _answer_only(self, _: Command) -> None:
+    def _check(self, _: Command) -> None:
         """Do nothing: the answer says whether this rank has failed before."""
+
+    _end = _check
 
     # -- the network
 
@@ -240,9 +219,9 @@ class Worker:
             seed=order.seed,
             trace=self._trace,
         )
-        lent = lent_weights(network, order.lent, self._line)
+        self._weights.lent += [prefix + name for name in sorted(order.lent)]
         self._networks.append(
-            StagedNetwork(order.network, order.name, network, engine, order.borrowed, lent)
+            StagedNetwork(order.network, order.name, network, engine, order.borrowed)
         )
 
     def _forward(self, command: protocol.Forward) -> None:
@@ -323,23 +302,11 @@ class Worker:
         for network in self._networks:
             network.engine.replica_group.broadcast_buffers(state=command.state)
 
-    def _share_weights(self, command: protocol.Share) -> None:
+    def _share(self, command: protocol.Share) -> None:
         self._networks[command.network].engine.replica_group.broadcast_weights()
         if command.optimizers:
             optimizers, names = self._optimizers.all, self._optimizers.names
             share_optimizers(optimizers, names, self._mesh.data_parallel, self._device)
-
-    def _lend_weights(self, command: protocol.LendWeights) -> None:
-        self._lent(command).lend()
-
-    def _take_lent_gradients(self, command: protocol.TakeLentGradients) -> None:
-        self._lent(command).take_back()
-
-    def _lent(self, command: protocol.NetworkCommand) -> LentWeights:
-        """The weights that this rank lends the driver, of the network of a command."""
-        lent = self._networks[command.network].lent
-        assert lent is not None
-        return lent
 
     # -- the run
 
@@ -348,3 +315,15 @@ class Worker:
 
     def _forget_failure(self, _: protocol.ForgetFailure) -> None:
         self._failure = None
+
+
+def _handlers(*parts: object) -> dict[type[Command], Handler]:
+    """By type of command, the method of one of these objects that has its name."""
+    found: dict[type[Command], Handler] = {}
+    for kind in protocol.MESSAGES:
+        if issubclass(kind, Command):
+            name = re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", kind.__name__)
+            for part in parts:
+                if hasattr(part, name):
+                    found[kind] = getattr(part, name)
+    return found

@@ -1,20 +1,18 @@
 """The user's optimizers on a worker: it steps, clips and unscales what it owns, on command."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.comm import Answer, Group, Precision, protocol
-from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.state import (
     FilesOfWorker,
+    Owned,
     StateShares,
     gradient_norms,
     gradients_of,
-    state_of,
     take_groups,
     unscale,
     unship,
@@ -51,21 +49,6 @@ class WorkerOptimizers:
             self.names.setdefault(id(parameter), name)
         self._shares = shares_over and StateShares(shares_over, self.names, {})
 
-    def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
-        """By type of command, the method that carries it out."""
-        return {
-            protocol.TakeOptimizers: self._take_optimizers,
-            protocol.TakeGroups: self._take_groups,
-            protocol.GiveOptimizer: self._give_optimizer,
-            protocol.KeepStates: self._keep_states,
-            protocol.ZeroGrad: self._zero_grad,
-            protocol.Step: self._step,
-            protocol.GradientNorm: self._gradient_norm,
-            protocol.ScaleGradients: self._scale_gradients,
-            protocol.ClipValues: self._clip_values,
-            protocol.Unscale: self._unscale,
-        }
-
     def _take_optimizers(self, command: protocol.TakeOptimizers) -> None:
         """Make the optimizers anew as the driver sends them; states that do not come are kept."""
         before = self.all
@@ -80,18 +63,17 @@ class WorkerOptimizers:
         if self._shares:
             self._shares.replica_of.update(command.replica_of)
 
-    def _take_groups(self, command: protocol.TakeGroups) -> None:
-        if self._shares:
-            self._shares.replica_of.update(command.replica_of)
-        take_groups(self.all[command.optimizer], command.groups, self._parameters)
-
-    def _give_optimizer(self, command: protocol.GiveOptimizer) -> Answer:
-        return Answer(value=state_of(self.all[command.optimizer], self.names, command.of))
-
     def states(self, index: int) -> dict[str, dict[str, Any]]:
         """The states of optimizer ``index`` that this rank has, by parameter name."""
         states = self.all[index].state.items()
         return {self.names[id(parameter)]: dict(state) for parameter, state in states if state}
+
+    def find(self, owned: Owned) -> Tensor:
+        """A tensor in the state of an optimizer."""
+        assert owned.optimizer is not None
+        parameter = self._parameters[owned.name]
+        found: Tensor = self.all[owned.optimizer].state[parameter][owned.state]
+        return found
 
     def _keep_states(self, command: protocol.KeepStates) -> Answer:
         return Answer(value=self._files.write(self.states(command.optimizer), command.folder))

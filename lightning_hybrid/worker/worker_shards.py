@@ -1,13 +1,17 @@
 """Writes a worker's part of a sharded checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_hybrid.comm import Answer
-from lightning_hybrid.comm.protocol import AwaitShards, Command, OutlineStates, SaveShard
+from lightning_hybrid.comm.protocol import (
+    AwaitShards,
+    GiveTensor,
+    OutlineStates,
+    SaveShard,
+)
 from lightning_hybrid.stage import tensors_of
 from lightning_hybrid.state import (
     LAST_S,
@@ -36,14 +40,6 @@ class WorkerShards:
         self._module, self._optimizers, self._rank = module, optimizers, rank
         self._background = Background()
 
-    def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
-        """By type of command, the method that carries it out."""
-        return {
-            OutlineStates: self._outline_states,
-            SaveShard: self._save_shard,
-            AwaitShards: self._await_shards,
-        }
-
     def close(self) -> None:
         """Wait for at most `LAST_S` seconds until what is being written is on the disk."""
         with suppress(Exception):  # the first error is what counts
@@ -56,20 +52,20 @@ class WorkerShards:
         states = self._optimizers.states(command.optimizer).items()
         return Answer(value={name: outlined(state) for name, state in states})
 
+    def _find(self, part: Mapping[Key, Owned]) -> dict[Key, Tensor]:
+        weights = tensors_of(self._module)
+        return {
+            key: weights[owned.name] if owned.optimizer is None else self._optimizers.find(owned)
+            for key, owned in part.items()
+        }
+
+    def _give_tensor(self, command: GiveTensor) -> Answer:
+        [found] = self._find({(): command.owned}).values()
+        return Answer(tensors=[("", found)])
+
     def _save_shard(self, command: SaveShard) -> Answer:
         """Write the tensors that the command names; if ``staged``, copies of them, later."""
-        weights, states = tensors_of(self._module), dict[int, Any]()
-
-        def find(owned: Owned) -> Tensor:
-            if owned.optimizer is None:
-                return weights[owned.name]
-            if owned.optimizer not in states:
-                # (looked up once: a shard asks for each state by itself)
-                states[owned.optimizer] = self._optimizers.states(owned.optimizer)
-            found: Tensor = states[owned.optimizer][owned.name][owned.state]
-            return found
-
-        tensors = {key: find(owned) for key, owned in command.part.items()}
+        tensors = self._find(command.part)
         if not command.staged:
             return Answer(value=self._write(command.folder, tensors))
         self._background.wait()  # (so that copies of one checkpoint exist at a time)

@@ -1,13 +1,11 @@
 """Carries out a driver's commands to read and set the weights and gradients of a worker."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from lightning_hybrid.comm import Answer, protocol
-from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.remote import is_of_one_rank
 from lightning_hybrid.stage import LendingLine, StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.state import FilesOfWorker, Takeover
@@ -22,7 +20,10 @@ class WorkerWeights:
         networks: the networks that are cut; the list may grow.
         files: writes files that other ranks map, and maps theirs.
         rank: ``pp_rank`` of this rank.
-        line: takes tensors to the driver, from device to device.
+        line: takes tensors to the driver and back, from device to device.
+
+    Attributes:
+        lent: names of the parameters that this rank owns and the driver uses too.
     """
 
     def __init__(
@@ -37,21 +38,7 @@ class WorkerWeights:
         self._files, self._rank, self._line = files, rank, line
         self._module, self._parameters, self._networks = module, parameters, networks
         self._takeover: Takeover | None = None
-
-    def handlers(self) -> dict[type[Command], Callable[[Any], Answer | None]]:
-        """By type of command, the method that carries it out."""
-        return {
-            protocol.GiveWeights: self._give_weights,
-            protocol.KeepTensors: self._keep_tensors,
-            protocol.MapTensors: self._map_tensors,
-            protocol.LendTensors: self._lend_tensors,
-            protocol.TakeWeights: self._take_weights,
-            protocol.NameGradients: self._name_gradients,
-            protocol.GiveGradients: self._give_gradients,
-            protocol.GiveBorrowedGradients: self._give_borrowed_gradients,
-            protocol.TakeGradients: self._take_gradients,
-            protocol.ClearGradients: self._clear_gradients,
-        }
+        self.lent: list[str] = []
 
     def expect(self, takeover: Takeover) -> None:
         """Register stages that this rank takes over: the next weights to arrive are theirs."""
@@ -62,13 +49,20 @@ class WorkerWeights:
         return Answer(tensors=[(name, tensors[name]) for name in command.names])
 
     def _lend_tensors(self, command: protocol.LendTensors) -> None:
-        parameters = [self._parameters[name] for name in command.names]
+        parameters = [self._parameters[name] for name in command.names or self.lent]
         found: list[torch.Tensor] = [*parameters]
         if command.gradients:
             found = [g for parameter in parameters if (g := parameter.grad) is not None]
         # the driver waits for all of them
         assert len(found) == len(parameters), command
-        self._line.to_driver([tensor.to(kind) for tensor, kind in zip(found, command.types)])
+        types = command.types or [tensor.dtype for tensor in found]
+        self._line.to_driver([tensor.to(kind) for tensor, kind in zip(found, types)])
+
+    def _take_lent_gradients(self, _: protocol.TakeLentGradients) -> None:
+        with torch.no_grad():
+            gradients = {name: torch.empty_like(self._parameters[name]) for name in self.lent}
+        self._line.to_owner([*gradients.values()])
+        self._take_gradients(protocol.TakeGradients(add=True, tensors=gradients.items()))
 
     def _take_weights(self, command: protocol.TakeWeights) -> None:
         arrived: list[str] = []
@@ -113,18 +107,13 @@ class WorkerWeights:
         return Answer(value=dense)
 
     def _give_gradients(self, command: protocol.GiveGradients) -> Answer:
-        gradients = [(name, self._parameters[name].grad) for name in command.names]
-        return Answer(tensors=[(name, grad) for name, grad in gradients if grad is not None])
-
-    def _give_borrowed_gradients(self, _: protocol.GiveBorrowedGradients) -> Answer:
-        """Answer with the gradients of tied weights that this rank borrows, and clear them."""
         gradients: dict[str, torch.Tensor] = {}
-        for network in self._networks:
-            for name in network.full_names(sorted(network.borrowed)):
-                parameter = self._parameters[name]
-                if parameter.grad is not None:
-                    # (taken off, since it is added to the owner's)
-                    gradients[name], parameter.grad = parameter.grad, None
+        for name in command.names:
+            parameter = self._parameters[name]
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
+                if command.take:
+                    parameter.grad = None
         return Answer(tensors=gradients.items())
 
     def _take_gradients(self, command: protocol.TakeGradients) -> None:

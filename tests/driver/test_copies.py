@@ -127,7 +127,7 @@ def test_no_tensor_of_the_driver_s_copy_travels_with_messages(
     train(replica, optimizer, sizes=(12, 12))
     told = noted(monkeypatch)
     train(replica, optimizer, sizes=(12, 12), connected=True)
-    assert {"Forward", "LendWeights", "Backward", "Step"} <= {name for name, *_ in told}
+    assert {"Forward", "LendTensors", "Backward", "Step"} <= {name for name, *_ in told}
     assert not [each for each in told if each[1:] != (0, 0)]
 
 

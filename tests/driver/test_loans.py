@@ -19,7 +19,7 @@ def test_no_tensor_that_the_driver_borrows_travels_with_messages(
     train(replica, torch.optim.SGD(module.parameters(), lr=0.1))
     first = [name for name, *_ in told].index("Step")
     later = told[first + 1 :]
-    steady = {"Forward", "LendWeights", "Backward", "TakeLentGradients", "Step"}
+    steady = {"Forward", "LendTensors", "Backward", "TakeLentGradients", "Step"}
     assert steady <= {name for name, *_ in later}
     assert not [each for each in later if each[1:] != (0, 0)]
 

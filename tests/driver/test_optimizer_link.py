@@ -141,14 +141,13 @@ def test_a_state_dict_has_the_state_of_the_workers() -> None:
     assert linked.notes.told == ["ship"]
 
 
-def test_groups_that_are_added_are_new_once() -> None:
+def test_groups_that_are_added_are_new_until_they_are_sent() -> None:
     linked = Linked()
-    assert linked.link.new_groups() is None
+    assert not linked.link.has_new_groups
     linked.optimizer.add_param_group({"params": [linked.module.bias]})
-    groups = linked.link.new_groups()
-    assert groups is not None
-    assert [group["params"] for group in groups] == [["weight"], ["bias"]]
-    assert linked.link.new_groups() is None
+    assert linked.link.has_new_groups
+    linked.link.shipped()
+    assert not linked.link.has_new_groups
 
 
 def test_after_it_is_closed_the_optimizer_speaks_to_nobody() -> None:

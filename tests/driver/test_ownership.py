@@ -12,6 +12,7 @@ from lightning_hybrid.comm.protocol import (
     LendTensors,
     NameGradients,
     TakeGradients,
+    TakeLentGradients,
     TakeWeights,
 )
 from lightning_hybrid.driver.ownership import Ownership, Unsettled
@@ -100,3 +101,39 @@ def test_after_an_error_in_an_exchange_workers_are_not_asked(
         ownership.bring(kind, {"a": torch.zeros(2)})
     assert crew.heard(1) == LendTensors(["a"], kind is Kind.GRADIENT, [torch.float32])
     assert not crew.workers.in_step
+
+
+@pytest.fixture
+def lines(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What goes from device to device between the driver and worker 1."""
+    sent: list[torch.Tensor] = []
+    for way in ("to_driver", "to_owner"):
+        monkeypatch.setattr(crew.workers.lines[1], way, sent.extend)
+    return sent
+
+
+def test_what_is_lent_in_each_step_is_named_only_once_another_type_is_wanted(
+    crew: Crew, ownership: Ownership, lines: list[torch.Tensor]
+) -> None:
+    lent = {"a": torch.zeros(2), "c": torch.zeros(3)}
+    ownership.lend(1, lent)
+    assert ownership.bring_lent() == ["a", "c"]
+    assert crew.heard(1) == LendTensors()
+    lent["c"].data = lent["c"].double()  # by code of the user's, which the worker does not hear of
+    ownership.bring_lent()
+    assert crew.heard(1) == LendTensors(["a", "c"], types=[torch.float32, torch.float64])
+    assert [tensor.data_ptr() for tensor in lines[2:]] == [t.data_ptr() for t in lent.values()]
+
+
+def test_gradients_of_lent_weights_go_back_in_the_owner_s_type_if_all_are_dense(
+    crew: Crew, ownership: Ownership, lines: list[torch.Tensor]
+) -> None:
+    ownership.lend(1, {"a": torch.zeros(2), "c": torch.zeros(2)})
+    ownership.take(Kind.GRADIENT, {"a": TWO, "c": TWO.double(), "b": TWO}, add=True)
+    assert crew.heard(1) == TakeLentGradients()
+    assert [tensor.dtype for tensor in lines] == [torch.float32] * 2
+    for others in ({"a": TWO}, {"a": TWO, "c": torch.eye(2).to_sparse()}):
+        ownership.take(Kind.GRADIENT, others, add=True)
+        command = crew.heard(1)
+        assert isinstance(command, TakeGradients)
+        assert [name for name, _ in command.tensors] == [*others]

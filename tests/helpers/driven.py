@@ -216,7 +216,7 @@ class Ranks:
         self._start()
         before, here = self.driver, self._on(0)
         self.driver = Driver(self.model, self.mesh(0), here, self._options, before=before)
-        self.driver.optimizers.follow(before.optimizers)
+        self.driver.optimizers.connect(before.optimizers.optimizers)
 
     def end(self, results: Any = None) -> None:
         """End the run as after a fit."""

@@ -9,7 +9,7 @@ from ranks import gloo_groups, together
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.state.divided_optimizer_states import Division, OtherReplicas, StateShares
+from lightning_hybrid.state.divided_optimizer_states import OtherReplicas, StateShares
 
 KINDS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda parameters: torch.optim.Adam(parameters, lr=0.1, weight_decay=0.1),
@@ -31,6 +31,11 @@ def give_gradients(module: nn.Module, step: int) -> None:
         parameter.grad = None if number == 2 and step < 2 else gradient
 
 
+def divided(names: dict[int, str]) -> dict[str, int]:
+    """By name, the one of two replicas that has the state."""
+    return {name: number % 2 for number, name in enumerate(names.values())}
+
+
 def names_of(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
@@ -42,14 +47,16 @@ def test_shares_differ_by_no_more_than_the_largest_parameter(replicas: int) -> N
         f"p{n}": int(size)
         for n, size in enumerate(torch.randint(1, 1000, (40,), generator=generator))
     }
-    found: dict[str, int] = {}
-    division = Division(replicas, found)
-    assert division.add(sizes) == list(sizes)
+    others = OtherReplicas({}, 0, replicas)
+    others.divide(1, sizes)
+    found = dict(others.replica_of)
+    assert found.keys() == sizes.keys()
     loads = [sum(sizes[n] for n, r in found.items() if r == k) for k in range(replicas)]
     assert max(loads) - min(loads) <= max(sizes.values())
-    before = dict(found)
-    assert division.add({**sizes, "later": 10_000}) == ["later"]
-    assert {**before, "later": loads.index(min(loads))} == found
+    others.divide(0, {"of another rank": 5})
+    others.divide(1, {**sizes, "later": 10_000})
+    found |= {"of another rank": 0, "later": loads.index(min(loads))}
+    assert others.replica_of == found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +68,7 @@ def test_each_state_is_on_one_rank_and_the_weights_are_those_of_one(kind: Any) -
     def train(rank: int) -> tuple[nn.Module, set[str]]:
         module = modules[rank]
         optimizer, names = kind(module.parameters()), names_of(module)
-        shares = StateShares(groups[rank], names, {})
+        shares = StateShares(groups[rank], names, divided(names))
         for step in range(4):
             give_gradients(module, step)
             before = [parameter.grad for parameter in module.parameters()]
@@ -92,7 +99,8 @@ def test_a_rank_whose_step_fails_keeps_nobody_waiting() -> None:
     def step(rank: int) -> list[Tensor]:
         module = modules[rank]
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        shares = StateShares(groups[rank], names_of(module), {})
+        names = names_of(module)
+        shares = StateShares(groups[rank], names, divided(names))
         give_gradients(module, 2)
         with shares.alone(optimizer):
             if rank:
@@ -110,7 +118,8 @@ def test_what_one_replica_alone_knows_it_steps_by_itself() -> None:
     def step(rank: int) -> float:
         module, extra = modules[rank], nn.Parameter(torch.zeros(()))
         optimizer = torch.optim.SGD([*module.parameters(), extra], lr=1.0)
-        shares = StateShares(groups[rank], names_of(module), {})
+        names = names_of(module)
+        shares = StateShares(groups[rank], names, divided(names))
         extra.grad = torch.tensor(float(rank))
         with shares.alone(optimizer):
             optimizer.step()
@@ -123,7 +132,8 @@ def test_what_one_replica_alone_knows_it_steps_by_itself() -> None:
 def test_states_of_other_replicas_are_refused_by_name() -> None:
     module = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    others = OtherReplicas(names_of(module), {"0.weight": 0, "0.bias": 1}, 0)
+    others = OtherReplicas(names_of(module), 0, 2)
+    others.replica_of.update({"0.weight": 0, "0.bias": 1})
     assert [others.have(p) for p in module.parameters()][:3] == [False, True, False]
     others.refuse(module[0].weight)
     with pytest.raises(HybridError, match=r"'0.bias' is on replica 1, and this is replica 0"):

@@ -8,6 +8,7 @@ import torch
 from driven import Replica, batches, loss_of, model
 from torch import nn
 
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.weights import FilesOfWorkers
 from lightning_hybrid.state.tensor_file import FilesOfWorker, put_mapped
 
@@ -16,7 +17,7 @@ def test_the_driver_maps_what_the_workers_own(replicas: Any, tmp_path: Path) -> 
     replica: Replica = replicas(model(), (1, 2, 0))
     loss_of(replica.model, replica(batches(1)[0])).backward()
     replica.driver.gradients.after_backward()
-    files = FilesOfWorkers(replica.driver.commands, str(tmp_path))
+    files = FilesOfWorkers(replica.driver.commands, str(tmp_path), Coordinates(0, 1, 3))
     found = files.tensors(at_end=True)
     assert found is not None
     for rank, file in zip((1, 2), found[1], strict=True):

@@ -11,18 +11,18 @@ from lightning_hybrid.comm.protocol import (
     ClipValues,
     Command,
     GiveGradients,
-    GiveOptimizer,
+    GiveTensor,
     GradientNorm,
     ScaleGradients,
     Step,
     TakeGradients,
-    TakeGroups,
     TakeOptimizers,
     Unscale,
     ZeroGrad,
 )
 from lightning_hybrid.comm.tensor_specs import Precision
 from lightning_hybrid.state.optimizers import groups_of, ship
+from lightning_hybrid.state.sharded_checkpoint import Owned
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -62,28 +62,23 @@ def test_a_step_is_surrounded_by_the_precision_of_the_driver(service: Service) -
     double = Precision("cpu", torch.bfloat16, autocast=False, default_dtype=torch.float64)
     for command in (Step(0, precision=double), Step(0)):
         service.driver.send(command)
-        for state in service.ask(GiveOptimizer(0)).value.values():
-            assert state["step"].dtype is torch.float64
+        for name in ("weight", "bias"):
+            [(_, step)] = service.ask(GiveTensor(Owned(1, name, 0, "step"))).tensors
+            assert step.dtype is torch.float64
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_other_groups_come_with_a_step_or_before_it(service: Service, trained: Any) -> None:
+def test_other_groups_come_with_a_step(service: Service, trained: Any) -> None:
     optimizer, names = trained(), {}
     names = {id(p): name for p, name in zip(parameters(optimizer), ("weight", "bias"))}
     for learning_rate in (0.2, 0.3):
         optimizer.param_groups[0]["lr"] = learning_rate
-        groups = groups_of(optimizer, names)
-        if learning_rate == 0.2:
-            service.driver.send(Step(0, groups))
-        else:
-            service.driver.send(TakeGroups(0, groups))
-            service.driver.send(Step(0))
+        service.driver.send(Step(0, groups_of(optimizer, names)))
         optimizer.step()
     for found, wanted in zip(service.weights().values(), parameters(optimizer)):
         assert torch.equal(found, wanted)
-    state = service.ask(GiveOptimizer(0)).value
-    momentum = optimizer.state[parameters(optimizer)[1]]["momentum_buffer"]
-    assert torch.equal(state["bias"]["momentum_buffer"], momentum)
+    [(_, found)] = service.ask(GiveTensor(Owned(1, "bias", 0, "momentum_buffer"))).tensors
+    assert torch.equal(found, optimizer.state[parameters(optimizer)[1]]["momentum_buffer"])
 
 
 @pytest.mark.usefixtures("trained")
