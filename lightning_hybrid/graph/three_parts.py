@@ -110,10 +110,6 @@ def _lasting_change(graph: NetworkGraph) -> str | None:
             return f"it changes {other[0]!r}"
         if layer.effects.unknown is not None:
             return f"what {where!r} does {layer.effects.unknown}"
-    for leaf in graph.written_leaves:
-        # each micro-batch would change it anew; the rows of an input are its own
-        if leaf.rows is None:
-            return f"{leaf.name} is changed in place"
     return None
 
 
@@ -276,9 +272,17 @@ class _Parts:
         # 2. Random numbers, in the order of one device.
         if (reason := self._of_draws()) is not None:
             return reason
-        # 3. What crosses between parts has its value of the moment when the graph reads it: a write
+        # 3. No change is left out (a running statistic of samples that have met, which no output
+        #    needs), nor made anew by each micro-batch in an input that all of them share.
+        for layer in self.graph.layers:
+            if layer.written and layer.node not in self.heavy:
+                return f"{self._said([layer.node])}, and it changes {min(layer.written)!r}"
+        for leaf in self.graph.written_leaves:
+            if not isinstance(self.followed.label(leaf.node), Rows):
+                return f"{leaf.name} is changed in place"
+        # 4. What crosses between parts has its value of the moment when the graph reads it: a write
         #    that the graph does later must not come before the parts are joined.
-        for node in (*self.taken, *prologue):
+        for node in (*self.taken, *self.graph.inputs, *prologue):
             readers = [self.order[u] for u in node.users if u in tail] or [len(self.order)]
             first = -1 if node in prologue else min(readers)
             changes = [w for m in self._memory(node) for w in self.writers.get(m, ())]
@@ -305,9 +309,10 @@ class _Parts:
         effects = self.layers[node].effects
         if twice and (effects.random or effects.writes):
             return "its result is used for single samples too"
-        # a copy on another rank would not see the change
+        # a copy on another rank would not see the change, and stages would change an input again
+        made = {n for n in own if n.op != "placeholder"}
         for memory in effects.writes:
-            if not {n for n in self.order if memory in self._memory(n)}.issubset(own):
+            if not {n for n in self.order if memory in self._memory(n)}.issubset(made):
                 return "it changes what was made before"
         return None if effects.ambient else "it is in a transformation of functions"
 
