@@ -217,13 +217,12 @@ class _Parts:
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that a node takes, and those that wrote to the memory of these before."""
-        found = list(node.all_input_nodes)
-        for taken in node.all_input_nodes:
-            for memory in self._memory(taken):
-                found += [
-                    w for w in self.writers.get(memory, ()) if self.order[w] < self.order[node]
-                ]
-        return found
+        taken = node.all_input_nodes
+        return [*taken, *(w for n in taken for m in self._memory(n) for w in self._before(node, m))]
+
+    def _before(self, node: fx.Node, memory: int) -> list[fx.Node]:
+        """The nodes that write to a memory before a node runs."""
+        return [w for w in self.writers.get(memory, ()) if self.order[w] < self.order[node]]
 
     def _memory(self, node: fx.Node) -> frozenset[int]:
         if node in self.graph.memory:
@@ -239,10 +238,16 @@ class _Parts:
     def _tail(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
         """The nodes that must be computed of all samples at once, if an output needs them."""
         changed = {w for n in outputs for m in self._memory(n) for w in self.writers.get(m, ())}
-        return reached(
-            filter(self._belongs, (*outputs, *changed)),
-            lambda node: (n for n in self._made_of(node) if self._belongs(n) or self._is_early(n)),
-        )
+        given = {m for n in self.graph.place for m in self._memory(n)}
+
+        def following(node: fx.Node) -> Iterable[fx.Node]:
+            yield from (n for n in self._made_of(node) if self._belongs(n) or self._is_early(n))
+            # what it computes for itself changes as in the graph (inputs are changed by stages)
+            for taken in filter(self._is_early, node.all_input_nodes):
+                for memory in self._memory(taken) - given:
+                    yield from self._before(node, memory)
+
+        return reached(filter(self._belongs, (*outputs, *changed)), following)
 
     def _is_early(self, node: fx.Node) -> bool:
         """Whether the tail computes a node for itself, from the inputs."""

@@ -117,6 +117,12 @@ def shifted_labels(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(net.body(x).view(-1, 4), labels.view(-1) % 4)
 
 
+def labels_changed_in_place(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    y = y.clone()
+    y.masked_fill_(y < 4, -100)
+    return F.cross_entropy(net.body(x), y)
+
+
 def number_of_picked(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
     at = torch.where(y > 3)[0]
     h = net.body(x)
@@ -143,7 +149,10 @@ def in_the_backward(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return h + (mean - mean.detach())
 
 
-TAILS: list[Code] = [loss_inside, class_weights, contrastive, checkpointed, read, number_of_picked]
+TAILS: list[Code] = [
+    loss_inside, class_weights, contrastive, checkpointed, read, number_of_picked,
+    labels_changed_in_place,
+]  # fmt: skip
 MORE_TAILS: list[Code] = [
     token_weighted, two_views, barlow, own_position, in_place_at_the_end, without_gradients,
     shifted_labels, mean_of_positions, weak, in_the_backward, picked_at_the_end,
