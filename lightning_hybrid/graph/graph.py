@@ -380,9 +380,13 @@ class NetworkGraph:
         It drops all dimensions of size 1, that of the batch too; or it is batch normalisation in
         training of one value per channel and sample.
         """
-        for node in self.graph.nodes:
+        nested = (
+            m for v in self.attributes.values() if isinstance(v, nn.Module) for m in v.modules()
+        )
+        graphs = [self.graph, *(m.graph for m in nested if isinstance(m, fx.GraphModule))]
+        for node in (node for graph in graphs for node in graph.nodes):
             name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-            if name in ("squeeze", "squeeze_") and len(node.args) == 1 and not node.kwargs:
+            if name in ("squeeze", "squeeze_") and len(node.args) + len(node.kwargs) == 1:
                 return cast(fx.Node, node)
             if node.target is F.batch_norm and _normalises_one_value(node):
                 return cast(fx.Node, node)
@@ -479,6 +483,8 @@ _TRAVELLING = {
 
 def _normalises_one_value(node: fx.Node) -> bool:
     training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
-    example = cast(fx.Node, node.args[0]).meta["example_value"]
+    example = cast(fx.Node, node.args[0]).meta.get("example_value")
+    if example is None:
+        return False
     one = all(isinstance(size, int) and size == 1 for size in example.shape[2:])
     return bool(training) and one and is_symbol(example.shape[0])

@@ -110,10 +110,6 @@ def _lasting_change(graph: NetworkGraph) -> str | None:
             return f"it changes {other[0]!r}"
         if layer.effects.unknown is not None:
             return f"what {where!r} does {layer.effects.unknown}"
-    for leaf in graph.written_leaves:
-        # each micro-batch would change it anew; the rows of an input are its own
-        if leaf.rows is None:
-            return f"{leaf.name} is changed in place"
     return None
 
 
@@ -221,13 +217,12 @@ class _Parts:
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that a node takes, and those that wrote to the memory of these before."""
-        found = list(node.all_input_nodes)
-        for taken in node.all_input_nodes:
-            for memory in self._memory(taken):
-                found += [
-                    w for w in self.writers.get(memory, ()) if self.order[w] < self.order[node]
-                ]
-        return found
+        taken = node.all_input_nodes
+        return [*taken, *(w for n in taken for m in self._memory(n) for w in self._before(node, m))]
+
+    def _before(self, node: fx.Node, memory: int) -> list[fx.Node]:
+        """The nodes that write to a memory before a node runs."""
+        return [w for w in self.writers.get(memory, ()) if self.order[w] < self.order[node]]
 
     def _memory(self, node: fx.Node) -> frozenset[int]:
         if node in self.graph.memory:
@@ -243,10 +238,16 @@ class _Parts:
     def _tail(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
         """The nodes that must be computed of all samples at once, if an output needs them."""
         changed = {w for n in outputs for m in self._memory(n) for w in self.writers.get(m, ())}
-        return reached(
-            filter(self._belongs, (*outputs, *changed)),
-            lambda node: (n for n in self._made_of(node) if self._belongs(n) or self._is_early(n)),
-        )
+        given = {m for n in self.graph.place for m in self._memory(n)}
+
+        def following(node: fx.Node) -> Iterable[fx.Node]:
+            yield from (n for n in self._made_of(node) if self._belongs(n) or self._is_early(n))
+            # what it computes for itself changes as in the graph (inputs are changed by stages)
+            for taken in filter(self._is_early, node.all_input_nodes):
+                for memory in self._memory(taken) - given:
+                    yield from self._before(node, memory)
+
+        return reached(filter(self._belongs, (*outputs, *changed)), following)
 
     def _is_early(self, node: fx.Node) -> bool:
         """Whether the tail computes a node for itself, from the inputs."""
@@ -276,9 +277,17 @@ class _Parts:
         # 2. Random numbers, in the order of one device.
         if (reason := self._of_draws()) is not None:
             return reason
-        # 3. What crosses between parts has its value of the moment when the graph reads it: a write
+        # 3. No change is left out (a running statistic of samples that have met, which no output
+        #    needs), nor made anew by each micro-batch in an input that all of them share.
+        for layer in self.graph.layers:
+            if layer.written and layer.node not in self.heavy:
+                return f"{self._said([layer.node])}, and it changes {min(layer.written)!r}"
+        for leaf in self.graph.written_leaves:
+            if not isinstance(self.followed.label(leaf.node), Rows):
+                return f"{leaf.name} is changed in place"
+        # 4. What crosses between parts has its value of the moment when the graph reads it: a write
         #    that the graph does later must not come before the parts are joined.
-        for node in (*self.taken, *prologue):
+        for node in (*self.taken, *self.graph.inputs, *prologue):
             readers = [self.order[u] for u in node.users if u in tail] or [len(self.order)]
             first = -1 if node in prologue else min(readers)
             changes = [w for m in self._memory(node) for w in self.writers.get(m, ())]
@@ -305,9 +314,10 @@ class _Parts:
         effects = self.layers[node].effects
         if twice and (effects.random or effects.writes):
             return "its result is used for single samples too"
-        # a copy on another rank would not see the change
+        # a copy on another rank would not see the change, and stages would change an input again
+        made = {n for n in own if n.op != "placeholder"}
         for memory in effects.writes:
-            if not {n for n in self.order if memory in self._memory(n)}.issubset(own):
+            if not {n for n in self.order if memory in self._memory(n)}.issubset(made):
                 return "it changes what was made before"
         return None if effects.ambient else "it is in a transformation of functions"
 

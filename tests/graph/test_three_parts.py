@@ -30,6 +30,7 @@ class Net(nn.Module):
         self.a, self.b, self.c = nn.Linear(8, 512), nn.Linear(512, 512), nn.Linear(512, 8)
         self.scale = nn.Parameter(torch.tensor(0.3))
         self.register_buffer("state", torch.zeros(8))
+        self.norm = nn.BatchNorm1d(8)
         self.code = code
 
     def body(self, x: Tensor) -> Tensor:
@@ -116,6 +117,12 @@ def shifted_labels(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(net.body(x).view(-1, 4), labels.view(-1) % 4)
 
 
+def labels_changed_in_place(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    y = y.clone()
+    y.masked_fill_(y < 4, -100)
+    return F.cross_entropy(net.body(x), y)
+
+
 def number_of_picked(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
     at = torch.where(y > 3)[0]
     h = net.body(x)
@@ -142,7 +149,10 @@ def in_the_backward(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return h + (mean - mean.detach())
 
 
-TAILS: list[Code] = [loss_inside, class_weights, contrastive, checkpointed, read, number_of_picked]
+TAILS: list[Code] = [
+    loss_inside, class_weights, contrastive, checkpointed, read, number_of_picked,
+    labels_changed_in_place,
+]  # fmt: skip
 MORE_TAILS: list[Code] = [
     token_weighted, two_views, barlow, own_position, in_place_at_the_end, without_gradients,
     shifted_labels, mean_of_positions, weak, in_the_backward, picked_at_the_end,
@@ -471,9 +481,29 @@ def cut_out_of_repeated(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return net.c(net.b(net.a(x).repeat(2, 1)[1 : len(x) + 1]))
 
 
+def statistic_of_all_that_no_output_needs(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = net.body(x)
+    with torch.no_grad():
+        net.norm.running_mean.lerp_(h.mean(0), 0.1)
+    return h
+
+
+def changed_before_its_mean(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(2)
+    return net.body(x - x.mean(0))
+
+
+def changed_after_all_have_met(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    h = net.body(x)
+    met = h.detach().t() @ x
+    x.mul_(2)
+    return h, met
+
+
 WHOLE = [
     among_samples, permuted_by_argument, written_buffer, drops_weights, folded_wrongly, capacity,
-    mean_of_picked, written_through_a_fold,
+    mean_of_picked, written_through_a_fold, statistic_of_all_that_no_output_needs,
+    changed_before_its_mean, changed_after_all_have_met,
 ]  # fmt: skip
 ALSO_WHOLE = [
     centred, sorted_away, divided_by_size, shared_by_size, changed_through_a_view,
@@ -488,6 +518,28 @@ def test_where_much_follows_after_samples_have_met_the_batch_goes_whole(code: Co
     parts(*inputs(torch.randint(8, (BATCH,))))
     assert parts.why_whole is not None
     assert "samples meet" in parts.why_whole or "changes" in parts.why_whole, parts.why_whole
+
+
+def test_an_input_that_is_changed_in_place_is_changed_once() -> None:
+    def code(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return net.body(x) + (net.scale * y.add_(1)).sum()
+
+    network = Net(code).double()
+    x, y = inputs(torch.arange(BATCH))  # (as many as samples, and not theirs)
+    parts = InParts(network, 3)
+    torch.testing.assert_close(parts(x, y.clone()), network(x, y.clone()), rtol=1e-12, atol=0)
+    assert parts.counted == 3
+
+
+@pytest.mark.parametrize(
+    "dropped",
+    [lambda h: torch.squeeze(input=h), lambda h: checkpoint(torch.squeeze, h, use_reentrant=False)],
+)
+def test_single_samples_do_not_lose_their_dimension(dropped: Code) -> None:
+    network = Net(lambda net, x: net.body(dropped(x[:, None]))).double()
+    parts, (x,) = InParts(network, BATCH), inputs()
+    assert parts(x).shape == x.shape
+    assert "needs two samples" in str(parts.why_whole)
 
 
 def test_the_reason_names_the_operator_its_place_and_the_load_behind_it() -> None:
