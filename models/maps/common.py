@@ -63,8 +63,28 @@ def class_indices(scores: Tensor, class_index: int | Tensor | None) -> Tensor:
 
 
 def to_size(heatmap: Tensor, size: torch.Size) -> Tensor:
-    """Bring maps (B, 1, d, h, w) to a size (D, H, W), trilinear, and scale them."""
-    return scaled(F.interpolate(heatmap, size=tuple(size), mode="trilinear", align_corners=False))
+    """Bring maps (B, 1, d, h, w) to a size (D, H, W), trilinear, and scale them.
+
+    A cell is put where the middle of its field of view lies. Behind kernels of odd size that are
+    padded by half of it, as in a ResNet, that is a multiple of the stride: with cells of 32 voxels,
+    maps whose cells are spread evenly over the volume would lie 15 voxels too far along each axis.
+    """
+    places = [_places(*lengths) for lengths in zip(size, heatmap.shape[2:])]
+    grid = torch.stack(torch.meshgrid(*places, indexing="ij")[::-1], dim=-1).to(heatmap)
+    grid = grid.expand(len(heatmap), *grid.shape)
+    return scaled(F.grid_sample(heatmap, grid, padding_mode="border", align_corners=True))
+
+
+def _places(voxels: int, cells: int) -> Tensor:
+    """Where each voxel of an axis lies among its cells, from -1 in the first to 1 in the last."""
+    stride = 1
+    while -(-voxels // stride) > cells:
+        stride *= 2
+    at = torch.arange(voxels, dtype=torch.float64)
+    # other sizes are of other networks: evenly spread
+    fits = -(-voxels // stride) == cells
+    at = at / stride if fits else (at + 0.5) * cells / voxels - 0.5
+    return 2 * at / max(cells - 1, 1) - 1
 
 
 def scaled(heatmap: Tensor) -> Tensor:
