@@ -392,6 +392,14 @@ def _prepare(options: Namespace) -> int:
         diagnosis_csv=options.diagnosis_csv,
     )
     show(f"{len(found.records)} scans to prepare, {found.left_out} not wanted")
+    if not found.records:
+        show(listing(found.problems))
+        raise DataError(
+            "NOTHING_USED",
+            "no scan is left to prepare",
+            str(options.root),
+            "give T1-weighted scans, or correct the names of the series in the table",
+        )
     leniency = Leniency(nan=options.nan, assume=options.assume)
     with progress_bar("scans") as advance:
         done = prepare(

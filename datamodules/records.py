@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -112,14 +113,19 @@ class ScanRecord:
     cohort: str = ""
 
     @property
-    def order(self) -> tuple[str, str, str]:
+    def order(self) -> tuple[str, list[tuple[int, str]], list[tuple[int, str]]]:
         """Sorts the scans of one subject by time."""
-        return self.acq_date or self.exam_date, self.session, self.image_id
+        return self.acq_date or self.exam_date, natural(self.session), natural(self.image_id)
 
     @property
     def used(self) -> bool:
         """Whether the scan takes part."""
         return not self.reason and not self.problem
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sorts ``ses-2`` before ``ses-10``."""
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
 
 
 _LATER = ("scanner", "cohort")  # columns that are only there where something is known
