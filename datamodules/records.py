@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 from .atomic import write_atomically
 from .errors import TableError
+from .tables import table_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,29 +141,24 @@ def count_line(records: Sequence[ScanRecord]) -> str:
 
 def write_manifest(path: Path, records: Iterable[ScanRecord]) -> None:
     """Write the records as a tab-separated table, atomically."""
-    write_atomically(path, manifest_text(records).encode())
+    write_atomically(path, _manifest(records))
 
 
-def manifest_text(records: Iterable[ScanRecord]) -> str:
+def _manifest(records: Iterable[ScanRecord]) -> bytes:
     """The records as a tab-separated table."""
     records = list(records)
     # hashes of manifests that know neither stay as they were
     unknown = {n for n in _LATER if not any(getattr(record, n) for record in records)}
     names = [name for name in _columns() if name not in unknown]
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, delimiter="\t", lineterminator="\n")
-    writer.writerow(names)
-    for record in records:
-        values = [getattr(record, name) for name in names]
-        writer.writerow(["" if value is None else value for value in values])
-    return buffer.getvalue()
+    rows = [{name: getattr(record, name) for name in names} for record in records]
+    return table_bytes(rows, names)
 
 
 def fingerprint(records: Iterable[ScanRecord]) -> str:
     """A hash of what decides a run: scans, contents and labels, but no path and no time."""
     nowhere = {"path": "", "row": "", "mtime_ns": 0, "split": "", "fold": None}
     neutral = [replace(record, **nowhere) for record in records]  # type: ignore[arg-type]
-    return hashlib.sha256(manifest_text(neutral).encode()).hexdigest()
+    return hashlib.sha256(_manifest(neutral)).hexdigest()
 
 
 def read_manifest(path: Path) -> list[ScanRecord]:

@@ -26,7 +26,7 @@ from ..errors import TableError
 from ..labels import CONCLUSIONS, diagnosis, known_words
 from ..progression import DAYS_PER_MONTH, Visit
 from ..records import natural
-from ..tables import MISSING, Table, header_of, read_table
+from ..tables import MISSING, Table, header_of, read_table, sex_in
 from .ids import canonical_session, canonical_subject, registry_number
 from .people import Names
 
@@ -264,7 +264,7 @@ def _described(row: dict[str, str], sex: str, group: str) -> Person:
     alleles = _number(row, "apoe4")
     return Person(
         (),
-        {"f": "F", "female": "F", "m": "M", "male": "M"}.get(row.get(sex, "").lower(), ""),
+        sex_in(row.get(sex, "")),
         _known(row, group),
         _whole(_known(row, "site")),
         None if alleles is None else int(alleles),

@@ -7,7 +7,7 @@ from pathlib import Path
 from datamodules.errors import TableError
 from datamodules.sources.people import Names
 from datamodules.sources.tree import is_nifti, stem, walk
-from datamodules.tables import MISSING, read_table
+from datamodules.tables import MISSING, read_table, sex_in
 from models.errors import UseError
 
 # the portal and BIDS write more around a person's name
@@ -82,7 +82,7 @@ def _from_table(table: Path) -> list[NewScan]:
                 known.get("imageid") or stem(path),
                 Names().person(known["subject"]) if known.get("subject") else _person(path),
                 _number(table, known, "age"),
-                known.get("sex", "")[:1].upper(),
+                sex_in(known.get("sex", "")),
                 _number(table, known, "fieldstrength"),
             )
         )
