@@ -4,7 +4,6 @@ from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 def named_layer(network: nn.Module, layer: str) -> nn.Module:
@@ -69,14 +68,18 @@ def to_size(heatmap: Tensor, size: torch.Size) -> Tensor:
     padded by half of it, as in a ResNet, that is a multiple of the stride: with cells of 32 voxels,
     maps whose cells are spread evenly over the volume would lie 15 voxels too far along each axis.
     """
-    places = [_places(*lengths) for lengths in zip(size, heatmap.shape[2:])]
-    grid = torch.stack(torch.meshgrid(*places, indexing="ij")[::-1], dim=-1).to(heatmap)
-    grid = grid.expand(len(heatmap), *grid.shape)
-    return scaled(F.grid_sample(heatmap, grid, padding_mode="border", align_corners=True))
+    for axis, voxels in enumerate(size, start=2):
+        low, share = _places(voxels, heatmap.shape[axis])
+        high = (low + 1).clamp_max(heatmap.shape[axis] - 1)
+        near, far = (heatmap.index_select(axis, at.to(heatmap.device)) for at in (low, high))
+        # a flat part stays flat to the bit: maps are compared by their ranks
+        along = [-1 if dim == axis else 1 for dim in range(5)]
+        heatmap = torch.lerp(near, far, share.to(heatmap).reshape(along))
+    return scaled(heatmap)
 
 
-def _places(voxels: int, cells: int) -> Tensor:
-    """Where each voxel of an axis lies among its cells, from -1 in the first to 1 in the last."""
+def _places(voxels: int, cells: int) -> tuple[Tensor, Tensor]:
+    """The cell before each voxel of an axis, and how far the voxel lies on the way to the next."""
     stride = 1
     while -(-voxels // stride) > cells:
         stride *= 2
@@ -84,7 +87,8 @@ def _places(voxels: int, cells: int) -> Tensor:
     # other sizes are of other networks: evenly spread
     fits = -(-voxels // stride) == cells
     at = at / stride if fits else (at + 0.5) * cells / voxels - 0.5
-    return 2 * at / max(cells - 1, 1) - 1
+    at = at.clamp(0, cells - 1)
+    return at.long(), at.frac()
 
 
 def scaled(heatmap: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ import numpy.typing as npt
 from nibabel.processing import resample_from_to
 from scipy import ndimage
 
-from datamodules.nifti import affine_of
-
 Array = npt.NDArray[Any]
 
 
@@ -38,8 +36,11 @@ def to_native(heatmap: Array, affine: Array, scan: Path) -> nib.Nifti1Image:
         The map with the shape and affine of the file, float32; 0 where the prepared volume ends.
     """
     original: Any = nib.load(scan)
-    # where it has no orientation, nibabel mirrors what the preparation takes for RAS
-    grid = (original.shape[:3], affine_of(original))
+    header, where = original.header, original.affine
+    if not (int(header["sform_code"]) or int(header["qform_code"])):
+        # without orientation it was taken for RAS, and nibabel takes it for LAS
+        where = np.diag([-1.0, 1, 1, 1]) @ where
+    grid = (original.shape[:3], where)
     there = resample_from_to(volume(heatmap, affine), grid, order=1)  # type: ignore[no-untyped-call]
     return volume(np.clip(np.asarray(there.dataobj), 0, None), original.affine)
 

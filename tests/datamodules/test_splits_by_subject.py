@@ -134,8 +134,8 @@ def test_errors_survive_the_way_between_processes(error):
 
 
 def test_a_split_of_two_tasks_holds_out_the_same_people_in_both(tmp_path, capsys):
-    groups = (("AD", 6), ("NC", 8), ("sMCI", 6), ("pMCI", 6))
-    generate(tmp_path / "adni", CohortSpec(groups, 10.0, "L1", visits=("bl", "m36")))
+    groups = (("AD", 4), ("NC", 4), ("sMCI", 4), ("pMCI", 4))
+    generate(tmp_path / "adni", CohortSpec(groups, 8.0, "L1", visits=("bl", "m36")))
     command = ["split", str(tmp_path / "adni"), "--val", "0.25", "--test", "0.25"]
     both = tmp_path / "both.json"
     assert main([*command, "--task", "ad_nc", "--task", "pmci_smci", "--out", str(both)]) == 0
