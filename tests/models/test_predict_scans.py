@@ -9,7 +9,6 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from test_models_cli import checkpoint, smaller
 
 from datamodules.checks import FileReport
 from datamodules.nifti import BadFile
@@ -22,21 +21,6 @@ from models.errors import UseError
 from models.reference import Reference, temperature, threshold
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """Folder with a cohort ``adni``, another one ``new`` of the same kind, and ``best.ckpt``."""
-    folder = tmp_path_factory.mktemp("trained")
-    generate(folder / "adni", CohortSpec((("AD", 8), ("NC", 8)), 8.0), workers=1)
-    generate(folder / "new", CohortSpec((("AD", 4), ("NC", 4)), 8.0, seed=7), workers=1)
-    config = smaller("demo", folder, folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-        patch.setattr("sys.argv", ["models", "fit", "--config", config])
-        main()
-    shutil.copy(checkpoint(folder / "run" / "version_0"), folder / "best.ckpt")
-    return folder
 
 
 def scans_of(root: Path) -> list[Path]:
