@@ -33,8 +33,7 @@ demo: $(READY)
 	&& scan=$$(find demo/elsewhere/ADNI -name "*MT1*.nii.gz" | sort | head -1) \
 	&& $(call run,python -m models predict --ckpt_path $$best --scans $$scan \
 		--out $$run/new_scans) \
-	&& $(call run,python -m models report $$run) \
-	&& $(call run,python -m models.summary $$run)
+	&& $(call run,python -m models report $$run)
 
 # each test with one thread for its sums; tests of one file one after the other
 PYTEST := python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses

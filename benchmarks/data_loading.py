@@ -113,12 +113,7 @@ def read(cohort: Path, folder: Path, divide: int, epochs: int, workers: int) -> 
     for name, one in cold.items():
         say(f"{name}, cold", scans, [epoch(one)])
     say("Dataset, nothing kept", scans, [epoch(loader(Dataset(paths, fixed)))])
-    warm: dict[str, Iterable[Any]] = {
-        **cold,
-        "ADNIDataModule, in memory": module(
-            cohort, state, workers, augment=False, cache_in_memory=True
-        ).train_dataloader(),
-    }
+    warm: dict[str, Iterable[Any]] = {**cold}
     if 4 * scans * 91 * 109 * 91 < 8e9:
         start = time.perf_counter()
         warm["CacheDataset"] = loader(CacheDataset(paths, fixed, progress=False, num_workers=2))

@@ -101,8 +101,6 @@ class ADNIDataModule(lightning.LightningDataModule):
         split_file: read the split from here, or write it here when the file does not exist.
         cache_dir: prepared images, results of the check, manifests and splits.
         cache_images: keep prepared images on disk.
-        cache_in_memory: keep them in memory too (3.6 MB a scan at the default size); worth it where
-            the disk is slow, since the system keeps files in memory anyway while it has room.
         on_bad: stop when anything is wrong with the data, or go on without the bad scans.
         nan: refuse scans with voxels that are NaN or infinite, or take 0 for those.
         assume: refuse files without orientation, or take them for RAS.
@@ -151,7 +149,6 @@ class ADNIDataModule(lightning.LightningDataModule):
         split_file: str | Path | None = None,
         cache_dir: str | Path = ".cache/adni",
         cache_images: bool = True,
-        cache_in_memory: bool = False,
         on_bad: Literal["error", "skip"] = "error",
         nan: Literal["error", "zero"] = "error",
         assume: Literal["", "RAS"] = "",
@@ -189,7 +186,6 @@ class ADNIDataModule(lightning.LightningDataModule):
         self.split_file = Path(split_file) if split_file else None
         self.cache_dir = Path(cache_dir)
         self.cache_images = cache_images
-        self.cache_in_memory = cache_in_memory
         self.on_bad = on_bad
         self.leniency = Leniency(nan=nan, assume=assume)
         self.split: Split | None = None
@@ -355,7 +351,6 @@ class ADNIDataModule(lightning.LightningDataModule):
             ),
             random_transforms(self.flip) if augment else (),
             self.cache_dir / "images" if self.cache_images else None,
-            memory_shape=(1, *self.spatial_shape) if self.cache_in_memory else None,
             draws=Draws(torch.initial_seed()) if augment else None,
         )
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 import time
 import warnings
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import monai
-import numpy as np
 import torch
 from monai.data.dataset import PersistentDataset
 from monai.data.utils import pickle_hashing
@@ -67,8 +65,6 @@ class ScanDataset(PersistentDataset):
         fixed: deterministic transforms, from ``{"image": path}`` to image and affine.
         random: transforms drawn anew at every access.
         cache_dir: where prepared scans are kept; None switches the cache off.
-        memory_shape: keep prepared scans, images of this shape (1, D, H, W), in memory too, once
-            for all loader processes that are forked.
         draws: decides the random numbers of ``random``; None leaves them to MONAI's generators.
     """
 
@@ -79,7 +75,6 @@ class ScanDataset(PersistentDataset):
         random: Sequence[Transform] = (),
         cache_dir: Path | None = None,
         *,
-        memory_shape: tuple[int, ...] | None = None,
         draws: Draws | None = None,
     ) -> None:
         if cache_dir is not None:
@@ -94,21 +89,14 @@ class ScanDataset(PersistentDataset):
             hash_func=_content_hash,
             hash_transform=pickle_hashing,
         )
-        self._memory = _Memory(len(records), memory_shape) if memory_shape else None
-        self._varies = bool(random)
         self._remove_leftovers()
         self.draws = draws
 
     def _transform(self, index: int) -> Item:
         record: ScanRecord = self.data[index]
-        kept = self._memory.get(index) if self._memory else None
-        prepared = kept or self._cachecheck(record)
-        if self._memory and not kept:
-            self._memory.put(index, prepared)
+        prepared = self._cachecheck(record)
         if self.draws is not None:
             self.draws.seed(self.transform, record.image_id)
-        if self._varies:  # a transform may work in place, and the memory is everybody's
-            prepared = {"image": prepared["image"].clone(), "affine": prepared["affine"]}
         prepared = self._post_transform(prepared)
         return Item(
             image=prepared["image"],
@@ -203,44 +191,6 @@ class Kept:
             return "prepared scans are not kept on disk"
         share = f"{self.scans} of {self.of} scans ({self.scans / max(self.of, 1):.0%})"
         return f"prepared and kept: {share}, {self.bytes / 1e9:.2f} GB in {self.folder}"
-
-
-class _Memory:
-    """Prepared scans in memory that forked processes share; what a spawned one keeps is its own.
-
-    Who fills a place that another process is filling writes the same numbers; a place is valid
-    once its flag is set, after the numbers.
-
-    Args:
-        places: number of scans.
-        shape: of an image.
-    """
-
-    def __init__(self, places: int, shape: tuple[int, ...]) -> None:
-        self._places, self._shape = places, shape
-        self._flags = _shared((places,), np.uint8)
-        self._images = _shared((places, *shape), np.float32)
-        self._affines = _shared((places, 4, 4), np.float32)
-
-    def get(self, index: int) -> dict[str, Tensor] | None:
-        if not self._flags[index]:
-            return None
-        image, affine = self._images[index], self._affines[index]
-        return {"image": torch.from_numpy(image), "affine": torch.from_numpy(affine)}
-
-    def put(self, index: int, prepared: dict[str, Tensor]) -> None:
-        self._images[index] = prepared["image"].numpy()
-        self._affines[index] = prepared["affine"].numpy()
-        self._flags[index] = 1
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Memory, (self._places, self._shape)
-
-
-def _shared(shape: tuple[int, ...], kind: Any) -> np.ndarray[Any, Any]:
-    """Zeros in memory that processes forked later share; taken when written to."""
-    size = int(np.prod(shape)) * np.dtype(kind).itemsize
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), kind, int(np.prod(shape))).reshape(shape)
 
 
 def _content_hash(record: ScanRecord) -> bytes:

@@ -15,7 +15,7 @@ from argparse import (
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 from .errors import DataError, FolderError, Problem, SplitError, listing
 from .joining import joined, write_joined
@@ -102,8 +102,7 @@ def _parser() -> ArgumentParser:
         _add_source(reader)
     _add_preparation(prepare)
     for reader in (check, manifest, split):
-        _add_conversion(reader)
-        _add_readings(reader)
+        _add_rule(reader)
     return parser
 
 
@@ -119,8 +118,7 @@ def _add_join(parser: ArgumentParser) -> None:
     parser.add_argument("--task", choices=sorted(TASKS), default="ad_nc")
     parser.add_argument("--force", action="store_true", help="replace the table")
     _add_out(parser, "joined.csv")
-    _add_conversion(parser)
-    _add_readings(parser)
+    _add_rule(parser)
 
 
 def _cohort(text: str) -> tuple[str, Path]:
@@ -221,57 +219,35 @@ def _add_source(parser: ArgumentParser) -> None:
     )
 
 
-def _add_conversion(parser: ArgumentParser) -> None:
-    """What becomes of people with MCI, and when."""
-    rule = LabelRule()
-    parser.add_argument(
-        "--horizon",
-        type=float,
-        default=rule.horizon_months,
-        metavar="MONTHS",
-        help="time in which progressive MCI converts (default: 36)",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=rule.tolerance_months,
-        metavar="MONTHS",
-        help="how early and late visits may be (default: 3)",
-    )
-    parser.add_argument(
-        "--late-converters",
-        choices=("exclude", "stable"),
-        default=rule.late_converters,
-        help="MCI that converts after the horizon (default: exclude)",
-    )
-
-
-def _add_readings(parser: ArgumentParser) -> None:
-    """How diagnoses are read that can be read in two ways."""
-    rule = LabelRule()
-    parser.add_argument(
-        "--smc", choices=("exclude", "normal"), default=rule.smc, help="SMC (default: exclude)"
-    )
-    parser.add_argument(
-        "--ad",
-        choices=("ever", "baseline"),
-        default=rule.ad,
-        help="scans of AD: whenever demented, or only of those demented at their first visit "
-        "(default: ever)",
-    )
-    parser.add_argument(
+_RULE = {
+    "horizon_months": ("--horizon", "time in which progressive MCI converts"),
+    "tolerance_months": ("--tolerance", "how early and late visits may be"),
+    "late_converters": ("--late-converters", "MCI that converts after the horizon"),
+    "smc": ("--smc", "people with memory complaints (SMC)"),
+    "ad": ("--ad", "scans of AD: whenever demented, or of those demented at their first visit"),
+    "reverters": (
         "--reverters",
-        choices=("exclude", "visit"),
-        default=rule.reverters,
-        help="who was demented once and not later: exclude, or take the diagnosis at the visit "
-        "(default: exclude)",
-    )
-    parser.add_argument(
-        "--gaps",
-        choices=("leave", "fill"),
-        default=rule.gaps,
-        help="visits without a diagnosis between two equal ones (default: leave)",
-    )
+        "who was demented once and not later: exclude, or take the diagnosis at the visit",
+    ),
+    "gaps": ("--gaps", "visits without a diagnosis between two equal ones"),
+}
+"""Option and meaning of what can be chosen in the rule of the labels."""
+
+
+def _add_rule(parser: ArgumentParser) -> None:
+    """How diagnoses over time become labels."""
+    kinds, defaults = get_type_hints(LabelRule), LabelRule()
+    for name, (option, what) in _RULE.items():
+        default, choices = getattr(defaults, name), get_args(kinds[name]) or None
+        parser.add_argument(
+            option,
+            dest=name,
+            type=str if choices else float,
+            choices=choices,
+            metavar=None if choices else "MONTHS",
+            default=default,
+            help=f"{what} (default: {default})",
+        )
 
 
 def _add_out(parser: ArgumentParser, name: str) -> None:
@@ -392,6 +368,14 @@ def _prepare(options: Namespace) -> int:
         diagnosis_csv=options.diagnosis_csv,
     )
     show(f"{len(found.records)} scans to prepare, {found.left_out} not wanted")
+    if not found.records:
+        show(listing(found.problems))
+        raise DataError(
+            "NOTHING_USED",
+            "no scan is left to prepare",
+            str(options.root),
+            "give T1-weighted scans, or correct the names of the series in the table",
+        )
     leniency = Leniency(nan=options.nan, assume=options.assume)
     with progress_bar("scans") as advance:
         done = prepare(
@@ -472,15 +456,7 @@ def _survey(
 
 
 def _rule(options: Namespace) -> LabelRule:
-    return LabelRule(
-        horizon_months=options.horizon,
-        tolerance_months=options.tolerance,
-        late_converters=options.late_converters,
-        smc=options.smc,
-        ad=options.ad,
-        reverters=options.reverters,
-        gaps=options.gaps,
-    )
+    return LabelRule(**{name: getattr(options, name) for name in _RULE})
 
 
 def _manifest(options: Namespace) -> int:

@@ -7,8 +7,6 @@ same name is a different person in each, or the same one in two cohorts, and nei
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from .atomic import write_atomically
 from .errors import DataError
 from .labels import Task
 from .records import ScanRecord
+from .tables import table_bytes
 
 COLUMNS = (
     "path",
@@ -75,8 +74,4 @@ def _row(record: ScanRecord, cohort: str, task: Task, taken: bool) -> dict[str, 
 
 def write_joined(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write the table, atomically; paths in it are absolute."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({k: "" if v is None else v for k, v in row.items()} for row in rows)
-    write_atomically(path, buffer.getvalue().encode())
+    write_atomically(path, table_bytes(rows, COLUMNS, delimiter=","))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from .atomic import write_atomically
 from .errors import TableError
+from .tables import table_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +113,19 @@ class ScanRecord:
     cohort: str = ""
 
     @property
-    def order(self) -> tuple[str, str, str]:
+    def order(self) -> tuple[str, list[tuple[int, str]], list[tuple[int, str]]]:
         """Sorts the scans of one subject by time."""
-        return self.acq_date or self.exam_date, self.session, self.image_id
+        return self.acq_date or self.exam_date, natural(self.session), natural(self.image_id)
 
     @property
     def used(self) -> bool:
         """Whether the scan takes part."""
         return not self.reason and not self.problem
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sorts ``ses-2`` before ``ses-10``."""
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
 
 
 _LATER = ("scanner", "cohort")  # columns that are only there where something is known
@@ -135,29 +141,24 @@ def count_line(records: Sequence[ScanRecord]) -> str:
 
 def write_manifest(path: Path, records: Iterable[ScanRecord]) -> None:
     """Write the records as a tab-separated table, atomically."""
-    write_atomically(path, manifest_text(records).encode())
+    write_atomically(path, _manifest(records))
 
 
-def manifest_text(records: Iterable[ScanRecord]) -> str:
+def _manifest(records: Iterable[ScanRecord]) -> bytes:
     """The records as a tab-separated table."""
     records = list(records)
     # hashes of manifests that know neither stay as they were
     unknown = {n for n in _LATER if not any(getattr(record, n) for record in records)}
     names = [name for name in _columns() if name not in unknown]
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, delimiter="\t", lineterminator="\n")
-    writer.writerow(names)
-    for record in records:
-        values = [getattr(record, name) for name in names]
-        writer.writerow(["" if value is None else value for value in values])
-    return buffer.getvalue()
+    rows = [{name: getattr(record, name) for name in names} for record in records]
+    return table_bytes(rows, names)
 
 
 def fingerprint(records: Iterable[ScanRecord]) -> str:
     """A hash of what decides a run: scans, contents and labels, but no path and no time."""
     nowhere = {"path": "", "row": "", "mtime_ns": 0, "split": "", "fold": None}
     neutral = [replace(record, **nowhere) for record in records]  # type: ignore[arg-type]
-    return hashlib.sha256(manifest_text(neutral).encode()).hexdigest()
+    return hashlib.sha256(_manifest(neutral)).hexdigest()
 
 
 def read_manifest(path: Path) -> list[ScanRecord]:

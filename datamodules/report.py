@@ -7,13 +7,11 @@ part. Whoever has the same download can tell from it whether the same scans were
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -21,6 +19,7 @@ from scipy import stats
 
 from .atomic import write_atomically
 from .records import ScanRecord
+from .tables import table_bytes
 
 _SHOWN = 3  # different values of one column
 
@@ -192,13 +191,9 @@ def _counts(values: Sequence[str]) -> str:
 
 def write_demographics(path: Path, records: Sequence[ScanRecord]) -> None:
     """Write the table, tab-separated."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, delimiter="\t", lineterminator="\n")
-    writer.writerow([field.name for field in fields(Group)])
-    writer.writerows(astuple(row) for row in demographics(records))
-    found = p_values(records)
-    writer.writerow(["p", *(p_text(found.get(name)) for name in _COLUMNS[1:])])
-    write_atomically(path, buffer.getvalue().encode())
+    p = {name: p_text(value) for name, value in p_values(records).items()}
+    rows = [*map(asdict, demographics(records)), {"diagnosis": "p", **p}]
+    write_atomically(path, table_bytes(rows, [field.name for field in fields(Group)]))
 
 
 def shareable(
@@ -230,9 +225,6 @@ def shareable(
 def _without_sites(row: Group) -> dict[str, object]:
     """A site's number is the beginning of its subjects' IDs."""
     return {name: value for name, value in asdict(row).items() if name != "sites"}
-
-
-_COLUMNS = [field.name for field in fields(Group)]
 
 
 def write_shareable(

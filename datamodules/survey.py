@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from .atomic import write_atomically
@@ -21,6 +19,7 @@ from .records import ScanRecord, count_line
 from .sources import Layout, Names, Reading, data_folders, read_source
 from .sources.people import refuse_two_names
 from .space import name_grids
+from .tables import table_bytes
 
 _EXAMPLES = 2  # of one kind of warning
 _AROUND_BRAIN_MM = 8.0  # scalp and bone, where they are thin
@@ -233,9 +232,7 @@ def refuse_inside(root: Path, path: Path, what: str) -> None:
 
 def write_problems(path: Path, found: Survey) -> None:
     """Write problems and warnings as a tab-separated table, atomically."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, delimiter="\t", lineterminator="\n")
-    writer.writerow(["level", *(field.name for field in fields(Problem))])
-    writer.writerows(["problem", *astuple(problem)] for problem in found.problems)
-    writer.writerows(["warning", *astuple(warning)] for warning in found.warnings)
-    write_atomically(path, buffer.getvalue().encode())
+    levels = {"problem": found.problems, "warning": found.warnings}
+    rows = [{"level": level, **asdict(one)} for level, own in levels.items() for one in own]
+    columns = ["level", *(field.name for field in fields(Problem))]
+    write_atomically(path, table_bytes(rows, columns))

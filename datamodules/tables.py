@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from .errors import TableError
 
@@ -37,6 +38,41 @@ class Table:
     rows: tuple[dict[str, str], ...]
     lines: tuple[int, ...]
     note: str = ""
+
+
+def table_bytes(
+    rows: Sequence[Mapping[str, object]],
+    columns: Sequence[str] = (),
+    *,
+    delimiter: str = "\t",
+    quoting: Literal[0, 1] = csv.QUOTE_MINIMAL,
+) -> bytes:
+    """A table in UTF-8; None is an empty cell.
+
+    Args:
+        rows: cells by column, the same columns in all of them.
+        columns: their order; those of the first row if not given.
+        delimiter: between cells.
+        quoting: ``csv.QUOTE_ALL`` as the portal does, or only where it must be.
+    """
+    buffer = io.StringIO()
+    names = columns or list(rows[0])
+    writer = csv.DictWriter(
+        buffer, names, delimiter=delimiter, quoting=quoting, lineterminator="\n"
+    )
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue().encode()
+
+
+def number_in(text: str) -> float | None:
+    """The number that a cell is; None for any other text."""
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+
+
+def sex_in(text: str) -> str:
+    """F, M or empty."""
+    return {"f": "F", "female": "F", "m": "M", "male": "M"}.get(text.strip().lower(), "")
 
 
 def normalise(column: str) -> str:

@@ -37,7 +37,7 @@ def slope_and_intercept(positive: Array, labels: Array) -> tuple[float, float]:
         return float(-log_expit(signs * (values[0] + scale * logits)).mean())
 
     intercept = minimize(loss, [0.0], args=(1.0,), method="BFGS").x[0]
-    if ours.min() > theirs.max() or ours.max() < theirs.min():  # the slope would be infinite
+    if ours.min() >= theirs.max() or ours.max() <= theirs.min():  # the slope would be infinite
         return float("nan"), float(intercept)
     slope = minimize(loss, [0.0, 1.0], method="BFGS").x[1]
     return float(slope), float(intercept)

@@ -22,7 +22,7 @@ class Comparison:
         only_first: scans that only the first one is right about.
         only_second: likewise.
         mcnemar_p: exact p-value of that difference (McNemar).
-        areas: AUROC of each; NaN for more than two classes.
+        areas: AUROC of each; NaN for more than two classes, and for fewer than two people of one.
         delong_p: p-value of their difference (DeLong et al. 1988); NaN likewise.
     """
 
@@ -40,7 +40,7 @@ def compare(first: Array, second: Array, labels: Array) -> Comparison:
     only = int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())
     p = float(binomtest(only[0], sum(only)).pvalue) if sum(only) else 1.0
     nan = float("nan")
-    if first.shape[1] != 2 or len(set(labels.tolist())) < 2:
+    if first.shape[1] != 2 or np.bincount(labels, minlength=2).min() < 2:
         return Comparison(len(labels), *only, p, (nan, nan), nan)
     parts = [placements(values[:, 1], labels == 1) for values in (first, second)]
     hits, misses = (np.stack([part[k] for part in parts]) for k in (1, 2))

@@ -179,6 +179,7 @@ class _Study:
         self._planted: dict[int, Array] = {}
         self._counts: Counter[int] = Counter()
         self._affine: Array = np.eye(4)
+        self._grids: set[bytes] = set()
 
     def raw_maps(self, scans: Sequence[ExplainedScan]) -> list[_Raw]:
         """Every map that is wanted of some scans of one size."""
@@ -213,6 +214,7 @@ class _Study:
             row |= {"like_effect": self._like_effect(scan, one), "drawn": drawn}
             self._rows.append(row)
         self._affine = scan.affine
+        self._grids.add(scan.affine.tobytes())
         self._counts[scan.label] += 1
         self._images[scan.label] = self._images.get(scan.label, 0) + scan.image
         if scan.truth is not None:
@@ -235,7 +237,8 @@ class _Study:
         regions = {
             method: by_region(mean, head_mask(images[label]), self._affine)
             for (label, method), mean in means.items()
-            if label == self._explained
+            # on several grids a voxel is another place in each scan
+            if label == self._explained and len(self._grids) == 1
         }
         cases = sorted(self._cases, key=lambda case: (-case.label, case.subject))
         return Findings(

@@ -104,7 +104,8 @@ class Findings:
         mean_images: mean image of each label.
         planted: share of a label's scans that have a planted change, for each voxel; labels with
             truth only.
-        regions: share of the explained class's mean map and of the head in each anatomical box.
+        regions: share of the explained class's mean map and of the head in each anatomical box;
+            empty for scans on several grids.
         affine: (4, 4) voxels to mm, of the last scan.
         counts: scans of each label.
     """

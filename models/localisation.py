@@ -33,7 +33,8 @@ class Localisation:
         distance_mm: from the hottest voxel to the nearest one of the mask; 0 inside.
         energy: share of the map's sum that lies in the mask.
         chance: share of the head that lies in the mask.
-        precision: share of the hottest k voxels that lie in the mask, k being the mask's size.
+        precision: share of the hottest k voxels that lie in the mask, k being the mask's size; a
+            voxel of 0 is not hot.
     """
 
     peak_in: bool
@@ -78,7 +79,7 @@ def localise(
         distance_mm=float(distance[peak]),
         energy=float(heatmap[mask].sum() / heatmap.sum()),
         chance=float(size / head.sum()),
-        precision=float(mask.flat[hottest].mean()),
+        precision=float((mask & (heatmap > 0)).flat[hottest].mean()),
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +18,7 @@ from ..series import choose_series
 from ..sources import Layout, Names, read_source
 from ..sources.ids import PTID
 from ..sources.tree import bare_record, is_nifti, stem, walk
+from ..tables import table_bytes
 from .itk import simple_itk
 from .one_scan import MEASURES, Prepared, Settings, prepare_scan
 from .quality import write_page
@@ -186,8 +185,4 @@ def _write_quality(out: Path, done: Sequence[Prepared]) -> None:
             }
         )
     write_page(out / "quality.html", rows)
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(rows[0]), delimiter="\t", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(out / "quality.tsv", buffer.getvalue().encode())
+    write_atomically(out / "quality.tsv", table_bytes(rows))

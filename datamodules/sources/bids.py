@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import FolderError, TableError
 from ..records import ScanRecord
-from ..tables import MISSING, normalise, read_table
+from ..tables import MISSING, normalise, number_in, read_table, sex_in
 from .clinical import Clinical
 from .ids import canonical_session, image_number
 from .people import Names
@@ -115,20 +115,15 @@ def _record(
         reason="not_t1" if _OTHER_IMAGE.search(path.name) else "",
         dx_bl="" if group.lower() in MISSING else group,
         dx_source=f"participants.tsv:{column}={row.get(column, '')}",
-        age=_age(row),
-        sex=row.get("sex", "")[:1].upper() if row.get("sex", "")[:1] in "FMfm" else "",
+        # at the first visit, where no table of sessions says more
+        age=number_in(row.get("age", "") or row.get("agebl", "")),
+        sex=sex_in(row.get("sex", "")),
         field_strength=float(field[0]) if field else None,
         phase=row.get("originalstudy", ""),
         scanner=scanner_name(
             header.get("Manufacturer", ""), header.get("ManufacturersModelName", "")
         ),
     )
-
-
-def _age(row: dict[str, str]) -> float | None:
-    """At the first visit, where no table of sessions says more."""
-    text = row.get("age", "") or row.get("agebl", "")
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
 
 
 def _about(path: Path) -> dict[str, str]:

@@ -25,7 +25,8 @@ from ..dates import dates_in, find_dates
 from ..errors import TableError
 from ..labels import CONCLUSIONS, diagnosis, known_words
 from ..progression import DAYS_PER_MONTH, Visit
-from ..tables import MISSING, Table, header_of, read_table
+from ..records import natural
+from ..tables import MISSING, Table, header_of, read_table, sex_in
 from .ids import canonical_session, canonical_subject, registry_number
 from .people import Names
 
@@ -263,7 +264,7 @@ def _described(row: dict[str, str], sex: str, group: str) -> Person:
     alleles = _number(row, "apoe4")
     return Person(
         (),
-        {"f": "F", "female": "F", "m": "M", "male": "M"}.get(row.get(sex, "").lower(), ""),
+        sex_in(row.get(sex, "")),
         _known(row, group),
         _whole(_known(row, "site")),
         None if alleles is None else int(alleles),
@@ -390,7 +391,7 @@ def _dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
     if not any(visit.dated for visit in visits):
         if all(visit.timed for visit in visits):
             return tuple(visits)
-        ordered = sorted(visits, key=lambda visit: _natural(visit.session))
+        ordered = sorted(visits, key=lambda visit: natural(visit.session))
         days = (_FORGOTTEN + timedelta(days=number) for number in range(len(ordered)))
         return tuple(replace(v, day=day, timed=False) for v, day in zip(ordered, days))
     anchors = ((v, _nominal(v.session)) for v in visits if v.dated and v.session)
@@ -401,11 +402,6 @@ def _dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
     return tuple(
         v if v.dated else replace(v, day=v.day + shift) for v in visits if v.dated or v.timed
     )
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts ``ses-2`` before ``ses-10``."""
-    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _nominal(session: str) -> date | None:

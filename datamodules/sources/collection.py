@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..dates import Dates, dates_in
 from ..errors import TableError
-from ..tables import read_table
+from ..tables import number_in, read_table, sex_in
 from .ids import adni_subject, image_number
 from .scanner import scanner_in
 
@@ -174,13 +174,12 @@ def _parse(path: Path, values: dict[str, str], line: int, dates: Dates) -> Colle
             str(path),
             "an image ID is I and digits, a subject 3 digits, _S_ and 4 or 5 digits",
         )
-    age = values.get("age", "")
     return CollectionRow(
         image_id=f"I{number}",
         subject=subject,
         group=values.get("group", ""),
-        sex={"f": "F", "female": "F", "m": "M", "male": "M"}.get(values.get("sex", "").lower(), ""),
-        age=float(age) if re.fullmatch(r"\d+(\.\d+)?", age) else None,
+        sex=sex_in(values.get("sex", "")),
+        age=number_in(values.get("age", "")),
         visit=values.get("visit", ""),
         description=values.get("description", ""),
         acquired=dates.day(values.get("acqdate", "")),

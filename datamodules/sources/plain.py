@@ -9,7 +9,6 @@ Further columns are used when they are there: ``image_id``, ``session``, ``age``
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +18,7 @@ from ..dates import dates_in
 from ..errors import NO_SCAN, FolderError, Problem
 from ..records import ScanRecord
 from ..series import is_t1
-from ..tables import normalise, read_table
+from ..tables import normalise, number_in, read_table, sex_in
 from .clinical import Clinical
 from .ids import canonical_session
 from .people import Names
@@ -95,19 +94,15 @@ def _with_columns(record: ScanRecord, values: Mapping[str, str], names: Names) -
         description=values.get("description", "") or "T1w",
         reason="" if is_t1(values.get("description", "") or "T1w") else "not_t1",
         dx_bl=names.word(values.get("label", "")),
-        age=_number(values.get("age", "")),
-        sex={"f": "F", "female": "F", "m": "M", "male": "M"}.get(values.get("sex", "").lower(), ""),
+        age=number_in(values.get("age", "")),
+        sex=sex_in(values.get("sex", "")),
         site=values.get("site", "") or subject[:3] * (subject[3:6] == "_S_"),
-        mmse=_number(values.get("mmse", "")),
-        cdr_sb=_number(values.get("cdrsb", "")),
+        mmse=number_in(values.get("mmse", "")),
+        cdr_sb=number_in(values.get("cdrsb", "")),
         apoe4=int(values["apoe4"]) if values.get("apoe4", "") in _ALLELES else None,
         phase=values.get("phase", ""),
         cohort=values.get("cohort", ""),
         scanner=scanner_in(values),
-        field_strength=_number(values.get("fieldstrength", "")),
+        field_strength=number_in(values.get("fieldstrength", "")),
         registered=registered if registered in ("yes", "no") else "",
     )
-
-
-def _number(text: str) -> float | None:
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None

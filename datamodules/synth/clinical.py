@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from .cohort import SCANNERS, SITE, ScanPlan, Subject
 
-ADNIMERGE_COLUMNS = (
-    "RID",
-    "PTID",
-    "VISCODE",
-    "SITE",
-    "COLPROT",
-    "ORIGPROT",
-    "EXAMDATE",
-    "DX_bl",
-    "AGE",
-    "PTGENDER",
-    "APOE4",
-    "CDRSB",
-    "MMSE",
-    "FLDSTRENG",
-    "DX",
-    "Month",
-)
 _GROUPS = {"NC": "CN", "sMCI": "EMCI", "pMCI": "LMCI", "AD": "AD"}
 _WORDS = {"NC": "CN", "MCI": "MCI", "AD": "Dementia"}
 
@@ -47,28 +29,30 @@ def site(subject: Subject) -> int:
     return start + subject.scanner
 
 
-def clinical_rows(plans: Iterable[ScanPlan]) -> Iterator[tuple[str, ...]]:
+def clinical_rows(plans: Iterable[ScanPlan]) -> list[dict[str, object]]:
     """One row per subject and visit."""
-    for subject in people(plans):
-        for months, dx in subject.course.visits:
-            yield (
-                registry_number(subject),
-                subject.ptid,
-                f"m{months:02d}" if months else "bl",
-                str(site(subject)),
-                subject.phase,
-                subject.phase,
-                f"{subject.day(months):%Y-%m-%d}",
-                group(subject),
-                f"{subject.age:.1f}",
-                "Female" if subject.sex == "F" else "Male",
-                str(subject.apoe4),
-                f"{cdr_sb(subject, months):.1f}",
-                f"{mmse(subject, months):.0f}",
-                f"{subject.field_strength:g} Tesla MRI",
-                _WORDS[dx],
-                str(months),
-            )
+    return [
+        {
+            "RID": registry_number(subject),
+            "PTID": subject.ptid,
+            "VISCODE": f"m{months:02d}" if months else "bl",
+            "SITE": site(subject),
+            "COLPROT": subject.phase,
+            "ORIGPROT": subject.phase,
+            "EXAMDATE": f"{subject.day(months):%Y-%m-%d}",
+            "DX_bl": group(subject),
+            "AGE": f"{subject.age:.1f}",
+            "PTGENDER": "Female" if subject.sex == "F" else "Male",
+            "APOE4": subject.apoe4,
+            "CDRSB": f"{cdr_sb(subject, months):.1f}",
+            "MMSE": f"{mmse(subject, months):.0f}",
+            "FLDSTRENG": f"{subject.field_strength:g} Tesla MRI",
+            "DX": _WORDS[dx],
+            "Month": months,
+        }
+        for subject in people(plans)
+        for months, dx in subject.course.visits
+    ]
 
 
 def people(plans: Iterable[ScanPlan]) -> list[Subject]:

@@ -4,10 +4,8 @@
 # (most of nibabel carries no annotations)
 from __future__ import annotations
 
-import csv
 import gzip
 import io
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,17 +109,3 @@ def write_volume(path: Path, volume: Array, form: FileForm, storage: str) -> int
         data = buffer.getvalue()
     write_atomically(path, data)
     return len(data)
-
-
-def table_bytes(header: Sequence[str], rows: Iterable[Sequence[object]], tab: bool) -> bytes:
-    """A fully quoted, comma-separated table as the portal writes it, or a tab-separated one."""
-    buffer = io.StringIO()
-    writer = csv.writer(
-        buffer,
-        delimiter="\t" if tab else ",",
-        quoting=csv.QUOTE_MINIMAL if tab else csv.QUOTE_ALL,
-        lineterminator="\n",
-    )
-    writer.writerow(header)
-    writer.writerows(rows)
-    return buffer.getvalue().encode("utf-8")

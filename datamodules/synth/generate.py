@@ -16,10 +16,11 @@ import numpy as np
 from ..atomic import write_atomically
 from ..errors import FolderError
 from ..sources.tree import TRUTH_MARKER
+from ..tables import table_bytes
 from .anatomy import Anatomy, build_anatomy
 from .clinical import mmse
 from .cohort import CohortSpec, ScanPlan, plan_cohort
-from .files import FileForm, draw_form, table_bytes, write_volume
+from .files import FileForm, draw_form, write_volume
 from .layouts import LAYOUTS, scan_name
 from .levels import LEVELS, Level
 from .render import Rendered, render
@@ -88,8 +89,7 @@ def generate(
         if progress:
             progress(count, len(plans))
     tables = LAYOUTS[spec.layout].tables(spec, plans, paths)
-    truth_rows = [list(row.values()) for row in truth]
-    tables[f"{TRUTH_FOLDER}/truth.tsv"] = table_bytes(list(truth[0]), truth_rows, tab=True)
+    tables[f"{TRUTH_FOLDER}/truth.tsv"] = table_bytes(truth)
     for name, content in tables.items():
         write_atomically(folder / name, content)
         files[name] = len(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -11,73 +12,11 @@ from pathlib import Path
 
 from ..progression import Visit, label_visit
 from ..sources.reading import Layout
-from .clinical import (
-    ADNIMERGE_COLUMNS,
-    cdr_sb,
-    clinical_rows,
-    group,
-    mmse,
-    people,
-    registry_number,
-    site,
-)
+from ..tables import table_bytes
+from .clinical import cdr_sb, clinical_rows, group, mmse, people, registry_number, site
 from .cohort import MAKER, CohortSpec, ScanPlan, Subject, description, visit_name
-from .files import table_bytes
 
-COLLECTION_COLUMNS = (
-    "Image Data ID",
-    "Subject",
-    "Group",
-    "Sex",
-    "Age",
-    "Visit",
-    "Modality",
-    "Description",
-    "Type",
-    "Acq Date",
-    "Format",
-    "Downloaded",
-    "Imaging Protocol",
-)
-
-_PARTICIPANT_COLUMNS = (
-    "participant_id",
-    "alternative_id_1",
-    "sex",
-    "age_bl",
-    "adni_rid",
-    "site",
-    "original_study",
-    "diagnosis_sc",
-    "mmse_bl",
-    "apoe4",
-)
-_SESSION_COLUMNS = (
-    "session_id",
-    "examination_date",
-    "age",
-    "current_study",
-    "diagnosis",
-    "MMSE",
-    "cdr_sb",
-)
-_PLAIN_COLUMNS = (
-    "path",
-    "subject",
-    "label",
-    "image_id",
-    "session",
-    "acq_date",
-    "age",
-    "sex",
-    "mmse",
-    "phase",
-    "field_strength",
-    "site",
-    "apoe4",
-    "cdr_sb",
-    "scanner",
-)
+Row = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -113,7 +52,7 @@ def download_path(plan: ScanPlan, spec: CohortSpec, suffix: str) -> Path:
     return Path("ADNI", plan.subject.ptid, name, day, f"I{plan.image_id}", file)
 
 
-def collection_row(plan: ScanPlan, spec: CohortSpec) -> tuple[str, ...]:
+def _collection_row(plan: ScanPlan, spec: CohortSpec) -> Row:
     """The row of the collection table, with the portal's own habits."""
     late = plan.subject.phase == "ADNI2"
     mci = {"sMCI": "EMCI" if late else "MCI", "pMCI": "LMCI" if late else "MCI"}
@@ -121,34 +60,39 @@ def collection_row(plan: ScanPlan, spec: CohortSpec) -> tuple[str, ...]:
     day = plan.acquired
     text = description(plan, spec.difficulty)
     original = plan.kind != "mask" and "N3" not in text
-    return (
+    settings = {
+        "Field Strength": f"{plan.subject.field_strength:.1f}",
+        "Manufacturer": MAKER,
+        "Mfg Model": plan.subject.model,
+    }
+    return {
         # newer collections leave the letter out
-        str(plan.image_id) if spec.difficulty == "L2" else f"I{plan.image_id}",
-        plan.subject.ptid,
-        group,
-        plan.subject.sex,
-        str(int(plan.age)),
-        visit_name(plan),
-        "MRI",
-        text,
-        "Original" if original else "Processed",
-        f"{day.month}/{day.day}/{day.year}",
-        "NiFTI",
-        "" if plan.subject.number % 7 == 0 else "1/31/2026",
-        f"Field Strength={plan.subject.field_strength:.1f};Manufacturer={MAKER};"
-        f"Mfg Model={plan.subject.model}",
-    )
+        "Image Data ID": plan.image_id if spec.difficulty == "L2" else f"I{plan.image_id}",
+        "Subject": plan.subject.ptid,
+        "Group": group,
+        "Sex": plan.subject.sex,
+        "Age": int(plan.age),
+        "Visit": visit_name(plan),
+        "Modality": "MRI",
+        "Description": text,
+        "Type": "Original" if original else "Processed",
+        "Acq Date": f"{day.month}/{day.day}/{day.year}",
+        "Format": "NiFTI",
+        "Downloaded": "" if plan.subject.number % 7 == 0 else "1/31/2026",
+        "Imaging Protocol": ";".join(f"{name}={value}" for name, value in settings.items()),
+    }
 
 
 def _ida_tables(
     spec: CohortSpec, plans: Sequence[ScanPlan], paths: dict[int, str]
 ) -> dict[str, bytes]:
-    collection = [collection_row(plan, spec) for plan in plans]
+    tables = {
+        f"SYNTHETIC_{spec.difficulty}_1_31_2026.csv": [_collection_row(p, spec) for p in plans],
+        "ADNIMERGE_31Jan2026.csv": clinical_rows(plans),
+    }
     return {
-        f"SYNTHETIC_{spec.difficulty}_1_31_2026.csv": table_bytes(
-            COLLECTION_COLUMNS, collection, tab=False
-        ),
-        "ADNIMERGE_31Jan2026.csv": table_bytes(ADNIMERGE_COLUMNS, clinical_rows(plans), tab=False),
+        name: table_bytes(rows, delimiter=",", quoting=csv.QUOTE_ALL)
+        for name, rows in tables.items()
     }
 
 
@@ -166,33 +110,33 @@ def _bids_path(plan: ScanPlan, spec: CohortSpec, suffix: str) -> Path:
     return Path(sub, ses, "anat", f"{sub}_{ses}{run}_T1w.nii.gz")
 
 
-def _participant_row(subject: Subject) -> tuple[str, ...]:
-    return (
-        _participant(subject),
-        subject.ptid,
-        subject.sex,
-        f"{subject.age:.1f}",
-        registry_number(subject),
-        str(site(subject)),
-        subject.phase,
-        group(subject),
-        f"{mmse(subject, 0):.0f}",
-        str(subject.apoe4),
-    )
+def _participant_row(subject: Subject) -> Row:
+    return {
+        "participant_id": _participant(subject),
+        "alternative_id_1": subject.ptid,
+        "sex": subject.sex,
+        "age_bl": f"{subject.age:.1f}",
+        "adni_rid": registry_number(subject),
+        "site": site(subject),
+        "original_study": subject.phase,
+        "diagnosis_sc": group(subject),
+        "mmse_bl": f"{mmse(subject, 0):.0f}",
+        "apoe4": subject.apoe4,
+    }
 
 
-def _session_rows(subject: Subject) -> list[tuple[str, ...]]:
+def _session_rows(subject: Subject) -> list[Row]:
     words = {"NC": "CN", "MCI": "MCI", "AD": "AD"}
     return [
-        (
-            _session(months),
-            f"{subject.day(months):%Y-%m-%d}",
-            f"{subject.age_at(months):.1f}",
-            subject.phase,
-            words[dx],
-            f"{mmse(subject, months):.0f}",
-            f"{cdr_sb(subject, months):.1f}",
-        )
+        {
+            "session_id": _session(months),
+            "examination_date": f"{subject.day(months):%Y-%m-%d}",
+            "age": f"{subject.age_at(months):.1f}",
+            "current_study": subject.phase,
+            "diagnosis": words[dx],
+            "MMSE": f"{mmse(subject, months):.0f}",
+            "cdr_sb": f"{cdr_sb(subject, months):.1f}",
+        }
         for months, dx in subject.course.visits
     ]
 
@@ -204,30 +148,29 @@ def _bids_tables(
     dataset = {"Name": "Synthetic cohort", "BIDSVersion": "1.7.0", "DatasetType": "raw"}
     tables = {
         "dataset_description.json": (json.dumps(dataset, indent=1) + "\n").encode(),
-        "participants.tsv": table_bytes(
-            _PARTICIPANT_COLUMNS, map(_participant_row, subjects), tab=True
-        ),
+        "participants.tsv": table_bytes([_participant_row(subject) for subject in subjects]),
     }
     for subject in subjects:
         sub = _participant(subject)
-        rows = _session_rows(subject)
-        tables[f"{sub}/{sub}_sessions.tsv"] = table_bytes(_SESSION_COLUMNS, rows, tab=True)
+        tables[f"{sub}/{sub}_sessions.tsv"] = table_bytes(_session_rows(subject))
         for months in {plan.months for plan in plans if plan.subject == subject}:
             own = [p for p in plans if p.subject == subject and p.months == months]
-            scans = [
-                (f"anat/{Path(paths[p.image_id]).name}", p.image_id, subject.field_strength)
+            scans: list[Row] = [
+                {
+                    "filename": f"anat/{Path(paths[p.image_id]).name}",
+                    "scan_id": p.image_id,
+                    "mri_field": subject.field_strength,
+                }
                 for p in own
                 if p.image_id in paths
             ]
             ses = _session(months)
             header = {"MagneticFieldStrength": subject.field_strength, "Manufacturer": MAKER}
             header["ManufacturersModelName"] = subject.model
-            for name, *_ in scans:
-                path = f"{sub}/{ses}/{re.sub(r'[.]nii.*', '.json', name)}"
+            for scan in scans:
+                path = f"{sub}/{ses}/{re.sub(r'[.]nii.*', '.json', str(scan['filename']))}"
                 tables[path] = (json.dumps(header, indent=1) + "\n").encode()
-            tables[f"{sub}/{ses}/{sub}_{ses}_scans.tsv"] = table_bytes(
-                ("filename", "scan_id", "mri_field"), scans, tab=True
-            )
+            tables[f"{sub}/{ses}/{sub}_{ses}_scans.tsv"] = table_bytes(scans)
     return tables
 
 
@@ -242,13 +185,13 @@ def _caps_tables(
     spec: CohortSpec, plans: Sequence[ScanPlan], paths: dict[int, str]
 ) -> dict[str, bytes]:
     """What ``clinica iotools merge-tsv`` makes of the BIDS folder."""
-    header = (_PARTICIPANT_COLUMNS[0], *_SESSION_COLUMNS, *_PARTICIPANT_COLUMNS[1:], "mri_field")
     rows = [
-        (_participant(subject), *row, *_participant_row(subject)[1:], subject.field_strength)
+        {"participant_id": "", **row, **_participant_row(subject)}
+        | {"mri_field": subject.field_strength}
         for subject in people(plans)
         for row in _session_rows(subject)
     ]
-    return {"merged.tsv": table_bytes(header, rows, tab=True)}
+    return {"merged.tsv": table_bytes(rows)}
 
 
 def _plain_path(plan: ScanPlan, spec: CohortSpec, suffix: str) -> Path:
@@ -258,28 +201,28 @@ def _plain_path(plan: ScanPlan, spec: CohortSpec, suffix: str) -> Path:
 def _plain_tables(
     spec: CohortSpec, plans: Sequence[ScanPlan], paths: dict[int, str]
 ) -> dict[str, bytes]:
-    rows = [
-        (
-            paths[plan.image_id],
-            plan.subject.ptid,
-            _label(plan),
-            f"I{plan.image_id}",
-            f"M{plan.months:03d}",
-            f"{plan.acquired:%Y-%m-%d}",
-            f"{plan.age:.1f}",
-            plan.subject.sex,
-            f"{mmse(plan.subject, plan.months):.0f}",
-            plan.subject.phase,
-            plan.subject.field_strength,
-            site(plan.subject),
-            plan.subject.apoe4,
-            f"{cdr_sb(plan.subject, plan.months):.1f}",
-            f"{MAKER} {plan.subject.model}",
-        )
+    rows: list[Row] = [
+        {
+            "path": paths[plan.image_id],
+            "subject": plan.subject.ptid,
+            "label": _label(plan),
+            "image_id": f"I{plan.image_id}",
+            "session": f"M{plan.months:03d}",
+            "acq_date": f"{plan.acquired:%Y-%m-%d}",
+            "age": f"{plan.age:.1f}",
+            "sex": plan.subject.sex,
+            "mmse": f"{mmse(plan.subject, plan.months):.0f}",
+            "phase": plan.subject.phase,
+            "field_strength": plan.subject.field_strength,
+            "site": site(plan.subject),
+            "apoe4": plan.subject.apoe4,
+            "cdr_sb": f"{cdr_sb(plan.subject, plan.months):.1f}",
+            "scanner": f"{MAKER} {plan.subject.model}",
+        }
         for plan in plans
         if plan.image_id in paths
     ]
-    return {"scans.csv": table_bytes(_PLAIN_COLUMNS, rows, tab=False)}
+    return {"scans.csv": table_bytes(rows, delimiter=",", quoting=csv.QUOTE_ALL)}
 
 
 def _label(plan: ScanPlan) -> str:

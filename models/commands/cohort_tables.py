@@ -85,14 +85,16 @@ def by_group(
     return rows
 
 
-def calibration_rows(raw: Array, calibrated: Array, labels: Array) -> list[dict[str, Any]]:
+def calibration_rows(
+    raw: Array, calibrated: Array, labels: Array, people: Sequence[str]
+) -> list[dict[str, Any]]:
     """Slope and intercept of the network, after its temperature, and after a fit to this cohort.
 
-    The last one is cross-fitted (each half with the numbers of the other), or it would be perfect
-    by construction; it says what recalibration on site could reach.
+    The last one is cross-fitted (each half of the people with the numbers of the other), or it
+    would be perfect by construction; it says what recalibration on site could reach.
     """
     shown = {"network": raw, "temperature of the validation scans": calibrated}
-    halves = np.arange(len(labels)) % 2
+    halves = np.unique(people, return_inverse=True)[1] % 2
     fits = [slope_and_intercept(raw[halves != half], labels[halves != half]) for half in (0, 1)]
     slopes, how = [slope for slope, _ in fits], ""
     if np.isnan(slopes).any():  # the classes of a half do not overlap, and small cohorts' often

@@ -187,7 +187,8 @@ def validate_on(
     write_table(rows, out / "internal_and_external.tsv")
     write_table(by_group(records, raw, labels), out / "groups.tsv")
     if len(names) == 2:
-        write_table(calibration_rows(raw[:, 1], calibrated[:, 1], labels), out / "calibration.tsv")
+        rows_of = calibration_rows(raw[:, 1], calibrated[:, 1], labels, people)
+        write_table(rows_of, out / "calibration.tsv")
         ppv, npv = predictive_values(
             external["sensitivity"], external["specificity"], options.prevalence
         )

@@ -1,13 +1,17 @@
 """Scans that nobody has labelled: a file, a folder, or a table of them."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from datamodules.errors import TableError
 from datamodules.sources.people import Names
 from datamodules.sources.tree import is_nifti, stem, walk
-from datamodules.tables import MISSING, read_table
+from datamodules.tables import MISSING, read_table, sex_in
 from models.errors import UseError
+
+# the portal and BIDS write more around a person's name
+_PERSON = re.compile(r"(?:^|_)(sub-[0-9A-Za-z]+|\d{3}_S_\d{4,5})(?=_|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,13 @@ def _from_file(path: Path, root: Path) -> NewScan:
     """Files of one name in several folders are named after their folders too."""
     folders = path.relative_to(root).parts[:-1]
     name = "_".join((*folders, stem(path)))
-    return NewScan(path, name, Names().person(stem(path)))
+    return NewScan(path, name, _person(path))
+
+
+def _person(path: Path) -> str:
+    """The person whom a file is named after."""
+    found = _PERSON.search(stem(path))
+    return Names().person(found[1] if found else stem(path))
 
 
 def _from_table(table: Path) -> list[NewScan]:
@@ -70,9 +80,9 @@ def _from_table(table: Path) -> list[NewScan]:
             NewScan(
                 path,
                 known.get("imageid") or stem(path),
-                Names().person(known.get("subject") or stem(path)),
+                Names().person(known["subject"]) if known.get("subject") else _person(path),
                 _number(table, known, "age"),
-                known.get("sex", "")[:1].upper(),
+                sex_in(known.get("sex", "")),
                 _number(table, known, "fieldstrength"),
             )
         )

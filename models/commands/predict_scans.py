@@ -286,6 +286,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--assume", choices=("", "RAS"), default="")
     options = parser.parse_args(arguments)
     trained, scans = load(options.ckpt_path), find_scans(options.scans)
+    try:
+        HiResCAM3D(trained.network, options.layer)
+    except ValueError as error:
+        raise UseError(f"--layer: {error}") from error
     out = writable(options.out or _free(run_folder(options.ckpt_path) / "new_scans"))
     leniency = Leniency(nan=options.nan, assume=options.assume)
     answers = []

@@ -4,7 +4,6 @@ from difflib import get_close_matches
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 def named_layer(network: nn.Module, layer: str) -> nn.Module:
@@ -63,8 +62,33 @@ def class_indices(scores: Tensor, class_index: int | Tensor | None) -> Tensor:
 
 
 def to_size(heatmap: Tensor, size: torch.Size) -> Tensor:
-    """Bring maps (B, 1, d, h, w) to a size (D, H, W), trilinear, and scale them."""
-    return scaled(F.interpolate(heatmap, size=tuple(size), mode="trilinear", align_corners=False))
+    """Bring maps (B, 1, d, h, w) to a size (D, H, W), trilinear, and scale them.
+
+    A cell is put where the middle of its field of view lies. Behind kernels of odd size that are
+    padded by half of it, as in a ResNet, that is a multiple of the stride: with cells of 32 voxels,
+    maps whose cells are spread evenly over the volume would lie 15 voxels too far along each axis.
+    """
+    for axis, voxels in enumerate(size, start=2):
+        low, share = _places(voxels, heatmap.shape[axis])
+        high = (low + 1).clamp_max(heatmap.shape[axis] - 1)
+        near, far = (heatmap.index_select(axis, at.to(heatmap.device)) for at in (low, high))
+        # a flat part stays flat to the bit: maps are compared by their ranks
+        along = [-1 if dim == axis else 1 for dim in range(5)]
+        heatmap = torch.lerp(near, far, share.to(heatmap).reshape(along))
+    return scaled(heatmap)
+
+
+def _places(voxels: int, cells: int) -> tuple[Tensor, Tensor]:
+    """The cell before each voxel of an axis, and how far the voxel lies on the way to the next."""
+    stride = 1
+    while -(-voxels // stride) > cells:
+        stride *= 2
+    at = torch.arange(voxels, dtype=torch.float64)
+    # other sizes are of other networks: evenly spread
+    fits = -(-voxels // stride) == cells
+    at = at / stride if fits else (at + 0.5) * cells / voxels - 0.5
+    at = at.clamp(0, cells - 1)
+    return at.long(), at.frac()
 
 
 def scaled(heatmap: Tensor) -> Tensor:

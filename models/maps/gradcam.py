@@ -13,8 +13,8 @@ class GradCAM3D:
 
     ``alpha_c`` is the mean over the three spatial axes of ``d score / d A_c``, A the output of
     ``layer``; the map is ``relu(sum_c alpha_c A_c)``, brought to the size of the input (trilinear,
-    ``align_corners=False``) and divided by its maximum, sample by sample. A map that is zero
-    everywhere stays zero.
+    each cell where the middle of its field of view lies) and divided by its maximum, sample by
+    sample. A map that is zero everywhere stays zero.
 
     The network runs in evaluation mode and is left as it was found: modes, gradients and hooks.
     Works inside ``torch.no_grad()`` and ``torch.inference_mode()``, and for frozen networks.

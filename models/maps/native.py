@@ -36,7 +36,11 @@ def to_native(heatmap: Array, affine: Array, scan: Path) -> nib.Nifti1Image:
         The map with the shape and affine of the file, float32; 0 where the prepared volume ends.
     """
     original: Any = nib.load(scan)
-    grid = (original.shape[:3], original.affine)
+    header, where = original.header, original.affine
+    if not (int(header["sform_code"]) or int(header["qform_code"])):
+        # without orientation it was taken for RAS, and nibabel takes it for LAS
+        where = np.diag([-1.0, 1, 1, 1]) @ where
+    grid = (original.shape[:3], where)
     there = resample_from_to(volume(heatmap, affine), grid, order=1)  # type: ignore[no-untyped-call]
     return volume(np.clip(np.asarray(there.dataobj), 0, None), original.affine)
 

@@ -17,9 +17,7 @@ from models.report import html
 from models.report.checklist import checklist, claim, model_card
 from models.report.cohorts import external, new_scans
 from models.report.flow import flow_chart
-from models.report.timeline import draw_timeline, why_no_timeline
 from models.results import beside, load_metrics, load_settings
-from models.summary import by_epoch
 from models.tables import read_table
 
 
@@ -36,7 +34,7 @@ def cohort(run: Path) -> str:
 def curves(run: Path) -> str:
     """Loss and accuracy over the epochs."""
     path = run / "metrics.csv"
-    epochs = by_epoch(path) if path.is_file() else {}
+    epochs = _by_epoch(path) if path.is_file() else {}
     panels = {
         "loss": {name: _points(epochs, name) for name in ("train/loss_epoch", "val/loss")},
         "validation": {name: _points(epochs, name) for name in ("val/accuracy", "val/auroc")},
@@ -54,6 +52,17 @@ def curves(run: Path) -> str:
         if axes.lines:
             axes.legend(fontsize=8)
     return html.figure(figure)
+
+
+def _by_epoch(path: Path) -> dict[str, dict[str, str]]:
+    """The values of each epoch; the file has one row per call of the logger."""
+    epochs: dict[str, dict[str, str]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            values = {name: value for name, value in row.items() if value}
+            epochs.setdefault(values.get("epoch", ""), {}).update(values)
+    epochs.pop("", None)
+    return epochs
 
 
 def _points(epochs: dict[str, dict[str, str]], name: str) -> list[tuple[int, float]]:
@@ -218,18 +227,8 @@ def plan(run: Path) -> str:
     text = html.note(f"{head}; schedule {record.get('schedule', 'unknown')}.") + html.table(rows)
     if delays:
         text += html.note("delay: by how many steps the weights of a stage are too old.")
-    timeline = draw_timeline(record)
-    if timeline is not None:
-        text += html.figure(timeline)
-        return text + html.note("One step as the plan predicts it; transfers are left out.")
-    return text + html.note(why_no_timeline(record)) + html.pre(_plan_page(path))
-
-
-def _plan_page(path: Path) -> str:
-    """A command that draws what is known of a plan."""
     page = path.with_suffix(".html")
-    code = f"from lightning_hybrid import Plan; Plan.load({str(path)!r}).to_html({str(page)!r})"
-    return shlex.join(["python", "-c", code])
+    return text + (html.note(f"A picture of one step: {page.name}") if page.is_file() else "")
 
 
 def again(run: Path) -> str:

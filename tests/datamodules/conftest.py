@@ -1,15 +1,14 @@
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
-from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 import pytest
+from cohorts import made
 
 from datamodules import montage
-from datamodules.synth import CohortSpec, generate
+from datamodules.synth import CohortSpec
 
 TINY = CohortSpec(
     subjects=(("AD", 6), ("NC", 6), ("sMCI", 1)),
@@ -17,18 +16,19 @@ TINY = CohortSpec(
     difficulty="L1",
     visits=("bl", "m12"),
 )
+RAW_HEADS = CohortSpec((("AD", 2), ("NC", 2)), resolution_mm=4.0, difficulty="L2")
 
 
 @pytest.fixture(scope="session")
 def tiny_cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Not to be changed: take ``download`` for that. One worker of pytest makes it for all."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with (folder / "cohort.lock").open("w") as lock:
-        flock(lock, LOCK_EX)
-        generate(folder / "cohort" / "tiny", TINY)
-    return folder / "cohort" / "tiny"
+    """Not to be changed: take ``download`` for that."""
+    return made(tmp_path_factory, TINY)
+
+
+@pytest.fixture(scope="session")
+def raw_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not to be changed."""
+    return made(tmp_path_factory, RAW_HEADS)
 
 
 @pytest.fixture

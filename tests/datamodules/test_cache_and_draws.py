@@ -141,20 +141,6 @@ def test_images_are_the_same_on_one_device_and_on_several(tiny_cohort, tmp_path,
     assert seen[0] == seen[1]
 
 
-def test_memory_is_filled_once_for_all_loader_processes(download, tmp_path):
-    module = prepared(download, tmp_path / "cache", cache_in_memory=True, num_workers=2)
-    loader: Any = module.val_dataloader()
-    first = {n: i for b in loader for n, i in zip(b["image_id"], b["image"])}
-    for file in (tmp_path / "cache" / "images").iterdir():
-        file.unlink()
-    for file in download.rglob("*.nii*"):
-        file.unlink()
-    again = {n: i for b in loader for n, i in zip(b["image_id"], b["image"])}
-    loader._iterator._shutdown_workers()
-    assert first.keys() == again.keys()
-    assert all(torch.equal(first[name], again[name]) for name in first)
-
-
 def test_the_cache_says_what_it_holds(tiny_cohort, tmp_path):
     module = prepared(tiny_cohort, tmp_path / "cache")
     dataset = module.dataset("train")

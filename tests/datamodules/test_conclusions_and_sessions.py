@@ -17,7 +17,7 @@ from datamodules.survey import survey
 from datamodules.synth import CohortSpec, generate
 
 PEOPLE = CohortSpec(
-    (("AD", 4), ("NC", 4), ("sMCI", 4), ("pMCI", 4)), 8.0, visits=("bl", "m12"), layout="bids"
+    (("AD", 2), ("NC", 2), ("sMCI", 3), ("pMCI", 3)), 8.0, visits=("bl", "m12"), layout="bids"
 )
 
 

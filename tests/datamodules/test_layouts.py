@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
@@ -43,8 +45,12 @@ EVERYWHERE = (
 def cohorts(tmp_path_factory) -> Path:
     """One folder for each layout; not to be changed."""
     folder = tmp_path_factory.mktemp("layouts")
-    for layout in LAYOUTS:
-        generate(folder / layout, replace(SPEC, layout=layout))
+    module = import_module("datamodules.synth.generate")
+    rendered = cache(partial(module.render_plan, SPEC))  # the scans of each are the same
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "render_plan", lambda spec, plan: rendered(plan))
+        for layout in LAYOUTS:
+            generate(folder / layout, replace(SPEC, layout=layout))
     return folder
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from cohorts import made
 
 from datamodules.cli import main
 from datamodules.errors import DataError, TableError
 from datamodules.labels import TASKS
 from datamodules.sources.people import Names, refuse_two_names
 from datamodules.survey import survey
-from datamodules.synth import CohortSpec, generate
+from datamodules.synth import CohortSpec
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -97,10 +99,9 @@ def renamed(root: Path, table: Path, suffixes: tuple[str, str]) -> None:
 
 
 @pytest.fixture
-def plain_table(tmp_path) -> Path:
-    root = tmp_path / "plain"
+def plain_table(tmp_path, tmp_path_factory) -> Path:
     spec = CohortSpec((("AD", 6), ("NC", 6)), 8.0, visits=("bl", "m12"), layout="csv")
-    generate(root, spec)
+    root = shutil.copytree(made(tmp_path_factory, spec), tmp_path / "plain")
     (table,) = root.glob("*.[ct]sv")
     if table.suffix == ".csv":
         table.write_text(table.read_text().replace('"', "").replace(",", "\t"))

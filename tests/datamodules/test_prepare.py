@@ -92,6 +92,15 @@ def test_scans_come_from_every_layout_from_loose_files_and_from_one_file(tmp_pat
     assert len(find(loose / "one.nii.gz", None, Names()).records) == 1
 
 
+def test_a_folder_without_a_scan_to_prepare_says_so(tmp_path, capsys):
+    scan = tmp_path / "in" / "sub-01" / "anat" / "sub-01_ce-gad_T1w.nii.gz"
+    scan.parent.mkdir(parents=True)
+    scan.write_bytes(b"x")
+    (tmp_path / "in" / "participants.tsv").write_text("participant_id\tgroup\nsub-01\tNC\n")
+    assert main(["prepare", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert "NOTHING_USED: no scan is left to prepare" in capsys.readouterr().err
+
+
 def test_what_is_not_installed_is_named_with_what_to_do(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(DataError, match=r"NO_TOOL.*mri_synthstrip"):

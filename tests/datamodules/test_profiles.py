@@ -99,14 +99,6 @@ def test_raw_heads_of_the_hard_level_are_prepared(tmp_path):
     assert float(image.abs().max()) <= 3.0
 
 
-@pytest.fixture(scope="module")
-def raw_heads(tmp_path_factory):
-    """Folder, and what the truth says lies inside the skull of each scan."""
-    root = tmp_path_factory.mktemp("raw") / "cohort"
-    generate(root, CohortSpec((("AD", 2), ("NC", 2)), resolution_mm=4.0, difficulty="L2"))
-    return root
-
-
 def shifted(scan, planes: int) -> None:
     """The same head with air below it, as in a field of view that reaches down to the shoulders."""
     image = nib.load(scan)

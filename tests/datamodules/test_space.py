@@ -16,7 +16,7 @@ from datamodules.space import MNI_MIDDLE
 from datamodules.survey import survey
 from datamodules.synth import CohortSpec, generate
 
-CAPS = CohortSpec((("AD", 6), ("NC", 6)), 6.0, "L2", layout="caps")
+CAPS = CohortSpec((("AD", 4), ("NC", 4)), 6.0, "L2", layout="caps")
 CUT = ((2, 1), (1, 0), (0, 2))  # voxels at either end of each axis
 
 
@@ -72,7 +72,7 @@ def test_two_grids_in_one_cohort_are_named_with_their_classes(whole, half_croppe
 
     assert warned(whole) == []
     (text,) = warned(half_cropped)
-    assert "registered scans on 2 grids: 6 (" in text
+    assert "registered scans on 2 grids: 4 (" in text
     assert "NC" in text
 
 

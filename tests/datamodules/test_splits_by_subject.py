@@ -12,6 +12,7 @@ from datamodules.cli import main
 from datamodules.errors import DataError, Problem, ProblemsError, ScanReadError, SplitError
 from datamodules.labels import TASKS
 from datamodules.records import ScanRecord
+from datamodules.report import first_scans
 from datamodules.split_drawing import extend_split, make_split, rarest_classes
 from datamodules.splits import SPLITS, Split, assign, check_leak, load_split, save_split
 from datamodules.synth import CohortSpec, generate
@@ -133,8 +134,8 @@ def test_errors_survive_the_way_between_processes(error):
 
 
 def test_a_split_of_two_tasks_holds_out_the_same_people_in_both(tmp_path, capsys):
-    groups = (("AD", 6), ("NC", 8), ("sMCI", 6), ("pMCI", 6))
-    generate(tmp_path / "adni", CohortSpec(groups, 10.0, "L1", visits=("bl", "m36")))
+    groups = (("AD", 4), ("NC", 4), ("sMCI", 4), ("pMCI", 4))
+    generate(tmp_path / "adni", CohortSpec(groups, 8.0, "L1", visits=("bl", "m36")))
     command = ["split", str(tmp_path / "adni"), "--val", "0.25", "--test", "0.25"]
     both = tmp_path / "both.json"
     assert main([*command, "--task", "ad_nc", "--task", "pmci_smci", "--out", str(both)]) == 0
@@ -252,3 +253,11 @@ def test_split_command_makes_folds_and_extends(tiny_cohort, tmp_path, capsys):
     assert load_split(tmp_path / "new.json") == load_split(tmp_path / "old.json")
     assert load_split(tmp_path / "old.json").task == "ad_nc"
     assert load_split(tmp_path / "old.json").rule["horizon_months"] == 36
+
+
+def test_the_first_of_ten_sessions_is_not_the_tenth():
+    visits = [
+        ScanRecord(subject="p", image_id=f"p_{name}", path="", session=name, label=0)
+        for name in ("10", "9", "2")
+    ]
+    assert [record.session for record in first_scans(visits)] == ["2"]

@@ -49,6 +49,9 @@ def test_classes_that_do_not_overlap_have_no_slope():
     assert math.isnan(slope)
     assert abs(intercept) < 1
     assert all(map(math.isnan, slope_and_intercept(np.array([0.4, 0.6]), np.array([1, 1]))))
+    # of the two that meet in 0.5 the likeliest slope is infinite too
+    touching = np.array([0.1, 0.5, 0.5, 0.9]), np.array([0, 0, 1, 1])
+    assert math.isnan(slope_and_intercept(*touching)[0])
 
 
 def test_the_curve_of_honest_probabilities_lies_on_the_diagonal():
@@ -67,6 +70,18 @@ def test_predictive_values_are_bayes():
 def test_a_small_cohort_whose_classes_are_apart_is_recalibrated_by_its_intercept():
     labels = np.arange(24) // 2 % 2
     raw = np.where(labels == 1, 0.45, 0.02) + np.linspace(0, 0.05, 24)
-    rows = calibration_rows(raw, raw, labels)
+    rows = calibration_rows(raw, raw, labels, [f"{number:02}" for number in range(24)])
     assert rows[2]["probabilities"].endswith("intercept alone, cross-fitted")
     assert abs(rows[2]["intercept"]) < abs(rows[0]["intercept"])
+
+
+def test_recalibration_is_judged_on_people_that_it_was_not_fitted_on():
+    """Two scans of each person, one with the other: neither may tell the other's calibration."""
+    random = np.random.default_rng(0)
+    labels = np.repeat(random.integers(0, 2, 40), 2)
+    logits = np.repeat(random.normal(size=40) + labels[::2], 2)
+    raw, people = 1 / (1 + np.exp(-logits)), np.repeat([f"{n:02}" for n in range(40)], 2)
+    doubled = calibration_rows(raw, raw, labels, people)
+    single = calibration_rows(raw[::2], raw[::2], labels[::2], people[::2])
+    for name in ("slope", "intercept", "brier"):
+        assert doubled[2][name] == pytest.approx(single[2][name], abs=1e-4)

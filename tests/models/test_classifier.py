@@ -262,7 +262,9 @@ def test_predictions_carry_the_ids_and_no_images(tmp_path) -> None:
 
 
 def test_a_checkpoint_restores_architecture_and_weights(tmp_path) -> None:
-    model = ResAttNetClassifier(stem_kernel=7, attention_after=[4], class_weights=[1.0, 2.0])
+    model = ResAttNetClassifier(
+        stem_kernel=7, widths=NARROW, attention_after=[4], class_weights=[1.0, 2.0]
+    )
     run = trainer(tmp_path)
     run.strategy.connect(model)
     run.save_checkpoint(tmp_path / "a.ckpt")

@@ -73,6 +73,16 @@ def test_cases_are_taken_about_the_median_and_one_of_another_class() -> None:
     assert choose_cases([0, 0, 0], [0.1, 0.2, 0.9], 2) == [1]  # nobody of the explained class
 
 
+def test_regions_are_of_scans_on_one_grid_only() -> None:
+    assert study().regions
+    data = batches([1, 0, 1, 0])
+    data[1]["affine"] = data[1]["affine"] + 1
+    torch.manual_seed(0)
+    found = explain({"trained": Corner()}, lambda: data, ["gradcam"], "features", 2)
+    assert found.means
+    assert not found.regions
+
+
 def test_every_scan_of_the_explained_class_is_scored_not_only_the_drawn_ones(truth) -> None:
     found = study(truth, count=2)
     scored = [row for row in found.rows if row["energy"] != ""]

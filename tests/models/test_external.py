@@ -1,14 +1,13 @@
 """External validation: a cohort of another hospital is tested on, people trained on are refused."""
 
-# ruff: noqa: F811 (fixtures of another file)
-
 import csv
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from test_predict_scans import scans_of, trained  # noqa: F401 (a fixture)
+from cohorts import made
+from test_predict_scans import scans_of
 
 from datamodules.errors import DataError, SplitError
 from datamodules.synth import CohortSpec, generate
@@ -22,9 +21,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers:Us
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("elsewhere") / "cohort"
-    generate(root, CohortSpec((("AD", 8), ("NC", 8)), 8.0, seed=3, elsewhere=True), workers=1)
-    return root
+    spec = CohortSpec((("AD", 8), ("NC", 8)), 8.0, seed=3, elsewhere=True)
+    return made(tmp_path_factory, spec)
 
 
 def run(trained: Path, cohort: Path, out: Path, *more: str) -> dict[str, float]:
@@ -96,7 +94,7 @@ def test_scans_that_were_trained_on_are_refused_under_another_name(
 def test_a_cohort_of_another_kind_is_refused(trained, tmp_path):
     generate(
         tmp_path / "raw",
-        CohortSpec((("AD", 2), ("NC", 2)), 6.0, "L2", elsewhere=True),
+        CohortSpec((("AD", 2), ("NC", 2)), 8.0, "L2", elsewhere=True),
         workers=1,
     )
     with pytest.raises(DataError, match=r"OTHER_INPUT.*are raw.*trained on stripped"):

@@ -46,6 +46,9 @@ def test_precision_counts_the_hottest_as_many_as_the_mask_has(head, mask) -> Non
     heatmap = np.where(mask, 0.5, 0)
     heatmap[12:14, 4:8, 4:8] = 1  # half as many voxels as the mask, and hotter
     assert localise(heatmap, mask, head, VOXEL, CELL).precision == 0.5
+    heatmap = np.zeros(head.shape)
+    heatmap[4, 4, 4] = 1
+    assert localise(heatmap, head, head, VOXEL, CELL).precision == 1 / 16**3
 
 
 def test_nothing_is_scored_where_there_is_nothing(head, mask) -> None:

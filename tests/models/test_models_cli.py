@@ -2,11 +2,14 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from cohorts import made
 
 from datamodules.synth import CohortSpec, generate
 from models import ResAttNetClassifier
@@ -26,8 +29,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cohort(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("cohort")
-    spec = CohortSpec(subjects=(("AD", 6), ("NC", 6)), resolution_mm=8.0)
-    generate(str(folder / "adni"), spec, workers=1)
+    (folder / "adni").symlink_to(made(tmp_path_factory, CohortSpec((("AD", 6), ("NC", 6)), 8.0)))
     return folder
 
 
@@ -75,14 +77,18 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
     return said
 
 
-@pytest.fixture
-def written(config, tmp_path, monkeypatch, capsys) -> str:
+@pytest.fixture(scope="module")
+def written(cohort, tmp_path_factory) -> str:
     """The configuration as ``fit`` writes it, with every option that ``fit`` has."""
-    with pytest.raises(SystemExit, match="0"):
-        command(monkeypatch, "fit", "--config", config, "--print_config")
-    (tmp_path / "written.yaml").write_text(capsys.readouterr().out)
-    assert "weights_only" in (tmp_path / "written.yaml").read_text()
-    return str(tmp_path / "written.yaml")
+    folder, out = tmp_path_factory.mktemp("written"), StringIO()
+    config = smaller("demo", cohort, folder)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+        with pytest.raises(SystemExit, match="0"):
+            command(patch, "fit", "--config", config, "--print_config")
+    assert "weights_only" in out.getvalue()
+    (folder / "written.yaml").write_text(out.getvalue())
+    return str(folder / "written.yaml")
 
 
 def checkpoint(run: Path) -> str:

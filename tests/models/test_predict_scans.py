@@ -9,7 +9,6 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from test_models_cli import checkpoint, smaller
 
 from datamodules.checks import FileReport
 from datamodules.nifti import BadFile
@@ -17,25 +16,11 @@ from datamodules.synth import CohortSpec, generate
 from models.cli import main
 from models.commands.new_scans import find_scans
 from models.commands.predict_scans import _refuse_other_kind, load
+from models.commands.predict_scans import main as predict_main
 from models.errors import UseError
 from models.reference import Reference, temperature, threshold
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """Folder with a cohort ``adni``, another one ``new`` of the same kind, and ``best.ckpt``."""
-    folder = tmp_path_factory.mktemp("trained")
-    generate(folder / "adni", CohortSpec((("AD", 8), ("NC", 8)), 8.0), workers=1)
-    generate(folder / "new", CohortSpec((("AD", 4), ("NC", 4)), 8.0, seed=7), workers=1)
-    config = smaller("demo", folder, folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-        patch.setattr("sys.argv", ["models", "fit", "--config", config])
-        main()
-    shutil.copy(checkpoint(folder / "run" / "version_0"), folder / "best.ckpt")
-    return folder
 
 
 def scans_of(root: Path) -> list[Path]:
@@ -180,3 +165,28 @@ def test_distance_grows_with_the_departure_from_the_training_scans():
     distances = [own.distance(own.centre + step) for step in (0.0, 1.0, 4.0)]
     assert distances == sorted(distances)
     assert distances[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "person"),
+    [
+        ("ADNI_999_S_0001_MR_MT1__GradWarp__N3m_Br_20060424_S1_I9000001", "999_S_0001"),
+        ("sub-ADNI999S0001_ses-M000_space-MNI_T1w", "999_S_0001"),
+        ("sub-01_T1w", "01"),
+        ("OAS1_0001_MR1", "OAS1_0001"),
+        ("scan", "scan"),
+    ],
+)
+def test_a_person_is_known_by_the_name_that_studies_give_a_file(tmp_path, name, person):
+    (tmp_path / f"{name}.nii.gz").touch()
+    (tmp_path / "scans.csv").write_text(f"path\n{name}.nii.gz\n")
+    for given in (tmp_path, tmp_path / f"{name}.nii.gz", tmp_path / "scans.csv"):
+        assert [scan.subject for scan in find_scans(given)] == [person]
+
+
+def test_a_layer_that_is_not_there_is_refused_before_any_scan(trained, tmp_path):
+    scan = str(scans_of(trained / "new")[0])
+    arguments = ["--ckpt_path", str(trained / "best.ckpt"), "--scans", scan, "--layer", "layer5"]
+    with pytest.raises(UseError, match=r"--layer: .*no layer 'layer5'; close to it: .*layer4"):
+        predict_main([*arguments, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out" / "predictions.tsv").exists()

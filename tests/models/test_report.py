@@ -1,11 +1,10 @@
 import json
 import re
 
-import pytest
-
 from models.report import html
 from models.report.flow import flow_chart
 from models.report.sections import (
+    _by_epoch,
     _rates,
     again,
     cohort,
@@ -15,7 +14,6 @@ from models.report.sections import (
     metrics,
     plan,
 )
-from models.report.timeline import _fill_drain, draw_timeline
 from models.results import save_result
 from models.tables import write_table
 
@@ -36,6 +34,15 @@ def test_a_number_and_its_interval_share_a_cell() -> None:
 
 def test_parts_without_content_are_left_out() -> None:
     assert "Plan" not in html.page("run", [("Plan", ""), ("Test", "x")])
+
+
+def test_rows_of_one_epoch_are_one_epoch(tmp_path) -> None:
+    (tmp_path / "metrics.csv").write_text(
+        "epoch,val/loss,train/loss_epoch\n0,0.5,\n0,,0.75\n1,0.25,\n"
+    )
+    epochs = _by_epoch(tmp_path / "metrics.csv")
+    assert epochs["0"] == {"epoch": "0", "val/loss": "0.5", "train/loss_epoch": "0.75"}
+    assert epochs.keys() == {"0", "1"}
 
 
 def test_the_learning_rate_is_drawn_by_step(tmp_path) -> None:
@@ -113,14 +120,17 @@ def test_what_was_typed_is_what_to_type_again(tmp_path) -> None:
     assert "--truth &#x27;a cohort/truth/planted&#x27;" in again(tmp_path)
 
 
-def test_the_plan_has_its_table_and_timeline(tmp_path) -> None:
+def test_the_plan_has_its_table_and_names_its_page(tmp_path) -> None:
     row = {"layers": 7, "parameters": 1_000_000, "load": 0.5, "partitions": ["stem.conv"]}
     rows = [row | {"device": device} for device in (0, 1)]
     record = {"replicas": 1, "stages": 2, "microbatches": 3, "schedule": "gpipe", "rows": rows}
     (tmp_path / "plan.json").write_text(json.dumps(record))
     shown = plan(tmp_path)
-    for text in ("1,000,000", "50%", "stem.conv", "1 replica,", "3 micro-batches", "<img"):
+    for text in ("1,000,000", "50%", "stem.conv", "1 replica,", "3 micro-batches"):
         assert text in shown
+    assert "plan.html" not in shown
+    (tmp_path / "plan.html").touch()
+    assert "plan.html" in plan(tmp_path)
 
 
 def test_the_delays_of_the_stages_are_in_the_table_of_the_plan(tmp_path) -> None:
@@ -131,20 +141,6 @@ def test_the_delays_of_the_stages_are_in_the_table_of_the_plan(tmp_path) -> None
     (tmp_path / "plan.json").write_text(json.dumps(record | {"delays": [17, 0]}))
     assert ">delay" in plan(tmp_path)
     assert ">17<" in plan(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [({"schedule": "another"}, "schedule another"), ({"rows": []}, "fewer than two stages")],
-)
-def test_a_plan_that_is_not_drawn_says_why_and_how_to_get_a_picture(tmp_path, change, why) -> None:
-    rows = [{"layers": 7, "parameters": 1, "load": 0.5, "device": n} for n in (0, 1)]
-    record = {"stages": 2, "microbatches": 3, "schedule": "gpipe", "rows": rows} | change
-    (tmp_path / "plan.json").write_text(json.dumps(record))
-    shown = plan(tmp_path)
-    assert "<img" not in shown
-    for text in ("No timeline", why, "to_html", str(tmp_path / "plan.json")):
-        assert text in shown
 
 
 def test_every_test_has_its_settings_and_figures_of_its_own(tmp_path) -> None:
@@ -160,60 +156,3 @@ def test_every_test_has_its_settings_and_figures_of_its_own(tmp_path) -> None:
     assert "<img" not in first  # its table is gone; that of the second test does not stand in
     assert "voxels of 4.0 mm; labels shuffled" in second
     assert second.count("<img") == 3
-
-
-def starts(lengths) -> dict[tuple[int, int, str], float]:
-    return {
-        (w.stage, w.microbatch, w.kind): w.start
-        for w in _fill_drain(lengths, 2, range(len(lengths)))
-    }
-
-
-def test_the_timeline_fills_and_drains() -> None:
-    """Two equal stages, two micro-batches, a backward takes two slots.
-
-    stage 0:  F0 F1 .  .  .  B1 B1 B0 B0
-    stage 1:  .  F0 F1 B1 B1 B0 B0
-    """
-    forwards = {(0, 0): 0, (0, 1): 1, (1, 0): 1, (1, 1): 2}
-    backwards = {(1, 1): 3, (1, 0): 5, (0, 1): 5, (0, 0): 7}
-    expected = {(*key, "forward"): start for key, start in forwards.items()}
-    expected |= {(*key, "backward"): start for key, start in backwards.items()}
-    assert starts([(1, 2, 0)] * 2) == expected
-
-
-def test_a_split_backward_hands_on_before_its_weights() -> None:
-    """stage 0: F0 F1 . . B1 B1 B0 B0, stage 1: . F0 F1 B1 W1 B0 W0"""
-    found = starts([(1, 2, 0), (1, 1, 1)])
-    assert [found[1, n, kind] for n in (1, 0) for kind in ("backward", "weights")] == [3, 4, 5, 6]
-    assert [found[0, n, "backward"] for n in (1, 0)] == [4, 6]
-
-
-def test_times_of_a_plan_are_drawn_in_seconds() -> None:
-    row = {"load": 0.5, "forward_s": 1.0, "backward_s": 1.0, "weight_s": 1.0}
-    drawn = draw_timeline({"schedule": "zero_bubble", "microbatches": 2, "rows": [row] * 2})
-    assert drawn is not None
-    assert drawn.axes[0].get_xlabel() == "time, in seconds"
-    assert "weights" in drawn.axes[0].get_title()
-
-
-def test_a_loop_is_drawn_by_device() -> None:
-    """Two devices with two stages each, two micro-batches, a backward takes two slots.
-
-    device 1:  0.0 0.1 2.0 2.1 .   .   .   2.1 2.1 2.0 2.0 0.1 0.1 0.0 0.0
-    device 0:  .   1.0 1.1 3.0 3.1 3.1 3.1 3.0 3.0 1.1 1.1 1.0 1.0
-    """
-    row = {"load": 0.25, "forward_s": 1.0, "backward_s": 2.0}
-    rows = [row | {"device": device} for device in (1, 0, 1, 0)]
-    drawn = draw_timeline({"schedule": "looped", "microbatches": 2, "rows": rows})
-    assert drawn is not None
-    axes = drawn.axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["device 1", "device 0"]
-    assert max(bar.get_x() + bar.get_width() for bar in axes.patches) == 15.0
-    words = {text.get_text() for text in axes.texts}
-    assert words == {f"{stage}.{number}" for stage in range(4) for number in range(2)}
-
-
-@pytest.mark.parametrize("plan", [{}, {"schedule": "1f1b", "rows": [{"load": 0.5}] * 2}])
-def test_what_is_not_known_is_not_drawn(plan) -> None:
-    assert draw_timeline(plan) is None

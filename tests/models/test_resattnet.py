@@ -23,12 +23,14 @@ def parameters(module: nn.Module) -> int:
     ],
 )
 def test_parameter_counts_of_the_residual_part(depth, stem_kernel, expected) -> None:
-    network = ResAttNet3D(depth, stem_kernel=stem_kernel, attention_after=())
+    with torch.device("meta"):
+        network = ResAttNet3D(depth, stem_kernel=stem_kernel, attention_after=())
     assert parameters(network) == expected
 
 
 def test_attention_adds_its_own_parameters_after_layers_3_and_4() -> None:
-    network = ResAttNet3D()
+    with torch.device("meta"):
+        network = ResAttNet3D()
     assert parameters(network.attention3) == 33_121
     assert parameters(network.attention4) == 131_777
     assert parameters(network) == 33_140_802 + 33_121 + 131_777
@@ -53,7 +55,8 @@ def test_channels_of_the_input_and_the_width_of_the_attention_reach_their_layers
 
 def test_halved_widths_quarter_the_convolutions() -> None:
     network = ResAttNet3D(widths=(32, 64, 128, 256), attention_after=())
-    whole = ResAttNet3D(attention_after=())
+    with torch.device("meta"):
+        whole = ResAttNet3D(attention_after=())
     assert network.layer4[1].conv2.weight.numel() * 4 == whole.layer4[1].conv2.weight.numel()
     assert network(torch.randn(2, 1, 32, 32, 32)).shape == (2, 2)
 
@@ -160,7 +163,7 @@ def test_channels_last_changes_where_numbers_lie_and_not_what_they_are() -> None
 
 @pytest.mark.parametrize(("depth", "convolutions"), [(18, 17), (34, 33)])
 def test_depth_counts_the_convolutions_of_the_main_path(depth, convolutions) -> None:
-    network = ResAttNet3D(depth, attention_after=())
+    network = ResAttNet3D(depth, widths=(8, 8, 16, 16), attention_after=())
     side_path = [n for n, _ in network.named_modules() if "shortcut" in n]
     main = [
         m for n, m in network.named_modules() if isinstance(m, nn.Conv3d) and n not in side_path
@@ -169,7 +172,9 @@ def test_depth_counts_the_convolutions_of_the_main_path(depth, convolutions) -> 
 
 
 def test_at_the_start_it_equals_the_plain_residual_network() -> None:
-    network, plain = ResAttNet3D().eval(), ResAttNet3D(attention_after=()).eval()
+    network, plain = (
+        ResAttNet3D(widths=(8, 8, 16, 16), attention_after=after).eval() for after in ((3, 4), ())
+    )
     plain.load_state_dict({k: v for k, v in network.state_dict().items() if "attention" not in k})
     x = torch.randn(2, 1, 32, 32, 32)
     assert torch.equal(network(x), plain(x))
@@ -177,12 +182,12 @@ def test_at_the_start_it_equals_the_plain_residual_network() -> None:
 
 @pytest.mark.parametrize("size", [(31, 37, 29), (32, 32, 32), (33, 17, 40)])
 def test_any_input_size_is_accepted(size) -> None:
-    network = ResAttNet3D(attention_after=(2, 3, 4))
+    network = ResAttNet3D(widths=(8, 8, 16, 16), attention_after=(2, 3, 4))
     assert network(torch.randn(2, 1, *size)).shape == (2, 2)
 
 
 def test_traces_with_fx_down_to_convolutions() -> None:
-    network = ResAttNet3D().eval()
+    network = ResAttNet3D(widths=(8, 8, 16, 16)).eval()
     network.attention3.gamma.data.fill_(0.5)
     traced = fx.symbolic_trace(network)
     called = {node.target for node in traced.graph.nodes if node.op == "call_module"}

@@ -5,6 +5,9 @@ from torch import Tensor, nn
 
 from models import GradCAM3D, ResAttNet3D
 from models.maps import GradCAMPlusPlus3D, HiResCAM3D, is_empty
+from models.maps.common import to_size
+
+SMALL = (8, 8, 16, 16)
 
 
 class BrightSpot(nn.Sequential):
@@ -69,11 +72,32 @@ def test_a_layer_that_works_in_place_does_not_change_what_was_recorded() -> None
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_equals_the_map_of_monai_without_its_inversion(layer, chosen) -> None:
     torch.manual_seed(1)
-    network = ResAttNet3D(widths=(8, 8, 16, 16)).eval()
+    network = ResAttNet3D(widths=SMALL).eval()
     x = torch.randn(2, 1, 33, 37, 40)
-    theirs = GradCAM(network, layer, postprocessing=lambda cam: cam)(x, class_idx=chosen)
+    # it spreads the cells of a layer evenly, and so brings maps to another place
+    theirs = GradCAM(
+        network,
+        layer,
+        upsampler=lambda size: lambda cam: to_size(cam, size),
+        postprocessing=lambda cam: cam,
+    )(x, class_idx=chosen)
     theirs = theirs / theirs.amax(dim=(1, 2, 3, 4), keepdim=True).clamp_min(1e-12)
     torch.testing.assert_close(GradCAM3D(network, layer)(x, chosen), theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(64, 64, 64), (60, 71, 66)])
+@pytest.mark.parametrize(("layer", "place"), [("layer1", 28), ("layer2", 24)])
+def test_the_map_of_a_bright_point_lies_around_that_point(layer, place, size) -> None:
+    """All weights are alike, so that nothing but the place of the cells can move the map."""
+    network = ResAttNet3D(widths=(2, 2, 2, 2), attention_after=())
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            weight.fill_(0.1 if weight.ndim > 1 else 1.0 if name.endswith("weight") else 0.0)
+    x = torch.zeros(1, 1, *size)
+    x[0, 0, place, place, place] = 1
+    found = HiResCAM3D(network, layer)(x, 1)[0, 0]
+    middle = (found > 0.7).nonzero().double().mean(dim=0)
+    assert (middle - place).abs().max() <= 0.5
 
 
 def test_plus_plus_equals_the_derivatives_of_the_exponential_score() -> None:
@@ -141,7 +165,7 @@ def test_hirescam_is_the_share_of_each_voxel_in_the_score_of_a_linear_head() -> 
 
 
 def test_classes_are_chosen_per_sample(volume) -> None:
-    network = ResAttNet3D()
+    network = ResAttNet3D(widths=SMALL)
     explain = GradCAM3D(network, "layer2")
     x = torch.randn(2, 1, 33, 33, 33)
     both = explain(x, torch.tensor([0, 1]))
@@ -152,7 +176,7 @@ def test_classes_are_chosen_per_sample(volume) -> None:
 
 
 def test_a_mirrored_volume_gives_the_mirrored_map() -> None:
-    network = ResAttNet3D(attention_after=())
+    network = ResAttNet3D(widths=SMALL, attention_after=())
     for module in network.modules():
         if isinstance(module, nn.Conv3d):
             module.weight.data = (module.weight + module.weight.flip(2)) / 2
@@ -162,7 +186,7 @@ def test_a_mirrored_volume_gives_the_mirrored_map() -> None:
 
 
 def test_leaves_the_network_as_it_was() -> None:
-    network = ResAttNet3D().train()
+    network = ResAttNet3D(widths=SMALL).train()
     network.layer1.eval()
     x, before = torch.randn(2, 1, 32, 32, 32), snapshot(network)
     statistics = [b.clone() for b in network.buffers()]
@@ -172,7 +196,7 @@ def test_leaves_the_network_as_it_was() -> None:
 
 
 def test_leaves_no_hook_behind_when_the_network_fails() -> None:
-    network = ResAttNet3D()
+    network = ResAttNet3D(widths=SMALL)
     before = snapshot(network)
     with pytest.raises(RuntimeError):
         GradCAM3D(network)(torch.randn(1, 3, 32, 32, 32))
@@ -194,12 +218,12 @@ def test_works_on_a_frozen_network(volume) -> None:
 
 def test_an_unknown_layer_is_answered_with_those_close_to_it() -> None:
     with pytest.raises(ValueError, match=r"no layer 'layer5'; close to it: .*layer4"):
-        GradCAM3D(ResAttNet3D(), "layer5")
+        GradCAM3D(ResAttNet3D(widths=SMALL), "layer5")
 
 
 def test_layers_that_cannot_be_explained_are_refused(volume) -> None:
-    network = ResAttNet3D()
-    with pytest.raises(ValueError, match=r"'flatten' puts out shape \(1, 512\)"):
+    network = ResAttNet3D(widths=SMALL)
+    with pytest.raises(ValueError, match=r"'flatten' puts out shape \(1, 16\)"):
         GradCAM3D(network, "flatten")(torch.randn(1, 1, 32, 32, 32))
     with pytest.raises(ValueError, match=r"outside 0\.\.1"):
         GradCAM3D(BrightSpot(), "features")(volume, 2)

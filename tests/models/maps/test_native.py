@@ -48,3 +48,19 @@ def test_the_head_is_what_is_not_air_without_holes() -> None:
     heatmap = np.full((9, 9, 9), 2.0)
     assert masked(heatmap, image).sum() == 125
     assert not masked(heatmap, np.zeros((9, 9, 9))).any()
+
+
+def test_a_map_of_a_file_without_orientation_lies_on_the_voxels_it_was_made_from(tmp_path) -> None:
+    values = np.zeros((40, 48, 44), np.float32)
+    values[8:32, 8:40, 8:36] = 50
+    values[11:15, 22:26, 20:24] = 200
+    image = nib.Nifti1Image(values, None)
+    image.header.set_zooms((4.0, 4.0, 4.0))
+    nib.save(image, tmp_path / "scan.nii.gz")
+    assert int(nib.load(tmp_path / "scan.nii.gz").header["sform_code"]) == 0
+    prepared = {"image": str(tmp_path / "scan.nii.gz")}
+    for step in fixed_transforms((36, 44, 40), 4.0):
+        prepared = step(prepared)
+    bright = np.clip(prepared["image"][0].numpy(), 0, None)
+    found = to_native(bright, prepared["affine"].numpy(), tmp_path / "scan.nii.gz").get_fdata()
+    assert values[found > 0.9 * found.max()].min() == 200

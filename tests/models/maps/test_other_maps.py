@@ -1,7 +1,6 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from models import ResAttNet3D
 from models.maps import (
@@ -126,11 +125,9 @@ def test_an_attention_map_is_the_mean_of_the_rows_of_beta(small) -> None:
     with torch.no_grad():
         features = small.layer3(small.layer2(small.layer1(small.stem(x))))
         given = small.attention3.attention_map(features).mean(dim=1)
-        expected = F.interpolate(
-            given.reshape(2, 1, *features.shape[2:]), x.shape[2:], mode="trilinear"
-        )
-    expected = expected / expected.amax(dim=(1, 2, 3, 4), keepdim=True)
-    torch.testing.assert_close(AttentionMap3D(small, "attention3")(x), expected)
+    expected = given.reshape(2, 1, *features.shape[2:])
+    found = AttentionMap3D(small, "attention3")(x)[:, :, ::16, ::16, ::16]  # where the cells lie
+    torch.testing.assert_close(found, expected / expected.amax((1, 2, 3, 4), True))
 
 
 def test_attention_that_the_network_ignores_has_an_empty_map(small) -> None:
