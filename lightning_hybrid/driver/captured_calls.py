@@ -333,11 +333,11 @@ class CapturedCalls:
         with self._in_graph(found), found.hollow.lifted():
             call = found.calls.get(graph)
             known = found.network_of(graph) if call is None else None
-            if call is None and known is None:
-                call = self._adopt(found, graph, values)
-            self._announcements.captured(found)
             if known is not None:
                 call = self._adoption.add(found, known, graph, values)
+            elif call is None:
+                call = self._adopt(found, graph, values)
+                self._announcements.captured(found)
             if call is not None:
                 if running.check is not None and found.whole:
                     synchronised = isinstance(running.statistics, Synchronised)

@@ -44,28 +44,24 @@ class Loans:
 
     Args:
         workers: the channels to the workers.
+
+    Attributes:
+        all: the weights of each network and worker.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._all: list[Loan] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
+        self.all: list[Loan] = []
 
     @property
     def names(self) -> set[str]:
         """Names in the LightningModule of the lent weights."""
-        return {name for loan in self._all for name in loan.names}
-
-    def add(self, loan: Loan) -> None:
-        """Register weights of a network that was cut, which a worker lends this driver."""
-        self._all.append(loan)
+        return {name for loan in self.all for name in loan.names}
 
     @signals_deferred
     def bring(self) -> None:
         """Fetch the present values of all lent weights from their owners."""
-        for loan in self._all:
+        for loan in self.all:
             self._workers.send(loan.owner, LendWeights(loan.network))
             with self._workers.joined():
                 loan.weights.lend()
@@ -82,7 +78,7 @@ class Loans:
             which a weight has none here, or a sparse one.
         """
         rest = dict(gradients)
-        for loan in self._all:
+        for loan in self.all:
             found = [rest[name] for name in loan.names if name in rest]
             if len(found) < len(loan.names) or not all(map(_is_dense, found)):
                 continue

@@ -62,10 +62,6 @@ class StepCalls:
         """The number of the first differentiable call in the step so many batches ahead."""
         return draw_number(self._batch + batches, 0)
 
-    def note(self) -> None:
-        """Count a differentiable call of a network."""
-        self.count += 1
-
     def one_stream(self) -> AbstractContextManager[None]:
         """Inside, a call on a whole batch draws random numbers on this rank, seeded by its number.
 

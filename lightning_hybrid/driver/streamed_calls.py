@@ -165,6 +165,7 @@ class Stream:
             NetworkError: the inputs are not those that were sent (under an exact schedule numbers
                 may differ), or it is the second call in the step, or one without gradients.
         """
+        self._commands.remote.flush()  # (a change of weights gives launched calls up)
         batch = self._batches.ahead(0)
         if batch is not None:
             self._refuse_several(batch, key)

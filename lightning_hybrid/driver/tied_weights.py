@@ -12,14 +12,14 @@ in the same way; its gradients are summed with those of all copies
 (:mod:`lightning_hybrid.stage.gradient_averaging`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from lightning_hybrid.comm import signals_deferred
 from lightning_hybrid.comm.protocol import GiveBorrowedGradients, TakeWeights
 from lightning_hybrid.driver.commands import Commands
-from lightning_hybrid.driver.ownership import Ownership, Unsettled
+from lightning_hybrid.driver.ownership import Loan, Ownership, Unsettled
 from lightning_hybrid.remote import Kind
 
 
@@ -30,10 +30,14 @@ class Borrowing:
         commands: sends commands to the workers.
         ownership: which worker owns which tensor.
         unsettled: notes whether borrowers may have gradients.
+
+    Attributes:
+        active: whether a rank may use a weight that another one owns.
     """
 
     def __init__(self, commands: Commands, ownership: Ownership, unsettled: Unsettled) -> None:
         self._commands, self._ownership, self._unsettled = commands, ownership, unsettled
+        self.active = False
         self._here: list[str] = []
         self._workers: dict[int, list[str]] = {}
         self._current: object = None
@@ -42,17 +46,20 @@ class Borrowing:
         """Whether any rank borrows a tied weight."""
         return bool(self._here or self._workers)
 
-    def add(self, names: Sequence[Sequence[str]]) -> None:
+    def add(self, names: Sequence[Sequence[str]], loans: Iterable[Loan]) -> None:
         """Register the tied weights that the ranks borrow.
 
         Args:
             names: per rank of the replica, the driver first, their names in the LightningModule.
+            loans: those that the driver borrows, by the workers that lend them.
         """
+        self._ownership.loans.all += loans
         here, *workers = names
         self._here += here
         for worker, borrowed in enumerate(workers, start=1):
             if borrowed:
                 self._workers.setdefault(worker, []).extend(borrowed)
+        self.active = bool(self._ownership.loans.all or self._workers)
 
     def refresh(self, *, grad: bool) -> None:
         """Send borrowers the owners' values before a forward, unless they have them already.
@@ -61,8 +68,6 @@ class Borrowing:
             grad: whether the forward is differentiable, so that the driver may get gradients.
         """
         remote, loans = self._commands.remote, self._ownership.loans
-        if not (loans or self._workers):
-            return
         if grad:
             remote.note_use(self._here)
         remote.flush()

@@ -42,7 +42,7 @@ Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 
 
 class Divided:
-    """Runs a captured graph: in three parts if samples meet in it, else whole.
+    """A captured graph, divided in three parts if samples meet in it.
 
     Args:
         graph: as captured.
@@ -56,7 +56,6 @@ class Divided:
 
     def __init__(self, graph: NetworkGraph, *, divides: bool, draws: bool = True) -> None:
         self._graph = self.heavy = graph
-        self._taken: Sequence[fx.Node] | None = None
         if graph.is_static or not divides:
             return
         graph.meets = _lasting_change(graph)
@@ -80,15 +79,13 @@ class Divided:
         self._inputs, self.heavy = _heavy_part(graph, parts)
 
     def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
-        """What the graph returns.
+        """What the graph returns, if it is divided.
 
         Args:
             values: the arguments of the graph.
             run: computes the heavy part.
         """
         graph = self._graph
-        if self._taken is None:
-            return run(graph, values)
         # The three parts, each from the values of those before it. Prologue and tail run under
         # autograd like the code around the network.
         found = graph.given(values)

@@ -60,7 +60,8 @@ class RemoteTensors:
         places: the parameters and buffers in the module that are proxies.
         gradients: the gradients of the parameters.
         in_graph: whether a proxy has entered autograd's graph in this step.
-        changed_here: whether code on this rank has changed a parameter or buffer.
+        changed: whether code on this rank, or a forward of a network, has changed a parameter or
+            buffer.
     """
 
     def __init__(self, owners: RemoteStore, device: torch.device) -> None:
@@ -79,7 +80,7 @@ class RemoteTensors:
         self._writes = 0
         self._here: list[Remote] = []  # parameters with memory that may be freed
         self._brought: dict[str, Tensor] = {}
-        self.in_graph = self.changed_here = False
+        self.in_graph = self.changed = False
 
     def add(
         self,
@@ -248,18 +249,19 @@ class RemoteTensors:
         Raises:
             HybridError: a view of an outdated value was changed.
         """
-        if self._busy or self._at_hand or not (self._touched or self.gradients.pending):
+        in_graph, assigned = self.gradients.in_graph, self.gradients.assigned
+        if self._busy or self._at_hand or not (self._touched or in_graph or assigned):
             return
         # (sending reads proxies, which would flush again)
         self._busy = True
         try:
             with as_they_are():
-                if self.gradients.send_arisen():
+                if in_graph and self.gradients.send_arisen():
                     self.outdate(Kind.GRADIENT)
-                assigned = self.gradients.send_assigned()
-                for name in assigned:  # (changes of the gradients of before are not sent)
-                    self._touched.pop((Kind.GRADIENT, name), None)
                 if assigned:
+                    # (changes of the gradients of before are not sent)
+                    for name in self.gradients.send_assigned():
+                        self._touched.pop((Kind.GRADIENT, name), None)
                     self.outdate(Kind.GRADIENT)
                 self._send_changed()
         finally:
@@ -495,4 +497,4 @@ class RemoteTensors:
         for kind, values in changed.items():
             self._owners.take(kind, values)
             self._writes += 1
-            self.changed_here |= kind is not Kind.GRADIENT
+            self.changed |= kind is not Kind.GRADIENT

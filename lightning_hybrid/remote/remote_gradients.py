@@ -46,11 +46,6 @@ class RemoteGradients:
         self.assigned: dict[str, Tensor | None] = {}
 
     @property
-    def pending(self) -> bool:
-        """Whether there may be gradients here that the owners lack."""
-        return bool(self.assigned or self.in_graph)
-
-    @property
     def known(self) -> Collection[str]:
         """Names of parameters whose owners have a gradient, without asking the owners.
 
