@@ -444,7 +444,7 @@ class Discovery:
         Raises:
             HybridError: a hook was put on, or taken off, since then.
         """
-        now, away = _hooks_of(self._module), self._driver.remote.places.names()
+        now, away = _hooks_of(self._module), self._driver.remote.names()
         for name in sorted(away & now.keys() & self._hooks.keys()):
             if now[name] != self._hooks[name]:
                 raise hook_refused(name)

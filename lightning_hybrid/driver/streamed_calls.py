@@ -247,14 +247,7 @@ class Stream:
             # activations that arrive for it off its link
             next_rank = self._devices[entry.told]
             if entry.told < len(self._devices) - 1:
-                commands[next_rank] = Skip(
-                    forward.network,
-                    forward.call,
-                    forward.key,
-                    forward.exchange,
-                    forward.uses_rng,
-                    forward.new_key,
-                )
+                commands[next_rank] = Skip(**vars(forward))
             for rank, command in commands.items():
                 self._commands.workers.send(rank, command)
             if entry.told == len(self._devices) - 1:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import CallKey, Dealt, Devices, Mesh, copies_of
-from lightning_hybrid.comm.protocol import Forward, Placement
+from lightning_hybrid.comm.protocol import ForwardCommand, Placement
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
@@ -76,7 +76,7 @@ class StagedNetwork:
         """Whether a stage up to the last one of this rank draws random numbers."""
         return self._traffic[key][-1].uses_rng
 
-    def open(self, command: Forward) -> Call:
+    def open(self, command: ForwardCommand) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
         saved: list[dict[int, tuple[Values, list[Any]] | Recipe]] = [{} for _ in self.engine.owned]
         key, traffic = self.keys[command.key], self._traffic[command.key]
