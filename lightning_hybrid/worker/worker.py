@@ -28,13 +28,13 @@ from lightning_hybrid.graph import Stage
 from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
+    Engine,
     LendingLine,
     LentWeights,
     StagedNetwork,
     StageOptions,
     Stopwatch,
     Trace,
-    engine_of,
     lent_weights,
     names_of,
 )
@@ -231,7 +231,7 @@ class Worker:
         self._weights.expect(takeover)
         for stage in mine:
             stage.move(self._device)
-        engine = engine_of(
+        engine = Engine(
             *(network, stages, order.placement, self._options),
             mesh=self._mesh,
             links=links,
