@@ -206,9 +206,10 @@ class RemoteTensors:
                 gradient = value_of(gradient).to(parameter.device)
             parameter.grad = gradient
         self._brought = {}
-        beside = self._touched, self._here_too, self._places, self.gradients
-        for table in (*beside, *self._tensors.values()):
+        for table in (self._touched, self._here_too, self._places, self.gradients):
             table.clear()
+        for tensors in self._tensors.values():
+            tensors.clear()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
