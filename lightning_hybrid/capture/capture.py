@@ -129,7 +129,7 @@ def _refuse_classes(tensors: Iterable[Tensor]) -> None:
                 "it takes a nested tensor, whose sizes follow from values",
                 advice="Pad it (torch.nested.to_padded_tensor), and give the network a mask.",
             )
-        if (reason := refused_class(tensor)) is not None:
+        if type(tensor) is not Tensor and (reason := refused_class(tensor)) is not None:
             raise NotCaptured(reason)
 
 
@@ -223,7 +223,7 @@ class Capture:
             NotCaptured: TorchDynamo cannot follow; nothing has happened.
         """
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
-        if not any(is_followed(type(tensor)) for tensor in given):
+        if not any(type(tensor) is not Tensor and is_followed(type(tensor)) for tensor in given):
             return self._called(args, kwargs, given)
         with Plain(args, kwargs) as plain:
             given = [tensor for _, tensor in tensors_in((plain.args, plain.kwargs))]
@@ -295,7 +295,8 @@ class Capture:
                 _refuse_optimizers(module)
                 divided = graphs[names] = self._divided(module, names, values)
                 self._find_batch(divided.heavy, values)
-            return divided(values, self._run)
+            heavy = divided.heavy
+            return divided(values, self._run) if heavy.divided else self._run(heavy, values)
 
         return run
 

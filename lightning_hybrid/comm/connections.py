@@ -4,6 +4,7 @@ A :class:`Wire` joins this rank to one peer. :class:`GroupWire` is the real one,
 group of ``torch.distributed``; tests have one between two threads, with the same guarantees.
 """
 
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -96,11 +97,11 @@ class GroupWire:
 
     def send(self, tensor: Tensor) -> Transfer:
         work = start(self._group.send, [tensor], self._other, self._tag, peer=self.peer)
-        return _GroupSend(work, self)
+        return _GroupTransfer(work, self, sends=True)
 
     def receive(self, tensor: Tensor) -> Transfer:
         work = start(self._group.recv, [tensor], self._other, self._tag, peer=self.peer)
-        return _GroupTransfer(work, self.peer)
+        return _GroupTransfer(work, self)
 
     def probe(self) -> None:
         """Test whether the peer is still connected, by beginning a receive that never ends.
@@ -115,19 +116,11 @@ class GroupWire:
 
 
 class _GroupTransfer:
-    def __init__(self, work: dist.Work, peer: str) -> None:
-        self._work, self._peer = work, peer
+    def __init__(self, work: dist.Work, wire: GroupWire, *, sends: bool = False) -> None:
+        self._work, self._wire, self._sends = work, wire, sends
 
     def wait(self) -> None:
-        wait(self._work, self._peer)
-
-
-class _GroupSend:
-    def __init__(self, work: dist.Work, wire: GroupWire) -> None:
-        self._work, self._wire = work, wire
-
-    def wait(self) -> None:
-        with SENDS.watched(self._wire.probe):
+        with SENDS.watched(self._wire.probe) if self._sends else nullcontext():
             wait(self._work, self._wire.peer)
 
 

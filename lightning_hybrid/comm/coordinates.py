@@ -12,6 +12,7 @@ Here each rank has one stage; under a free placement a rank has several.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lightning_hybrid.errors import PlanError
 
@@ -55,7 +56,7 @@ class Coordinates:
         """Number of the replica."""
         return self.index // self.ranks_per_replica
 
-    @property
+    @cached_property
     def pp_rank(self) -> int:
         """Index inside the replica: 0 is the driver, k > 0 a worker (in a chain of stage k - 1)."""
         return self.index % self.ranks_per_replica
@@ -65,7 +66,7 @@ class Coordinates:
         index = self.index - self.pp_rank + pp_rank
         return replace(self, rank=self.order[index] if self.order else index)
 
-    @property
+    @cached_property
     def is_driver(self) -> bool:
         """Whether the rank runs the user's code."""
         return self.pp_rank == 0

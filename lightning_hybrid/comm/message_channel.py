@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.connections import Transfer, Wire
-from lightning_hybrid.comm.protocol import MESSAGES, Leaving, Message, StillAlive, Tensors
+from lightning_hybrid.comm.protocol import MESSAGES, Leaving, Message, StillAlive
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError
@@ -108,29 +108,16 @@ def _are_defaults(values: Sequence[Any], defaults: Sequence[Any]) -> bool:
     return True
 
 
-@dataclass(slots=True)
-class Parts:
-    """A received message whose tensors have not been received yet.
+Specs = dict[str, TensorSpec | Tensor]
+"""The spec of each tensor of a message by name; of a sparse one, the tensor itself."""
 
-    Attributes:
-        kind: class of the message.
-        values: the fields, by name.
-        specs: spec of each tensor by name; of a sparse one, the tensor itself.
+
+def decode(frame: Sequence[int], data: bytes) -> tuple[type[Message], dict[str, Any], Specs]:
+    """Decode a frame and the pickled bytes that :func:`encode` has made.
+
+    Returns:
+        The class of the message, its fields by name but for tensors, and the specs of these.
     """
-
-    kind: type[Message]
-    values: dict[str, Any]
-    specs: dict[str, TensorSpec | Tensor]
-
-    def message(self, tensors: Tensors) -> Message:
-        """Make the message with ``tensors``, an iterator that receives the tensors."""
-        if _LAYOUTS[self.kind].tensors:
-            return self.kind(**self.values, **{_TENSORS: tensors})
-        return self.kind(**self.values)
-
-
-def decode(frame: Sequence[int], data: bytes) -> Parts:
-    """Decode a frame and the pickled bytes that :func:`encode` has made."""
     kind = MESSAGES[frame[0]]
     layout = _LAYOUTS[kind]
     values: dict[str, Any] = {
@@ -138,10 +125,10 @@ def decode(frame: Sequence[int], data: bytes) -> Parts:
         for name, kind_of, value in zip(layout.integers, layout.kinds, frame[1:])
     }
     if not data:
-        return Parts(kind, values, {})  # the other fields have their defaults
+        return kind, values, {}  # the other fields have their defaults
     rest, specs = pickle.loads(data)
     values |= zip(layout.pickled, rest)
-    return Parts(kind, values, specs)
+    return kind, values, specs
 
 
 def ready(tensor: Tensor) -> Tensor:
@@ -226,11 +213,13 @@ class Channel:
             raise self._left.exception()
         for _ in self._rest:  # receive tensors that the caller has left, as after an error
             pass
-        parts = self._receive_parts()
-        while parts.kind is StillAlive:
-            parts = self._receive_parts()
-        self._rest = self._receive_tensors(parts.specs)
-        message = parts.message(self._rest)
+        received, values, specs = self._receive_parts()
+        while received is StillAlive:
+            received, values, specs = self._receive_parts()
+        self._rest = self._receive_tensors(specs)
+        if _LAYOUTS[received].tensors:
+            values[_TENSORS] = self._rest
+        message = received(**values)
         if isinstance(message, Leaving):
             self._left = message.failure
             raise self._left.exception()
@@ -263,16 +252,14 @@ class Channel:
         self._kept_bytes -= tensor.nbytes
         transfer.wait()
 
-    def _receive_parts(self) -> Parts:
+    def _receive_parts(self) -> tuple[type[Message], dict[str, Any], Specs]:
         frame = self._receive(torch.empty(FRAME, dtype=torch.int64)).tolist()
         data = b""
         if frame[-1]:
             data = self._receive(torch.empty(frame[-1], dtype=torch.uint8)).numpy().tobytes()
         return decode(frame, data)
 
-    def _receive_tensors(
-        self, specs: dict[str, TensorSpec | Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _receive_tensors(self, specs: Specs) -> Iterator[tuple[str, Tensor]]:
         for name, spec in specs.items():
             if isinstance(spec, Tensor):
                 yield name, spec

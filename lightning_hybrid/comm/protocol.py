@@ -213,8 +213,8 @@ class Cut(NetworkCommand):
 
 
 @dataclass(frozen=True)
-class Forward(CallCommand):
-    """Run the forward pass of a call.
+class ForwardCommand(CallCommand):
+    """A command about the forward pass of a call.
 
     Attributes:
         draw: number from which the seeds of random layers are derived; see
@@ -230,13 +230,27 @@ class Forward(CallCommand):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.BUFFER})
     draw: int
     key: int
     exchange: bool
     uses_rng: bool
     ahead: bool
     new_key: CallKey | None = None
+
+
+@dataclass(frozen=True)
+class Forward(ForwardCommand):
+    """Run the forward pass of a call."""
+
+    outdates = frozenset({Kind.BUFFER})
+
+
+@dataclass(frozen=True)
+class Skip(ForwardCommand):
+    """Discard an early forward that this stage and those after it have not begun.
+
+    The activations that the stage before this one has sent are received and dropped.
+    """
 
 
 @dataclass(frozen=True)
@@ -290,27 +304,6 @@ class Drop(CallCommand):
     """Discard an early forward (streamed schedules) and its effects: its call will not come."""
 
     in_frame = True
-
-
-@dataclass(frozen=True)
-class Skip(CallCommand):
-    """Discard an early forward that this stage and those after it have not begun.
-
-    The activations that the stage before this one has sent are received and dropped.
-
-    Attributes:
-        key: number of the call's key.
-        exchange: see :class:`Forward`.
-        uses_rng: see :class:`Forward`.
-        new_key: see :class:`Forward`.
-    """
-
-    in_frame = True
-    joint = True
-    key: int
-    exchange: bool
-    uses_rng: bool
-    new_key: CallKey | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,25 +40,6 @@ from lightning_hybrid.stage import (
     tensors_of,
     with_room_for,
 )
-
-
-@dataclass(frozen=True)
-class _FirstCall:
-    """The first call of a graph that is to be cut.
-
-    Attributes:
-        found: the module that was captured, as this graph or as a chain with this graph in it.
-        graph: the captured graph.
-        partitions: the network partitions of the graph.
-        leaves: the inputs of the graph in this call, on the network's device.
-        is_part: whether the user's cut points may be meant for a larger module that contains it.
-    """
-
-    found: FoundNetwork
-    graph: NetworkGraph
-    partitions: Sequence[NetworkPartition]
-    leaves: Sequence[Tensor]
-    is_part: bool
 
 
 class Adoption:
@@ -111,8 +92,10 @@ class Adoption:
         with _as_if_alone():
             leaves = _where_the_network_is(found.module, graph.bind(values))
             with _named(found):
-                first = _FirstCall(found, graph, partitions, leaves, is_part)
-                plan, codes = self._plan_and_cut(first)
+                first = CalledNetwork(
+                    name=found.name, graph=graph, partitions=partitions, leaves=leaves
+                )
+                plan, codes = self._plan_and_cut(found, first, is_part=is_part)
             parts = self._parts(found, graph, leaves, plan.microbatches)
             self.announcements.doing(found, "handing out the stages of")
             devices = (*plan.devices, 0) if _collects(plan) else plan.devices
@@ -132,13 +115,15 @@ class Adoption:
             found.capture.own(network.owned_names)
         return found.calls[graph]
 
-    def _plan_and_cut(self, first: _FirstCall) -> tuple[Plan, list[StageCode]]:
+    def _plan_and_cut(
+        self, found: FoundNetwork, first: CalledNetwork, *, is_part: bool
+    ) -> tuple[Plan, list[StageCode]]:
         """Plan a network and cut its graph; checks that the stages compute what the graph does."""
-        found, graph, partitions = first.found, first.graph, first.partitions
+        graph, partitions = first.graph, first.partitions
         # (plans are kept by name, and each further graph of a chain is a network of its own)
         key = f"{found.name}#{len(found.driven) + 1}" if found.driven else found.name
         self.announcements.doing(found, "planning")
-        plan = self._plan(key, first)
+        plan = self._plan(key, found, first, is_part=is_part)
         boundaries = [find_boundary(partitions, name) for name in plan.cuts]
         collects = _collects(plan)
         codes = cut(graph, partitions, boundaries, self.driver.device, collects=collects)
@@ -231,12 +216,15 @@ class Adoption:
 
     # ------------------------------------------------------------------ plans
 
-    def _plan(self, name: str, first: _FirstCall) -> Plan:
+    def _plan(self, name: str, found: FoundNetwork, first: CalledNetwork, *, is_part: bool) -> Plan:
         """The plan of a network: an earlier run's, or the one that replica 0 makes for all.
 
         Args:
             name: name of the plan.
-            first: the first call of the network.
+            found: the module that was captured.
+            first: the first call of its graph, on the network's device.
+            is_part: whether the user's cut points may be meant for a larger module that contains
+                it.
 
         Raises:
             HybridError: replica 0 has found no plan.
@@ -245,7 +233,7 @@ class Adoption:
             made: Plan | HybridError | None = None
             if self._mesh.coordinates.dp_rank == 0:
                 try:
-                    made = self._choose_plan(first)
+                    made = self._choose_plan(found, first, is_part=is_part)
                 except HybridError as error:
                     if self._mesh.coordinates.replicas == 1:
                         raise
@@ -255,7 +243,7 @@ class Adoption:
             if isinstance(plan, HybridError):
                 raise plan
             self._plans[name] = plan
-            self.announcements.planned(first.found, plan)
+            self.announcements.planned(found, plan)
         self._placed[name] = self._plans[name]
         return self._plans[name]
 
@@ -268,14 +256,13 @@ class Adoption:
             return False
         return True
 
-    def _choose_plan(self, first: _FirstCall) -> Plan:
+    def _choose_plan(self, found: FoundNetwork, first: CalledNetwork, *, is_part: bool) -> Plan:
         """Make a plan for a network on this replica.
 
         Raises:
             HybridError: the network cannot be cut as asked.
         """
-        found, graph, partitions = first.found, first.graph, first.partitions
-        leaves = first.leaves
+        graph, partitions, leaves = first.graph, first.partitions, first.leaves
         devices = self._mesh.coordinates.ranks_per_replica
         stages = self.options.stages or devices
         if len(partitions) < stages:
@@ -284,7 +271,7 @@ class Adoption:
                 f"pipeline_parallel_size={stages}. Use at most "
                 f"{count(len(partitions), 'stage')}, or name another network: "
                 f"the strategy's network='...'.{_why_not_more(graph, partitions, leaves)}"
-                f"{'' if first.is_part else _part_of_another(found.name)}"
+                f"{'' if is_part else _part_of_another(found.name)}"
             )
         wanted = self.options.microbatches or _microbatches(graph, leaves, devices)
         # the planner measures partitions on one micro-batch
@@ -296,15 +283,13 @@ class Adoption:
                 wanted = 1
             slices = graph.split(leaves, wanted)
         make, beside = self.options.planner, [*self._placed.values()]
-        called = CalledNetwork(
-            name=found.name, graph=graph, partitions=partitions, leaves=slices[0]
-        )
+        called = replace(first, leaves=slices[0])
         by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
         try:
             plan = make(called, wanted, beside=beside, chosen=False)
         except NetworkError as error:
             # (the user's cut points may be meant for a module that contains this one)
-            if not first.is_part:
+            if not is_part:
                 raise
             self.announcements.say(found, f"is cut where it divides best: {error}.")
             plan = make(called, wanted, beside=beside, chosen=True)

@@ -213,7 +213,7 @@ class CapturedCalls:
         if torch.is_grad_enabled():
             return nullcontext()
         remote, prefix = self._driver.remote, f"{found.name}." if found.name else ""
-        names = remote.places.names(Kind.PARAMETER)
+        names = remote.names(Kind.PARAMETER)
         return remote.at_hand([name for name in names if name.startswith(prefix)])
 
     def captured(
@@ -312,7 +312,7 @@ class CapturedCalls:
         weights that the Python reads are noted.
         """
         if found.driven:
-            return self._driver.remote.places.emptied()
+            return self._driver.remote.emptied()
         prefix = f"{found.name}." if found.name else ""
         named = (*found.module.named_parameters(), *found.module.named_buffers())
         tensors = {prefix + name: tensor for name, tensor in named}
@@ -333,11 +333,11 @@ class CapturedCalls:
         with self._in_graph(found), found.hollow.lifted():
             call = found.calls.get(graph)
             known = found.network_of(graph) if call is None else None
-            if call is None and known is None:
-                call = self._adopt(found, graph, values)
-            self._announcements.captured(found)
             if known is not None:
                 call = self._adoption.add(found, known, graph, values)
+            elif call is None:
+                call = self._adopt(found, graph, values)
+                self._announcements.captured(found)
             if call is not None:
                 if running.check is not None and found.whole:
                     synchronised = isinstance(running.statistics, Synchronised)
@@ -359,5 +359,5 @@ class CapturedCalls:
             yield
         finally:
             found.between.enter_context(self._between(found))
-        if used := sorted(found.read_between & self._driver.remote.places.names()):
+        if used := sorted(found.read_between & self._driver.remote.names()):
             raise NoMemory(f"it needs the numbers of {used[0]!r}")

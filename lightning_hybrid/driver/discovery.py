@@ -340,15 +340,14 @@ class Discovery:
         # hooks by which PyTorchProfiler names modules: stages run operations, not modules
         drop_hooks(module, of=("lightning.pytorch.profilers", "pytorch_lightning.profilers"))
         hollow = Hollow(module, self._driver.device)
-
-        def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
-            return self._calls.run(found, graph, values)
-
+        found = FoundNetwork(name, module, forward, hollow, whole, this.several)
+        run = partial(self._calls.run, found)
         divides = self._options.microbatches != 1
         draws = not self._driver.calls.follows
-        capture = Capture(module, forward, run, shared, whole=whole, divides=divides, draws=draws)
-        self._captures.append(capture)
-        found = FoundNetwork(name, module, forward, hollow, whole, this.several, capture)
+        found.capture = Capture(
+            module, forward, run, shared, whole=whole, divides=divides, draws=draws
+        )
+        self._captures.append(found.capture)
         return found
 
     def _open(self, this: Watched, found: FoundNetwork, parts: Sequence[Watched]) -> None:
@@ -445,7 +444,7 @@ class Discovery:
         Raises:
             HybridError: a hook was put on, or taken off, since then.
         """
-        now, away = _hooks_of(self._module), self._driver.remote.places.names()
+        now, away = _hooks_of(self._module), self._driver.remote.names()
         for name in sorted(away & now.keys() & self._hooks.keys()):
             if now[name] != self._hooks[name]:
                 raise hook_refused(name)

@@ -24,10 +24,10 @@ from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free, Plac
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches, Stream
-from lightning_hybrid.driver.weights import Weights
+from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.graph import NetworkGraph, fits
-from lightning_hybrid.remote import read_now
+from lightning_hybrid.remote import Kind, read_now
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import (
     Call,
@@ -87,7 +87,7 @@ class PartsOfDriver:
 
     Attributes:
         commands: sends commands to the workers.
-        weights: moves parameters and buffers between the driver and the workers.
+        borrowing: brings every rank the values of tied weights.
         gradients: averages gradients over the replicas.
         calls: numbers the calls of networks in the current step.
         batches: the training batches.
@@ -95,7 +95,7 @@ class PartsOfDriver:
     """
 
     commands: Commands
-    weights: Weights
+    borrowing: Borrowing
     gradients: ReplicaGradients
     calls: StepCalls
     batches: Batches
@@ -135,7 +135,8 @@ class DrivenNetwork(StagedNetwork):
     ) -> None:
         super().__init__(number, name, module, engine, borrowed)
         self.placement, self._continues = placement, continues
-        self._commands, self._weights = parts.commands, parts.weights
+        self._has_copy = placement.collects
+        self._commands, self._borrowing = parts.commands, parts.borrowing
         self._gradients, self._step_calls = parts.gradients, parts.calls
         self._specializations = 0
         self._numbers: dict[CallKey, int] = {}
@@ -202,7 +203,7 @@ class DrivenNetwork(StagedNetwork):
         while self._dropped:
             self._free(self._dropped.popleft())
         graph = specialization.graph
-        self._weights.before_forward(graph, grad=grad)
+        self._refresh(graph, grad=grad)
         # (inputs that are proxies are read now: in the middle of a pass no worker could answer)
         leaves = [read_now(leaf) for leaf in leaves]
         slices, numbers = specialization.split(leaves)
@@ -211,7 +212,6 @@ class DrivenNetwork(StagedNetwork):
             # the generators' states go from stage to stage with the tensors, of one micro-batch
             slices = [[*slices[0], *random_state(self.engine.device)]]
         key = self._key(specialization.number, slices, numbers, grad, continues)
-        self._commands.remote.flush()  # (first: a change of weights gives launched calls up)
         launched = None if self.stream is None else self.stream.due(key, leaves)
         if launched is None:
             call, command = self.open_call(key)
@@ -238,7 +238,7 @@ class DrivenNetwork(StagedNetwork):
         # (only after a call that went well: its stages know the shapes by now)
         self._numbers[key] = command.key
         if grad:
-            self._step_calls.note()
+            self._step_calls.count += 1
             if launched is None:
                 self._launch(specialization, leaves)
         return call, outputs
@@ -330,6 +330,16 @@ class DrivenNetwork(StagedNetwork):
         )
         return self.open(command), command
 
+    def _refresh(self, graph: NetworkGraph, *, grad: bool) -> None:
+        """Bring every rank the values that its stages compute with in the forward that follows."""
+        remote = self._commands.remote
+        remote.adopt_replaced()
+        if self._borrowing.active:
+            self._borrowing.refresh(grad=grad)
+        remote.changed |= bool(graph.written)
+        if graph.writes_parameters:
+            remote.outdate(Kind.PARAMETER)
+
     def _told(self, trainable: tuple[bool, ...]) -> None:
         """Note which parameters workers give gradients, if this rank has a copy of their stage.
 
@@ -338,7 +348,7 @@ class DrivenNetwork(StagedNetwork):
         Args:
             trainable: ``requires_grad`` of every parameter, as the workers were told.
         """
-        if self.placement.collects:
+        if self._has_copy:
             flags = zip(self._parameters, trainable)
             self.engine.replica_group.trainable = {p for p, trains in flags if trains}
 

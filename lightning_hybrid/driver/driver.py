@@ -121,8 +121,7 @@ class Driver:
         self.calls: StepCalls = before.calls if before else new_calls(device)
         self.distribution = Distribution(module, mesh, options, self.commands, self._trace)
         self.weights = Weights(
-            *(module, known, here, self.commands, self._ownership, self._borrowing),
-            *(self._replicated, files),
+            *(module, known, here, self.commands, self._ownership, self._replicated, files)
         )
         self.gradients = ReplicaGradients(
             self.commands, self._borrowing, self._replicated, self.calls, unsettled
@@ -141,7 +140,7 @@ class Driver:
         self._synchronized: bool = before is None or before._synchronized
         self._after = AfterRun(module, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
-            *(self.commands, self.weights, self.gradients, self.calls),
+            *(self.commands, self._borrowing, self.gradients, self.calls),
             *(batches or Batches(), options.say),
         )
 
@@ -278,10 +277,10 @@ class Driver:
         used_here = driven.full_names(name for stage in stages for name in stage.buffer_names)
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here, views)
-        self._borrowing.add([driven.full_names(sorted(names)) for names in made.borrowed])
         for owner, lent in zip(self._workers.ranks, made.lent[1:]):
             names = driven.full_names(sorted(lent))
             self._ownership.lend(owner, {name: tensors[name] for name in names})
+        self._borrowing.add([driven.full_names(sorted(names)) for names in made.borrowed])
         if self._options.trains:
             self._workers.flush()  # messages that are being sent use the memory of the weights
             self.remote.vacate(self._ownership.lent)

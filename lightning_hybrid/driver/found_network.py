@@ -50,7 +50,7 @@ class FoundNetwork:
     hollow: Hollow
     whole: bool
     reason: str
-    capture: Capture
+    capture: Capture = field(init=False)
     between: ExitStack = field(default_factory=ExitStack)
     read_between: set[str] = field(default_factory=set)
     driven: list[tuple[DrivenNetwork, Plan]] = field(default_factory=list)

@@ -67,7 +67,9 @@ class NetworkCall:
                 views = self._views(graph.given(values))
             for node, view in views.items():
                 outputs[graph.tensor_outputs.index(node)] = view
-        numbers = graph.values_of_numbers(graph.sizes(leaves)) if graph.numbers else ()
+        numbers: Sequence[Any] = ()
+        if graph.returns_numbers:
+            numbers = graph.values_of_numbers(graph.sizes(leaves))
         return graph.returned(outputs, numbers)
 
     def learns(self, leaves: Sequence[Tensor]) -> bool:

@@ -16,7 +16,6 @@ from lightning_hybrid.stage import (
     Engine,
     Trace,
     borrowed_parameters,
-    engine_of,
     lent_parameters,
     tensors_of,
 )
@@ -239,7 +238,7 @@ class Distribution:
         Takeover(self._module, mine, (), self._mesh.coordinates).settle(())
         for part in here:
             part.move(self._device)
-        return engine_of(
+        return Engine(
             *(network, stages, placement, self._options.stages),
             mesh=self._mesh,
             links=links,

@@ -28,7 +28,7 @@ class StepCalls:
         self.follows = follows
         self._seed, self._replica, self._device = seed, replica, device
         self.count = 0
-        self._batch = self._streams = self._evaluations = 0
+        self._batch = self._first = self._streams = self._evaluations = 0
         self._expected: int | None = None
 
     def begin(self, batch: int) -> None:
@@ -37,7 +37,8 @@ class StepCalls:
         Args:
             batch: how many training batches the run has seen before.
         """
-        self._batch, self.count, self._streams = batch, 0, 0
+        self._batch, self._first = batch, draw_number(batch, 0)
+        self.count = self._streams = 0
         self._expected = None  # (it may be left from a call that has failed)
 
     def expect(self, grad: bool) -> int:
@@ -53,7 +54,7 @@ class StepCalls:
             return number
         if grad:
             # (by batch and call alone, so that a resumed run draws as an uninterrupted one)
-            return draw_number(self._batch, self.count + self._streams)
+            return self._first + self.count + self._streams
         # (negative, and so never that of a training call; for dropout at test time and the like)
         self._evaluations += 1
         return -self._evaluations
@@ -61,10 +62,6 @@ class StepCalls:
     def draw_number_ahead(self, batches: int) -> int:
         """The number of the first differentiable call in the step so many batches ahead."""
         return draw_number(self._batch + batches, 0)
-
-    def note(self) -> None:
-        """Count a differentiable call of a network."""
-        self.count += 1
 
     def one_stream(self) -> AbstractContextManager[None]:
         """Inside, a call on a whole batch draws random numbers on this rank, seeded by its number.

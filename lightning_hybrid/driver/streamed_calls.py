@@ -165,6 +165,7 @@ class Stream:
             NetworkError: the inputs are not those that were sent (under an exact schedule numbers
                 may differ), or it is the second call in the step, or one without gradients.
         """
+        self._commands.remote.flush()  # (a change of weights gives launched calls up)
         batch = self._batches.ahead(0)
         if batch is not None:
             self._refuse_several(batch, key)
@@ -246,14 +247,7 @@ class Stream:
             # activations that arrive for it off its link
             next_rank = self._devices[entry.told]
             if entry.told < len(self._devices) - 1:
-                commands[next_rank] = Skip(
-                    forward.network,
-                    forward.call,
-                    forward.key,
-                    forward.exchange,
-                    forward.uses_rng,
-                    forward.new_key,
-                )
+                commands[next_rank] = Skip(**vars(forward))
             for rank, command in commands.items():
                 self._commands.workers.send(rank, command)
             if entry.told == len(self._devices) - 1:

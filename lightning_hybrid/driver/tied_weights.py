@@ -30,10 +30,14 @@ class Borrowing:
         commands: sends commands to the workers.
         ownership: which worker owns which tensor.
         unsettled: notes whether borrowers may have gradients.
+
+    Attributes:
+        active: whether a rank may use a weight that another one owns.
     """
 
     def __init__(self, commands: Commands, ownership: Ownership, unsettled: Unsettled) -> None:
         self._commands, self._ownership, self._unsettled = commands, ownership, unsettled
+        self.active = False
         self._here: list[str] = []
         self._workers: dict[int, list[str]] = {}
         self._current: object = None
@@ -53,6 +57,7 @@ class Borrowing:
         for worker, borrowed in enumerate(workers, start=1):
             if borrowed:
                 self._workers.setdefault(worker, []).extend(borrowed)
+        self.active = bool(self._ownership.lent or self._workers)
 
     def refresh(self, *, grad: bool) -> None:
         """Send borrowers the owners' values before a forward, unless they have them already.
@@ -61,8 +66,6 @@ class Borrowing:
             grad: whether the forward is differentiable, so that the driver may get gradients.
         """
         remote = self._commands.remote
-        if not (self._ownership.lent or self._workers):
-            return
         if grad:
             remote.note_use(self._here)
         remote.flush()

@@ -28,9 +28,7 @@ from lightning_hybrid.comm.protocol import (
 )
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
-from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.graph import NetworkGraph
 from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank
 from lightning_hybrid.stage import ReplicaGroup, Trace, state_buffers, tensors_of, write_tensors
 from lightning_hybrid.state import (
@@ -207,12 +205,8 @@ class Weights:
         coordinates: the coordinates of this rank.
         commands: sends commands to the workers.
         ownership: which worker owns which tensor.
-        borrowing: brings borrowers the values of tied parameters.
         replicated: the data-parallel groups of what this rank owns.
         files: reads the files that workers write their tensors to.
-
-    Attributes:
-        written: whether the forward of a network has changed its buffers or parameters.
     """
 
     def __init__(
@@ -222,19 +216,17 @@ class Weights:
         coordinates: Coordinates,
         commands: Commands,
         ownership: Ownership,
-        borrowing: Borrowing,
         replicated: Replicated,
         files: FilesOfWorkers,
     ) -> None:
         self._files = files
         self._module, self._coordinates = module, coordinates
         self._commands, self._remote = commands, commands.remote
-        self._ownership, self._borrowing, self._replicated = ownership, borrowing, replicated
+        self._ownership, self._replicated = ownership, replicated
         # (not the tensors that a hook has made on this rank alone)
         self._shared = frozenset(shared)
         # (a parameter that replaces one of these in the middle of a run is this rank's alone)
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
-        self.written = False
         self._before: dict[int, int] = {}
 
     def remember(self) -> None:
@@ -246,7 +238,7 @@ class Weights:
         """Whether calls or the user's code have changed weights or buffers since `remember`."""
         now = self._checksums().items()
         here = any(self._before.get(identity) != checksum for identity, checksum in now)
-        return here or self.written or self._remote.changed_here
+        return here or self._remote.changed
 
     def _checksums(self) -> dict[int, int]:
         """By ``id``, a checksum of each tensor that is no proxy and has memory.
@@ -256,19 +248,6 @@ class Weights:
         with as_they_are():
             plain = (t for t in tensors_of(self._module).values() if type(t) in (Tensor, Parameter))
             return {id(t): _checksum(t) for t in plain if not t.is_meta}
-
-    def before_forward(self, graph: NetworkGraph, *, grad: bool) -> None:
-        """Bring every rank the values that its stages compute with in the forward that follows.
-
-        Args:
-            graph: the captured graph of the forward.
-            grad: whether the forward is differentiable.
-        """
-        self._remote.adopt_replaced()
-        self._borrowing.refresh(grad=grad)
-        self.written |= bool(graph.written)
-        if graph.writes_parameters:
-            self._remote.outdate(Kind.PARAMETER)
 
     def gather(self, *, but: Collection[str] = ()) -> None:
         """Bring the weights of the workers' stages into the module, where it has room for them.

@@ -202,6 +202,11 @@ class NetworkGraph:
         )
 
     @cached_property
+    def returns_numbers(self) -> bool:
+        """Whether an output is one of `numbers`."""
+        return not set(self.numbers).isdisjoint(n for n in self.outputs if isinstance(n, fx.Node))
+
+    @cached_property
     def written(self) -> frozenset[str]:
         """Parameters and buffers that a call changes."""
         return frozenset[str]().union(*(layer.written for layer in self.layers))
@@ -348,9 +353,12 @@ class NetworkGraph:
         return list(map(list, zip(*columns)))
 
     def returned(self, outputs: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
-        """What the graph returns, from the last stage's outputs and the values of `numbers`."""
+        """What the graph returns, from the last stage's outputs and the values of `numbers`.
+
+        These may be left out unless `returns_numbers`.
+        """
         found = dict(zip((*self.tensor_outputs, *self.scalar_outputs), outputs, strict=True))
-        found |= zip(self.numbers, numbers, strict=True)
+        found |= zip(self.numbers, numbers)
         return [found[n] if isinstance(n, fx.Node) else n for n in self.outputs]
 
     def guards_allow(self, sizes: Sizes) -> bool:

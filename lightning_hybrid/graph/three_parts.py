@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from lightning_hybrid._torch.graphs import copy_source
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.symbols import is_symbolic, symbols_in
+from lightning_hybrid.graph.annotate import Effects
 from lightning_hybrid.graph.graph import NetworkGraph, is_symbol, reached
 from lightning_hybrid.graph.graph_from_dynamo import describe_part, rows_of_input
 from lightning_hybrid.graph.mode_regions import Open, open_at, switched
@@ -42,7 +43,7 @@ Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
 
 
 class Divided:
-    """Runs a captured graph: in three parts if samples meet in it, else whole.
+    """A captured graph, divided in three parts if samples meet in it.
 
     Args:
         graph: as captured.
@@ -56,7 +57,6 @@ class Divided:
 
     def __init__(self, graph: NetworkGraph, *, divides: bool, draws: bool = True) -> None:
         self._graph = self.heavy = graph
-        self._taken: Sequence[fx.Node] | None = None
         if graph.is_static or not divides:
             return
         graph.meets = _lasting_change(graph)
@@ -80,15 +80,13 @@ class Divided:
         self._inputs, self.heavy = _heavy_part(graph, parts)
 
     def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
-        """What the graph returns.
+        """What the graph returns, if it is divided.
 
         Args:
             values: the arguments of the graph.
             run: computes the heavy part.
         """
         graph = self._graph
-        if self._taken is None:
-            return run(graph, values)
         # The three parts, each from the values of those before it. Prologue and tail run under
         # autograd like the code around the network.
         found = graph.given(values)
@@ -374,7 +372,7 @@ def _label(heavy: NetworkGraph, parts: _Parts, copies: dict[fx.Node, fx.Node]) -
 
 
 class Beside:
-    """The prologue or the tail, which the driver computes like code around the network.
+    """A part of a graph (prologue, tail) that the driver computes like code around the network.
 
     Args:
         graph: the captured network.
@@ -412,6 +410,37 @@ class Beside:
         if not self._returned:
             return {}
         return dict(zip(self._returned, self._code(*[found[n] for n in self._taken])))
+
+
+def views_of_inputs(graph: NetworkGraph) -> Beside | None:
+    """What computes outputs that are views of an input, and need no gradient: ``x[:, -1]``.
+
+    On one device a change of such an output in place changes the input. What the last stage sends
+    is a copy, so the driver makes the view itself, of the tensor that the call was given. (One that
+    needs a gradient comes from the stages, which its backward goes through.)
+    """
+    memory = {graph.memory[node] for node in graph.inputs if node in graph.memory}
+    effects = {layer.node: layer.effects for layer in graph.layers}
+    nodes, views = set[fx.Node](), list[fx.Node]()
+    for node in graph.tensor_outputs:
+        shown = graph.memory.get(node)
+        if node in graph.place or shown not in memory or node.meta["example_value"].requires_grad:
+            continue
+        behind = reached([node], lambda n: n.all_input_nodes)
+        if all(
+            n in graph.place
+            or graph.is_scalar(n)
+            or (_looks(effects[n], shown) if n in effects else graph.memory.get(n) == shown)
+            for n in behind
+        ):
+            views.append(node)
+            nodes |= behind
+    return Beside(graph, nodes, views) if views else None
+
+
+def _looks(effects: Effects, memory: int) -> bool:
+    """Whether an operation only returns one or several views of this memory."""
+    return effects.unknown is None and not effects.writes and effects.results == {memory}
 
 
 def _is_given(node: fx.Node) -> bool:

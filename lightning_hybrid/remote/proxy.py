@@ -1,13 +1,13 @@
 """Proxies, tensors of other ranks that look like tensors of this one, and where they come from.
 
 The class of a proxy intercepts the operations on it (:mod:`lightning_hybrid.remote.intercepted`).
-Before its values are used, it has the table of its source (:class:`Remote`) fetch them, and it
-tells the table when they have changed.
+Before its values are used, it has :class:`~lightning_hybrid.remote.remote.RemoteTensors` fetch
+them, and tells it when they have changed.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -19,6 +19,9 @@ from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote.intercepted import LOOKS, Intercepted, getters, intercepted_in
+
+if TYPE_CHECKING:
+    from lightning_hybrid.remote.remote import RemoteTensors
 
 
 class Kind(Enum):
@@ -52,36 +55,11 @@ class RemoteStore(Protocol):
         """Names of the parameters that have a gradient."""
 
 
-class Table(Protocol):
-    """What proxies call when the user's code uses them.
-
-    Attributes:
-        device: the device that proxies seem to be on; their values are fetched to it.
-    """
-
-    device: torch.device
-
-    def read(self, remote: "Remote") -> None:
-        """Fetch a tensor from its owner if what is here is stale."""
-
-    def touch(self, remote: "Remote") -> None:
-        """Note that a remote tensor was written to here."""
-
-    def enter_graph(self, remote: "Remote") -> None:
-        """Note that a remote tensor takes part in a computation that autograd records."""
-
-    def gradient(self, remote: "Remote") -> Tensor | None:
-        """A proxy of the gradient of a parameter, if it has one."""
-
-    def assign_gradient(self, remote: "Remote", value: Tensor | None) -> None:
-        """Carry out ``parameter.grad = value``."""
-
-
 class Remote:
     """A tensor that another rank owns, and what this rank knows of it.
 
     Attributes:
-        table: what its proxies call.
+        table: what its proxies call when the user's code uses them.
         kind: its kind.
         name: name of the tensor, or of the parameter of a gradient, in the LightningModule.
         value: its values on this rank: the parameter or buffer itself, or memory for a gradient.
@@ -93,7 +71,9 @@ class Remote:
 
     __slots__ = ("_shown", "kind", "name", "seen", "table", "value", "version", "written")
 
-    def __init__(self, table: Table, kind: Kind, name: str, value: Tensor) -> None:
+    def __init__(
+        self, table: "RemoteTensors | _Kept", kind: Kind, name: str, value: Tensor
+    ) -> None:
         self._shown: ref[Tensor] | None = None
         self.table, self.kind, self.name, self.value = table, kind, name, value
         self.seen: int | None = None
@@ -134,7 +114,7 @@ class _Kept:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def read(self, remote: Remote, _: Tensor | None = None) -> None:
+    def read(self, remote: Remote, _: Tensor | None = None) -> Any:
         """Do nothing."""
 
     touch = enter_graph = gradient = assign_gradient = read

@@ -20,13 +20,15 @@ package reads the tensors without interception (:func:`as_they_are`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from lightning_hybrid._torch.autograd import outside_of_transforms
+from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, same_numbers
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote.deferred import (
@@ -37,11 +39,21 @@ from lightning_hybrid.remote.deferred import (
     vacate,
     value_of,
 )
-from lightning_hybrid.remote.living_views import View
-from lightning_hybrid.remote.proxy import Kind, Remote, RemoteStore, make_plain, make_proxy
+from lightning_hybrid.remote.hollow_network import emptied
+from lightning_hybrid.remote.living_views import View, refuse_larger, refuse_one_memory
+from lightning_hybrid.remote.proxy import (
+    Kind,
+    Remote,
+    RemoteStore,
+    make_plain,
+    make_proxy,
+    proxies,
+    source_of,
+)
 from lightning_hybrid.remote.remote_gradients import RemoteGradients
-from lightning_hybrid.remote.remote_places import RemotePlaces
 from lightning_hybrid.remote.unread import is_unread, left_unread
+
+_IN_MODULES = (Kind.PARAMETER, Kind.BUFFER)
 
 
 class RemoteTensors:
@@ -57,16 +69,17 @@ class RemoteTensors:
 
     Attributes:
         device: the device of this rank.
-        places: the parameters and buffers in the module that are proxies.
         gradients: the gradients of the parameters.
         in_graph: whether a proxy has entered autograd's graph in this step.
-        changed_here: whether code on this rank has changed a parameter or buffer.
+        changed: whether code on this rank, or a forward of a network, has changed a parameter or
+            buffer.
     """
 
     def __init__(self, owners: RemoteStore, device: torch.device) -> None:
         self._owners, self.device = owners, device
-        self.places = RemotePlaces(self)
-        self._tensors: dict[Kind, dict[str, Remote]] = {**self.places.tensors, Kind.GRADIENT: {}}
+        # by name, where in the module each parameter and buffer is: table of a module, key in it
+        self._places: dict[str, tuple[dict[str, Any], str, Remote]] = {}
+        self._tensors: dict[Kind, dict[str, Remote]] = {kind: {} for kind in Kind}
         self._here_too: set[str] = set()
         self._age = dict.fromkeys(Kind, 0)
         self._reads = dict.fromkeys(Kind, 0)
@@ -79,7 +92,7 @@ class RemoteTensors:
         self._writes = 0
         self._here: list[Remote] = []  # parameters with memory that may be freed
         self._brought: dict[str, Tensor] = {}
-        self.in_graph = self.changed_here = False
+        self.in_graph = self.changed = False
 
     def add(
         self,
@@ -104,10 +117,50 @@ class RemoteTensors:
             NetworkError: one shares its memory with another parameter, or with a larger tensor.
         """
         self._here_too.update(here_too)
-        self.places.add(module, names, views)
+        names = list(names)
+        refuse_one_memory(module, names)
+        for name in names:
+            owner, _, key = name.rpartition(".")
+            parameters, buffers = tables(module.get_submodule(owner))
+            self._open(name, buffers if parameters.get(key) is None else parameters, key)
+        remotes = {id(remote.value): remote for remote in self._owned()}
+        for view, value in views:  # (as taken by `data`, or from a state dict)
+            if id(value) not in remotes:
+                continue
+            refuse_larger(view, value, remotes[id(value)].name)
+            make_proxy(view, remotes[id(value)])
         # (this step may have computed with any of them already, when they were ordinary tensors)
         self.gradients.in_graph |= self._tensors[Kind.PARAMETER]
         self.in_graph = True
+
+    def _open(self, name: str, place: dict[str, Any], key: str) -> Remote:
+        """Make a proxy of a tensor in a module.
+
+        Args:
+            name: its name in the LightningModule.
+            place: the table of a module that it is in.
+            key: its key there.
+        """
+        value = place[key]
+        kind = Kind.PARAMETER if isinstance(value, nn.Parameter) else Kind.BUFFER
+        known = self._tensors[kind].get(name)
+        if known is None or known.value is not value:
+            known = self._tensors[kind][name] = Remote(self, kind, name, value)
+        self._places[name] = (place, key, known)
+        make_proxy(value, known)
+        return known
+
+    def names(self, *kinds: Kind) -> set[str]:
+        """Names of the parameters (or buffers) that other ranks own; no kind: of both."""
+        return {name for kind in kinds or _IN_MODULES for name in self._tensors[kind]}
+
+    def _owned(self) -> list[Remote]:
+        """All parameters and buffers that other ranks own."""
+        return [remote for kind in _IN_MODULES for remote in self._tensors[kind].values()]
+
+    def emptied(self) -> AbstractContextManager[None]:
+        """Inside, tensors that other ranks own have no memory here; computing with them raises."""
+        return emptied({remote.name: remote.value for remote in self._owned()})
 
     def vacate(self, but: Collection[str] = ()) -> None:
         """Free the memory of parameters; a read fetches them until their owners change them.
@@ -138,9 +191,13 @@ class RemoteTensors:
 
     def close(self) -> None:
         """Make ordinary tensors of all proxies again, with the gradients that were brought."""
-        # (a copy, since the places forget their tensors)
-        parameters = dict(self._tensors[Kind.PARAMETER])
-        self.places.close()
+        parameters, owned = self._tensors[Kind.PARAMETER], set(self._owned())
+        for remote in owned:
+            make_plain(remote.value)
+        # (the user's code may keep views, which must not ask workers that have ended)
+        for view in proxies():
+            if source_of(view) in owned:
+                make_plain(view)
         for name, remote in parameters.items():
             give_up(remote.value, name)
         for name, gradient in self._brought.items():
@@ -149,18 +206,24 @@ class RemoteTensors:
                 gradient = value_of(gradient).to(parameter.device)
             parameter.grad = gradient
         self._brought = {}
-        for table in (self._touched, self._here_too, self.gradients, self._tensors[Kind.GRADIENT]):
+        for table in (self._touched, self._here_too, self._places, self.gradients):
             table.clear()
+        for tensors in self._tensors.values():
+            tensors.clear()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside, proxies are ordinary tensors, for code that looks at a whole network."""
         self.flush()
-        self.places.hide()
+        for remote in self._owned():
+            make_plain(remote.value)
         try:
             yield
         finally:
-            self.places.show()
+            for place, key, known in self._places.values():
+                # (`adopt_replaced` handles those that are others now)
+                if place.get(key) is known.value:
+                    make_proxy(known.value, known)
 
     @contextmanager
     def showing(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -170,7 +233,7 @@ class RemoteTensors:
             values: the values by name; an unread one makes an unread tensor of the parameter.
         """
         with self.suspended(), torch.no_grad(), ExitStack() as stack:
-            found = [remote for remote in self.places.all() if remote.name in values]
+            found = [remote for remote in self._owned() if remote.name in values]
             in_memory = [remote for remote in found if not is_unread(values[remote.name])]
             before = [(remote.value, remote.value.data) for remote in in_memory]
             for remote in found:
@@ -248,18 +311,19 @@ class RemoteTensors:
         Raises:
             HybridError: a view of an outdated value was changed.
         """
-        if self._busy or self._at_hand or not (self._touched or self.gradients.pending):
+        in_graph, assigned = self.gradients.in_graph, self.gradients.assigned
+        if self._busy or self._at_hand or not (self._touched or in_graph or assigned):
             return
         # (sending reads proxies, which would flush again)
         self._busy = True
         try:
             with as_they_are():
-                if self.gradients.send_arisen():
+                if in_graph and self.gradients.send_arisen():
                     self.outdate(Kind.GRADIENT)
-                assigned = self.gradients.send_assigned()
-                for name in assigned:  # (changes of the gradients of before are not sent)
-                    self._touched.pop((Kind.GRADIENT, name), None)
                 if assigned:
+                    # (changes of the gradients of before are not sent)
+                    for name in self.gradients.send_assigned():
+                        self._touched.pop((Kind.GRADIENT, name), None)
                     self.outdate(Kind.GRADIENT)
                 self._send_changed()
         finally:
@@ -267,7 +331,7 @@ class RemoteTensors:
 
     def adopt_fetched(self) -> None:
         """Note that all weights and buffers with memory here are as the owners have them."""
-        for remote in self.places.all():
+        for remote in self._owned():
             if not is_vacant(remote.value):
                 remote.seen = self._age[remote.kind]
                 remote.settle()
@@ -321,8 +385,23 @@ class RemoteTensors:
         Raises:
             HybridError: a parameter was replaced.
         """
-        for remote in self.places.replaced():
-            self.touch(remote)
+        for name, (place, key, known) in self._places.items():
+            value = place.get(key)
+            if value is known.value:
+                continue
+            if known.kind is Kind.PARAMETER or not isinstance(value, Tensor):
+                raise HybridError(
+                    f"{known.kind.value} {known.name!r} was replaced by {type(value).__name__} in "
+                    "the middle of a run, but another rank owns it. Change its values in place "
+                    "(parameter.copy_(...), load_state_dict) instead."
+                )
+            make_plain(known.value)
+            # (as by `self.count += 1` in inference mode; an inference tensor could not be written
+            # to in training)
+            if value.is_inference():
+                with torch.inference_mode(False):
+                    place[key] = value.clone()
+            self.touch(self._open(name, place, key))
 
     # -- for proxies, as the user's code uses them
 
@@ -355,8 +434,9 @@ class RemoteTensors:
         """
         self.flush()
         with torch.no_grad(), as_they_are():
-            for remotes in self.places.tensors.values():
-                self._fetch([r for name, r in remotes.items() if name.startswith(prefix)])
+            for kind in _IN_MODULES:
+                named = self._tensors[kind].items()
+                self._fetch([r for name, r in named if name.startswith(prefix)])
 
     def absent_bytes(self, prefix: str) -> int:
         """Bytes of the parameters of a module that have no memory here.
@@ -495,4 +575,4 @@ class RemoteTensors:
         for kind, values in changed.items():
             self._owners.take(kind, values)
             self._writes += 1
-            self.changed_here |= kind is not Kind.GRADIENT
+            self.changed |= kind is not Kind.GRADIENT

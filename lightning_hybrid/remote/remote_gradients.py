@@ -8,13 +8,17 @@ owner's.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.remote.proxy import Kind, Remote, RemoteStore, Table, make_proxy, source_of
+from lightning_hybrid.remote.proxy import Kind, Remote, RemoteStore, make_proxy, source_of
+
+if TYPE_CHECKING:
+    from lightning_hybrid.remote.remote import RemoteTensors
 
 
 class RemoteGradients:
@@ -33,7 +37,7 @@ class RemoteGradients:
 
     def __init__(
         self,
-        table: Table,
+        table: "RemoteTensors",
         owners: RemoteStore,
         parameters: dict[str, Remote],
         held: dict[str, Remote],
@@ -44,11 +48,6 @@ class RemoteGradients:
         self._parts: dict[str, Tensor] = {}  # assigned gradients that are parts of larger tensors
         self.in_graph: dict[str, Remote] = {}
         self.assigned: dict[str, Tensor | None] = {}
-
-    @property
-    def pending(self) -> bool:
-        """Whether there may be gradients here that the owners lack."""
-        return bool(self.assigned or self.in_graph)
 
     @property
     def known(self) -> Collection[str]:

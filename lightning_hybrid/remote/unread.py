@@ -140,32 +140,31 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
-def leave_unread(tensor: Any, name: str, value: Any) -> None:
+def leave_unread(tensor: Any, name: str, value: Any) -> Before:
     """Free a tensor's memory, and make it an unread tensor named ``name`` with numbers of another.
 
     Args:
         tensor: the tensor; it stays the same object.
         name: its name.
         value: an unread tensor of equal form.
+
+    Returns:
+        What :func:`restore` needs to undo it.
     """
-    _leave(tensor, name, value)
+    with as_they_are(), torch.no_grad():
+        before = exchange(tensor, ordinary(tensor, like(value, "meta")))
+        value._maker.open(tensor, name)
+    return before
 
 
 @contextmanager
 def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, a tensor has no memory and reads ``value`` when it is used; after it, as before."""
-    before = _leave(tensor, name, value)
+    before = leave_unread(tensor, name, value)
     try:
         yield
     finally:
         restore(tensor, before)
-
-
-def _leave(tensor: Any, name: str, value: Any) -> Before:
-    with as_they_are(), torch.no_grad():
-        before = exchange(tensor, ordinary(tensor, like(value, "meta")))
-        value._maker.open(tensor, name)
-    return before
 
 
 @contextmanager

@@ -32,7 +32,6 @@ from lightning_hybrid.stage.stage_check import (
 from lightning_hybrid.stage.staged_network import (
     StagedNetwork,
     borrowed_parameters,
-    engine_of,
     lent_parameters,
     names_of,
     tensors_of,

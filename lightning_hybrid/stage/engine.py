@@ -18,11 +18,13 @@ driver behind the activations.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from lightning_hybrid.comm import CallKey, Coordinates, Dealt, Failure, Status
+from lightning_hybrid.comm import CallKey, Dealt, Failure, Mesh, Status, copies_of
 from lightning_hybrid.comm.protocol import Backward, Placement
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import STREAMED
@@ -31,7 +33,7 @@ from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import Call, Gradients, Traffic, Values
 from lightning_hybrid.stage.early_forwards import EarlyForwards
 from lightning_hybrid.stage.forward_pass import ForwardPass
-from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
+from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, state_buffers
 from lightning_hybrid.stage.rank_stages import OwnedStage, StageOptions, Todo, lists_of
 from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
 from lightning_hybrid.stage.trace import Trace
@@ -41,18 +43,20 @@ class Engine:
     """Runs the stages of one network on one rank.
 
     Args:
-        stages: this rank's stages of the network, by number.
+        network: the network.
+        stages: this rank's stages of it, by number.
         placement: where all of its stages are, and how they run.
         options: how stages compute.
-        coordinates: this rank.
+        mesh: the groups of ranks.
         links: links of each stage that is here, in their order.
-        replica_group: averages the gradients of this rank's stages over the replicas.
-        replayed: keeps the running statistics of a stage that has copies.
+        borrowed: names in the network of parameters that this rank uses and another one owns.
         device: where the stages live.
         seed: of the random numbers inside the network.
         trace: where to record.
 
     Attributes:
+        replica_group: averages the gradients of this rank's stages over the replicas.
+        replayed: keeps the running statistics of a stage that has copies.
         owned: the stages of this rank, in their order.
         early: those of them that run forwards before their turn, each with what runs these.
         failure: the first error on this rank or in an earlier stage, for the driver.
@@ -61,21 +65,36 @@ class Engine:
 
     def __init__(
         self,
+        network: nn.Module,
         stages: Mapping[int, Stage],
         placement: Placement,
         options: StageOptions,
         *,
-        coordinates: Coordinates,
+        mesh: Mesh,
         links: Mapping[int, Dealt],
-        replica_group: ReplicaGroup,
-        replayed: ReplayedStatistics | None = None,
+        borrowed: frozenset[str],
         device: torch.device,
         seed: int,
         trace: Trace,
     ) -> None:
-        self.replayed = replayed
-        self.coordinates, self.replica_group = coordinates, replica_group
+        self.coordinates = mesh.coordinates
         self.device, self.seed, self.trace = device, seed, trace
+        here = [stages[number] for number in links]
+        copies, driver = copies_of(placement.devices[next(iter(links))]), 0
+        named = {name: value for stage in here for name, value in stage.named_parameters()}
+        self.replica_group = ReplicaGroup(
+            [value for name, value in named.items() if name not in borrowed],
+            lambda: dict(pair for stage in here for pair in stage.named_buffers()).values(),
+            mesh.owners(copies),
+            trace,
+            partial(state_buffers, network),
+            len(copies),
+            # if the driver has a copy beside workers, these own and step the parameters
+            owns=not self.coordinates.is_driver or driver not in copies[1:],
+        )
+        self.replayed: ReplayedStatistics | None = None
+        if len(copies) > 1:
+            self.replayed = ReplayedStatistics(network, partial(mesh.siblings, copies))
         self.failure: Failure | None = None
         self.passed = True
         count, recompute = len(placement.devices), placement.recompute

@@ -1,24 +1,19 @@
 """A network that has been cut, as one rank sees it."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import CallKey, Dealt, Devices, Mesh, copies_of
-from lightning_hybrid.comm.protocol import Forward, Placement
+from lightning_hybrid.comm import CallKey, Devices, copies_of
+from lightning_hybrid.comm.protocol import ForwardCommand
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
 from lightning_hybrid.stage.engine import Engine
-from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, state_buffers
-from lightning_hybrid.stage.rank_stages import StageOptions
-from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
-from lightning_hybrid.stage.trace import Trace
 from lightning_hybrid.stage.weight_hooks import WeightHooks
 
 
@@ -73,7 +68,7 @@ class StagedNetwork:
         """Whether a stage up to the last one of this rank draws random numbers."""
         return self._traffic[key][-1].uses_rng
 
-    def open(self, command: Forward) -> Call:
+    def open(self, command: ForwardCommand) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
         saved: list[dict[int, tuple[Values, list[Any]] | Recipe]] = [{} for _ in self.engine.owned]
         key, traffic = self.keys[command.key], self._traffic[command.key]
@@ -101,62 +96,6 @@ class StagedNetwork:
     def full_names(self, names: Iterable[str]) -> list[str]:
         """Names in the LightningModule of tensors that have these names in the network."""
         return [f"{self.name}.{name}" if self.name else name for name in names]
-
-
-def engine_of(
-    network: nn.Module,
-    stages: dict[int, Stage],
-    placement: Placement,
-    options: StageOptions,
-    *,
-    mesh: Mesh,
-    links: Mapping[int, Dealt],
-    borrowed: frozenset[str],
-    device: torch.device,
-    seed: int,
-    trace: Trace,
-) -> Engine:
-    """The engine for this rank's stages, with the group that averages their gradients.
-
-    Args:
-        network: the network of the stages.
-        stages: this rank's stages, by number.
-        placement: where all stages of the network are.
-        options: how they compute.
-        mesh: the groups of ranks.
-        links: of the stages to their neighbours, by number.
-        borrowed: names in the network of what this rank uses and another one owns.
-        device: the device of the stages.
-        seed: of the random numbers inside networks.
-        trace: where to record.
-    """
-    here = [stages[number] for number in links]
-    copies = copies_of(placement.devices[next(iter(links))])
-    driver, me = 0, mesh.coordinates.pp_rank
-    named = {name: value for stage in here for name, value in stage.named_parameters()}
-    replica_group = ReplicaGroup(
-        [value for name, value in named.items() if name not in borrowed],
-        lambda: dict(pair for stage in here for pair in stage.named_buffers()).values(),
-        mesh.owners(copies),
-        trace,
-        partial(state_buffers, network),
-        len(copies),
-        # if the driver has a copy beside workers, these own and step the parameters
-        owns=me != driver or driver not in copies[1:],
-    )
-    several = len(copies) > 1
-    return Engine(
-        stages,
-        placement,
-        options,
-        coordinates=mesh.coordinates,
-        links=links,
-        replica_group=replica_group,
-        replayed=ReplayedStatistics(network, partial(mesh.siblings, copies)) if several else None,
-        device=device,
-        seed=seed,
-        trace=trace,
-    )
 
 
 def names_of(stages: Sequence[Stage]) -> list[str]:

@@ -29,12 +29,12 @@ from lightning_hybrid.graph import Stage
 from lightning_hybrid.planning import free_on
 from lightning_hybrid.remote import give_up
 from lightning_hybrid.stage import (
+    Engine,
     LendingLine,
     StagedNetwork,
     StageOptions,
     Stopwatch,
     Trace,
-    engine_of,
     names_of,
 )
 from lightning_hybrid.state import FilesOfWorker, Takeover, share_optimizers
@@ -210,7 +210,7 @@ class Worker:
         self._weights.expect(takeover)
         for stage in mine:
             stage.move(self._device)
-        engine = engine_of(
+        engine = Engine(
             *(network, stages, order.placement, self._options),
             mesh=self._mesh,
             links=links,
@@ -260,7 +260,7 @@ class Worker:
             network.set_trainable(flags)
             self._trainable = (network.number, flags)
 
-    def _hear_key(self, network: StagedNetwork, command: protocol.Forward | protocol.Skip) -> None:
+    def _hear_key(self, network: StagedNetwork, command: protocol.ForwardCommand) -> None:
         """Register the key that a command brings, unless an earlier call has brought it."""
         if command.new_key is not None and command.key not in network.keys:
             network.add_key(command.new_key, command.key)
@@ -280,11 +280,7 @@ class Worker:
         """Take what the stage before has sent for a call off the link, and drop it."""
         network = self._networks[command.network]
         self._hear_key(network, command)
-        skipped = protocol.Forward(
-            *(command.network, command.call, 0, command.key, command.exchange, command.uses_rng),
-            ahead=False,
-        )
-        call = network.open(skipped)
+        call = network.open(command)
         del network.calls[command.call]
         network.engine.discard(call)
 

@@ -39,7 +39,7 @@ PLACEMENT = Placement((1, 0), (frozenset("a"), frozenset()), "zero_bubble", (1,)
 STEADY = [
     Forward(0, 10**12, -5, 2, False, True, False),
     Drop(0, 3),
-    Skip(0, 3, 2, False, True),
+    Skip(0, 3, -5, 2, False, True, True),
     Backward(1, 7, 0, False, True, False, True, False),
     Free(0, 3),
     Commit(0, 3),
@@ -52,7 +52,7 @@ STEADY = [
 ]
 OTHERS = [
     Forward(0, 1, 2, 3, True, True, True, KEY),
-    Skip(0, 1, 3, True, True, KEY),
+    Skip(0, 1, 2, 3, True, True, True, KEY),
     Step(0, [{"lr": 0.1, "params": ["a"]}]),
     ClipValues(0, 0.5),
     Cut(0, "net", {}, PLACEMENT, frozenset("a"), frozenset("b"), 2**64 - 1, False),
@@ -67,7 +67,8 @@ OTHERS = [
 def passed(message: Message) -> tuple[Message, int]:
     frame, data, _ = encode(message)
     assert len(frame) == FRAME
-    return decode(torch.tensor(frame).tolist(), data).message(()), len(data)
+    kind, values, _ = decode(torch.tensor(frame).tolist(), data)
+    return kind(**values), len(data)
 
 
 @pytest.mark.parametrize("message", [*STEADY, *OTHERS], ids=repr)
@@ -95,7 +96,7 @@ def test_tensors_are_not_pickled() -> None:
     frame, data, tensors = encode(TakeWeights(values.items()))
     assert len(data) < 1000
     assert [tensor.shape for tensor in tensors] == [value.shape for value in values.values()]
-    assert decode(frame, data).specs["b"] == TensorSpec((2,), torch.float32)
+    assert decode(frame, data)[2]["b"] == TensorSpec((2,), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_a_sparse_tensor_travels_in_the_message_among_dense_ones() -> None:
     tensors = {"a": torch.ones(2), "graph": torch.eye(3).to_sparse(), "b": torch.zeros(3)}
     frame, data, dense = encode(TakeWeights(tensors.items()))
     assert [tensor.tolist() for tensor in dense] == [[1, 1], [0, 0, 0]]
-    specs = decode(frame, data).specs
+    *_, specs = decode(frame, data)
     assert list(specs) == ["a", "graph", "b"]
     graph = specs["graph"]
     assert isinstance(graph, torch.Tensor)

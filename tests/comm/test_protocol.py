@@ -12,7 +12,8 @@ from lightning_hybrid.remote.proxy import Kind
 
 FAMILIES = {
     *(Message, Command, messages.Word),
-    *(protocol.NetworkCommand, protocol.CallCommand, protocol.OptimizerCommand),
+    *(protocol.NetworkCommand, protocol.CallCommand, protocol.ForwardCommand),
+    protocol.OptimizerCommand,
 }
 DEFINED = {
     value

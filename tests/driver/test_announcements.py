@@ -32,7 +32,9 @@ class Told:
 def found(module: nn.Module, name: str = "net", *, whole: bool = True) -> FoundNetwork:
     capture: Any = SimpleNamespace(reason=None)
     nothing: Any = None
-    return FoundNetwork(name, module, module.forward, nothing, whole, "", capture)
+    found = FoundNetwork(name, module, module.forward, nothing, whole, "")
+    found.capture = capture
+    return found
 
 
 def test_a_line_is_said_once_for_each_network() -> None:

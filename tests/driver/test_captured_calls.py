@@ -32,10 +32,8 @@ class Calls:
         self.kept: dict[str, str] = {}
         remote = SimpleNamespace(
             suspended=nullcontext,
-            places=SimpleNamespace(
-                emptied=nullcontext,
-                names=lambda *kinds: {name for kind in kinds for name in REMOTE[kind]},
-            ),
+            emptied=nullcontext,
+            names=lambda *kinds: {name for kind in kinds for name in REMOTE[kind]},
             adopt_replaced=lambda: None,
             at_hand=self.fetch,
         )

@@ -35,7 +35,7 @@ class Watched:
             settle=self.settle,
             keep=lambda module: None,
             have_here=lambda module, whole=False: None,
-            remote=SimpleNamespace(suspended=nullcontext, places=SimpleNamespace(names=set)),
+            remote=SimpleNamespace(suspended=nullcontext, names=set),
             calls=SimpleNamespace(one_stream=nullcontext, follows=False),
         )
         mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 3), drivers=None)

@@ -38,7 +38,7 @@ def test_one_thing_is_no_plural() -> None:
 def chain(*owned: set[str]) -> FoundNetwork:
     """A chain of graphs whose networks own these tensors."""
     nothing: Any = None
-    found = FoundNetwork("net", nn.Linear(2, 2), nothing, nothing, False, "    it prints", nothing)
+    found = FoundNetwork("net", nn.Linear(2, 2), nothing, nothing, False, "    it prints")
     found.driven += [(_network(names), nothing) for names in owned]
     return found
 

@@ -33,7 +33,7 @@ def test_calls_without_gradients_never_draw_what_training_draws() -> None:
         made.begin(batch)
         for _ in range(4):
             training.add(made.draw_number(grad=True))
-            made.note()
+            made.count += 1
             evaluation.add(made.draw_number(grad=False))
     assert len(training) == len(evaluation) == 12
     assert training.isdisjoint(evaluation)

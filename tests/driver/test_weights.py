@@ -62,7 +62,7 @@ def test_before_any_network_is_cut_nothing_is_fetched_or_sent(crew: Any) -> None
     ownership = Ownership(crew.workers, Unsettled())
     commands = Commands(crew.workers, RemoteTensors(ownership, torch.device("cpu")))
     nothing: Any = None
-    weights = Weights(model(), (), Coordinates(0, 1, 3), commands, ownership, *[nothing] * 3)
+    weights = Weights(model(), (), Coordinates(0, 1, 3), commands, ownership, *[nothing] * 2)
     weights.gather()  # else it would wait for answers
     weights.scatter()
     with weights.whole():

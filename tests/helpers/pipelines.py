@@ -14,7 +14,6 @@ from lightning_hybrid.comm.protocol import Backward, Placement
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
 from lightning_hybrid.stage.calls import Call, Traffic
 from lightning_hybrid.stage.engine import Engine
-from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
 from lightning_hybrid.stage.rank_stages import StageOptions
 from lightning_hybrid.stage.trace import Trace
 
@@ -74,13 +73,17 @@ class Pipeline:
         self._numbers = 0
         for rank in sorted(set(devices)):
             own: Any = {n: stages[n] for n, owner in enumerate(devices) if owner == rank}
+            mesh: Any = SimpleNamespace(
+                coordinates=self.replica.lines[rank].coordinates, owners=lambda _: ALONE
+            )
             self.engines[rank] = Engine(
+                nn.Module(),
                 own,
                 Placement(tuple(devices), (), schedule, tuple(split)),
                 StageOptions(),
-                coordinates=self.replica.lines[rank].coordinates,
+                mesh=mesh,
                 links=link_copies(self.replica.lines[rank], devices, device),
-                replica_group=ReplicaGroup([], [], ALONE, Trace(rank, "")),
+                borrowed=frozenset(),
                 device=device,
                 seed=0,
                 trace=Trace(rank, ""),

@@ -9,6 +9,7 @@ from owned_elsewhere import World
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.remote.hollow_network import NoMemory
 from lightning_hybrid.remote.proxy import Kind
 
 
@@ -161,3 +162,53 @@ def test_at_the_end_the_gradients_that_are_left_come_here(world: World) -> None:
     assert torch.equal(world.here[2].weight.grad.to_dense(), sparse.to_dense())
     assert world.here[2].bias.grad is None
     assert world.there[0].weight.grad is None
+
+
+# ---------------------------------------------------------------- places in the module
+
+
+def test_names_are_told_by_kind(world: World) -> None:
+    remote = world.remote
+    assert remote.names(Kind.PARAMETER) == {n for n, _ in world.here.named_parameters()}
+    assert remote.names(Kind.BUFFER) == {n for n, _ in world.here.named_buffers()}
+    assert remote.names() == set(world.here.state_dict())
+
+
+def test_a_replaced_buffer_is_a_proxy_and_is_sent(world: World) -> None:
+    world.here[1].running_mean = torch.zeros(4)
+    world.remote.adopt_replaced()
+    assert type(world.here[1].running_mean) is not Tensor
+    assert world.same()
+
+
+def test_what_was_replaced_before_what_is_refused_is_sent(world: World) -> None:
+    world.here[1].running_mean = torch.zeros(4)
+    world.here[1].running_var = None
+    with pytest.raises(HybridError, match=r"buffer '1\.running_var' was replaced by NoneType"):
+        world.remote.adopt_replaced()
+    world.remote.flush()
+    assert torch.equal(world.there[1].running_mean, torch.zeros(4))
+
+
+def test_suspended_proxies_are_ordinary_tensors(world: World) -> None:
+    weight = world.here[0].weight
+    with world.remote.suspended():
+        assert type(weight) is nn.Parameter
+        world.here[1].running_mean = torch.zeros(4)
+    assert type(weight) is not nn.Parameter
+    assert type(world.here[1].running_mean) is Tensor  # which `adopt_replaced` finds
+
+
+def test_tensors_are_emptied_and_come_back(world: World) -> None:
+    weight, before = world.here[0].weight, world.there[0].weight.clone()
+    with world.remote.emptied(), pytest.raises(NoMemory):
+        weight.sum()
+    assert torch.equal(weight, before)
+
+
+def test_after_the_end_everything_is_ordinary(world: World) -> None:
+    view = world.here[0].weight.data
+    world.remote.close()
+    assert type(view) is Tensor
+    assert all(type(p) is nn.Parameter for p in world.here.parameters())
+    assert not world.remote.names()

@@ -19,7 +19,7 @@ def replica() -> Iterator[Replica]:
 
 def test_weights_of_other_ranks_are_read_and_written_over_their_channels(replica: Replica) -> None:
     replica.driver.commands.ask(Check())  # until here the workers take in their stages
-    names = sorted(replica.driver.remote.places.names(Kind.PARAMETER))
+    names = sorted(replica.driver.remote.names(Kind.PARAMETER))
     theirs = [dict(module.named_parameters()) for module in replica.modules.values()]
     first = {name: theirs[0][name].detach().clone() for name in names}
     mine = dict(replica.model.named_parameters())
