@@ -1,5 +1,6 @@
 """The processes of a run: their start, how they find each other, failures, and their end."""
 
+from lightning_hybrid.process.children import Children
 from lightning_hybrid.process.device_survey import look_around
 from lightning_hybrid.process.faults import (
     Watch,
@@ -36,6 +37,7 @@ from lightning_hybrid.process.wrong_package import refuse_in_other_package
 
 __all__ = [
     "LETTING_GO_S",
+    "Children",
     "Everyone",
     "HybridMultiProcessingLauncher",
     "HybridSubprocessLauncher",

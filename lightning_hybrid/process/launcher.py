@@ -228,6 +228,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
             result = _part(function)(*args, **kwargs)
         finally:
             observer.close()
+            Children.lose = staticmethod(lambda ranks: None)
         Children.failed = ""
         return result
 
@@ -330,15 +331,27 @@ class _Observer(BackgroundThread):
 
     def _watch(self) -> None:
         """Wait until all children have ended; kill the rest if one has failed and they stay."""
+        given_up = set[int]()  # children of lost replicas, which the run goes on without
         while True:
-            codes = [child.poll() for child in self._children]
+            codes = [0 if n in given_up else c.poll() for n, c in enumerate(self._children)]
             if any(codes):
-                break
+                # rank 0 is this process
+                lost = Children.lose([1 + n for n, code in enumerate(codes) if code])
+                if lost is None:
+                    break
+                given_up |= {rank - 1 for rank in lost}
+                for number in given_up:
+                    self._children[number].kill()
+                continue
             if all(code == 0 for code in codes) or self._over.wait(_LOOK_EVERY_S):
                 return
         if self._over.wait(GRACE_S):
             return
-        failed = next(child for child in self._children if child.returncode)
+        failed = next(
+            child
+            for number, child in enumerate(self._children)
+            if child.returncode and number not in given_up
+        )
         reason = f" {not_caught()};" if self._after_a_failure else ""
         print(
             f"A process of this run (PID {failed.pid}) ended with code {failed.returncode};"

@@ -5,7 +5,7 @@ after each there is :class:`BetweenRuns`.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_hybrid._lightning import move_data_to_device, rank_zero_info
+from lightning_hybrid._lightning_private import begin_batches_alone, load_evaluation_data_anew
 from lightning_hybrid._torch.autograd import is_in_backward, run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid._torch.tensors import as_they_are, version
@@ -158,8 +159,17 @@ class DriverSession:
         driver, networks = follow(None)
         shares = UnequalShares.of(run) if run.fitting and config.balance == "speed" else None
         session = cls(run, driver, networks, statistics, [], batches, shares, follow)
+        if mesh.survivors is not None:
+            begin_batches_alone(run.trainer, alone=True)
+            mesh.survivors.on_loss = session._goes_on_without
         session._watch_steps()
         return session
+
+    def _goes_on_without(self, lost: Collection[int]) -> None:
+        """Replicas are lost, and this one goes on."""
+        load_evaluation_data_anew(self._run.trainer)
+        if self._shares is not None:
+            self._shares.say_who_is_left(lost)
 
     def _watch_steps(self) -> None:
         """Let those who look at steps do so."""
@@ -194,6 +204,8 @@ class DriverSession:
         """Undo :meth:`_intercept`."""
         if self._asynchronous is not None:
             self._asynchronous.close()
+        if self._run.fitting and self._run.config.lost_replica == "continue":
+            begin_batches_alone(self._run.trainer, alone=False)
         run_backwards_by(None)
         vars(self._run.precision).pop("clip_grad_by_norm", None)
         vars(self._run.precision).pop("clip_grad_by_value", None)
@@ -408,6 +420,8 @@ class DriverSession:
     def training_ends(self) -> None:
         """All batches are trained on."""
         self.fence()
+        if self._run.world.mesh.survivors is not None:
+            self._run.world.mesh.survivors.end()
         run_pending(hold=False)
         self._driver.interrupt()
         for watcher in self._watchers:

@@ -135,7 +135,8 @@ class World:
         self._meet("a broadcast")
         world, here = self.everyone.world, self.coordinates
         # `source` is a number of the user's world, in which drivers come first
-        numbers = [replace(here, rank=rank).lightning_rank for rank in range(world.size())]
+        ranks = self.mesh.living_ranks() if self._joined else range(world.size())
+        numbers = [replace(here, rank=rank).lightning_rank for rank in ranks]
         same: T = broadcast_object(world, value, numbers.index(source))
         return same
 
@@ -225,6 +226,8 @@ class World:
             The failure of another rank that came first; ``None``: this one is the first.
         """
         self.stop_watching()
+        if self._joined and self.mesh.survivors is not None and is_loss(error):
+            self.mesh.survivors.await_end()
         ranks = self._joined.mesh if self._joined else self.everyone
         # this error may be a consequence of another rank's, which is then in the store
         first = first_fault(ranks, error, rank)

@@ -146,6 +146,7 @@ def engine_of(
         len(copies),
         # if the driver has a copy beside workers, these own and step the parameters
         owns=me != driver or driver not in copies[1:],
+        survivors=mesh.survivors,
     )
     several = len(copies) > 1
     return Engine(

@@ -44,6 +44,7 @@ from lightning_hybrid.config import (
     Config,
     Count,
     GradientSync,
+    LostReplica,
     Replan,
     Rng,
     ScheduleName,
@@ -53,6 +54,7 @@ from lightning_hybrid.driver import bring_here
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan, free_of_host
 from lightning_hybrid.process import (
+    Children,
     HybridSubprocessLauncher,
     Parted,
     Results,
@@ -94,6 +96,7 @@ from lightning_hybrid.strategy.refusals import (
     refuse_optimizers,
     refuse_other_places,
     refuse_streaming,
+    survives_losses,
 )
 from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
 
@@ -198,6 +201,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             asynchronous SGD, for replicas of one stage: none waits for the others as long as no
             weights in use are more than ``staleness`` updates old; see ``docs/unlike_devices.md``.
         staleness: that bound. With 0 the steps are the synchronous ones.
+        lost_replica: ``"continue"``: if a process of a replica is killed while a step is averaged,
+            the other replicas go on in place, with all samples that are left; see
+            ``docs/unlike_devices.md``. ``"end"``: the run ends.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -242,6 +248,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         replan: Replan = "never",
         gradient_sync: GradientSync = "allreduce",
         staleness: int = 0,
+        lost_replica: LostReplica = "end",
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -276,6 +283,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             replan=replan,
             gradient_sync=gradient_sync,
             staleness=staleness,
+            lost_replica=lost_replica,
             seed=seed,
         )
         self._ranks = Ranks(config)
@@ -339,7 +347,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_replicas, "rank": self.coordinates.dp_rank}
+        return {"num_replicas": self.num_replicas, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
         self._ranks.set_launched(self.cluster_environment)
@@ -424,6 +432,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if run.changes_cuts:
             self._plans.clear()  # of an earlier run it is not known here what they were made from
         run.take_again()
+        run.world.mesh.survive(survives=survives_losses(run))
+        if (survivors := run.world.mesh.survivors) is not None and run.world.coordinates.rank == 0:
+            Children.lose = survivors.lose
         if not run.world.coordinates.is_driver:
             raise Parted(partial(self._serve, WorkerSession.begin(run)))
         run.world.phase = Phase.RUNNING
