@@ -52,6 +52,7 @@ from lightning_hybrid.comm.travelling_errors import Failure, is_gone, is_late, r
 
 __all__ = [
     "ANOTHER_REPLICA",
+    "FAULT",
     "LARGE_BYTES",
     "UNKNOWN_PEER",
     "Answer",
@@ -62,7 +63,6 @@ __all__ = [
     "Coordinates",
     "Dealt",
     "Devices",
-    "FAULT",
     "Failure",
     "Group",
     "GroupHandle",

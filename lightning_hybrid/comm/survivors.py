@@ -49,6 +49,8 @@ class Survivors:
     Attributes:
         living: numbers of the replicas that are left.
         weight: what the batch of this replica weighs in the global batch; of drivers alone.
+        told_to_end: of drivers: whether this one was told to end (SIGTERM); after the averages,
+            whether any was, so that all end in the same step.
         on_loss: called on a driver when others are left, with the lost ones.
     """
 
@@ -62,7 +64,7 @@ class Survivors:
         renew: Callable[[Sequence[int]], None],
     ) -> None:
         self.living = tuple(range(here.replicas))
-        self.weight = 1.0
+        self.weight, self.told_to_end = 1.0, False
         self.on_loss: Callable[[Collection[int]], None] = lambda lost: None
         self._here, self._faults, self._renew = here, store, renew
         self._drivers = drivers
@@ -71,7 +73,7 @@ class Survivors:
         self._looked_s = 0.0
         self._average = 0
         self._meeting = self._over = False
-        self._total = torch.zeros(1, dtype=torch.float64)
+        self._total = torch.zeros(2, dtype=torch.float64)
         self._work: dist.Work | None = None
 
     # ------------------------------------------------------------------ the launcher of rank 0
@@ -165,7 +167,7 @@ class Survivors:
     def begin_total(self) -> None:
         """Begin to sum up what the batches of all replicas weigh."""
         # (a new tensor: an older sum that was given up may still be under way)
-        self._total = torch.tensor([self.weight], dtype=torch.float64)
+        self._total = torch.tensor([self.weight, self.told_to_end], dtype=torch.float64)
         self._work = self.start(self._drivers, self._total)
 
     def has_total(self) -> bool:
@@ -175,7 +177,7 @@ class Survivors:
     @property
     def scale(self) -> float:
         """What averages are multiplied with whose parts were weighted by :attr:`weight`."""
-        total = self._total.item()
+        total = self._total[0].item()
         return len(self.living) / total if total else 0.0
 
     # ------------------------------------------------------------------ the decision
@@ -216,6 +218,7 @@ class Survivors:
         if decision != _COMMIT:
             return tuple(map(int, decision.split()))
         self._average += 1
+        self.told_to_end = bool(self._total[1])
         return None
 
     def go_on_with(self, living: Sequence[int]) -> None:

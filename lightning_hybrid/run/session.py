@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_hybrid._lightning import move_data_to_device, rank_zero_info
-from lightning_hybrid._lightning_private import begin_batches_alone, load_evaluation_data_anew
+from lightning_hybrid._lightning_private import (
+    begin_batches_alone,
+    load_evaluation_data_anew,
+    tell_to_end,
+)
 from lightning_hybrid._torch.autograd import is_in_backward, run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid._torch.tensors import as_they_are, version
@@ -280,8 +284,14 @@ class DriverSession:
             self._averages = False
         if self._shares is not None:
             self._shares.backward_is_over()
+        survivors = self._run.world.mesh.survivors
+        if survivors is not None:
+            survivors.told_to_end = self._run.trainer.received_sigterm
         self._driver.gradients.after_backward()
-        if not self._run.is_global_zero and self._driver.gradients.synchronize:
+        if survivors is not None:
+            if survivors.told_to_end:
+                tell_to_end(self._run.trainer)
+        elif not self._run.is_global_zero and self._driver.gradients.synchronize:
             run_pending(hold=True)  # the first driver has been here too
 
     def refuse_other_backwards(self) -> None:
@@ -372,7 +382,8 @@ class DriverSession:
         """A training batch is about to be trained on."""
         if self._asynchronous is not None:
             self._asynchronous.batch_starts()
-        if not self._run.is_global_zero:
+        # (where replicas go on without a lost one, all hear together that one was told to end)
+        if not self._run.is_global_zero or self._run.world.mesh.survivors is not None:
             run_pending(hold=True)
         if self._replanning is not None and (plans := self._replanning.new_plans()):
             self._change_cuts(self._replanning, plans)

@@ -26,6 +26,7 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Cluster
 from lightning_hybrid.process import (
+    Children,
     Everyone,
     Joined,
     Watch,
@@ -107,6 +108,12 @@ class World:
     def coordinates(self) -> Coordinates:
         """The coordinates of this rank; they may change when the mesh is joined."""
         return (self._joined.mesh if self._joined else self.everyone).coordinates
+
+    def survive(self, *, survives: bool) -> None:
+        """Say before a run whether replicas go on in it when one is lost."""
+        self.mesh.survive(survives=survives)
+        if self.mesh.survivors is not None and self.coordinates.rank == 0:
+            Children.lose = self.mesh.survivors.lose
 
     def barrier(self, name: str = "") -> None:
         """Wait for all ranks in phase TOGETHER; else do nothing.

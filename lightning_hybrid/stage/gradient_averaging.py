@@ -294,7 +294,7 @@ class ReplicaGroup:
     def is_complete(self) -> bool:
         """Wait for the sums that :meth:`finish` has left. Returns whether all are complete."""
         survivors = self._survivors
-        return survivors is None or all([survivors.has_ended(work) for work in self._sent])
+        return survivors is None or all(survivors.has_ended(work) for work in self._sent)
 
     def sum_again(self) -> None:
         """A replica is lost: begin the same sums anew, without it."""

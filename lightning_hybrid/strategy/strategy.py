@@ -54,7 +54,6 @@ from lightning_hybrid.driver import bring_here
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan, free_of_host
 from lightning_hybrid.process import (
-    Children,
     HybridSubprocessLauncher,
     Parted,
     Results,
@@ -432,9 +431,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if run.changes_cuts:
             self._plans.clear()  # of an earlier run it is not known here what they were made from
         run.take_again()
-        run.world.mesh.survive(survives=survives_losses(run))
-        if (survivors := run.world.mesh.survivors) is not None and run.world.coordinates.rank == 0:
-            Children.lose = survivors.lose
+        run.world.survive(survives=survives_losses(run))
         if not run.world.coordinates.is_driver:
             raise Parted(partial(self._serve, WorkerSession.begin(run)))
         run.world.phase = Phase.RUNNING

@@ -94,7 +94,9 @@ def main(folder: Path) -> None:
         **config.get("trainer", {}),
     )
     whole = data(config["samples"])
-    apart = {"num_workers": 1, "multiprocessing_context": "fork"} if config.get("apart") else {}
+    apart: dict[str, Any] = (
+        {"num_workers": 1, "multiprocessing_context": "fork"} if config.get("apart") else {}
+    )
     loaders = (
         DataLoader(whole, config["batch"], shuffle=True, **apart),
         DataLoader(data(12), 2),
