@@ -46,7 +46,7 @@ class Module(LightningModule):
 
 
 class Kill(Callback):
-    """Kills a process at a step: ``{"rank": ..., "step": ..., "where": hook}``."""
+    """Kills processes: ``{"rank": whom, "by": rank, "step": ..., "where": hook}``, or raises."""
 
     def __init__(self, kills: list[dict[str, Any]], folder: Path, rank: int) -> None:
         for kill in kills:
@@ -54,10 +54,12 @@ class Kill(Callback):
         self.kills, self.folder, self.rank = kills, folder, rank
 
     def _hook(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        mine = self.rank
         for kill in self.kills:
-            if kill["step"] == trainer.global_step and kill["by"] == mine:
-                os.kill(int((self.folder / f"pid.{kill['rank']}").read_text()), signal.SIGKILL)
+            if kill["step"] != trainer.global_step or kill["by"] != self.rank:
+                continue
+            if kill["rank"] is None:
+                raise ValueError("this error is on purpose")
+            os.kill(int((self.folder / f"pid.{kill['rank']}").read_text()), signal.SIGKILL)
 
 
 def main(folder: Path) -> None:

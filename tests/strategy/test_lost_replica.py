@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from lightning_hybrid.planning import deal
 
-pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
-slow = pytest.mark.conformance
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.conformance,
+    pytest.mark.filterwarnings("ignore"),
+]
 SCRIPT = Path(__file__).with_name("lost_replica_script.py")
 THREE = {"replicas": 3, "stages": 1, "speeds": [1.0, 0.43, 0.3], "samples": 60, "batch": 4}
 STAGES = {"replicas": 2, "stages": 2, "speeds": [1.0] * 4, "samples": 40, "batch": 4}
@@ -75,15 +78,18 @@ def assert_goes_on(folder: Path, config: dict[str, Any], lost: dict[int, int]) -
         config: of the script.
         lost: by replica, the step in which it was lost.
     """
+    ahead = 2 if config.get("apart") else 0  # what a process of a loader has been asked for
     stages = config["stages"]
     speeds = [min(each) for each in zip(*[iter(config["speeds"])] * stages)]
-    batches = []
-    for step, (_, batch) in enumerate(whole_batches(config, 2)):
-        had = [replica for replica in range(len(speeds)) if lost.get(replica, step) >= step]
+    whole, batches = list(whole_batches(config, 2)), []
+    for step, (epoch, batch) in enumerate(whole):
+        # the share of a lost replica is missing in the step in which it was lost, and in those that
+        # were dealt by then
+        late = {r for r, at in lost.items() if at <= step <= at + ahead and whole[at][0] == epoch}
+        had = [r for r in range(len(speeds)) if lost.get(r, step) >= step or r in late]
         ends = list(accumulate(deal(len(batch), [speeds[r] for r in had]), initial=0))
         parts = {r: batch[ends[place] : ends[place + 1]] for place, r in enumerate(had)}
-        # the share of a lost replica is missing in the step in which it was lost, and in no other
-        batches.append([n for r, part in parts.items() if lost.get(r) != step for n in part])
+        batches.append([n for r, part in parts.items() if r not in late for n in part])
     seen = seen_together(folder, {replica * stages: step for replica, step in lost.items()})
     assert [numbers for numbers, _ in seen] == batches
     losses, weights = one_device(batches, config["samples"])
@@ -95,21 +101,63 @@ def assert_goes_on(folder: Path, config: dict[str, Any], lost: dict[int, int]) -
         assert_close(rank["weights"], weights)
 
 
+def kill(rank: int | None, step: int, where: str, by: int | None = None) -> dict[str, Any]:
+    return {"rank": rank, "step": step, "where": where, "by": rank if by is None else by}
+
+
 @pytest.mark.parametrize(
-    ("config", "kill", "replica", "step"),
+    ("config", "killed", "lost"),
     [
-        (THREE, {"rank": 1, "step": 2, "where": "on_train_batch_start"}, 1, 2),
-        (THREE, {"rank": 2, "step": 2, "where": "on_after_backward"}, 2, 3),
-        (THREE, {"rank": 2, "step": 2, "where": "on_before_backward"}, 2, 2),
-        (THREE, {"rank": 1, "step": 5, "where": "on_train_batch_start"}, 1, 5),
-        (STAGES, {"rank": 2, "step": 2, "where": "on_before_backward"}, 1, 2),
-        (STAGES, {"rank": 3, "by": 2, "step": 2, "where": "on_before_backward"}, 1, 2),
+        (THREE, [kill(1, 2, "on_train_batch_start")], {1: 2}),
+        (THREE, [kill(2, 2, "on_before_backward")], {2: 2}),
+        (THREE, [kill(2, 2, "on_after_backward")], {2: 3}),  # when all have its part
+        (THREE, [kill(1, 2, "on_before_backward"), kill(2, 6, "on_before_backward")], {1: 2, 2: 6}),
+        ({**THREE, "apart": True}, [kill(1, 1, "on_before_backward")], {1: 1}),
+        (STAGES, [kill(2, 2, "on_before_backward")], {1: 2}),
+        (STAGES, [kill(3, 2, "on_before_backward", by=2)], {1: 2}),  # a worker
     ],
 )
 def test_the_others_train_on_with_the_numbers_of_one_device(
-    tmp_path: Path, config: dict[str, Any], kill: dict[str, Any], replica: int, step: int
+    tmp_path: Path, config: dict[str, Any], killed: list[dict[str, Any]], lost: dict[int, int]
 ) -> None:
-    config = {**config, "kills": [{"by": kill["rank"], **kill}]}
+    config = {**config, "kills": killed}
     training = train(tmp_path, **config)
-    assert_goes_on(tmp_path, config, {replica: step})
-    assert training.output.count(f"replica {replica} is lost") == 1
+    assert_goes_on(tmp_path, config, lost)
+    for replica in lost:
+        assert training.output.count(f"replica {replica} is lost") == 1
+    assert_all_is_validated_and_saved(tmp_path, config, min(lost.values()))
+
+
+def assert_all_is_validated_and_saved(folder: Path, config: dict[str, Any], since: int) -> None:
+    """By those that are left, from a step on."""
+    left = [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
+    drivers = [rank for rank in left if rank["is_driver"]]
+    assert [rank["world"] for rank in drivers] == [(n, len(drivers)) for n in range(len(drivers))]
+    samples: dict[int, set[int]] = {}
+    for rank in drivers:
+        for step, numbers in rank["validated"]:
+            samples.setdefault(step, set()).update(numbers)
+    assert len(samples) == 2
+    assert all(numbers == set(range(12)) for step, numbers in samples.items() if step > since)
+    saved = torch.load(folder / "checkpoints/epoch=1.ckpt", weights_only=True)
+    assert_close(saved["state_dict"], drivers[0]["weights"])
+    momenta = saved["optimizer_states"][0]["state"]
+    assert len(momenta) == len(drivers[0]["weights"])
+
+
+@pytest.mark.parametrize(
+    ("killed", "words"),
+    [
+        (kill(0, 2, "on_before_backward"), "Lost a rank of another replica"),
+        (kill(1, 5, "on_validation_start"), "Lost a rank"),
+        (kill(None, 2, "on_before_backward", by=1), "ValueError: this error is on purpose"),
+    ],
+)
+def test_all_end_where_more_than_the_average_of_a_step_is_missing(
+    tmp_path: Path, killed: dict[str, Any], words: str
+) -> None:
+    training = Training(tmp_path, script=SCRIPT, **{**THREE, "trainer": {}, "kills": [killed]})
+    process = training.start()
+    assert process.wait(timeout=120)
+    assert words in training.output
+    assert "is lost. From now on" not in training.output
