@@ -29,7 +29,7 @@ class Children:
 
     processes: Sequence["subprocess.Popen[bytes]"] = ()
     # hears of ranks that have ended with an error, and gives the ranks that the run goes on without
-    lose: Callable[[Collection[int]], set[int] | None] = staticmethod(lambda ranks: None)
+    lose: Callable[[Collection[int]], set[int] | None] | None = None
     failed = ""  # class of the error that this process got from the last run, if that has failed
 
 

@@ -27,6 +27,7 @@ from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm import (
     Failure,
+    Survivors,
     broadcast_object,
     gather_objects,
     run_pending,
@@ -96,6 +97,7 @@ class DriverSession:
         self._statistics, self._watchers = statistics, watchers
         self._failure = Failure("this rank has failed")
         self._asynchronous: AsynchronousReplica | None = None
+        self._survivors: Survivors | None = None  # if replicas go on without a lost one
         self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
         self._changed = False  # whether weights or buffers are others than before the run
         self._salvages = False  # whether the workers can be asked for their weights
@@ -163,9 +165,10 @@ class DriverSession:
         driver, networks = follow(None)
         shares = UnequalShares.of(run) if run.fitting and config.balance == "speed" else None
         session = cls(run, driver, networks, statistics, [], batches, shares, follow)
-        if mesh.survivors is not None:
+        if (survivors := mesh.survivors) is not None:
+            session._survivors = survivors
             begin_batches_alone(run.trainer, alone=True)
-            mesh.survivors.on_loss = session._goes_on_without
+            survivors.on_loss = session._goes_on_without
         session._watch_steps()
         return session
 
@@ -208,7 +211,7 @@ class DriverSession:
         """Undo :meth:`_intercept`."""
         if self._asynchronous is not None:
             self._asynchronous.close()
-        if self._run.fitting and self._run.config.lost_replica == "continue":
+        if self._survivors is not None:
             begin_batches_alone(self._run.trainer, alone=False)
         run_backwards_by(None)
         vars(self._run.precision).pop("clip_grad_by_norm", None)
@@ -284,7 +287,7 @@ class DriverSession:
             self._averages = False
         if self._shares is not None:
             self._shares.backward_is_over()
-        survivors = self._run.world.mesh.survivors
+        survivors = self._survivors
         if survivors is not None:
             survivors.told_to_end = self._run.trainer.received_sigterm
         self._driver.gradients.after_backward()
@@ -383,7 +386,7 @@ class DriverSession:
         if self._asynchronous is not None:
             self._asynchronous.batch_starts()
         # (where replicas go on without a lost one, all hear together that one was told to end)
-        if not self._run.is_global_zero or self._run.world.mesh.survivors is not None:
+        if not self._run.is_global_zero or self._survivors is not None:
             run_pending(hold=True)
         if self._replanning is not None and (plans := self._replanning.new_plans()):
             self._change_cuts(self._replanning, plans)
@@ -431,8 +434,8 @@ class DriverSession:
     def training_ends(self) -> None:
         """All batches are trained on."""
         self.fence()
-        if self._run.world.mesh.survivors is not None:
-            self._run.world.mesh.survivors.end()
+        if self._survivors is not None:
+            self._survivors.end()
         run_pending(hold=False)
         self._driver.interrupt()
         for watcher in self._watchers:

@@ -322,15 +322,7 @@ def _loses_a_replica(run: Run) -> Iterator[str]:
             "averages once for each batch, not "
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Leave it out"
         )
-    if scalers_of(run.precision):
-        yield "has no scale of the loss (precision='16-mixed'). Use 'bf16-mixed'"
-    if run.synchronised:
-        yield "takes batch statistics of each replica, not sync_batchnorm=True. Leave it out"
-    if state_buffers(run.module):
-        yield (
-            "leaves buffers to each replica, and the network has some that its steps read "
-            "(codebooks, queues). Take them out"
-        )
+    yield from _exchanges_more(run)
 
 
 def refuse_all_but_plain_sgd(optimizers: Iterable[Optimizer], schedule: str) -> None:
@@ -366,6 +358,11 @@ def _needs_all(run: Run) -> Iterator[str]:
     trainer = run.trainer
     if trainer.gradient_clip_val:
         yield f"clips no gradients: gradient_clip_val={trainer.gradient_clip_val}. Leave it out"
+    yield from _exchanges_more(run)
+
+
+def _exchanges_more(run: Run) -> Iterator[str]:
+    """What replicas would exchange in a step beside gradients."""
     if scalers_of(run.precision):
         yield "has no scale of the loss (precision='16-mixed'). Use 'bf16-mixed'"
     if run.synchronised:
