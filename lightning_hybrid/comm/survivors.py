@@ -14,8 +14,8 @@ an error breaks its connections, too.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -23,7 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.comm.connections import ANOTHER_REPLICA, ConnectionLost, Group, start, wait
+from lightning_hybrid.comm.connections import (
+    ANOTHER_REPLICA,
+    ConnectionLost,
+    Group,
+    connection_lost,
+    start,
+    wait,
+)
 from lightning_hybrid.comm.coordinates import Coordinates
 
 FAULT = "fault"
@@ -33,6 +40,21 @@ _LOST, _COMMIT = "lost", "commit"
 _LOOK_EVERY_S, _NAP_S, _LONG_NAP_S = 0.1, 1e-4, 5e-3
 _VERDICT_S = 5.0
 """How long ranks with a broken connection wait for word of a lost replica, or of a failure."""
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    """Inside, the store is asked.
+
+    Raises:
+        ConnectionLost: its host is gone.
+    """
+    try:
+        yield
+    except ConnectionLost:
+        raise
+    except RuntimeError as error:
+        raise connection_lost("rank 0", error) from None
 
 
 class Survivors:
@@ -146,6 +168,7 @@ class Survivors:
         except ConnectionLost:
             return None
 
+    @_asking()
     def has_ended(self, work: dist.Work | None) -> bool:
         """Wait for the end of a sum. Returns whether it is complete.
 
@@ -182,6 +205,7 @@ class Survivors:
 
     # ------------------------------------------------------------------ the decision
 
+    @_asking()
     def agree(self, *, complete: bool) -> tuple[int, ...] | None:
         """Decide with the other drivers whether the averages of this step hold.
 
