@@ -56,7 +56,7 @@ class KeepsViewsOfWeights(Row):
 class ClearsGradientsOfTheModule(_Manual):
     """Calls `module.zero_grad()` instead of the optimizer's, under manual optimization."""
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     def update(self, optimizer: Any) -> None:
@@ -75,7 +75,7 @@ class FreezesBetweenForwardAndBackward(_Manual):
     open; gradients go to what is trainable when the backward comes.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -309,7 +309,7 @@ class AddsGroups(Row):
     parameter group.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
     options: ClassVar = {"gradient_clip_val": 0.1}
     idle = True
@@ -415,7 +415,7 @@ class CallsAPartOfTheNetwork(Row):
     fetched, and they are trained.
     """
 
-    fast = True
+    sampled = True
     shares = True
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -455,7 +455,7 @@ class ChoosesWhatGetsGradients(_Manual):
     (PCGrad).
     """
 
-    fast = True
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` averages nothing of `autograd.grad`
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -579,7 +579,7 @@ class ChangesDataInAnEvaluation(_Evaluates):
 class TrainsAtTestTime(_Evaluates):
     """Trains the network in `test_step`, with `inference_mode=False`."""
 
-    fast = True
+    sampled = True
     options: ClassVar = {"inference_mode": False}
 
     def test_step(self, batch: Any, batch_idx: int) -> None:

@@ -195,7 +195,7 @@ class SavesOnlyOnException(_RaisesLate):
 class StopsEarly(_Epochs):
     """`EarlyStopping` ends the run in the same epoch as on one device."""
 
-    fast = True
+    sampled = True
     options: ClassVar = {**EPOCHS, "max_epochs": 10}
 
     def callbacks(self, folder: Path) -> list[Callback]:

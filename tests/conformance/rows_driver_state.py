@@ -46,7 +46,7 @@ class SetsATensorWhenTrainingStarts(_Scaled):
 class SetsAnAttributeInACallback(_Scaled):
     """A callback sets an attribute of the network before each batch."""
 
-    fast = True
+    sampled = True
 
     class Sets(Callback):
         def on_train_batch_start(

@@ -160,7 +160,7 @@ class HooksAllModules(Row):
 class HooksTheBackward(Row):
     """Full backward hooks note the gradients at a layer of each stage."""
 
-    fast = True
+    sampled = True
     equal_or_refused = ("full backward hook", "first")
 
     def build(self) -> None:
@@ -274,7 +274,7 @@ class StepsInTheBackward(Row):
     soon as it is there.
     """
 
-    fast = True
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # with replicas each steps with its own gradients
 
     def build(self) -> None:
@@ -302,7 +302,7 @@ class HooksWeightsLater(Row):
     """
 
     refused = ("A hook was put on parameter 'net.first.weight' in the middle of a run",)
-    fast = True
+    sampled = True
 
     def on_fit_start(self) -> None:
         self.net.first.weight.register_hook(lambda gradient: gradient * 0.5)
@@ -526,7 +526,7 @@ class PrintsInTrainingAlone(Row):
 class Prints(Row):
     """Prints lines of text from within the network, as often as on one device."""
 
-    fast = True
+    sampled = True
     equal_or_refused = ("print(", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
 
@@ -786,7 +786,7 @@ class StopsInTheMiddle(Row):
     catches it.
     """
 
-    fast = True
+    sampled = True
     equal_or_refused = ("Enough",)
 
     class Enough(Exception):

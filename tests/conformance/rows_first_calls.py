@@ -434,7 +434,7 @@ class CentersTheBatch(_Meets):
     whole.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     class Net(_Meets.Net):
@@ -447,7 +447,7 @@ class CentersTheBatchOfConfigureModel(CentersTheBatch):
     before there are weights.
     """
 
-    fast = True
+    sampled = True
     gathered = True
 
     def build(self) -> None:
@@ -550,7 +550,7 @@ class MixesInTrainingOnly(_Meets):
 class DrawsOnceForTheBatch(_Meets):
     """Draws one random direction for all samples. The batch stays whole."""
 
-    fast = True
+    sampled = True
     control = False  # random numbers
 
     class Net(_Meets.Net):

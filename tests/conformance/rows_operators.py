@@ -671,7 +671,7 @@ class CatchesErrors(_Between):
 class HasAScriptedPart(_Between):
     """One layer was compiled by TorchScript."""
 
-    fast = True
+    sampled = True
     equal_or_refused = ("TorchScript",)
 
     def build(self) -> None:

@@ -344,7 +344,7 @@ class MakesNumbersInItsStep(_Optimized):
     have 64 bits.
     """
 
-    fast = True
+    sampled = True
     options: ClassVar = {"precision": "64-true"}
 
     def __init__(self) -> None:
@@ -552,7 +552,7 @@ class KeepsGradients(_Optimized):
     steps on the driver.
     """
 
-    fast = True
+    sampled = True
     kept: Tensor | None = None
 
     def make(self) -> Optimizer:

@@ -87,7 +87,7 @@ class ReadsTheStep(_Whole):
 class ReadsTheTrainer(_Whole):
     """The network reads `self.trainer.global_step`, `max_steps` and `is_last_batch`."""
 
-    fast = True
+    sampled = True
 
     def scale(self) -> float:
         share = self.trainer.global_step / self.trainer.max_steps
@@ -254,7 +254,7 @@ RATES = {"scale": 1.0}
 class ReadsAGlobal(_Scaled):
     """The network reads a global dictionary, which changes."""
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     class Net(_Scaled.Net):

@@ -87,7 +87,7 @@ class AsksTheStrategyForRanks(_Launched):
     (`world_size`, `global_rank`, `local_rank`) and `rank_zero_only.rank` for ranks.
     """
 
-    fast = True
+    sampled = True
     control = False  # `ddp` has an environment for one process
 
     def ask(self) -> list[Any]:
@@ -132,7 +132,7 @@ class DividesByDevices(_Launched):
     ImageNet does, and scales the rate by `trainer.num_devices`.
     """
 
-    fast = True
+    sampled = True
 
     def setup(self, stage: str) -> None:
         self.batch_size, strategy = 8, self.trainer.strategy

@@ -31,7 +31,7 @@ class RefusedUnknownCut(_Refused):
 class RefusedRaggedTensors(Row):
     """A jagged `torch.nested` tensor as the network's input."""
 
-    fast = True
+    sampled = True
     refused = (
         *("it takes a nested tensor, whose sizes follow from values", "Pad it"),
         "give the network a mask",
@@ -95,7 +95,7 @@ class RefusedTwoParametersInOneMemory(Row):
     `module.a = module.b`.
     """
 
-    fast = True
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     cuts: ClassVar = {2: ["net.third"]}
     # where both are in one stage they are as on one device
@@ -130,7 +130,7 @@ class RefusedCheckpointAroundTheCall(Row):
     """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
-    fast = True
+    sampled = True
     refused = ("inside of activation checkpointing", "recompute=True")
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class RefusedWritesIntoOneOfTwoViews(Row):
         def forward(self, x: Tensor, same: Tensor) -> Tensor:
             return super().forward(x.mul_(2)) + same.mean(1, keepdim=True)
 
-    fast = True
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("changes its argument", "in place", "the same memory", "tensor.clone()")
 
@@ -290,7 +290,7 @@ class RefusedWeightBetweenGraphs(Row):
     another rank owns.
     """
 
-    fast = True
+    sampled = True
     shapes = (ONE_OF_TWO,)  # none of its graphs has three stages
     refused = ("needs the numbers of 'net.second.weight'", "torch.compiler.disable")
 
@@ -325,7 +325,7 @@ class RefusedBatchedGradients(Row):
     `vectorize=False`.
     """
 
-    fast = True
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("is_grads_batched=True", "vectorize=False")
 
@@ -340,7 +340,7 @@ class RefusedBatchedGradients(Row):
 class RefusedGradientsInOneTensor(Row):
     """Keeps all gradients as parts of one larger tensor."""
 
-    fast = True
+    sampled = True
     refused = ("a part of a larger tensor",)
 
     def on_train_start(self) -> None:
@@ -357,7 +357,7 @@ class RefusedGradientsInOneTensor(Row):
 class RefusedParametersInOneTensor(Row):
     """Keeps all parameters as parts of one larger tensor (`parameter.data = part`)."""
 
-    fast = True
+    sampled = True
     refused = ("shows the memory of", "parameter.data = part.clone()")
 
     def on_fit_start(self) -> None:
@@ -373,7 +373,7 @@ class RefusedClippingByHandInConfigureModel(BuildsInConfigureModel):
     gradients but its own.
     """
 
-    fast = True
+    sampled = True
     refused = ("The gradient of", "configure_model")
 
     def on_after_backward(self) -> None:

@@ -64,7 +64,7 @@ class PredictsWithAPart(_Evaluated):
     the whole.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -337,7 +337,7 @@ class _Writer(BasePredictionWriter):
 class WritesPredictions(_Evaluated):
     """`predict` with a `BasePredictionWriter`."""
 
-    fast = True
+    sampled = True
     trains = False
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:

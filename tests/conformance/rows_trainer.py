@@ -62,7 +62,7 @@ class ClipsByTheModule(Row):
 class ConfiguresClipping(Row):
     """Overrides `configure_gradient_clipping`."""
 
-    fast = True
+    sampled = True
 
     def configure_gradient_clipping(self, optimizer: Any, *bounds: Any, **named: Any) -> None:
         if self.global_step % 2:
@@ -369,7 +369,7 @@ class CombinesTheShorter(CombinesLoaders):
 class SeveralTrainLoaders(CombinesLoaders):
     """A plain dictionary of training loaders, without `CombinedLoader`."""
 
-    fast = True
+    sampled = True
 
     def train_dataloader(self) -> Any:
         return {
@@ -406,7 +406,7 @@ class LoaderShufflesItsSamples(LoaderGivesItsSamples):
 class SamplesItself(Row):
     """A sampler of the user's own that divides samples over the replicas."""
 
-    fast = True
+    sampled = True
     options: ClassVar = EPOCHS
 
     def train_dataloader(self) -> DataLoader:

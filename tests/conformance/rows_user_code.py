@@ -171,7 +171,7 @@ class WantsInputGradient(Row):
     once as a leaf.
     """
 
-    fast = True
+    sampled = True
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -214,7 +214,7 @@ class FreezesLayers(Row):
 class FreezesAStage(Row):
     """Freezes all of a stage."""
 
-    fast = True
+    sampled = True
     idle = True
 
     def build(self) -> None:

@@ -596,7 +596,7 @@ class CompilesItsNetwork(Row):
     them.
     """
 
-    fast = True
+    sampled = True
     equal_or_refused = ("compile",)
     works = (ONE_OF_TWO, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net._orig_mod.second"]}
@@ -787,7 +787,7 @@ class EvaluatesWithoutParameters(Row):
 class OptimizesNothing(Row):
     """`configure_optimizers` returns `None`: gradients pile up, no weight changes."""
 
-    fast = True
+    sampled = True
 
     def configure_optimizers(self) -> None:
         return None
