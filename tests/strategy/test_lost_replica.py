@@ -1,6 +1,7 @@
 """Replicas that go on without a lost one train as one device with the samples that are left."""
 
 import json
+import time
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -159,5 +160,10 @@ def test_all_end_where_more_than_the_average_of_a_step_is_missing(
     training = Training(tmp_path, script=SCRIPT, **{**THREE, "trainer": {}, "kills": [killed]})
     process = training.start()
     assert process.wait(timeout=120)
+    pids = [int((tmp_path / f"pid.{rank}").read_text()) for rank in range(3)]
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}/exe").exists() for pid in pids):  # others than rank 0
+        assert time.monotonic() < deadline, training.output
+        time.sleep(0.1)
     assert words in training.output
     assert "is lost. From now on" not in training.output
