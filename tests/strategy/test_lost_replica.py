@@ -118,7 +118,7 @@ def kill(rank: int | None, step: int, where: str, by: int | None = None) -> dict
         (STAGES, [kill(3, 2, "on_before_backward", by=2)], {1: 2}),  # a worker
     ],
 )
-def test_the_others_train_on_with_the_numbers_of_one_device(
+def test_when_a_replica_is_lost_the_others_train_on_with_the_numbers_of_one_device(
     tmp_path: Path, config: dict[str, Any], killed: list[dict[str, Any]], lost: dict[int, int]
 ) -> None:
     config = {**config, "kills": killed}
@@ -154,7 +154,7 @@ def assert_all_is_validated_and_saved(folder: Path, config: dict[str, Any], sinc
         (kill(None, 2, "on_before_backward", by=1), "ValueError: this error is on purpose"),
     ],
 )
-def test_all_end_where_more_than_the_average_of_a_step_is_missing(
+def test_all_replicas_end_where_more_than_the_average_of_a_step_is_missing(
     tmp_path: Path, killed: dict[str, Any], words: str
 ) -> None:
     training = Training(tmp_path, script=SCRIPT, **{**THREE, "trainer": {}, "kills": [killed]})
