@@ -165,6 +165,16 @@ def begin_batches_alone(trainer: Trainer, alone: bool) -> None:
         loop["_broadcast_sigterm_tensor"] = lambda: None
 
 
+def tell_to_end(trainer: Trainer) -> None:
+    """As SIGTERM does: the Trainer ends when this batch is over."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def load_evaluation_data_anew(trainer: Trainer) -> None:
+    """The next validation asks for its loaders again: the data is divided among fewer replicas."""
+    trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+
+
 def forget_loaded_checkpoint(trainer: Trainer) -> None:
     """What the Trainer does when it has restored everything: on a worker it does not get there.
 

@@ -29,6 +29,7 @@ Rng = Literal["microbatch", "device"]
 Balance = Literal["equal", "speed"]
 Replan = Literal["never", "epoch"]
 GradientSync = Literal["allreduce", "asgd"]
+LostReplica = Literal["end", "continue"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ class Config:
         replan: when parts by speed, or the cuts, follow what was measured in the training.
         gradient_sync: whether replicas wait for each other at each step.
         staleness: how many updates old weights may be under `asgd`.
+        lost_replica: whether the others go on when a replica is lost.
         seed: of the search.
         sizes: that we have chosen, as none were given.
 
@@ -93,6 +95,7 @@ class Config:
     replan: Replan = "never"
     gradient_sync: GradientSync = "allreduce"
     staleness: int = 0
+    lost_replica: LostReplica = "end"
     seed: int = 0
     sizes: Sizes | None = None
 
@@ -128,6 +131,7 @@ class Config:
         self._check_replan()
         self._check_copies()
         self._check_asynchronous()
+        self._check_lost_replica()
 
     @property
     def copies(self) -> tuple[int, ...]:
@@ -388,6 +392,7 @@ class Config:
         _check_kind("balance", self.balance, get_args(Balance))
         _check_kind("replan", self.replan, get_args(Replan))
         _check_kind("gradient_sync", self.gradient_sync, get_args(GradientSync))
+        _check_kind("lost_replica", self.lost_replica, get_args(LostReplica))
         if self.rng == "device" and self._scheduled in STREAMED:
             raise PlanError(
                 "rng='device' draws in the order of one device, and "
@@ -463,6 +468,30 @@ class Config:
                 raise PlanError(
                     "gradient_sync='asgd' is for replicas of one stage that do not wait for each "
                     f"other, and does not go together with {other}. Leave one of them out."
+                )
+
+    def _check_lost_replica(self) -> None:
+        """Complain about what ranks would have to do together beside the averages of a step."""
+        if self.lost_replica == "end":
+            return
+        if self.balance != "speed":
+            raise PlanError(
+                "lost_replica='continue' deals the samples of a lost replica to the others, which "
+                f"balance={self.balance!r} does not. Use balance='speed'."
+            )
+        others = {
+            "gradient_sync='asgd'": self.gradient_sync == "asgd",
+            "replan='epoch'": self.replan == "epoch",
+            "shard_optimizer_states=True": self.shard_optimizer_states,
+            f"checkpoint={self.checkpoint!r}": self.checkpoint != "full",
+            f"schedule={self._scheduled!r}": self._scheduled in STREAMED,
+        }
+        for other, given in others.items():
+            if given:
+                raise PlanError(
+                    "lost_replica='continue' averages gradients once for each batch, and keeps "
+                    f"weights and states whole in each replica; it does not go together with "
+                    f"{other}. Leave one of them out."
                 )
 
 

@@ -10,6 +10,7 @@ package shuts down.
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_hybrid.comm.connections import (
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.network_interface import chosen_interface
 from lightning_hybrid.comm.replica_channels import EdgeWires, Lines
+from lightning_hybrid.comm.survivors import Survivors
 from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.errors import PlanError
 
@@ -58,6 +60,13 @@ class GroupHandle:
         if self._group is None:
             raise RuntimeError("This rank has left the run, which has failed: it talks to nobody.")
         return getattr(self._group, name)
+
+    def replace(self, other: "GroupHandle") -> None:
+        """Become another group; this one is dropped, whose operations may be under way."""
+        dropped, self._group = [self._group], other._group
+
+        # in a thread: it waits for them until the peers, which do the same, have closed theirs
+        BackgroundThread(dropped.clear, "hybrid-drop", awaited=True).start()
 
     def close(self) -> None:
         """Shut the group down and drop it; all its ranks call this together."""
@@ -150,6 +159,7 @@ class Mesh(Lines):
         drivers: gloo group over the drivers (``None`` on workers), for objects and CPU tensors.
         data_parallel: group over the ranks of all replicas with this ``pp_rank``, which have the
             same stages; for gradients and buffers.
+        survivors: the replicas that go on if one is lost; ``None``: none does.
     """
 
     def __init__(
@@ -164,9 +174,11 @@ class Mesh(Lines):
     ) -> None:
         super().__init__(coordinates)
         self.store, self.world = store, world
+        self.survivors: Survivors | None = None
+        self._runs = 0
         self.backend, self.timeout = backend_on(device, backend), timeout
         self._named = backend
-        self._store = dist.PrefixStore(name, store)
+        self._store, self._name = dist.PrefixStore(name, store), name
         self._device = device
         self._groups: list[GroupHandle] = []
         self._on_device: list[GroupHandle] = []
@@ -294,16 +306,63 @@ class Mesh(Lines):
         here = self.coordinates
         if not here.is_driver or here.replicas == 1 or dist.is_initialized():
             return
+        self._init_default_group("default", here.dp_rank, here.replicas)
+
+    def _init_default_group(self, name: str, rank: int, size: int) -> None:
         with chosen_interface():
             dist.init_process_group(
                 self._named,
-                store=dist.PrefixStore("default", self._store),
-                rank=here.dp_rank,
-                world_size=here.replicas,
+                store=dist.PrefixStore(name, self._store),
+                rank=rank,
+                world_size=size,
                 timeout=self.timeout,
                 # without it NCCL would guess the device from the rank
                 device_id=None if self._device.type == "cpu" else self._device,
             )
+
+    def survive(self, *, survives: bool) -> None:
+        """Before a run: say whether replicas go on in it when one is lost (on all ranks alike)."""
+        self._runs += 1
+        if not survives:
+            self.survivors = None
+            return
+        here, run = self.coordinates, self._runs
+        self.survivors = Survivors(
+            *(here, self.store, self.drivers, f"{self._name} {run}", self.timeout), self._go_on_with
+        )
+
+    def living_ranks(self, living: Sequence[int] | None = None) -> list[int]:
+        """The numbers of the processes of all replicas that are left."""
+        here = self.coordinates
+        if living is None:
+            living = self.survivors.living if self.survivors else range(here.replicas)
+        everyone = range(here.replicas * here.ranks_per_replica)
+        return [rank for rank in everyone if replace(here, rank=rank).dp_rank in living]
+
+    def _go_on_with(self, living: Sequence[int]) -> None:
+        """Make all groups over replicas anew, of some replicas, whose ranks call this together.
+
+        Who refers to a group has the new one from then on.
+        """
+        here, name = self.coordinates, f"with {' '.join(map(str, living))}"
+        index, size = list(living).index(here.dp_rank), len(living)
+        made = make_group(
+            *(self._store, f"{name} data{here.pp_rank}", index, size, self.backend), self.timeout
+        )
+        self.data_parallel.replace(made)
+        ranks = self.living_ranks(living)
+        made = make_group(
+            *(self._store, f"{name} world", ranks.index(here.rank), len(ranks), "gloo"),
+            WORLD_TIMEOUT,
+        )
+        self.world.replace(made)
+        if not here.is_driver:
+            return
+        made = make_group(self._store, f"{name} drivers", index, size, "gloo", self.timeout)
+        self.drivers.replace(made)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            self._init_default_group(f"{name} default", index, size)
 
     def __deepcopy__(self, memo: object) -> "Mesh":
         """Return itself: a copy of a Trainer made during a run shares the groups of this rank."""

@@ -316,6 +316,39 @@ class Reduce(NetworkCommand):
 
 
 @dataclass(frozen=True)
+class AwaitSums(Command):
+    """Wait for the sums of gradients over the replicas; the answer is whether all are complete."""
+
+    answered = True
+
+
+@dataclass(frozen=True)
+class SumAgain(Command):
+    """Replicas are lost: sum up gradients anew, with those that are left.
+
+    Attributes:
+        living: numbers of these.
+    """
+
+    living: tuple[int, ...]
+
+    joint = True
+
+
+@dataclass(frozen=True)
+class TakeAverages(Command):
+    """All replicas have all sums: write the averages into the gradients.
+
+    Attributes:
+        scale: what they are multiplied with.
+    """
+
+    scale: float
+
+    outdates = frozenset({Kind.GRADIENT})
+
+
+@dataclass(frozen=True)
 class HoldHooks(NetworkCommand):
     """Remove the user's hooks from the weights of a network, before a backward pass."""
 

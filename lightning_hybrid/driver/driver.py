@@ -116,7 +116,9 @@ class Driver:
         self.commands = Commands(self._workers, self.remote)
         self._files = files = FilesOfWorkers(self.commands, options.folder, here)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
-        self._replicated = Replicated(module, mesh.data_parallel, device, self._trace)
+        self._replicated = Replicated(
+            module, mesh.data_parallel, device, self._trace, mesh.survivors
+        )
         new_calls = partial(StepCalls, options.seed, here.dp_rank, follows=options.follows)
         self.calls: StepCalls = before.calls if before else new_calls(device)
         self.distribution = Distribution(module, mesh, options, self.commands, self._trace)
@@ -124,7 +126,8 @@ class Driver:
             *(module, known, here, self.commands, self._ownership, self._replicated, files)
         )
         self.gradients = ReplicaGradients(
-            self.commands, self._borrowing, self._replicated, self.calls, unsettled
+            *(self.commands, self._borrowing, self._replicated, self.calls, unsettled),
+            survivors=mesh.survivors,
         )
         self.optimizers = DrivenOptimizers(
             *(module, self._names, mesh, self.commands, self._ownership, self.gradients, files),

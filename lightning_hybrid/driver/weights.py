@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.tensors import as_they_are, version
-from lightning_hybrid.comm import Coordinates, Group, TensorSpec, signals_deferred
+from lightning_hybrid.comm import Coordinates, Group, Survivors, TensorSpec, signals_deferred
 from lightning_hybrid.comm.protocol import (
     GiveTensor,
     KeepStates,
@@ -128,6 +128,7 @@ class Replicated:
         group: the process group of the drivers of all replicas.
         device: the driver's device.
         trace: records what the groups do.
+        survivors: the replicas that go on if one is lost.
 
     Attributes:
         networks: by number of the network, the group of this rank's stages of it.
@@ -136,8 +137,16 @@ class Replicated:
             they may be on the CPU.
     """
 
-    def __init__(self, module: nn.Module, group: Group, device: torch.device, trace: Trace) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        device: torch.device,
+        trace: Trace,
+        survivors: Survivors | None = None,
+    ) -> None:
         self._module, self._group, self._device, self._trace = module, group, device, trace
+        self._survivors = survivors
         self.networks: list[ReplicaGroup] = []
         self._cut: set[str] = set()
         # DDP does not broadcast what is registered later
@@ -181,7 +190,10 @@ class Replicated:
             for tensor in (*parameters, *self._buffers_of_the_rest()):
                 tensor.data = tensor.data.to(self._device)
         state = partial(state_buffers, self._module)
-        return ReplicaGroup(parameters, self._buffers_of_the_rest, self._group, self._trace, state)
+        return ReplicaGroup(
+            *(parameters, self._buffers_of_the_rest, self._group, self._trace, state),
+            survivors=self._survivors,
+        )
 
     def _buffers_of_the_rest(self) -> list[Tensor]:
         cut = self._identities()

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lightning_hybrid.comm import signals_deferred
-from lightning_hybrid.comm.protocol import Reduce
+from lightning_hybrid.comm import Survivors, signals_deferred
+from lightning_hybrid.comm.protocol import AwaitSums, Reduce, SumAgain, TakeAverages
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Unsettled
 from lightning_hybrid.driver.step_calls import StepCalls
@@ -24,6 +24,7 @@ class ReplicaGradients:
         replicated: the data-parallel groups of what this rank owns.
         calls: counts the calls of networks in the current step.
         unsettled: notes which gradients are not averaged yet.
+        survivors: the replicas that go on if one is lost.
 
     Attributes:
         synchronize: whether to average; False while gradients accumulate.
@@ -36,9 +37,10 @@ class ReplicaGradients:
         replicated: Replicated,
         calls: StepCalls,
         unsettled: Unsettled,
+        survivors: Survivors | None = None,
     ) -> None:
         self._commands, self._borrowing, self._replicated = commands, borrowing, replicated
-        self._calls, self._unsettled = calls, unsettled
+        self._calls, self._unsettled, self._survivors = calls, unsettled, survivors
         self.synchronize = True
 
     def overlap(self) -> bool:
@@ -112,3 +114,23 @@ class ReplicaGradients:
         if self._commands.workers.ranks:
             self._replicated.rest.arm()
         self._replicated.rest.finish()
+        if self._survivors is not None:
+            self._take_together(self._survivors)
+
+    def _take_together(self, survivors: Survivors) -> None:
+        """Take the averages when all ranks of all replicas that are left have them."""
+        groups, ask = [*self._replicated.networks, self._replicated.rest], self._commands.ask
+        while True:
+            survivors.begin_total()
+            sums = [group.is_complete() for group in groups] + [survivors.has_total()]
+            sums += [answer.value for answer in ask(AwaitSums())]
+            living = survivors.agree(complete=all(sums))
+            if living is None:
+                break
+            self._commands.tell(SumAgain(living))
+            survivors.go_on_with(living)
+            for group in groups:
+                group.sum_again()
+        self._commands.tell(TakeAverages(survivors.scale))
+        for group in groups:
+            group.take(survivors.scale)

@@ -1,5 +1,6 @@
 """The processes of a run: their start, how they find each other, failures, and their end."""
 
+from lightning_hybrid.process.children import Children
 from lightning_hybrid.process.device_survey import look_around
 from lightning_hybrid.process.faults import (
     Watch,

@@ -6,7 +6,7 @@ shell beside the script watches it (:func:`keep_ranks`).
 """
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from lightning_hybrid.errors import RemoteError
@@ -28,6 +28,8 @@ class Children:
     """The ranks that this process has started, shared by all its Trainers."""
 
     processes: Sequence["subprocess.Popen[bytes]"] = ()
+    # hears of ranks that have ended with an error, and gives the ranks that the run goes on without
+    lose: Callable[[Collection[int]], set[int] | None] | None = None
     failed = ""  # class of the error that this process got from the last run, if that has failed
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_hybrid.comm import (
+    FAULT,
     BackgroundThread,
     ConnectionLost,
     Coordinates,
@@ -30,7 +31,6 @@ from lightning_hybrid.comm import (
 GRACE_S = 8.0
 """How long, in seconds, ranks of a failed run may take to report and end before they are killed."""
 
-_KEY = "fault"
 _LOOK_EVERY_S = 1.0
 _WITNESS_DELAY_S, _LATE_DELAY_S = 0.5, 2.0
 _MEETING, _READING_S = timedelta(seconds=2), 0.2
@@ -77,7 +77,7 @@ def first_fault(ranks: Ranks | None, error: BaseException, where: str) -> Failur
         if isinstance(error, ConnectionLost) and error.late:
             _let_the_nearest_speak(ranks, error.peer)
         data = mine.to_json()
-        first = _within_time(lambda: ranks.store.compare_set(_KEY, "", data).decode(), data)
+        first = _within_time(lambda: ranks.store.compare_set(FAULT, "", data).decode(), data)
         if first != data:
             other = Failure.from_json(first)
             own = not told and bool(mine.packed) and other.headline == mine.headline
@@ -105,7 +105,7 @@ def _let_the_nearest_speak(ranks: Ranks, peer: str | None) -> None:
 def read_fault(store: Store) -> Failure:
     """Read the failure that the first rank to fail has written to the store."""
     unknown = Failure("another rank has failed")
-    return _within_time(lambda: Failure.from_json(store.get(_KEY).decode()), unknown)
+    return _within_time(lambda: Failure.from_json(store.get(FAULT).decode()), unknown)
 
 
 def _within_time(ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) -> T:
@@ -177,7 +177,7 @@ class Watch:
         """The failure that a rank has recorded, or the loss of the store's host; else ``None``."""
         for _ in range(_TRIES):
             try:
-                failed = self._store.check([_KEY]) and not self._serves
+                failed = self._store.check([FAULT]) and not self._serves
                 return read_fault(self._store) if failed else None
             except RuntimeError:  # the connection is broken, or its other end is gone
                 if _answers(self._store):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.comm import Coordinates, Group, GroupHandle, Mesh, bound_to, make_world
-from lightning_hybrid.errors import HybridError
+from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.planning import Cluster
 from lightning_hybrid.process.children import have_met, miss_nobody
 from lightning_hybrid.process.starts import of_this_start
@@ -164,9 +164,17 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     Args:
         coordinates: coordinates of this rank; only the product of their sizes must be right.
         meeting: where the ranks meet.
+
+    Raises:
+        RemoteError: a replica was lost in an earlier run.
     """
     size = coordinates.replicas * coordinates.ranks_per_replica
     known = _Process.everyone
+    if _Process.joined is not None and len(_Process.joined.mesh.living_ranks()) < size:
+        raise RemoteError(
+            "A replica was lost in an earlier run of this script, and the others went on. Its "
+            "processes would be missing in another run: start the script anew, with ckpt_path."
+        )
     if known is not None and not _Process.failed and known.world.size() == size:
         return replace(known, coordinates=coordinates)
     _leave_mesh()

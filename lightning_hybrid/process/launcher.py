@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import MethodType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, cast
 
@@ -228,6 +228,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
             result = _part(function)(*args, **kwargs)
         finally:
             observer.close()
+            Children.lose = None
         Children.failed = ""
         return result
 
@@ -328,17 +329,31 @@ class _Observer(BackgroundThread):
         self._over.set()
         self.join()
 
+    def _codes(self, given_up: Collection[int]) -> list[int | None]:
+        """Of each child the code that it has ended with; 0 of those that were given up."""
+        return [0 if n in given_up else child.poll() for n, child in enumerate(self._children)]
+
     def _watch(self) -> None:
         """Wait until all children have ended; kill the rest if one has failed and they stay."""
+        given_up = set[int]()  # children of lost replicas, which the run goes on without
         while True:
-            codes = [child.poll() for child in self._children]
+            codes = self._codes(given_up)
             if any(codes):
-                break
-            if all(code == 0 for code in codes) or self._over.wait(_LOOK_EVERY_S):
+                lost = None
+                if Children.lose is not None:
+                    self._over.wait(_LOOK_EVERY_S)  # others may be lost at the same time
+                    failed_ranks = [1 + n for n, code in enumerate(self._codes(given_up)) if code]
+                    lost = Children.lose(failed_ranks)  # (rank 0 is this process)
+                if lost is None:
+                    break
+                given_up |= {rank - 1 for rank in lost}
+                for number in given_up:
+                    self._children[number].kill()
+            elif all(code == 0 for code in codes) or self._over.wait(_LOOK_EVERY_S):
                 return
         if self._over.wait(GRACE_S):
             return
-        failed = next(child for child in self._children if child.returncode)
+        failed = next(child for child, code in zip(self._children, self._codes(given_up)) if code)
         reason = f" {not_caught()};" if self._after_a_failure else ""
         print(
             f"A process of this run (PID {failed.pid}) ended with code {failed.returncode};"

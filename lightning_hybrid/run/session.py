@@ -5,7 +5,7 @@ after each there is :class:`BetweenRuns`.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -17,11 +17,17 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_hybrid._lightning import move_data_to_device, rank_zero_info
+from lightning_hybrid._lightning_private import (
+    begin_batches_alone,
+    load_evaluation_data_anew,
+    tell_to_end,
+)
 from lightning_hybrid._torch.autograd import is_in_backward, run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm import (
     Failure,
+    Survivors,
     broadcast_object,
     gather_objects,
     run_pending,
@@ -90,6 +96,7 @@ class DriverSession:
         self._statistics, self._watchers = statistics, watchers
         self._failure = Failure("this rank has failed")
         self._asynchronous: AsynchronousReplica | None = None
+        self._survivors: Survivors | None = None  # if replicas go on without a lost one
         self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
         self._changed = False  # whether weights or buffers are others than before the run
         self._salvages = False  # whether the workers can be asked for their weights
@@ -157,8 +164,18 @@ class DriverSession:
         driver, networks = follow(None)
         shares = UnequalShares.of(run) if run.fitting and config.balance == "speed" else None
         session = cls(run, driver, networks, statistics, [], batches, shares, follow)
+        if (survivors := mesh.survivors) is not None:
+            session._survivors = survivors
+            begin_batches_alone(run.trainer, alone=True)
+            survivors.on_loss = session._goes_on_without
         session._watch_steps()
         return session
+
+    def _goes_on_without(self, lost: Collection[int]) -> None:
+        """Replicas are lost, and this one goes on."""
+        load_evaluation_data_anew(self._run.trainer)
+        if self._shares is not None:
+            self._shares.say_who_is_left(lost)
 
     def _watch_steps(self) -> None:
         """Let those who look at steps do so."""
@@ -193,6 +210,8 @@ class DriverSession:
         """Undo :meth:`_intercept`."""
         if self._asynchronous is not None:
             self._asynchronous.close()
+        if self._survivors is not None:
+            begin_batches_alone(self._run.trainer, alone=False)
         run_backwards_by(None)
         vars(self._run.precision).pop("clip_grad_by_norm", None)
         vars(self._run.precision).pop("clip_grad_by_value", None)
@@ -267,8 +286,14 @@ class DriverSession:
             self._averages = False
         if self._shares is not None:
             self._shares.backward_is_over()
+        survivors = self._survivors
+        if survivors is not None:
+            survivors.told_to_end = self._run.trainer.received_sigterm
         self._driver.gradients.after_backward()
-        if not self._run.is_global_zero and self._driver.gradients.synchronize:
+        if survivors is not None:
+            if survivors.told_to_end:
+                tell_to_end(self._run.trainer)
+        elif not self._run.is_global_zero and self._driver.gradients.synchronize:
             run_pending(hold=True)  # the first driver has been here too
 
     def refuse_other_backwards(self) -> None:
@@ -359,7 +384,8 @@ class DriverSession:
         """A training batch is about to be trained on."""
         if self._asynchronous is not None:
             self._asynchronous.batch_starts()
-        if not self._run.is_global_zero:
+        # (where replicas go on without a lost one, all hear together that one was told to end)
+        if not self._run.is_global_zero or self._survivors is not None:
             run_pending(hold=True)
         if self._replanning is not None and (plans := self._replanning.new_plans()):
             self._change_cuts(self._replanning, plans)
@@ -407,6 +433,8 @@ class DriverSession:
     def training_ends(self) -> None:
         """All batches are trained on."""
         self.fence()
+        if self._survivors is not None:
+            self._survivors.end()
         run_pending(hold=False)
         self._driver.interrupt()
         for watcher in self._watchers:

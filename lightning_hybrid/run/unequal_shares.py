@@ -7,7 +7,7 @@ the B samples of the global batch are its own. Nothing below the loss needs to k
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from functools import partial
 from itertools import accumulate, islice
@@ -27,7 +27,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._lightning_private import rebuilt_loader
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.comm import ANOTHER_REPLICA, Group, start, wait
+from lightning_hybrid.comm import ANOTHER_REPLICA, Group, Survivors, start, wait
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import batch_sizes, deal, without_the_slowest
 from lightning_hybrid.run.replica_times import ReplicaTimes
@@ -52,6 +52,7 @@ class DealtBatches:
         drop_last: whether samples that do not fill a global batch are left out.
         position: given the number of batches of an epoch, which epoch begins, and how many of its
             batches were trained on before a restart.
+        survivors: the replicas that go on if one is lost; from then on its share is theirs.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class DealtBatches:
         *,
         drop_last: bool,
         position: Position,
+        survivors: Survivors | None = None,
     ) -> None:
+        self._survivors = survivors
         self.sampler, self.drop_last = sampler, drop_last
         self._batch, self._speeds, self._replica = batch, speeds, replica
         self._position = position
@@ -95,8 +98,10 @@ class DealtBatches:
         for number, size in enumerate(sizes):
             whole = list(islice(samples, size))
             if number >= done:
-                ends = list(accumulate(deal(size, speeds), initial=0))
-                yield whole[ends[self._replica] : ends[self._replica + 1]]
+                living = self._survivors.living if self._survivors else range(len(speeds))
+                place = living.index(self._replica)
+                ends = list(accumulate(deal(size, [speeds[r] for r in living]), initial=0))
+                yield whole[ends[place] : ends[place + 1]]
 
 
 class UnequalShares:
@@ -110,6 +115,7 @@ class UnequalShares:
         position: see :class:`DealtBatches`.
         say: prints a line, once for all replicas.
         times: of the replicas, by which each epoch has other shares; None: they stay.
+        survivors: the replicas that go on if one is lost; None: none does.
     """
 
     def __init__(
@@ -121,7 +127,9 @@ class UnequalShares:
         position: Position,
         say: Callable[[str], None],
         times: ReplicaTimes | None = None,
+        survivors: Survivors | None = None,
     ) -> None:
+        self._survivors = survivors
         self._module, self._speeds, self._replica = module, speeds, replica
         self._drivers, self._position, self._say = drivers, position, say
         self._times = times
@@ -163,6 +171,7 @@ class UnequalShares:
             ReplicaTimes(run.device, lambda: run.trainer.is_last_batch)
             if run.config.replan == "epoch"
             else None,
+            mesh.survivors,
         )
 
     def deal(self, loader: Any) -> Any:
@@ -210,6 +219,7 @@ class UnequalShares:
             self._replica,
             drop_last=loader.drop_last,
             position=(lambda count: (self._position(count)[0], 0)) if resumes else self._position,
+            survivors=self._survivors,
         )
         if self._batch != size * replicas:  # else a loader of another epoch, or one more
             self._batch = size * replicas
@@ -250,6 +260,9 @@ class UnequalShares:
         self.hear()
         weight = getattr(self._module, "hybrid_weight", self._samples)
         before, self._own = self._own, float(weight(batch))
+        if self._survivors is not None:  # it travels with the gradients
+            self._survivors.weight = self._own
+            return
         self._sums.zero_()
         self._sums[0] = self._own
         if self._times is not None and before:
@@ -270,6 +283,8 @@ class UnequalShares:
 
     def weighted(self, loss: Tensor) -> Tensor:
         """A loss whose gradients, averaged over the replicas, are those of the global batch."""
+        if self._survivors is not None:
+            return loss * self._own
         self.hear()
         total = self._sums[0].item()
         factor = len(self._speeds) * self._own / total if total else 0.0
@@ -301,9 +316,22 @@ class UnequalShares:
         if deal(self._batch, speeds) != before:
             self._say(f"replan='epoch': from the next epoch on {self._told()}")
 
+    def say_who_is_left(self, lost: Collection[int]) -> None:
+        """Replicas are lost, and the others go on.
+
+        Args:
+            lost: their numbers.
+        """
+        self._say(
+            f"lost_replica='continue': replica {', '.join(map(str, sorted(lost)))} is lost. From "
+            f"now on, without it, {self._told()}"
+        )
+
     def _told(self) -> str:
-        shares = ", ".join(map(str, deal(self._batch, self._speeds)))
-        speeds = ", ".join(f"{speed / max(self._speeds):.2g}" for speed in self._speeds)
+        living = self._survivors.living if self._survivors else range(len(self._speeds))
+        left = [self._speeds[replica] for replica in living]
+        shares = ", ".join(map(str, deal(self._batch, left)))
+        speeds = ", ".join(f"{speed / max(left):.2g}" for speed in left)
         return (
             f"the replicas take {shares} of each {self._batch} samples (relative speeds {speeds})."
         )

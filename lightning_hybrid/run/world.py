@@ -26,6 +26,7 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Cluster
 from lightning_hybrid.process import (
+    Children,
     Everyone,
     Joined,
     Watch,
@@ -108,6 +109,12 @@ class World:
         """The coordinates of this rank; they may change when the mesh is joined."""
         return (self._joined.mesh if self._joined else self.everyone).coordinates
 
+    def survive(self, *, survives: bool) -> None:
+        """Say before a run whether replicas go on in it when one is lost."""
+        self.mesh.survive(survives=survives)
+        if self.mesh.survivors is not None and self.coordinates.rank == 0:
+            Children.lose = self.mesh.survivors.lose
+
     def barrier(self, name: str = "") -> None:
         """Wait for all ranks in phase TOGETHER; else do nothing.
 
@@ -135,7 +142,8 @@ class World:
         self._meet("a broadcast")
         world, here = self.everyone.world, self.coordinates
         # `source` is a number of the user's world, in which drivers come first
-        numbers = [replace(here, rank=rank).lightning_rank for rank in range(world.size())]
+        ranks = self.mesh.living_ranks() if self._joined else range(world.size())
+        numbers = [replace(here, rank=rank).lightning_rank for rank in ranks]
         same: T = broadcast_object(world, value, numbers.index(source))
         return same
 
@@ -225,6 +233,8 @@ class World:
             The failure of another rank that came first; ``None``: this one is the first.
         """
         self.stop_watching()
+        if self._joined and self.mesh.survivors is not None and is_loss(error):
+            self.mesh.survivors.await_end()
         ranks = self._joined.mesh if self._joined else self.everyone
         # this error may be a consequence of another rank's, which is then in the store
         first = first_fault(ranks, error, rank)

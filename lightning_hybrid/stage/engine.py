@@ -91,6 +91,7 @@ class Engine:
             len(copies),
             # if the driver has a copy beside workers, these own and step the parameters
             owns=not self.coordinates.is_driver or driver not in copies[1:],
+            survivors=mesh.survivors,
         )
         self.replayed: ReplayedStatistics | None = None
         if len(copies) > 1:

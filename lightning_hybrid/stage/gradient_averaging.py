@@ -24,7 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.tensors import as_they_are, copy_each
-from lightning_hybrid.comm import ANOTHER_REPLICA, Group, bytes_of, start, wait
+from lightning_hybrid.comm import ANOTHER_REPLICA, Group, Survivors, bytes_of, start, wait
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred
 from lightning_hybrid.stage.trace import Trace
 
@@ -192,6 +193,8 @@ class ReplicaGroup:
         copies: how many ranks of each replica have the stages. Each has a part of the gradients of
             its replica, so that those of a replica are summed, and those sums averaged.
         owns: whether this rank steps the parameters; if not, it has no gradient after a sum.
+        survivors: the replicas that go on if one is lost. Then :meth:`finish` waits for nothing,
+            and gradients stay those of this replica until :meth:`take`.
 
     Attributes:
         trainable: the parameters that have gradients, where the rank does not decide that itself;
@@ -208,15 +211,17 @@ class ReplicaGroup:
         copies: int = 1,
         *,
         owns: bool = True,
+        survivors: Survivors | None = None,
     ) -> None:
         self.trainable: Collection[Tensor] | None = None
         self._owns = owns
         self._parameters, self._buffers, self._state = list(parameters), buffers, state
         self._group, self._trace = group, trace
-        self._size, self._copies = group.size(), copies
+        self._copies, self._survivors = copies, survivors
         self._armed, self._whole = False, True
+        self._waits = False  # whether sums were begun that nobody has taken
         self._buckets: list[_Bucket] = []
-        self._sent: list[dist.Work] = []  # transfers of the first buckets
+        self._sent: list[dist.Work | None] = []  # transfers of the first buckets
         self._trainable: list[bool] | None = None
         self._place: dict[Tensor, tuple[_Bucket, int]] = {}
         self._hooks: dict[Parameter, RemovableHandle] = {}
@@ -247,7 +252,7 @@ class ReplicaGroup:
         Args:
             final: parameters whose gradients are final already; those of others are ignored.
         """
-        if self._size == 1:
+        if self._size == 1 and self._survivors is None:
             return
         self.take_part()
         # parameters that the user freezes or thaws in a run change the buckets, on all replicas
@@ -273,7 +278,11 @@ class ReplicaGroup:
             bucket.missing.clear()
         with as_they_are():
             self._send_full_buckets()
+            if self._survivors is not None:
+                self._waits = True
+                return
             for bucket, work in zip(self._buckets, self._sent):
+                assert work is not None
                 wait(work, ANOTHER_REPLICA)
                 for parameter, average in bucket.empty(kept=self._owns):
                     self._hand_out_rows(parameter, average)
@@ -281,6 +290,45 @@ class ReplicaGroup:
         self._whole = True
         if not self._owns:
             self._clear()
+
+    def is_complete(self) -> bool:
+        """Wait for the sums that :meth:`finish` has left. Returns whether all are complete."""
+        survivors = self._survivors
+        return survivors is None or all(survivors.has_ended(work) for work in self._sent)
+
+    def sum_again(self) -> None:
+        """A replica is lost: begin the same sums anew, without it."""
+        if self._waits:
+            # (into new memory: older sums that were given up may still be under way)
+            self._trainable, self._waits = None, False
+            self.reduce()
+
+    def take(self, scale: float) -> None:
+        """Write the averages into the gradients: all replicas have them.
+
+        Args:
+            scale: what they are multiplied with.
+
+        Raises:
+            HybridError: a gradient is sparse.
+        """
+        if not self._waits:
+            return
+        self._waits, self._whole = False, True
+        with as_they_are():
+            for bucket in self._buckets:
+                bucket.numbers.mul_(scale)
+                if bucket.empty():
+                    raise HybridError(
+                        "lost_replica='continue' averages dense gradients, and here is a sparse "
+                        "one (nn.Embedding(sparse=True)). Leave one of them out."
+                    )
+        self._sent.clear()
+
+    @property
+    def _size(self) -> int:
+        size: int = self._group.size()
+        return size
 
     def _hand_out_rows(self, parameter: Parameter, average: Tensor) -> None:
         """Set a sparse gradient: the rows of the average that any replica has used."""
@@ -344,6 +392,9 @@ class ReplicaGroup:
             if bucket.missing:
                 break
             bucket.fill(self._copies / self._size)
+            if self._survivors is not None:
+                self._sent.append(self._survivors.start(self._group, bucket.flat))
+                continue
             work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
             if self._trace.on and bucket.flat.device.type == "cpu":
                 work.get_future().add_done_callback(self._recorder(number))

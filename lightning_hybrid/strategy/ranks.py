@@ -19,7 +19,7 @@ from lightning_hybrid._lightning import (
     reset_seed,
 )
 from lightning_hybrid._lightning_private import set_rank_of_messages
-from lightning_hybrid.comm import Coordinates, Group, backend_on, choose_interface
+from lightning_hybrid.comm import Coordinates, Group, Survivors, backend_on, choose_interface
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Cluster, Machine
@@ -84,6 +84,25 @@ class Ranks:
     def replicas(self) -> int:
         """Over how many replicas the data is divided."""
         return self.shape[0]
+
+    @property
+    def survivors(self) -> Survivors | None:
+        """The replicas that go on if one is lost, in a run that does so."""
+        world = self.world
+        return world.mesh.survivors if isinstance(world, World) and world.has_coordinates else None
+
+    @property
+    def living(self) -> int:
+        """Number of replicas, without lost ones."""
+        return self.replicas if self.survivors is None else len(self.survivors.living)
+
+    @property
+    def global_rank(self) -> int:
+        """The rank that Lightning is told: of drivers the number among those that are left."""
+        here, survivors = self.coordinates, self.survivors
+        if survivors is None or not here.is_driver:
+            return here.lightning_rank
+        return survivors.living.index(here.dp_rank)
 
     @property
     def stages(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from inspect import signature
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from lightning_hybrid.config import Checkpoint
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import gigabytes
+from lightning_hybrid.process import Children, HybridSubprocessLauncher
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.schedules import LookAhead
 from lightning_hybrid.stage import state_buffers
@@ -284,6 +286,45 @@ def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:
         )
 
 
+def survives_losses(run: Run) -> bool:
+    """Whether replicas go on in this run when one is lost.
+
+    Raises:
+        PlanError: they were asked to, and cannot.
+    """
+    if run.config.lost_replica == "end" or not run.fitting:
+        return False
+    for reason in _loses_a_replica(run):
+        raise PlanError(f"lost_replica='continue' {reason}; or use lost_replica='end'.")
+    return True
+
+
+def _loses_a_replica(run: Run) -> Iterator[str]:
+    """Why a lost replica would be more than one that is missing in the averages of a step."""
+    trainer, replicas = run.trainer, run.world.coordinates.replicas
+    if replicas == 1:
+        yield "needs another replica to go on with, and there is one. Use data_parallel_size=2"
+    strategy: Any = trainer.strategy
+    first = run.world.coordinates.rank == 0
+    if not isinstance(strategy.launcher, HybridSubprocessLauncher) or (
+        first and not Children.processes
+    ):
+        yield (
+            "needs processes that the script has started itself. Use strategy 'hybrid_gabra' and "
+            "`python FILE`, not torchrun, SLURM, spawn or fork"
+        )
+    if trainer.num_nodes > 1 or run.device.type != "cpu":
+        yield "is for CPUs of one host, whose processes one launcher sees end"
+    if not trainer.lightning_module.automatic_optimization:
+        yield "averages once for each batch. Use automatic_optimization=True"
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            "averages once for each batch, not "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Leave it out"
+        )
+    yield from _exchanges_more(run)
+
+
 def refuse_all_but_plain_sgd(optimizers: Iterable[Optimizer], schedule: str) -> None:
     """A schedule whose formulas are those of gradient descent alone.
 
@@ -317,6 +358,11 @@ def _needs_all(run: Run) -> Iterator[str]:
     trainer = run.trainer
     if trainer.gradient_clip_val:
         yield f"clips no gradients: gradient_clip_val={trainer.gradient_clip_val}. Leave it out"
+    yield from _exchanges_more(run)
+
+
+def _exchanges_more(run: Run) -> Iterator[str]:
+    """What replicas would exchange in a step beside gradients."""
     if scalers_of(run.precision):
         yield "has no scale of the loss (precision='16-mixed'). Use 'bf16-mixed'"
     if run.synchronised:

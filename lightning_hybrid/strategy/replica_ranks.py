@@ -83,7 +83,7 @@ class ReplicaRanks:
     @property
     def num_replicas(self) -> int:
         """Over how many replicas the data is divided: what ``world_size`` is under DDP."""
-        return self._ranks.replicas
+        return self._ranks.living
 
     @property
     def world_size(self) -> int:
@@ -96,11 +96,11 @@ class ReplicaRanks:
     @property
     def is_distributed(self) -> bool:
         """Whether the data is divided: with one replica it is not, whatever its stages."""
-        return self.num_replicas > 1
+        return self._ranks.replicas > 1
 
     @property
     def global_rank(self) -> int:
-        return self.coordinates.lightning_rank if self._ranks.devices else 0
+        return self._ranks.global_rank if self._ranks.devices else 0
 
     @property
     def local_rank(self) -> int:

@@ -43,6 +43,7 @@ from lightning_hybrid.config import (
     Config,
     Count,
     GradientSync,
+    LostReplica,
     Replan,
     Rng,
     ScheduleName,
@@ -91,6 +92,7 @@ from lightning_hybrid.strategy.refusals import (
     refuse_optimizers,
     refuse_other_places,
     refuse_streaming,
+    survives_losses,
 )
 from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
 
@@ -195,6 +197,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             asynchronous SGD, for replicas of one stage: none waits for the others as long as no
             weights in use are more than ``staleness`` updates old; see ``docs/unlike_devices.md``.
         staleness: that bound. With 0 the steps are the synchronous ones.
+        lost_replica: ``"continue"``: if a process of a replica is killed while a step is averaged,
+            the other replicas go on in place, with all samples that are left; see
+            ``docs/unlike_devices.md``. ``"end"``: the run ends.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -244,6 +249,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         replan: Replan = "never",
         gradient_sync: GradientSync = "allreduce",
         staleness: int = 0,
+        lost_replica: LostReplica = "end",
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -300,7 +306,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_replicas, "rank": self.coordinates.dp_rank}
+        return {"num_replicas": self.num_replicas, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
         self._ranks.set_launched(self.cluster_environment)
@@ -363,6 +369,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if run.changes_cuts:
             self._plans.clear()  # of an earlier run it is not known here what they were made from
         run.take_again()
+        run.world.survive(survives=survives_losses(run))
         if not run.world.coordinates.is_driver:
             raise Parted(partial(self._serve, WorkerSession.begin(run)))
         run.world.phase = Phase.RUNNING

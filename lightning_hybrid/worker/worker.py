@@ -287,6 +287,20 @@ class Worker:
     def _reduce(self, command: protocol.Reduce) -> None:
         self._networks[command.network].engine.replica_group.reduce()
 
+    def _await_sums(self, _: protocol.AwaitSums) -> Answer:
+        groups = [network.engine.replica_group for network in self._networks]
+        return Answer(value=all(group.is_complete() for group in groups))
+
+    def _sum_again(self, command: protocol.SumAgain) -> None:
+        assert self._mesh.survivors is not None
+        self._mesh.survivors.go_on_with(command.living)
+        for network in self._networks:
+            network.engine.replica_group.sum_again()
+
+    def _take_averages(self, command: protocol.TakeAverages) -> None:
+        for network in self._networks:
+            network.engine.replica_group.take(command.scale)
+
     def _hold_hooks(self, command: protocol.HoldHooks) -> None:
         self._networks[command.network].weight_hooks.hold()
 

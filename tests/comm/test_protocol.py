@@ -22,7 +22,7 @@ DEFINED = {
 }
 COMMANDS = sorted((m for m in DEFINED if issubclass(m, Command)), key=lambda m: m.__name__)
 CHANGES_GRADIENTS = {
-    *("Backward", "Reduce", "ReleaseHooks"),
+    *("Backward", "Reduce", "TakeAverages", "ReleaseHooks"),
     *("ZeroGrad", "ScaleGradients", "ClipValues", "Unscale"),
 }
 CHANGES_BUFFERS = {"Forward", "Commit", "SynchronizeBuffers"}

@@ -83,6 +83,7 @@ WORKS = {
     },
     "Faults": {
         "tests/strategy/test_faults.py": "*",
+        "tests/strategy/test_lost_replica.py": "*",
         "tests/strategy/test_manners.py": "*",
         "tests/strategy/test_random_kills.py": "*",
         "tests/strategy/test_restarts.py": "*",

@@ -1,6 +1,7 @@
 """Loaders that are dealt to replicas by their speed stay the user's in all else."""
 
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,30 @@ def loader(samples: int = 50, kind: Any = DataLoader, **more: Any) -> Any:
 
 def numbers(dealt: Any) -> list[list[int]]:
     return [batch[0].tolist() for batch in dealt]
+
+
+def test_the_share_of_a_lost_replica_is_the_others_from_then_on() -> None:
+    left: Any = SimpleNamespace(living=(0, 1, 2))
+    everyone = [
+        UnequalShares(
+            *(BoringModel(), SPEEDS, replica, None, lambda count: (0, 0), lambda line: None),
+            survivors=left,
+        )
+        for replica in range(3)
+    ]
+    undisturbed = [numbers(shares(replica).deal(loader())) for replica in range(3)]
+    batches = []
+    for parts in zip(*(each.deal(loader()) for each in everyone), strict=True):
+        batches.append([part[0].tolist() for part in parts])
+        if len(batches) == 2:
+            left.living = (0, 2)
+            break
+    dealt = [iter(everyone[replica].deal(loader())) for replica in left.living]
+    for number, whole in enumerate(zip(*undisturbed, strict=True)):
+        now = [next(each)[0].tolist() for each in dealt]
+        assert list(chain(*now)) == list(chain(*whole))
+        assert number > 1 or batches[number] == list(whole)
+        assert min(map(len, now)) > 0
 
 
 class Loader(DataLoader):

@@ -89,6 +89,28 @@ def test_what_keeps_the_cuts_is_refused_beside_new_ones(
         Config(**{**usual, **arguments})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"balance": "equal"}, "balance='equal'"),
+        ({"replan": "epoch"}, "replan='epoch'"),
+        ({"pipeline_parallel_size": (2, 1)}, r"pipeline_parallel_size=\(2, 1\)"),
+        ({"shard_optimizer_states": True}, "shard_optimizer_states=True"),
+        ({"checkpoint": "sharded"}, "checkpoint='sharded'"),
+        ({"schedule": "1f1b"}, "schedule='1f1b'"),
+        ({"gradient_sync": "asgd"}, "gradient_sync='asgd'"),
+        ({"lost_replica": "restart"}, "lost_replica='restart' is none of 'end', 'continue'"),
+    ],
+)
+def test_replicas_that_go_on_without_a_lost_one_share_gradients_alone(
+    arguments: dict[str, Any], named: str
+) -> None:
+    usual: dict[str, Any] = {"lost_replica": "continue", "balance": "speed"}
+    assert Config(**usual).lost_replica == "continue"
+    with pytest.raises(PlanError, match=named):
+        Config(**{**usual, **arguments})
+
+
 @pytest.mark.parametrize("verify", [True, 0, -1, "never", 1.5])
 def test_what_is_no_choice_of_calls_to_verify_is_refused(verify: Any) -> None:
     with pytest.raises(PlanError, match=r"verify=.* 'auto' \(calls 1, 2, 4, 8, ...\), False"):
