@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.errors import NetworkError
@@ -99,7 +100,7 @@ class EarlyForwards:
         """Refuse operations that may keep a weight where a copy cannot replace it.
 
         Hooks on saved tensors replace what ``ctx.save_for_backward`` keeps, and not what an
-        ``autograd.Function`` keeps elsewhere.
+        ``autograd.Function`` that is given a weight keeps elsewhere.
 
         Args:
             stage: the stage that was computed.
@@ -111,13 +112,14 @@ class EarlyForwards:
         if self._weights != "stash" or stage in self._looked_at:
             return
         self._looked_at.add(stage)  # (once: each call of a stage has the same operations)
-        node = next(iter(operations_behind(outputs)), None)
-        if node is not None:
-            raise NetworkError(
-                f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function, may keep a "
-                "parameter where delayed_weights='stash' cannot give its backward the weights of "
-                "its forward. Use delayed_weights='recompute' or schedule='gpipe'."
-            )
+        weights = set(map(id, stage.parameters()))
+        for node in operations_behind(outputs):
+            if any(id(_leaf_of(given)) in weights for given, _ in node.next_functions):
+                raise NetworkError(
+                    f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function, may "
+                    "keep a parameter where delayed_weights='stash' cannot give its backward the "
+                    "weights of its forward. Use delayed_weights='recompute' or schedule='gpipe'."
+                )
 
     def _before(self, stage: Stage) -> dict[str, Tensor]:
         """The buffers that a forward writes, as the forward before it has left them."""
@@ -137,6 +139,14 @@ class EarlyForwards:
             return saving_nothing()
         copies = self._copies.setdefault(call, {}) if self._weights == "stash" else None
         return _weights_apart(parameters, copies)
+
+
+def _leaf_of(node: Node | None) -> Tensor | None:
+    """The leaf that an operand is, or is a view or a cast of; ``None``: it is none of a leaf."""
+    while node is not None and len(node.next_functions) == 1:
+        [(node, _)] = node.next_functions
+    leaf: Tensor | None = getattr(node, "variable", None)
+    return leaf
 
 
 _Apart = tuple[torch.UntypedStorage, torch.dtype, Any, Any, Any]

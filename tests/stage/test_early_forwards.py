@@ -96,20 +96,30 @@ def test_buffers_are_those_of_the_forwards_that_had_their_turn() -> None:
         torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=0, atol=0)
 
 
-class Doubled(torch.autograd.Function):
+class Times(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.factor = factor
+        return x * factor
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return 2 * gradient
+        return gradient * ctx.factor, None
 
 
-def test_a_function_of_autograd_is_refused_where_weights_are_to_be_stashed() -> None:
-    stage: Any = object()
-    outputs = [Doubled.apply(X.clone().requires_grad_()).exp()]  # type: ignore[no-untyped-call]
-    with pytest.raises(NetworkError, match=r"Doubled, an autograd.Function, may keep"):
+@pytest.mark.parametrize("given", [lambda weight: weight, lambda weight: weight.exp()])
+def test_a_function_that_is_given_a_weight_is_refused_where_weights_are_to_be_stashed(
+    given,
+) -> None:
+    stage: Any = nn.Linear(3, 3).double()
+    outputs = [Times.apply(X.clone().requires_grad_(), given(stage.bias)).exp()]
+    with pytest.raises(NetworkError, match=r"Times, an autograd.Function, may keep"):
         EarlyForwards("stash").refuse_functions(stage, outputs)
     for weights in ("recompute", "current", None):
         EarlyForwards(weights).refuse_functions(stage, outputs)  # type: ignore[arg-type]
+
+
+def test_a_function_of_activations_keeps_no_weight() -> None:
+    stage: Any = nn.Linear(3, 3).double()
+    outputs = [Times.apply(stage(X.clone().requires_grad_()), torch.ones(3)).exp()]
+    EarlyForwards("stash").refuse_functions(stage, outputs)
