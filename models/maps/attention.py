@@ -51,4 +51,5 @@ class AttentionMap3D:
         finally:
             handle.remove()
         used = (self._module.gamma != 0).to(given.dtype)
-        return to_size((given * used).reshape(-1, 1, *inputs[0].shape[2:]), volume.shape[2:])
+        heatmap = (given * used).reshape(-1, 1, *inputs[0].shape[2:])
+        return to_size(heatmap, volume.shape[2:], self.network)

@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -61,15 +62,17 @@ def class_indices(scores: Tensor, class_index: int | Tensor | None) -> Tensor:
     return index.long().reshape(-1, 1).expand(batch, 1)
 
 
-def to_size(heatmap: Tensor, size: torch.Size) -> Tensor:
+def to_size(heatmap: Tensor, size: torch.Size, network: nn.Module) -> Tensor:
     """Bring maps (B, 1, d, h, w) to a size (D, H, W), trilinear, and scale them.
 
     A cell is put where the middle of its field of view lies. Behind kernels of odd size that are
     padded by half of it, as in a ResNet, that is a multiple of the stride: with cells of 32 voxels,
     maps whose cells are spread evenly over the volume would lie 15 voxels too far along each axis.
+    Those of networks with other kernels, such as DenseNet, are spread evenly.
     """
+    centred = _is_centred(network)
     for axis, voxels in enumerate(size, start=2):
-        low, share = _places(voxels, heatmap.shape[axis])
+        low, share = _places(voxels, heatmap.shape[axis], centred)
         high = (low + 1).clamp_max(heatmap.shape[axis] - 1)
         near, far = (heatmap.index_select(axis, at.to(heatmap.device)) for at in (low, high))
         # a flat part stays flat to the bit: maps are compared by their ranks
@@ -78,15 +81,25 @@ def to_size(heatmap: Tensor, size: torch.Size) -> Tensor:
     return scaled(heatmap)
 
 
-def _places(voxels: int, cells: int) -> tuple[Tensor, Tensor]:
+def _is_centred(network: nn.Module) -> bool:
+    """Whether all that take fewer places along an axis are odd in size and padded by half of it."""
+    kinds = nn.Conv3d | nn.MaxPool3d | nn.AvgPool3d
+    strided = (m for m in network.modules() if isinstance(m, kinds) and np.max(m.stride) > 1)
+    return all(
+        np.all(np.asarray(m.kernel_size) % 2 == 1)
+        and np.all(np.asarray(m.kernel_size) // 2 == np.asarray(m.padding))
+        for m in strided
+    )
+
+
+def _places(voxels: int, cells: int, centred: bool) -> tuple[Tensor, Tensor]:
     """The cell before each voxel of an axis, and how far the voxel lies on the way to the next."""
     stride = 1
     while -(-voxels // stride) > cells:
         stride *= 2
     at = torch.arange(voxels, dtype=torch.float64)
-    # other sizes are of other networks: evenly spread
-    fits = -(-voxels // stride) == cells
-    at = at / stride if fits else (at + 0.5) * cells / voxels - 0.5
+    centred = centred and -(-voxels // stride) == cells  # else strides are no powers of 2
+    at = at / stride if centred else (at + 0.5) * cells / voxels - 0.5
     at = at.clamp(0, cells - 1)
     return at.long(), at.frac()
 

@@ -62,7 +62,7 @@ class GradCAM3D:
         activation, gradient = activation.detach().float(), gradient.float()
         weights = self._weights(activation, gradient)
         heatmap = (weights * activation).sum(dim=1, keepdim=True).relu()
-        return to_size(heatmap, volume.shape[2:])
+        return to_size(heatmap, volume.shape[2:], self.network)
 
     def _weights(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Weights of the activations (B, C, d, h, w): alpha, (B, C, 1, 1, 1), or one per voxel."""

@@ -78,7 +78,7 @@ def test_equals_the_map_of_monai_without_its_inversion(layer, chosen) -> None:
     theirs = GradCAM(
         network,
         layer,
-        upsampler=lambda size: lambda cam: to_size(cam, size),
+        upsampler=lambda size: lambda cam: to_size(cam, size, network),
         postprocessing=lambda cam: cam,
     )(x, class_idx=chosen)
     theirs = theirs / theirs.amax(dim=(1, 2, 3, 4), keepdim=True).clamp_min(1e-12)
@@ -98,6 +98,15 @@ def test_the_map_of_a_bright_point_lies_around_that_point(layer, place, size) ->
     found = HiResCAM3D(network, layer)(x, 1)[0, 0]
     middle = (found > 0.7).nonzero().double().mean(dim=0)
     assert (middle - place).abs().max() <= 0.5
+
+
+def test_cells_of_even_kernels_are_spread_evenly() -> None:
+    network = nn.Sequential(nn.AvgPool3d(8), nn.AdaptiveAvgPool3d(1), nn.Flatten())
+    x = torch.zeros(1, 1, 32, 32, 32)
+    x[..., 8:16, 8:16, 8:16] = 1
+    found = HiResCAM3D(network, "0")(x, 0)[0, 0]
+    middle = (found > 0.7).nonzero().double().mean(dim=0)
+    assert (middle - 11.5).abs().max() == 0
 
 
 def test_plus_plus_equals_the_derivatives_of_the_exponential_score() -> None:
