@@ -242,6 +242,7 @@ class Ranks:
             timeout=timedelta(minutes=10),
             backend="gloo",
             data_parallel=ALONE,
+            survivors=None,
             drivers=ALONE,
             owners=lambda copies: self._group(copies, rank, "owners"),
             siblings=lambda copies: self._group(copies, rank, "siblings"),

@@ -167,3 +167,11 @@ def test_all_replicas_end_where_more_than_the_average_of_a_step_is_missing(
         time.sleep(0.1)
     assert words in training.output
     assert "is lost. From now on" not in training.output
+
+
+def test_processes_that_torchrun_has_started_and_ends_together_are_refused(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    config = {**THREE, "trainer": {}, "kills": []}
+    training = Training(tmp_path, script=SCRIPT, launcher=torchrun, **config)
+    assert training.start().wait(timeout=120)
+    assert "'continue' needs processes that the script has started itself" in training.output
