@@ -74,7 +74,9 @@ class Pipeline:
         for rank in sorted(set(devices)):
             own: Any = {n: stages[n] for n, owner in enumerate(devices) if owner == rank}
             mesh: Any = SimpleNamespace(
-                coordinates=self.replica.lines[rank].coordinates, owners=lambda _: ALONE
+                survivors=None,
+                coordinates=self.replica.lines[rank].coordinates,
+                owners=lambda _: ALONE,
             )
             self.engines[rank] = Engine(
                 nn.Module(),

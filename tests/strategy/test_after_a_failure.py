@@ -27,7 +27,7 @@ def world_of(rank: int) -> World:
     """Two stages, of which this process is one, without groups."""
     everyone: Any = SimpleNamespace(store=dist.HashStore(), world=None)
     everyone.coordinates = Coordinates(rank, 1, 2)
-    mesh = SimpleNamespace(**vars(everyone), say_goodbye=lambda _: None)
+    mesh = SimpleNamespace(**vars(everyone), say_goodbye=lambda _: None, survivors=None)
     joined: Any = SimpleNamespace(cluster=None, mesh=mesh)
     world = World(everyone)
     world.take_coordinates(joined)
