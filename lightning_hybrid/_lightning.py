@@ -88,6 +88,7 @@ Accelerator = pytorch.accelerators.Accelerator
 BatchSizeFinder = pytorch.callbacks.BatchSizeFinder
 Callback = pytorch.Callback
 CheckpointIO = pytorch.plugins.CheckpointIO
+GradientAccumulationScheduler = pytorch.callbacks.GradientAccumulationScheduler
 ClusterEnvironment = fabric.plugins.environments.ClusterEnvironment
 DDPStrategy = pytorch.strategies.DDPStrategy
 CombinedLoader = pytorch.utilities.CombinedLoader

@@ -348,7 +348,7 @@ class Config:
         """Complain about a request for several stages per device beside one for a single one."""
         if self.contiguous:
             return
-        if self.schedule == "zero_bubble":
+        if self._scheduled == "zero_bubble":
             raise PlanError(
                 "schedule='zero_bubble' gives each device one stage, and contiguous=False lets "
                 "GABRA give it several. Leave one of them out."

@@ -22,8 +22,9 @@ class Comparison:
         only_first: scans that only the first one is right about.
         only_second: likewise.
         mcnemar_p: exact p-value of that difference (McNemar).
-        areas: AUROC of each; NaN for more than two classes, and for fewer than two people of one.
-        delong_p: p-value of their difference (DeLong et al. 1988); NaN likewise.
+        areas: AUROC of each; NaN for more than two classes, and where nobody is of one of them.
+        delong_p: p-value of their difference (DeLong et al. 1988); NaN for fewer than two people of
+            a class.
     """
 
     scans: int
@@ -40,9 +41,12 @@ def compare(first: Array, second: Array, labels: Array) -> Comparison:
     only = int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())
     p = float(binomtest(only[0], sum(only)).pvalue) if sum(only) else 1.0
     nan = float("nan")
-    if first.shape[1] != 2 or np.bincount(labels, minlength=2).min() < 2:
+    fewest = np.bincount(labels, minlength=2).min()
+    if first.shape[1] != 2 or fewest < 1:
         return Comparison(len(labels), *only, p, (nan, nan), nan)
     parts = [placements(values[:, 1], labels == 1) for values in (first, second)]
+    if fewest < 2:  # one person has no variance
+        return Comparison(len(labels), *only, p, (parts[0][0], parts[1][0]), nan)
     hits, misses = (np.stack([part[k] for part in parts]) for k in (1, 2))
     contrast = np.array([1.0, -1.0])
     covariance = np.cov(hits) / hits.shape[1] + np.cov(misses) / misses.shape[1]
@@ -98,6 +102,7 @@ def main(arguments: list[str]) -> None:
         f"right about only by the first: {found.only_first}, only by the second: "
         f"{found.only_second}; McNemar's exact p = {found.mcnemar_p:.3g}"
     )
-    if not np.isnan(found.delong_p):
+    if not np.isnan(found.areas[0]):
         areas = " and ".join(f"{area:.3f}" for area in found.areas)
-        print(f"AUROC {areas}; DeLong's p = {found.delong_p:.3g}")
+        known = "" if np.isnan(found.delong_p) else f"; DeLong's p = {found.delong_p:.3g}"
+        print(f"AUROC {areas}{known}")

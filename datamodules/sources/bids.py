@@ -117,7 +117,7 @@ def _record(
         dx_source=f"participants.tsv:{column}={row.get(column, '')}",
         # at the first visit, where no table of sessions says more
         age=number_in(row.get("age", "") or row.get("agebl", "")),
-        sex=sex_in(row.get("sex", "")),
+        sex=sex_in(row.get("sex", "").strip()[:1]),
         field_strength=float(field[0]) if field else None,
         phase=row.get("originalstudy", ""),
         scanner=scanner_name(

@@ -4,6 +4,7 @@ A shape is the numbers of replicas, devices, stages and micro-batches of a run.
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     best = fastest(shapes)
     plan = plan_of(best, study.costs_of, study.cluster.take(count), study.batch)
     used = best.numbers or range(plan.world_size)
-    plan = _with_limits(plan, study.cluster.pick(used))
+    plan = with_limits(plan, study.cluster.pick(used))
     samples = f"{study.batch} sample{'s' * (study.batch > 1)}"
     facts = (
         f"{study.target.name} on {count} of {study.cluster.name} "
@@ -133,12 +134,23 @@ def _memory(shape: Shape) -> str:
     return "fits, computed again" if shape.recompute else "fits"
 
 
-def _with_limits(plan: Plan, cluster: ClusterDescription) -> Plan:
-    """The same with the memory of each device: the least over the replicas, which are alike."""
+def with_limits(plan: Plan, cluster: ClusterDescription) -> Plan:
+    """The same with what each rank holds of all its stages, and the least that it may hold."""
     limits, size = cluster.memory_limits, plan.devices_per_replica
     if limits is None:
         return plan
-    rows = (replace(row, limit_bytes=round(min(limits[row.device :: size]))) for row in plan.rows)
+    least = [min(limits[device::size]) for device in range(size)]
+    held = Counter[int]()
+    for row in plan.rows:
+        held[row.device] += row.memory_bytes or 0
+    rows = (
+        replace(
+            row,
+            peak_bytes=None if row.memory_bytes is None else held[row.device],
+            limit_bytes=round(min(least[device] for device in owners)),
+        )
+        for row, owners in zip(plan.rows, plan.owners)
+    )
     return replace(plan, rows=tuple(rows))
 
 

@@ -246,9 +246,15 @@ class Survivors:
         return None
 
     def go_on_with(self, living: Sequence[int]) -> None:
-        """Make the groups over replicas anew; all ranks of the replicas that are left call this."""
+        """Make the groups over replicas anew; all ranks of the replicas that are left call this.
+
+        Raises:
+            ConnectionLost: another one of them is lost.
+        """
         lost = set(self.living) - set(living)
         self._meeting = True  # who is lost in this moment ends the run: others wait for it
+        if self._known() & set(living):
+            raise ConnectionLost(f"Lost {ANOTHER_REPLICA} while the others went on without one.")
         self._renew(living)
         self.living = tuple(living)
         self._meeting = False

@@ -106,8 +106,10 @@ class OptimizerLink:
         Returns:
             Whether it was tried now.
         """
-        self._kinds |= {kind_of_group(group) for group in self.optimizer.param_groups}
-        if self.reason is not None:
+        kinds = {kind_of_group(group) for group in self.optimizer.param_groups}
+        known, self._kinds = kinds <= self._kinds, self._kinds | kinds
+        # one that steps whole may have any groups
+        if self.reason or (self.reason is not None and known):
             return False
         self.reason = trial(self.optimizer)
         if self.reason and self._state is not None:

@@ -45,7 +45,9 @@ def plan_page(
     head = plan.describe().splitlines()[:2]
     summary = "".join(paragraph(text) for text in (*head, *notes))
     summary += table(cells(plan), left=["partitions"])
-    if any(row.memory_bytes for row in plan.rows):
+    if any(row.peak_bytes for row in plan.rows):
+        summary += paragraph("Memory: the peak of each rank, with all of its stages.")
+    elif any(row.memory_bytes for row in plan.rows):
         summary += paragraph(_MEMORY_AGAIN if plan.recompute else _MEMORY)
     return page(title, [("The plan", summary), ("One step", _timeline(plan)), *more])
 

@@ -170,7 +170,12 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     """
     size = coordinates.replicas * coordinates.ranks_per_replica
     known = _Process.everyone
-    if _Process.joined is not None and len(_Process.joined.mesh.living_ranks()) < size:
+    mesh = _Process.joined.mesh if _Process.joined is not None else None
+    if (
+        mesh is not None
+        and mesh.survivors
+        and len(mesh.survivors.living) < mesh.coordinates.replicas
+    ):
         raise RemoteError(
             "A replica was lost in an earlier run of this script, and the others went on. Its "
             "processes would be missing in another run: start the script anew, with ckpt_path."

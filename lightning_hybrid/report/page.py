@@ -74,6 +74,8 @@ KINDS = {
 """Kinds of spans, which are colour classes too, and their names in the legend."""
 _CHARACTER = 0.01
 """Share of the picture's width that a character takes at most."""
+_NARROW = 0.004
+"""Share below which a bar has no border."""
 _MARKS = 5
 
 
@@ -106,7 +108,9 @@ def timeline(lanes: Mapping[str, Sequence[Span]]) -> str:
 
     def bar(span: Span) -> str:
         left, share = span.start_s / end_s, (span.end_s - span.start_s) / end_s
-        place = f"left:{left:.4%};width:{share:.4%}"
+        # (the border of a bar that is narrower would hide it)
+        border = ";border:0" * (share < _NARROW)
+        place = f"left:{left:.4%};width:{share:.4%}{border}"
         label = span.label if share > _CHARACTER * len(span.label) else ""
         hint = f' title="{escape(span.hint)}"' if span.hint else ""
         return f'<i class="{span.kind}" style="{place}"{hint}>{escape(label)}</i>'

@@ -120,6 +120,8 @@ class DriverSession:
         if streamed is not None and run.fitting and mesh.coordinates.ranks_per_replica > 1:
             batches = ComingBatches(run.trainer, streamed.barrier)
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+        # what is said at the first cuts need not be said again
+        say = cache(rank_zero_info) if run.changes_cuts else rank_zero_info
         driver_options = DriverOptions(
             broadcast_object(mesh.drivers, seed),
             options,
@@ -127,7 +129,7 @@ class DriverSession:
             share=run.building.deferred,
             trains=run.fitting,
             folder=run.framework.folder,
-            say=rank_zero_info,
+            say=say,
             follows=config.rng == "device",
             shards=config.shard_optimizer_states,
             first_failure=lambda: read_fault(mesh.store).exception(),
@@ -139,8 +141,7 @@ class DriverSession:
             training=run.fitting,
             compiled=config.compile_stages,
             automatic=config.may_keep_whole,
-            # what is said of a network at its first cut need not be said again
-            say=cache(rank_zero_info) if run.changes_cuts else rank_zero_info,
+            say=say,
             progress=run.progress,
             shared=run.shared,
             verify=config.verify,

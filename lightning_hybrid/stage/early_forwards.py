@@ -100,7 +100,8 @@ class EarlyForwards:
         """Refuse operations that may keep a weight where a copy cannot replace it.
 
         Hooks on saved tensors replace what ``ctx.save_for_backward`` keeps, and not what an
-        ``autograd.Function`` that is given a weight keeps elsewhere.
+        ``autograd.Function`` keeps elsewhere, such as a detached weight. Operators of
+        ``torch.library`` are taken to keep none that they were not given.
 
         Args:
             stage: the stage that was computed.
@@ -114,11 +115,13 @@ class EarlyForwards:
         self._looked_at.add(stage)  # (once: each call of a stage has the same operations)
         weights = set(map(id, stage.parameters()))
         for node in operations_behind(outputs):
-            if any(id(_leaf_of(given)) in weights for given, _ in node.next_functions):
+            name = type(node).__name__.removesuffix("Backward")
+            given = any(id(_leaf_of(operand)) in weights for operand, _ in node.next_functions)
+            if given or not name.startswith(_OF_AN_OPERATOR):
                 raise NetworkError(
-                    f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function, may "
-                    "keep a parameter where delayed_weights='stash' cannot give its backward the "
-                    "weights of its forward. Use delayed_weights='recompute' or schedule='gpipe'."
+                    f"{name}, an autograd.Function, may keep a parameter where "
+                    "delayed_weights='stash' cannot give its backward the weights of its forward. "
+                    "Use delayed_weights='recompute' or schedule='gpipe'."
                 )
 
     def _before(self, stage: Stage) -> dict[str, Tensor]:
@@ -139,6 +142,9 @@ class EarlyForwards:
             return saving_nothing()
         copies = self._copies.setdefault(call, {}) if self._weights == "stash" else None
         return _weights_apart(parameters, copies)
+
+
+_OF_AN_OPERATOR = "GeneratedBackwardFor_"  # begins the names of their backwards
 
 
 def _leaf_of(node: Node | None) -> Tensor | None:

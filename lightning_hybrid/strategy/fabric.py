@@ -256,6 +256,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             module.cpu()  # Fabric has moved it, of which this device is to have its stages
         run = self._begin(module)
         run.take_again()
+        run.world.survive(survives=False)  # (a Trainer of the same script may have said otherwise)
         if not run.world.coordinates.is_driver:
             session = WorkerSession.begin(run)
             # a ``finally`` of the user's that is passed now waits for nobody

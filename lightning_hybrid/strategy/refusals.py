@@ -16,6 +16,7 @@ from lightning_hybrid._lightning import (
     BatchSizeFinder,
     Callback,
     CheckpointIO,
+    GradientAccumulationScheduler,
     LayerSync,
     MixedPrecision,
     ModelPruning,
@@ -322,6 +323,9 @@ def _loses_a_replica(run: Run) -> Iterator[str]:
             "averages once for each batch, not "
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Leave it out"
         )
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        yield "averages once for each batch. Leave GradientAccumulationScheduler out"
     yield from _exchanges_more(run)
 
 

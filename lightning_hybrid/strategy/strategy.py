@@ -306,7 +306,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_replicas, "rank": self.global_rank}
+        # (not the global rank: hooks before the run may ask for loaders on workers too)
+        replica, survivors = self.coordinates.dp_rank, self._ranks.survivors
+        rank = replica if survivors is None else survivors.living.index(replica)
+        return {"num_replicas": self.num_replicas, "rank": rank}
 
     def set_world_ranks(self) -> None:
         self._ranks.set_launched(self.cluster_environment)

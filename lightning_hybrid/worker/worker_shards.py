@@ -53,7 +53,9 @@ class WorkerShards:
         return Answer(value={name: outlined(state) for name, state in states})
 
     def _find(self, part: Mapping[Key, Owned]) -> dict[Key, Tensor]:
-        weights = tensors_of(self._module)
+        weights = dict[str, Tensor]()
+        if any(owned.optimizer is None for owned in part.values()):
+            weights = tensors_of(self._module)
         return {
             key: weights[owned.name] if owned.optimizer is None else self._optimizers.find(owned)
             for key, owned in part.items()

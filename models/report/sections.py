@@ -228,7 +228,7 @@ def plan(run: Path) -> str:
     if delays:
         text += html.note("delay: by how many steps the weights of a stage are too old.")
     page = path.with_suffix(".html")
-    return text + (html.note(f"A picture of one step: {page.name}") if page.is_file() else "")
+    return text + (html.note(f"The page of the plan: {page.name}") if page.is_file() else "")
 
 
 def again(run: Path) -> str:

@@ -403,6 +403,13 @@ class LoaderShufflesItsSamples(LoaderGivesItsSamples):
     shuffles = True
 
 
+class AsksForItsStepsInSetup(LoaderGivesItsSamples):
+    """`trainer.estimated_stepping_batches` in `setup`, with Lightning's distributed sampler."""
+
+    def setup(self, stage: str) -> None:
+        self.seen.append(self.trainer.estimated_stepping_batches)
+
+
 class SamplesItself(Row):
     """A sampler of the user's own that divides samples over the replicas."""
 

@@ -150,6 +150,19 @@ def test_groups_that_are_added_are_new_until_they_are_sent() -> None:
     assert not linked.link.has_new_groups
 
 
+def test_groups_of_another_kind_are_tried_before_they_are_sent() -> None:
+    linked, tried = Linked(), list[str]()
+
+    def trial(_: Any) -> str:
+        tried.append("again")
+        return ""
+
+    linked.optimizer.add_param_group({"params": [linked.module.bias], "nesterov": True})
+    assert linked.link.try_once(trial)
+    assert not linked.link.try_once(trial)
+    assert tried == ["again"]
+
+
 def test_after_it_is_closed_the_optimizer_speaks_to_nobody() -> None:
     linked = Linked()
     linked.link.close()

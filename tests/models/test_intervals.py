@@ -121,6 +121,7 @@ def test_one_person_of_a_class_has_no_variance_of_which_a_p_value_could_be_made(
     scores = np.array([0.9, 0.4, 0.2]), np.array([0.3, 0.4, 0.2])
     found = compare(*(np.stack([1 - p, p], axis=1) for p in scores), np.array([1, 0, 0]))
     assert np.isnan(found.delong_p)
+    assert found.areas == (1.0, 0.5)
 
 
 def test_paired_tests_reject_equal_classifiers_as_often_as_they_say():

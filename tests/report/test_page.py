@@ -36,6 +36,13 @@ def test_a_picture_is_well_formed_and_names_what_is_in_it() -> None:
     assert [float(e.text or "") for e in root.iter("span")] == [0, 1.25, 2.5, 3.75, 5]
 
 
+def test_bars_that_are_narrower_than_their_border_have_none() -> None:
+    spans = [Span(start_s=0.0, end_s=1.0, kind="forward")]
+    spans += [Span(start_s=999.0, end_s=1000.0, kind="backward")]
+    assert timeline({"device 0": spans}).count("border:0") == 2
+    assert "border:0" not in PICTURE
+
+
 def test_a_label_without_room_is_left_out() -> None:
     def labels(count: int) -> list[str]:
         spans = [

@@ -107,7 +107,7 @@ class Times(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-@pytest.mark.parametrize("given", [lambda weight: weight, lambda weight: weight.exp()])
+@pytest.mark.parametrize("given", [lambda weight: weight, Tensor.exp, Tensor.detach])
 def test_a_function_that_is_given_a_weight_is_refused_where_weights_are_to_be_stashed(
     given,
 ) -> None:
@@ -119,7 +119,17 @@ def test_a_function_that_is_given_a_weight_is_refused_where_weights_are_to_be_st
         EarlyForwards(weights).refuse_functions(stage, outputs)  # type: ignore[arg-type]
 
 
-def test_a_function_of_activations_keeps_no_weight() -> None:
+@torch.library.custom_op("tests_of_early_forwards::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+twice.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+def test_an_operator_keeps_no_weight_that_it_was_not_given() -> None:
     stage: Any = nn.Linear(3, 3).double()
-    outputs = [Times.apply(stage(X.clone().requires_grad_()), torch.ones(3)).exp()]
-    EarlyForwards("stash").refuse_functions(stage, outputs)
+    early = EarlyForwards("stash")
+    early.refuse_functions(stage, [twice(stage(X)).exp()])
+    with pytest.raises(NetworkError, match="may keep a parameter"):
+        EarlyForwards("stash").refuse_functions(stage, [twice(stage.bias).exp()])
