@@ -140,6 +140,8 @@ _GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
+    # the store, whose host, rank 0, has ended
+    "Connection was likely closed",
     # NCCL
     "remote process exited or there was a network error",
     "NCCL communicator was aborted",

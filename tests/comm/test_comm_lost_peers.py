@@ -1,6 +1,7 @@
 """A lost peer and a late one are told apart, and from errors that are neither."""
 
 import os
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -74,6 +75,24 @@ def test_gloo_is_understood(tmp_path: Path, how: str) -> None:
 def test_nccl_is_understood() -> None:
     assert is_gone(dist.DistBackendError(NCCL_GONE))
     assert is_late(dist.DistBackendError(NCCL_LATE))
+
+
+def test_the_error_of_a_store_whose_host_is_gone_is_recognised() -> None:
+    script = "import time; from torch.distributed import TCPStore; "
+    script += "s = TCPStore('127.0.0.1', 0, None, True); print(s.port, flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), None, False)
+        host.kill()
+
+    def ask() -> None:
+        for _ in range(3):  # the first requests may still be sent
+            store.check(["key"])
+
+    with pytest.raises(RuntimeError) as raw:
+        ask()
+    assert is_gone(raw.value)
 
 
 @pytest.mark.parametrize("text", ["mat1 and mat2 shapes cannot be multiplied", "CUDA error", ""])
