@@ -260,8 +260,11 @@ class UnequalShares:
         self.hear()
         weight = getattr(self._module, "hybrid_weight", self._samples)
         before, self._own = self._own, float(weight(batch))
-        if self._survivors is not None:  # it travels with the gradients
-            self._survivors.weight = self._own
+        if self._survivors is not None:
+            # It travels with the gradients. Beside the usual part of a batch, so that hooks on
+            # gradients see numbers of the usual size before they are averaged.
+            usual = self._batch / len(self._speeds)
+            self._survivors.weight = self._own / usual if usual else self._own
             return
         self._sums.zero_()
         self._sums[0] = self._own
@@ -284,7 +287,7 @@ class UnequalShares:
     def weighted(self, loss: Tensor) -> Tensor:
         """A loss whose gradients, averaged over the replicas, are those of the global batch."""
         if self._survivors is not None:
-            return loss * self._own
+            return loss * self._survivors.weight
         self.hear()
         total = self._sums[0].item()
         factor = len(self._speeds) * self._own / total if total else 0.0

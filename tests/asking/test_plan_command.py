@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from planned import planned
+from planned import made_plan
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.plan_command import with_limits
@@ -15,33 +15,17 @@ def cluster(*gigabytes: float) -> ClusterDescription:
     return ClusterDescription(name="c", devices=devices, levels=(level,))
 
 
-def plan(**changes: object) -> Plan:
-    chain = {
-        "names": list("abcd"),
-        "forward_s": [1.0] * 4,
-        "backward_s": [2.0] * 4,
-        "cut_bytes": [8.0] * 3,
-        "parameters": [1] * 4,
-        "layers": [1] * 4,
-        "replicas": 1,
-        "stages": 2,
-        "microbatches": 2,
-        "memory_bytes": [7e9] * 4,
-    }
-    return planned(**(chain | changes))
-
-
 def shown(plan: Plan, *gigabytes: float) -> list[tuple[float, float]]:
     rows = with_limits(plan, cluster(*gigabytes)).rows
     return [((row.peak_bytes or 0) / 1e9, (row.limit_bytes or 0) / 1e9) for row in rows]
 
 
 def test_memory_is_that_of_all_stages_of_a_device() -> None:
-    held = plan(schedule="looped")
+    held = made_plan(schedule="looped", memory_bytes=[7e9] * 4)
     assert len(held.rows) == 4
     assert shown(held, 16.0, 24.0) == [(14.0, 24.0), (14.0, 16.0)] * 2
 
 
 def test_the_limit_is_that_of_the_smallest_device_with_a_copy() -> None:
-    copies = replace(plan(), devices=((1, 2), 0), capacities=(1.0,) * 3)
+    copies = replace(made_plan(memory_bytes=[7e9] * 4), devices=((1, 2), 0), capacities=(1.0,) * 3)
     assert shown(copies, 16.0, 24.0, 8.0) == [(14.0, 8.0), (14.0, 16.0)]

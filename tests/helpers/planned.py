@@ -33,6 +33,27 @@ def planned(**arguments: Any) -> Plan:
     return plan_stages(table, settings, _taken(arguments, Replica), **arguments)
 
 
+def made_plan(**changes: object) -> Plan:
+    """A plan of four partitions, with other arguments of :func:`planned` where they are given."""
+    arguments = {
+        "names": list("abcd"),
+        "forward_s": [1.0] * 4,
+        "backward_s": [2.0] * 4,
+        "cut_bytes": [8.0] * 3,
+        "parameters": [1] * 4,
+        "layers": [1] * 4,
+        "replicas": 2,
+        "stages": 2,
+        "microbatches": 2,
+        "bandwidth_bytes_per_s": 8.0,
+        "step_s": [0.5] * 4,
+        "reduce_s": [1.0] * 4,
+        "memory_bytes": [10] * 4,
+        "gradient_bytes": [100] * 4,
+    }
+    return planned(**(arguments | changes))
+
+
 def step_problem(**arguments: Any) -> StepProblem:
     """A problem, with the columns of its table among the arguments."""
     return StepProblem(table=_taken(arguments, PartitionTable), **arguments)

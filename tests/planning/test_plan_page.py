@@ -3,31 +3,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from planned import planned, simulate
+from planned import made_plan, simulate
 
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page, predicted_lanes
 from lightning_hybrid.schedules.gpipe import gpipe
-
-
-def made_plan(**changes: object) -> Plan:
-    arguments = {
-        "names": list("abcd"),
-        "forward_s": [1.0] * 4,
-        "backward_s": [2.0] * 4,
-        "cut_bytes": [8.0] * 3,
-        "parameters": [1] * 4,
-        "layers": [1] * 4,
-        "replicas": 2,
-        "stages": 2,
-        "microbatches": 2,
-        "bandwidth_bytes_per_s": 8.0,
-        "step_s": [0.5] * 4,
-        "reduce_s": [1.0] * 4,
-        "memory_bytes": [10] * 4,
-        "gradient_bytes": [100] * 4,
-    }
-    return planned(**(arguments | changes))
 
 
 def test_the_drawn_step_is_the_simulated_one() -> None:

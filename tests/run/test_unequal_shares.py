@@ -65,6 +65,19 @@ def test_the_share_of_a_lost_replica_is_the_others_from_then_on() -> None:
         assert min(map(len, now)) > 0
 
 
+def test_the_loss_of_a_usual_part_keeps_its_size_where_the_sum_comes_with_the_gradients() -> None:
+    left: Any = SimpleNamespace(living=(0, 1, 2), weight=None)
+    mine = UnequalShares(
+        *(BoringModel(), (1.0, 1.0, 1.0), 0, None, lambda count: (0, 0), lambda line: None),
+        survivors=left,
+    )
+    mine.deal(loader())
+    for samples, weight in ((4, 1.0), (6, 1.5)):
+        mine.weigh([torch.zeros(samples)])
+        assert left.weight == weight
+        assert mine.weighted(torch.tensor(2.0)).item() == 2 * weight
+
+
 class Loader(DataLoader):
     """A class of the user's, with an argument of its own."""
 
