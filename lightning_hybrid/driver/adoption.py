@@ -15,7 +15,7 @@ from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.driver.announcements import Announcements
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.driver import Driver
-from lightning_hybrid.driver.found_network import FoundNetwork, count
+from lightning_hybrid.driver.found_network import FoundNetwork, count, is_materialized
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.network_options import NetworkOptions
 from lightning_hybrid.errors import HybridError, NetworkError, PlanError
@@ -127,7 +127,7 @@ class Adoption:
         boundaries = [find_boundary(partitions, name) for name in plan.cuts]
         collects = _collects(plan)
         codes = cut(graph, partitions, boundaries, self.driver.device, collects=collects)
-        if found.is_materialized:
+        if is_materialized(found.module):
             self.announcements.doing(found, "checking the stages of")
             # before ranks get their stages: if the check fails, the network is still whole here
             check(graph, codes, first.leaves, with_room_for(found.module, self.driver.device))

@@ -142,18 +142,10 @@ class CapturedCalls:
         module: the LightningModule.
         adoption: gives ranks their stages of further graphs of a network that is cut.
         adopt: cuts a network.
-        stays: is called with the name of a network that stays on the driver, and the reason.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        adoption: Adoption,
-        adopt: Adopt,
-        stays: Callable[[str, str], object],
-    ) -> None:
+    def __init__(self, module: nn.Module, adoption: Adoption, adopt: Adopt) -> None:
         self._driver, self._adoption, self._adopt = adoption.driver, adoption, adopt
-        self._stays = stays
         self._options, self._announcements = adoption.options, adoption.announcements
         self._logging_later = LoggingLater(module)
         self._verification = Verification(
@@ -187,9 +179,6 @@ class CapturedCalls:
                 raise NetworkError(
                     f"{found.shown} cannot be called in this way: {error.reason}."
                 ) from error
-            if not found.driven:
-                why = f"can be captured in an evaluation, and not here:\n{indented(error.reason)}"
-                self._stays(found.name, why)
         except CannotFollow as error:
             reason = str(error)
         self._announcements.say(

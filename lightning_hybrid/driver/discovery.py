@@ -41,15 +41,15 @@ from lightning_hybrid.driver.found_network import (
     FoundNetwork,
     State,
     Watched,
-    call_in_chunks,
     count,
     indented,
     inside,
+    is_materialized,
     layers,
 )
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.network_options import NetworkOptions
-from lightning_hybrid.errors import NetworkNotFoundError, PlanError
+from lightning_hybrid.errors import NetworkNotFoundError
 from lightning_hybrid.graph import NetworkGraph, compiled, network_partitions, place_now
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.remote import Hollow, hook_refused
@@ -87,11 +87,11 @@ class Discovery:
         self._shared = {name: kind_of(tensors[name]) for name in names}
         self._hooks = _hooks_of(module)
         self._parameters = dict(module.named_parameters())
-        self._calls = CapturedCalls(module, self._adoption, self._adopt, self._stays)
+        self._calls = CapturedCalls(module, self._adoption, self._adopt)
         self._watched: dict[str, Watched] = {}
         self._captures: list[Capture] = []
         self._ranks = mesh.coordinates.ranks_per_replica
-        wanted = self._ranks > 1 or (options.microbatches or 1) > 1 or options.compiled
+        wanted = self._ranks > 1 or options.compiled
         # (an evaluation may have no network, as one that computes metrics of files)
         evaluates = not options.training and options.names is None
         if wanted and not (evaluates and next(module.parameters(), None) is None):
@@ -139,8 +139,6 @@ class Discovery:
             for watched in everything
             if watched.several
         ]
-        # (for a module of several graphs the reason above says more)
-        told += [(w, w.reason) for w in everything if w.state is State.EARLY and not w.several]
         for state in (State.ASIDE, State.KEPT):
             told += [(w, w.reason) for w in everything if w.state is state]
         reasons = [f"{watched.name or 'self'!r} {reason}" for watched, reason in told]
@@ -212,25 +210,22 @@ class Discovery:
             unwatch(candidate.module)
         forward = own_forward(module)
         call = partial(forward, *arguments, **keywords)
-        # with one rank nothing is cut or captured: the Python runs once for each micro-batch
+        # with one rank nothing is cut or captured
         if self._ranks == 1:
-            self._adopt_whole(this, forward)
-            return module.forward(*arguments, **keywords)
-        aside = why_on_driver()
+            this.put(State.CUT)
+            run = compiled(forward)
+            watch(module, this.name, lambda n, m, a, k: run(*a, **k))
+            return run(*arguments, **keywords)
+        aside = why_on_driver() or self._why_too_early(module)
         if aside is not None:
             return self._call_aside(this, aside, watched, call)
-        # captured in an evaluation before
-        if this.found is not None:
-            return self._call_early(this, this.found, watched, arguments, keywords)
         if this.state is State.ASIDE:
             this.put(State.UNSEEN)
         if self._is_kept_unseen(this):
             return call()
         found = self._prepare(this, forward, whole=True)
         try:
-            result = self._calls.captured(found, arguments, keywords)
-            self._look_again(this, found, watched)
-            return result
+            return self._calls.captured(found, arguments, keywords)
         # (nothing of the call has run by then, so it can be made in another way)
         except NotCaptured as error:
             reason = error.reason
@@ -244,9 +239,7 @@ class Discovery:
             return call()
         found = self._prepare(this, forward, whole=False)
         self._announcements.becomes_several_graphs(found)
-        result = self._calls.captured(found, arguments, keywords)
-        self._look_again(this, found, watched)
-        return result
+        return self._calls.captured(found, arguments, keywords)
 
     def _is_around_a_network(self, module: nn.Module) -> bool:
         """Whether a submodule of a module is cut already.
@@ -258,42 +251,15 @@ class Discovery:
         cut = (w.module for w in self._watched.values() if w.state is State.CUT)
         return any(id(part) in parts for part in cut)
 
-    def _call_early(
-        self,
-        this: Watched,
-        found: FoundNetwork,
-        watched: Sequence[Watched],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> Any:
-        """Handle a call of a network that was captured before, in an evaluation.
+    def _why_too_early(self, module: nn.Module) -> str | None:
+        """Why a network is not cut in the call that is being made; ``None``: it may be.
 
-        If the call trains, the network is cut now.
-
-        Args:
-            this: the module.
-            found: its capture.
-            watched: the modules that are watched again if it is not cut.
-            arguments: positional arguments of the call.
-            keywords: keyword arguments of the call.
+        An evaluation before training may have other layers, one sample only, and no gradients.
+        Until a training step calls it, a network is whole on the driver, if its weights have
+        memory there.
         """
-        try:
-            return self._calls.call(found, arguments, keywords)
-        finally:
-            self._look_again(this, found, watched)
-            # (this call may run on the driver, while others are captured)
-            if this.state is State.KEPT:
-                self._watch_calls(found)
-
-    def _look_again(self, this: Watched, found: FoundNetwork, watched: Sequence[Watched]) -> None:
-        """Watch modules again if a call has not cut the network, since it was without gradients.
-
-        An evaluation may call other modules and layers than the training does.
-        """
-        if not found.driven and this.state is not State.KEPT:
-            this.put(State.EARLY, _why_without_gradients())
-            this.found = found
-            self._watch(watched)
+        waits = self._options.training and not torch.is_grad_enabled()
+        return _why_without_gradients() if waits and is_materialized(module) else None
 
     def _watch_calls(self, found: FoundNetwork) -> None:
         """Have later calls of a network go through its capture."""
@@ -362,20 +328,6 @@ class Discovery:
         for watched in modules:
             watch(watched.module, watched.name, self._called)
 
-    def _adopt_whole(self, this: Watched, forward: Callable[..., Any]) -> None:
-        """Have batches of a network split into micro-batches, on one rank, without stages."""
-        chunks = self._options.microbatches or 1
-        if chunks > 1 and self._driver.calls.follows:
-            raise PlanError(
-                f"rng='device' with num_microbatches={chunks} and one stage: micro-batches that "
-                "run one after the other draw other numbers than the batch does. Leave "
-                "num_microbatches out."
-            )
-        this.put(State.CUT)
-        if self._options.compiled:
-            forward = compiled(forward)
-        watch(this.module, this.name, lambda n, m, a, k: call_in_chunks(forward, a, k, chunks))
-
     def _stays(self, name: str, reason: str) -> None:
         """Note that a graph stays on the driver; so does its network, unless another one is cut."""
         if self._watched[name].state not in (State.KEPT, State.CUT):
@@ -392,15 +344,6 @@ class Discovery:
 
     # ------------------------------------------------------------------ a new graph
 
-    def _waits(self, found: FoundNetwork) -> bool:
-        """Whether a network is not cut yet, since this call is of an evaluation before training.
-
-        An evaluation may have other layers, one sample only, and no gradients. Until a training
-        step calls it, the network is whole on the driver, if its weights have memory there.
-        """
-        too_early = self._options.training and not torch.is_grad_enabled()
-        return too_early and found.is_materialized
-
     def _adopt(
         self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]
     ) -> NetworkCall | None:
@@ -409,8 +352,6 @@ class Discovery:
         Returns:
             What calls its stages; ``None``: the driver computes the graph.
         """
-        if self._waits(found):
-            return None
         name = found.name
         refusal = why_not_cut(graph)
         partitions = network_partitions(graph)
@@ -465,7 +406,7 @@ class Discovery:
 
 
 def _why_without_gradients() -> str:
-    """The reason why a network is not cut that was called without gradients only."""
+    """The reason why a network is not cut that is called without gradients only."""
     reason = f"was called without gradients only ({place_now()})"
     frames = (frame for frame, _ in traceback.walk_stack(None))
     if any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame in frames):

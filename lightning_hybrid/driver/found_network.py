@@ -1,20 +1,14 @@
-"""A module that the user's code calls, and its state: whether it is cut, kept whole, opened, ...
-
-:func:`call_in_chunks` computes a network in micro-batches without stages.
-"""
+"""A module that the user's code calls, and its state: whether it is cut, kept whole, opened, ..."""
 
 import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import accumulate
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.capture import Capture
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.network_call import NetworkCall
@@ -62,11 +56,6 @@ class FoundNetwork:
         """The name of the network in messages."""
         return f"Network {self.name or 'self'!r} ({type(self.module).__name__})"
 
-    @property
-    def is_materialized(self) -> bool:
-        """Whether none of its weights and buffers is a deferred tensor."""
-        return not any(map(is_deferred, (*self.module.parameters(), *self.module.buffers())))
-
     def network_of(self, graph: NetworkGraph) -> tuple[DrivenNetwork, Plan] | None:
         """The cut network, and its plan, whose weights this graph uses; ``None``: there is none.
 
@@ -89,14 +78,12 @@ class State(Enum):
     """The module was not called yet."""
     ASIDE = auto()
     """It was called, but only in ways that stages cannot compute."""
-    EARLY = auto()
-    """It was captured in a call without gradients; it is cut in its first call that trains."""
     OPENED = auto()
     """Its own Python runs on the driver, and the modules that it calls are watched instead."""
     KEPT = auto()
     """It stays whole, on the driver."""
     CUT = auto()
-    """It is cut into stages, or, on a single rank, its batches are split into micro-batches."""
+    """It is cut into stages, or, on a single rank, compiled."""
 
 
 @dataclass(eq=False)
@@ -109,7 +96,6 @@ class Watched:
         state: its state.
         reason: why it is in this state, in the words of messages.
         several: why it cannot be captured as one graph; empty: it can, or is not captured yet.
-        found: what was captured of it in calls before training.
     """
 
     name: str
@@ -117,11 +103,15 @@ class Watched:
     state: State = State.UNSEEN
     reason: str = ""
     several: str = ""
-    found: FoundNetwork | None = None
 
     def put(self, state: State, reason: str = "") -> None:
         """Set the state, and the reason for it."""
         self.state, self.reason = state, reason
+
+
+def is_materialized(module: nn.Module) -> bool:
+    """Whether none of the weights and buffers of a module is a deferred tensor."""
+    return not any(map(is_deferred, (*module.parameters(), *module.buffers())))
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
@@ -142,54 +132,3 @@ def indented(text: str) -> str:
 def count(number: int, what: str) -> str:
     """A number and a noun, in the plural unless the number is 1."""
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def call_in_chunks(
-    forward: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-    chunks: int,
-) -> Any:
-    """Compute ``torch.cat([net(x_i) for x_i in x.chunk(chunks)])`` for any arguments and outputs.
-
-    Args:
-        forward: the network's ``forward``.
-        arguments: positional arguments; tensors whose first size is the batch's are split.
-        keywords: keyword arguments, likewise.
-        chunks: number of micro-batches.
-
-    Raises:
-        NetworkError: an output has another first size than the micro-batch.
-    """
-    tensors = [tensor for _, tensor in tensors_in((arguments, keywords)) if tensor.dim()]
-    if not tensors:
-        return forward(*arguments, **keywords)
-    batch = tensors[0].shape[0]
-    # the sizes that `x.chunk(chunks)` gives, from a tensor without memory
-    sizes = [len(part) for part in torch.empty(batch, device="meta").chunk(chunks)]
-    results = []
-    for start, size in zip(accumulate(sizes, initial=0), sizes):
-
-        def part(leaf: Any, start: int = start, size: int = size) -> Any:
-            split = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
-            return leaf.narrow(0, start, size) if split else leaf
-
-        some_arguments, some_keywords = rebuild((arguments, keywords), part)
-        results.append(forward(*some_arguments, **some_keywords))
-    # (a single result is returned as it is, with objects of the user's own classes in it)
-    if len(results) == 1:
-        return results[0]
-    columns = iter(zip(*([tensor for _, tensor in tensors_in(r)] for r in results)))
-    return rebuild(
-        results[0],
-        lambda leaf: _join(next(columns), sizes) if isinstance(leaf, Tensor) else leaf,
-    )
-
-
-def _join(slices: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
-    if any(not s.dim() or len(s) != size for s, size in zip(slices, sizes)):
-        raise NetworkError(
-            f"an output of shape {tuple(slices[0].shape)} does not follow the batch, so the "
-            "batch cannot be split into micro-batches; use num_microbatches=1"
-        )
-    return torch.cat(slices)

@@ -40,7 +40,7 @@ from lightning_hybrid.driver.differences import (
     numbers_in,
 )
 from lightning_hybrid.driver.driver import Driver
-from lightning_hybrid.driver.found_network import FoundNetwork
+from lightning_hybrid.driver.found_network import FoundNetwork, is_materialized
 from lightning_hybrid.driver.module_copy import ModuleCopy, RandomStates, Rows, WritesWeights
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.errors import NetworkError
@@ -238,7 +238,7 @@ class Check:
         Raises:
             _Inconclusive: there is no such copy, or it would take too much memory.
         """
-        if not self.found.is_materialized:
+        if not is_materialized(self.found.module):
             raise _Inconclusive("it is made in configure_model, and whole on no rank")
         found = self.found
         prefix = f"{found.name}." if found.name else ""

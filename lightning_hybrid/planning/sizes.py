@@ -249,17 +249,14 @@ class Prediction:
             raise self.why_nothing_fits() or problem
         return known, guesses
 
-    @property
-    def whole(self) -> int:
-        """Number of micro-batches if there is one stage: the user's, else 1."""
-        return self.asked or 1
-
     def sizes(self) -> list[Sizes]:
         """All sizes to compare: numbers of replicas, stages and micro-batches on all devices."""
         found, devices = [], len(self.machine.devices)
         for stages in (s for s in range(1, devices + 1) if devices % s == 0):
-            replicas, numbers = devices // stages, [self.whole]
-            if self.asked is None and stages > 1:
+            replicas, numbers = devices // stages, [1]
+            if stages > 1 and self.asked is not None:
+                numbers = [self.asked]
+            elif stages > 1:
                 # micro-batches of two samples at least, if possible: one may take a slow path
                 limit = max(self.batch // 2, min(self.batch, 2))
                 tried = (m for m in sorted({2, stages, 2 * stages, 4 * stages}) if m <= limit)
@@ -281,15 +278,13 @@ class Prediction:
         Raises:
             PlanError: the networks do not fit.
         """
-        share = self.whole / sizes.microbatches
-        return self._candidate(
-            [network(self.whole).scaled(share) for network in self.networks], sizes
-        )
+        share = 1 / sizes.microbatches
+        return self._candidate([network(1).scaled(share) for network in self.networks], sizes)
 
     def alone_s(self) -> float:
         """Predicted seconds of a step on one device, whatever its memory."""
-        parts = [network(self.whole) for network in self.networks]
-        computed = sum(self.whole * sum((*p.forward_s, *p.backward_s)) for p in parts)
+        parts = [network(1) for network in self.networks]
+        computed = sum(sum((*p.forward_s, *p.backward_s)) for p in parts)
         trained = sum(sum(p.gradient_bytes) for p in parts)
         return computed + self.machine.rates.update_s_per_byte * trained
 

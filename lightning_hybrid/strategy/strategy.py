@@ -119,8 +119,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             have stage 0 and take micro-batches in turn, the driver has stage 1; with ``(1, 3)`` the
             driver has one of the copies of stage 1.
         num_microbatches: into how many slices a replica's batch is split on its way through the
-            stages. ``"auto"``: chosen with the sizes, or, where these are given, enough to fill the
-            pipeline twice, at least two samples each.
+            stages; with one stage it goes whole. ``"auto"``: chosen with the sizes, or, where these
+            are given, enough to fill the pipeline twice, at least two samples each.
         schedule: how the devices share their time. ``"gpipe"`` (fill and drain), ``"looped"``
             (several stages per device) and ``"zero_bubble"`` (gradients of weights after those of
             inputs, where that pays) are exact; ``"auto"`` is ``"gpipe"``, or the one of the others

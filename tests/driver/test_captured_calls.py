@@ -29,7 +29,6 @@ class Calls:
     def __init__(self, capture: Callable[..., Any], *, whole: bool = True) -> None:
         self.notes: list[str] = []
         self.at_hand: list[str] = []
-        self.kept: dict[str, str] = {}
         remote = SimpleNamespace(
             suspended=nullcontext,
             emptied=nullcontext,
@@ -60,7 +59,7 @@ class Calls:
         )
         options: Any = SimpleNamespace(progress=StartProgress(None), verify=False)
         adoption: Any = SimpleNamespace(driver=driver, options=options, announcements=announcements)
-        self.calls = CapturedCalls(self.module, adoption, self.adopt, self.kept.setdefault)
+        self.calls = CapturedCalls(self.module, adoption, self.adopt)
 
     def __call__(self) -> Any:
         return self.calls.call(self.found, (X,), {})

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch import capture
 from lightning_hybrid.driver import verification
-from lightning_hybrid.driver.found_network import FoundNetwork
 from lightning_hybrid.driver.module_copy import ModuleCopy
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.planning.plan import Plan
@@ -458,7 +457,7 @@ def not_verified(driven: Driven) -> str:
 def test_a_network_that_is_whole_on_no_rank_is_not_verified(
     ranks: Any, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FoundNetwork, "is_materialized", False)
+    monkeypatch.setattr(verification, "is_materialized", lambda module: False)
     assert "made in configure_model" in not_verified(Driven(ranks, Scaled(), verify=1))
     assert not runs
 
