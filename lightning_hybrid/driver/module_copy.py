@@ -305,8 +305,6 @@ class ModuleCopy:
         device: torch.device,
         draws: AbstractContextManager[Any],
         rows: Rows | None = None,
-        *,
-        through: Callable[..., Any] | None = None,
     ) -> tuple[nn.Module, Any, tuple[Any, ...]]:
         """Run the module's Python on a copy of the copy; nothing is kept for a backward.
 
@@ -314,8 +312,6 @@ class ModuleCopy:
             device: where it runs.
             draws: a context in which torch draws the random numbers that the call is to get.
             rows: chooses samples of the batch; ``None``: all of them.
-            through: a function that makes the call, of the module, the arguments and the keywords;
-                ``None``: the module's ``forward``.
 
         Returns:
             The module that was called, what it has returned, and its arguments after the call.
@@ -348,10 +344,7 @@ class ModuleCopy:
             if is_compiled(module):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(draws)
-            if through is None:
-                result = module.forward(*arguments, **keywords)
-            else:
-                result = through(module, arguments, keywords)
+            result = module.forward(*arguments, **keywords)
         if before != [version(p) for p in weights]:
             raise WritesWeights("it writes into its parameters")
         return module, result, (arguments, keywords)

@@ -19,17 +19,16 @@ The Python runs before the stages do, so that the effects which remain are those
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.capture import Capture, own_forward
 from lightning_hybrid.driver.announcements import Announcements
 from lightning_hybrid.driver.differences import (
     changed,
@@ -44,7 +43,7 @@ from lightning_hybrid.driver.found_network import FoundNetwork, is_materialized
 from lightning_hybrid.driver.module_copy import ModuleCopy, RandomStates, Rows, WritesWeights
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph import NetworkGraph, compute_whole, place_of
+from lightning_hybrid.graph import NetworkGraph
 from lightning_hybrid.planning import free_bytes
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import generators_of_microbatch, random_state, set_random_state
@@ -157,7 +156,6 @@ class Check:
         self._arguments, self._keywords = arguments, keywords
         self._random, self._before = RandomStates(), random_state(self._device)
         self._copy: ModuleCopy | None = None
-        self._call: NetworkCall | None = None
         self._start: Callable[[], AbstractContextManager[None]]
         self._divided = False
         self._end: list[Tensor] = []
@@ -188,7 +186,6 @@ class Check:
             values: the arguments of its graph.
             synchronised: whether batch statistics are those of all replicas.
         """
-        self._call = call
         self._of.count(self)
         with self._or_give_up():
             self._begin(call, values, synchronised=synchronised)
@@ -432,7 +429,7 @@ class Check:
         """The error that says that the stages compute something else than the Python."""
         return NetworkError(
             f"{self.found.shown} does not compute in its stages what its Python computes: in call "
-            f"{self.number} {_calls(*self.kind[1:])} {_listed(found)}.{self._cause()} TorchDynamo "
+            f"{self.number} {_calls(*self.kind[1:])} {_listed(found)}. TorchDynamo "
             "does not see every change of what code reads (a key that a dictionary has got since, "
             "the result of functools.cache, os.environ, an attribute of a class: "
             "docs/what_you_can_rely_on.md has the list), and goes on with what was there. Give the "
@@ -449,37 +446,6 @@ class Check:
             f"the other micro-batches {_listed(found)}. In micro-batches the numbers are not those "
             "of one device. Use the strategy's num_microbatches=1."
         )
-
-    def _cause(self) -> str:
-        """A sentence that names the first operation that a new capture has otherwise; or empty."""
-        if self._copy is None or self._call is None:
-            return ""
-        graphs: list[NetworkGraph] = []
-
-        def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
-            graphs.append(graph)
-            return compute_whole(graph, values)
-
-        def captured(module: nn.Module, *given: Any) -> Any:
-            draws = not self._driver.calls.follows
-            capture = Capture(module, own_forward(module), run, draws=draws)
-            try:
-                return capture(*given)
-            finally:
-                capture.close()
-
-        with suppress(Exception):  # (this only adds detail to an error)
-            self._copy.call(self._device, self._draws(), through=captured)
-        was = self._call.specialization.graph.layers
-        for one, other in zip(was, graphs[0].layers if graphs else ()):
-            if _text(one.node) != _text(other.node):
-                place = place_of(other.node)
-                return (
-                    f" The first operation that it has otherwise now is {other.name!r} of "
-                    f"{f'module {other.module!r}' if other.module else 'its forward'}"
-                    f"{f' ({place})' if place else ''}."
-                )
-        return ""
 
 
 def _given(result: Any, given: tuple[Any, ...]) -> dict[str, Any]:
@@ -528,10 +494,6 @@ def _free_bytes(device: torch.device) -> int | None:
 def _listed(found: Sequence[str]) -> str:
     more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
     return f"{'; '.join(found[:3])}{more}"
-
-
-def _text(node: fx.Node) -> tuple[str, ...]:
-    return str(node.target), str(node.args), str(node.kwargs)
 
 
 def _told(error: Exception) -> str:
