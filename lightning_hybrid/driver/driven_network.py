@@ -6,7 +6,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,6 @@ class PartsOfDriver:
         gradients: averages gradients over the replicas.
         calls: numbers the calls of networks in the current step.
         batches: the training batches.
-        say: tells the user something, in one line.
     """
 
     commands: Commands
@@ -99,7 +98,6 @@ class PartsOfDriver:
     gradients: ReplicaGradients
     calls: StepCalls
     batches: Batches
-    say: Callable[[str], None]
 
 
 class DrivenNetwork(StagedNetwork):
@@ -154,7 +152,7 @@ class DrivenNetwork(StagedNetwork):
         self._early_numbers: dict[CallKey, int] = {}  # numbers of new keys of launched calls
         self.stream: Stream | None = None
         if placement.schedule in STREAMED:
-            self.stream = Stream(self, parts.commands, parts.batches, parts.say)
+            self.stream = Stream(self, parts.commands, parts.batches)
 
     def specialize(self, graph: NetworkGraph, parts: int) -> Specialization:
         """Register a captured graph of the network, of which all ranks have their stages.

@@ -143,8 +143,7 @@ class Driver:
         self._synchronized: bool = before is None or before._synchronized
         self._after = AfterRun(module, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
-            *(self.commands, self._borrowing, self.gradients, self.calls),
-            *(batches or Batches(), options.say),
+            *(self.commands, self._borrowing, self.gradients, self.calls, batches or Batches())
         )
 
     def __deepcopy__(self, memo: object) -> "Driver":

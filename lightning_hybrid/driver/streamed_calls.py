@@ -10,8 +10,8 @@ loss, logs and step are those of the batch, in its turn.
 if the network is called on tensors of the batch itself. In each step the driver finds out which
 tensors of the batch these are; when a later batch has its turn, the inputs of the real call are
 compared with those that were sent. Numbers that the network's Python passes
-(``self.current_epoch``) are assumed not to change; if one does, the calls that were launched with
-it are given up. (A delayed schedule would lose its delays by that, so it refuses such numbers.)
+(``self.current_epoch``) are assumed not to change between a launch and its turn; if one does, that
+is refused. (A delayed schedule, which launches calls across steps, refuses such numbers at once.)
 
 **What interrupts the stream.** A stage that has run ahead has sent activations that the next stage
 was not told to receive yet. Whatever else is to run through the stages would come behind them on
@@ -41,9 +41,6 @@ from lightning_hybrid.stage import Call, Values
 
 if TYPE_CHECKING:
     from lightning_hybrid.driver.driven_network import DrivenNetwork
-
-_CHANGES = 2
-"""After more changes of a number between a launch and its turn, nothing is launched any more."""
 
 
 class Batch(Protocol):
@@ -131,23 +128,15 @@ class Stream:
         network: the network; each of its stages is on one device, the last one on the driver's.
         commands: sends commands to the workers.
         batches: the training batches.
-        say: tells the user something, in one line.
     """
 
-    def __init__(
-        self,
-        network: "DrivenNetwork",
-        commands: Commands,
-        batches: Batches,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, network: "DrivenNetwork", commands: Commands, batches: Batches) -> None:
         self._network, self._name = network, network.name or "self"
-        self._commands, self._batches, self._say = commands, batches, say
+        self._commands, self._batches = commands, batches
         placement = network.placement
         self._devices = [rank for copies in placement.devices for rank in copies_of(copies)]
         self._schedule = STREAMED[placement.schedule]
         self._ahead = self._schedule.look_aheads(len(self._devices))
-        self._changes = 0  # how often a number was another one in its turn than at the launch
         self._pending: deque[Launched] = deque()
         self._called: Batch | None = None  # the last batch that the network was called on
 
@@ -162,8 +151,8 @@ class Stream:
             The launched call; ``None``: there is none, and all launched calls were given up.
 
         Raises:
-            NetworkError: the inputs are not those that were sent (under an exact schedule numbers
-                may differ), or it is the second call in the step, or one without gradients.
+            NetworkError: the inputs are not those that were sent, or it is the second call in the
+                step, or one without gradients.
         """
         self._commands.remote.flush()  # (a change of weights gives launched calls up)
         batch = self._batches.ahead(0)
@@ -175,14 +164,10 @@ class Stream:
             self.drop()
             return None
         other = first.other(leaves)
-        if not other:
-            return self._pending.popleft()
-        self.drop()
-        wrong = [n for n in other if self._schedule.delayed or first.leaves[n].dim()]
-        if wrong:
-            raise self._refused(first.why_other(wrong[0]))
-        self._count_change(first.graph.leaves[other[0]].name)
-        return None
+        if other:
+            self.drop()
+            raise self._refused(first.why_other(other[0]))
+        return self._pending.popleft()
 
     def launch(
         self,
@@ -201,7 +186,7 @@ class Stream:
             NetworkError: an input is no tensor of the batch, or needs a gradient.
         """
         batch = self._batches.ahead(0)
-        if batch is None or self._ahead[0] == 0 or self._changes > _CHANGES:
+        if batch is None or self._ahead[0] == 0:
             return
         # (the inputs of later batches are at the same places in these)
         places = [self._place(batch, graph, n, leaf) for n, leaf in enumerate(leaves)]
@@ -260,21 +245,6 @@ class Stream:
                 if entry.told == stage and count <= ahead:
                     self._commands.tell_each({self._devices[stage]: entry.command})
                     entry.told += 1
-
-    def _count_change(self, name: str) -> None:
-        """Count a change of a number since its launch; tell the user if nothing is launched now.
-
-        Args:
-            name: name of the number.
-        """
-        self._changes += 1
-        if self._changes > _CHANGES:
-            self._say(
-                f"schedule={self._schedule.name!r} begins with no more batches of network "
-                f"{self._name!r} early, because number {name!r} changes from batch to batch: the "
-                "results stay those of one device, and a step takes longer than under "
-                "schedule='gpipe'."
-            )
 
     def _place(self, batch: Batch, graph: NetworkGraph, number: int, leaf: Tensor) -> int | None:
         """Which tensor of the batch an input of the network is.

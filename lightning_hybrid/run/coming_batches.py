@@ -30,15 +30,14 @@ class ComingBatch:
     Attributes:
         raw: the batch as the loader gave it.
         error: the error that the loader has raised in its place; ``None``: it has not.
-        state: state of a resumable loader after the batch.
         handed: whether the Trainer has got the batch.
         is_ready: whether the batch is prepared for the training step.
         ready: the prepared batch.
         tensors: the tensors of the prepared batch.
     """
 
-    def __init__(self, raw: Any, error: Exception | None, state: Any) -> None:
-        self.raw, self.error, self.state = raw, error, state
+    def __init__(self, raw: Any, error: Exception | None) -> None:
+        self.raw, self.error = raw, error
         self.handed = self.is_ready = False
         self.ready: Any = None
         self.tensors: Sequence[Tensor] = ()
@@ -65,16 +64,12 @@ class Iteration:
 
     Args:
         loader: the loader.
-        state: returns the state of a resumable loader.
         asked: called whenever the next batch is asked for.
     """
 
-    def __init__(
-        self, loader: Any, state: Callable[[], Any], asked: Callable[["Iteration"], None]
-    ) -> None:
-        self._source, self._state, self._asked = iter(loader), state, asked
+    def __init__(self, loader: Any, asked: Callable[["Iteration"], None]) -> None:
+        self._source, self._asked = iter(loader), asked
         self._batches: deque[ComingBatch] = deque()  # fetched, and not begun yet
-        self.handed_state: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -86,7 +81,7 @@ class Iteration:
             if not self._fetch():
                 raise StopIteration
             batch = self._batches[-1]
-        batch.handed, self.handed_state = True, batch.state
+        batch.handed = True
         if batch.error is not None:
             raise batch.error
         return batch.ready if batch.is_ready else batch.raw
@@ -115,7 +110,7 @@ class Iteration:
         except Exception as raised:
             error = raised
         # an error takes the place of its batch, and is raised when that has its turn
-        self._batches.append(ComingBatch(raw, error, self._state()))
+        self._batches.append(ComingBatch(raw, error))
         return True
 
 
@@ -158,33 +153,10 @@ class ComingLoader:
         return len(self.users_loader)
 
     def __iter__(self) -> Iteration:
-        return Iteration(self.users_loader, self._state, self._ask)
+        return Iteration(self.users_loader, self._ask)
 
     def _ask(self, iteration: Iteration) -> None:
         self.iteration = iteration
-
-    def _state(self) -> Any:
-        return None
-
-
-class ResumableLoader(ComingLoader):
-    """As :class:`ComingLoader`, for a loader with ``state_dict`` and ``load_state_dict``.
-
-    Its state is that after the batches that the Trainer has got, not after those fetched ahead.
-    """
-
-    def state_dict(self) -> Any:
-        """The state after the last batch that the Trainer has got."""
-        handed = self.iteration and self.iteration.handed_state
-        return self.users_loader.state_dict() if handed is None else handed
-
-    def load_state_dict(self, state: Any) -> None:
-        """Set the state of the user's loader."""
-        self.iteration = None
-        self.users_loader.load_state_dict(state)
-
-    def _state(self) -> Any:
-        return self.users_loader.state_dict()
 
 
 class InOrder(Batches):
@@ -226,11 +198,7 @@ class ComingBatches(Batches):
 
         (It may be a validation loader, which the Tuner has made then.)
         """
-        if not self._trainer.training:
-            return loader
-        # the wrapper must have these methods only if the loader does: Lightning looks for them
-        resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        return (ResumableLoader if resumable else ComingLoader)(loader)
+        return ComingLoader(loader) if self._trainer.training else loader
 
     def arrive(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """Begin the batch that the Trainer has got, and prepare it for the training step.
@@ -290,7 +258,7 @@ class ComingBatches(Batches):
         """The wrapped train loader.
 
         Raises:
-            NetworkError: there are several loaders, or it has no loader processes.
+            NetworkError: there are several loaders, or it has no loader processes, or a state.
         """
         loader = self._trainer.train_dataloader
         if not isinstance(loader, ComingLoader):
@@ -305,5 +273,12 @@ class ComingBatches(Batches):
                 "in this process, where training_step may change what they read, or draw from the "
                 "same random numbers. Use DataLoader(num_workers=1) or more (as a copy of the data "
                 "set makes them then), or schedule='gpipe'."
+            )
+        if hasattr(loader, "state_dict"):
+            raise NetworkError(
+                "This schedule begins with later batches early, and a checkpoint would have the "
+                f"state of the train loader ({type(loader.users_loader).__name__}.state_dict) "
+                "after these. Use a loader without a state (torch.utils.data.DataLoader), or "
+                "schedule='gpipe'."
             )
         return loader

@@ -31,12 +31,6 @@ class Loader:
             yield torch.tensor(float(number))
         self.given = 0
 
-    def state_dict(self) -> dict[str, int]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.given = state["given"]
-
 
 class Trained:
     """What a Trainer does with its loader."""
@@ -109,20 +103,8 @@ def test_an_error_of_the_loader_comes_in_its_turn() -> None:
         run.step(3)
 
 
-def test_a_resumable_loader_counts_what_was_handed_out() -> None:
-    run = Trained(Loader(6))
-    run.step(3)
-    run.step(3)
-    assert run.loader.state_dict() == {"given": 2}
-    again = Trained(Loader(6))
-    again.loader.load_state_dict({"given": 2})
-    again.batches = iter(again.loader)
-    assert again.step(1) == (1102, [1103])
-
-
 def test_who_looks_at_the_loader_in_a_callback_disturbs_nobody() -> None:
     run = Trained(Loader(4))
-    run.loader.load_state_dict({"given": 0})
     seen = []
     for _ in range(4):
         seen.append(run.step(2)[0])
@@ -170,11 +152,20 @@ def test_a_loader_without_worker_processes_under_a_streamed_schedule_is_refused(
         run.step(0)
 
 
+def test_a_loader_with_a_state_under_a_streamed_schedule_is_refused() -> None:
+    class Resumable(Loader):
+        def state_dict(self) -> dict[str, int]:
+            return {"given": self.given}
+
+    with pytest.raises(NetworkError, match=r"Resumable\.state_dict.*schedule='gpipe'"):
+        Trained(Resumable(3)).step(0)
+
+
 def test_tensors_of_another_class_are_known_as_the_network_gets_them() -> None:
     class Named(Tensor):
         pass
 
-    batch, x = ComingBatch(None, None, None), torch.ones(2).as_subclass(Named)
+    batch, x = ComingBatch(None, None), torch.ones(2).as_subclass(Named)
     assert batch.make_ready(lambda raw: raw, {"x": x})["x"] is x
     [found] = batch.tensors
     assert type(found) is Tensor
