@@ -139,7 +139,7 @@ class Discovery:
             for watched in everything
             if watched.several
         ]
-        for state in (State.ASIDE, State.KEPT):
+        for state in (State.EARLY, State.ASIDE, State.KEPT):
             told += [(w, w.reason) for w in everything if w.state is state]
         reasons = [f"{watched.name or 'self'!r} {reason}" for watched, reason in told]
         names = self._options.names
@@ -216,11 +216,11 @@ class Discovery:
             run = compiled(forward)
             watch(module, this.name, lambda n, m, a, k: run(*a, **k))
             return run(*arguments, **keywords)
-        aside = why_on_driver() or self._why_too_early(module)
-        if aside is not None:
-            return self._call_aside(this, aside, watched, call)
-        if this.state is State.ASIDE:
-            this.put(State.UNSEEN)
+        if (aside := why_on_driver()) is not None:
+            return self._call_aside(this, State.ASIDE, aside, watched, call)
+        if self._is_too_early(module):
+            return self._call_aside(this, State.EARLY, _why_without_gradients(), watched, call)
+        this.put(State.UNSEEN)
         if self._is_kept_unseen(this):
             return call()
         found = self._prepare(this, forward, whole=True)
@@ -231,7 +231,7 @@ class Discovery:
             reason = error.reason
             if error.by_its_kind:
                 aside = f"is not captured in its first calls: {reason}"
-                return self._call_aside(this, aside, watched, call)
+                return self._call_aside(this, State.ASIDE, aside, watched, call)
         this.several = indented(_hooks_first(module, reason))
         inner.remove(this)
         if any(len(layers(part.module)) >= self._ranks for part in inner):
@@ -251,32 +251,36 @@ class Discovery:
         cut = (w.module for w in self._watched.values() if w.state is State.CUT)
         return any(id(part) in parts for part in cut)
 
-    def _why_too_early(self, module: nn.Module) -> str | None:
-        """Why a network is not cut in the call that is being made; ``None``: it may be.
+    def _is_too_early(self, module: nn.Module) -> bool:
+        """Whether a call is one of an evaluation before training, in which nothing is cut.
 
-        An evaluation before training may have other layers, one sample only, and no gradients.
-        Until a training step calls it, a network is whole on the driver, if its weights have
-        memory there.
+        It may have other layers, one sample only, and no gradients. Until a training step calls it,
+        a network is whole on the driver, if its weights have memory there.
         """
-        waits = self._options.training and not torch.is_grad_enabled()
-        return _why_without_gradients() if waits and is_materialized(module) else None
+        return self._options.training and not torch.is_grad_enabled() and is_materialized(module)
 
     def _watch_calls(self, found: FoundNetwork) -> None:
         """Have later calls of a network go through its capture."""
         watch(found.module, found.name, lambda n, m, a, k: self._calls.call(found, a, k))
 
     def _call_aside(
-        self, this: Watched, reason: str, watched: Sequence[Watched], call: Callable[[], Any]
+        self,
+        this: Watched,
+        state: State,
+        reason: str,
+        watched: Sequence[Watched],
+        call: Callable[[], Any],
     ) -> Any:
-        """Run a call on the driver, since stages cannot compute it; a later call may be cut.
+        """Run a call on the driver, whole; a later call may be cut.
 
         Args:
             this: the module.
-            reason: why stages cannot compute the call.
+            state: its state from here on.
+            reason: why it is not cut in this call.
             watched: the modules that are watched again after the call.
             call: makes it.
         """
-        this.put(State.ASIDE, reason)
+        this.put(state, reason)
         self._driver.have_here(this.module, whole=True)
         try:
             return call()

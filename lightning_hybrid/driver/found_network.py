@@ -78,6 +78,8 @@ class State(Enum):
     """The module was not called yet."""
     ASIDE = auto()
     """It was called, but only in ways that stages cannot compute."""
+    EARLY = auto()
+    """It was called without gradients only; it is cut in its first call that trains."""
     OPENED = auto()
     """Its own Python runs on the driver, and the modules that it calls are watched instead."""
     KEPT = auto()
