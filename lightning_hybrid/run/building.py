@@ -7,7 +7,7 @@ the other ranks get an outline of it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +46,27 @@ _OF_WHAT_IS_FREE = 0.9
 """So much of a device's memory a whole model may take: torch rounds what it takes up."""
 
 
-class WholeModule:
-    """Every rank has all weights, or is to make them as on one device.
+class Building:
+    """How the weights of a module are made and read: all by each rank, or each by its owner.
+
+    Args:
+        deferral: notes down how weights are made; ``None``: every rank makes all, as one device.
 
     Attributes:
-        deferred: whether each rank makes the weights of its own stages only.
         outlined: whether the checkpoint that this rank has read last is an outline.
     """
 
-    deferred = False
-    outlined = False
+    def __init__(self, deferral: Deferral | None = None) -> None:
+        self._deferral = deferral
+        self.outlined = False
+        self._read: Callable[[], Checkpoint] = dict
 
-    def deferred_if_apart(
-        self, trainer: Trainer, device: torch.device, stages: int
-    ) -> "WholeModule | DeferredModule":
+    @property
+    def deferred(self) -> bool:
+        """Whether each rank makes the weights of its own stages only."""
+        return self._deferral is not None
+
+    def deferred_if_apart(self, trainer: Trainer, device: torch.device, stages: int) -> "Building":
         """What takes its place in ``configure_model``, where weights may be made by their owners.
 
         Args:
@@ -70,70 +77,34 @@ class WholeModule:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # a callback that averages weights needs all of them on its rank
         averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
-        return DeferredModule(device) if stages > 1 and not averages else self
-
-    def building(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, weights are made and changed as ever."""
-        return nullcontext()
-
-    def loading(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, weights of a checkpoint are written as ever."""
-        return nullcontext()
-
-    def read_checkpoint(self, read: Callable[[], Checkpoint], ranks: World | NoWorld) -> Checkpoint:
-        """What ``read`` gives: every rank reads for itself."""
-        return read()
-
-    def optimizer_states(
-        self, checkpoint: Mapping[str, Any], *, all_read: bool
-    ) -> Mapping[str, Any]:
-        """The checkpoint, from which every rank loads its optimizers."""
-        return checkpoint
-
-
-class DeferredModule:
-    """Weights are made by the ranks that own them.
-
-    Args:
-        device: where one device would make them.
-
-    Attributes:
-        outlined: whether the checkpoint that this rank has read last is an outline.
-    """
-
-    deferred = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._deferral = Deferral(device)
-        self.outlined = False
-        self._read: Callable[[], Checkpoint] = dict
-
-    def deferred_if_apart(
-        self, trainer: Trainer, device: torch.device, stages: int
-    ) -> "DeferredModule":
-        """Once deferred, weights stay with their owners."""
-        return self
+        whole = self.deferred or stages == 1 or averages
+        return self if whole else Building(Deferral(device))
 
     def building(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, what is done to weights that are not made yet is noted down."""
-        return self._deferral.building(module)
+        return nullcontext() if self._deferral is None else self._deferral.building(module)
 
     @contextmanager
     def loading(self, module: nn.Module) -> Iterator[None]:
         """Inside, weights of a checkpoint are kept for their owners; an outline has none."""
-        unfilled: Any = Unfilled() if self.outlined else nullcontext()  # type: ignore[no-untyped-call]
-        with self._deferral.loading(module, outlined=self.outlined), unfilled:
+        with ExitStack() as stack:
+            if self._deferral is not None:
+                stack.enter_context(self._deferral.loading(module, outlined=self.outlined))
+            if self.outlined:
+                stack.enter_context(Unfilled())  # type: ignore[no-untyped-call]
             yield
 
     def read_checkpoint(self, read: Callable[[], Checkpoint], ranks: World | NoWorld) -> Checkpoint:
-        """Before a run rank 0 alone reads, and the others get an outline; all ranks call it.
+        """If weights are deferred, rank 0 alone reads before a run, and the others get an outline.
+
+        Then all ranks call it together.
 
         Args:
             read: reads all of it.
             ranks: all ranks.
         """
         self.outlined = False
-        if not isinstance(ranks, World) or ranks.phase is not Phase.TOGETHER:
+        if not (self.deferred and isinstance(ranks, World) and ranks.phase is Phase.TOGETHER):
             return read()
         if ranks.coordinates.rank == 0:
             # one reader: on a host all ranks together may have no memory for a copy each
@@ -172,7 +143,7 @@ class BetweenRuns:
     def __init__(
         self,
         ranks: World | NoWorld,
-        building: WholeModule | DeferredModule,
+        building: Building,
         *,
         divided: bool = False,
     ) -> None:
