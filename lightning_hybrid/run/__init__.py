@@ -18,5 +18,5 @@ from lightning_hybrid.run.replica_world import (
 )
 from lightning_hybrid.run.run import Run, scalers_of
 from lightning_hybrid.run.session import DriverSession, WorkerSession
-from lightning_hybrid.run.sizing import choose_on_rank_0, prepared_alone
+from lightning_hybrid.run.sizing import choose_on_rank_0
 from lightning_hybrid.run.world import NoWorld, Phase, World

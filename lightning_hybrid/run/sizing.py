@@ -10,16 +10,8 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from lightning_hybrid._lightning import (
-    LightningDataModule,
-    LightningModule,
-    Trainer,
-    TrainerFn,
-    is_overridden,
-    rank_zero_info,
-)
+from lightning_hybrid._lightning import Trainer, TrainerFn, rank_zero_info
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.errors import HybridError
@@ -34,7 +26,6 @@ from lightning_hybrid.planning import (
 )
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.rehearsal import rehearsal
-from lightning_hybrid.run.world import World
 
 
 def choose_on_rank_0(
@@ -113,35 +104,6 @@ def _choose(
     if config.microbatches is None and (reason := _why_whole(looked)) is not None:
         rank_zero_info(f"num_microbatches='auto' is 1: {reason}.")
     return choice.best.sizes
-
-
-def prepared_alone(trainer: Trainer, world: World) -> list[str]:
-    """Names of attributes that ``prepare_data`` has set on rank 0, and not on all other ranks.
-
-    That hook runs on one rank of each host only. All ranks call this together.
-
-    Args:
-        trainer: the Trainer, after the ``setup`` hooks.
-        world: the ranks of the run.
-    """
-    owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
-    prepared = [owner for owner in owners if owner is not None and _prepares(owner)]
-    if not prepared:
-        return []
-    names = [
-        f"{type(owner).__name__}.{name}"
-        for owner in prepared
-        for name, value in vars(owner).items()
-        if value is not None
-    ]
-    # by names, since values may be large and not comparable
-    first, *others = world.gather(names, "the comparison of what prepare_data has set")
-    return sorted(set(first).difference(set(first).intersection(*map(set, others))))
-
-
-def _prepares(owner: Any) -> bool:
-    kind = LightningModule if isinstance(owner, LightningModule) else LightningDataModule
-    return is_overridden("prepare_data", owner, kind)
 
 
 def _why_whole(looked: Sequence[CalledNetwork]) -> str | None:

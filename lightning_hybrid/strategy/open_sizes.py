@@ -7,8 +7,8 @@ user's code has been told already, and what ``prepare_data`` has set on one rank
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_hybrid._lightning import Trainer, rank_zero_info
-from lightning_hybrid.run import choose_on_rank_0, prepared_alone
+from lightning_hybrid._lightning import Trainer, is_overridden, rank_zero_info
+from lightning_hybrid.run import choose_on_rank_0
 from lightning_hybrid.strategy.ranks import Ranks
 
 
@@ -60,9 +60,25 @@ def choose_sizes(
 
 
 def compare_prepared(ranks: Ranks, trainer: Trainer) -> bool:
-    """Whether rank 0 alone has what ``prepare_data`` has set; drivers of other replicas lack it."""
+    """Whether rank 0 alone has what ``prepare_data`` has set; drivers of other replicas lack it.
+
+    That hook runs on one rank of each host only. All ranks call this together, after the ``setup``
+    hooks.
+    """
     is_open = not ranks.joined.has_coordinates
-    names = prepared_alone(trainer, ranks.joined) if is_open or ranks.replicas > 1 else []
+    owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
+    prepared = [owner for owner in owners if is_overridden("prepare_data", owner)]
+    if not prepared or not (is_open or ranks.replicas > 1):
+        return False
+    mine = [
+        f"{type(owner).__name__}.{name}"
+        for owner in prepared
+        for name, value in vars(owner).items()
+        if value is not None
+    ]
+    # by names, since values may be large and not comparable
+    first, *others = ranks.joined.gather(mine, "the comparison of what prepare_data has set")
+    names = sorted(set(first).difference(set(first).intersection(*map(set, others))))
     if names:
         rank_zero_info(
             f"prepare_data has set {', '.join(names)} on rank 0 alone, where it runs (as under "
