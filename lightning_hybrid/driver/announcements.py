@@ -1,7 +1,6 @@
 """The lines that tell the user about networks that are found and cut, each of them once."""
 
 import re
-from collections import Counter
 
 from torch import nn
 
@@ -11,9 +10,6 @@ from lightning_hybrid.driver.network_options import NetworkOptions
 from lightning_hybrid.graph import NetworkGraph
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.schedules import STREAMED
-
-_MANY = 8
-"""After as many new captures for values of one kind the user is told what they cost."""
 
 
 class Announcements:
@@ -26,7 +22,6 @@ class Announcements:
     def __init__(self, options: NetworkOptions) -> None:
         self._options = options
         self._said: set[tuple[str, str]] = set()
-        self._again: Counter[tuple[str, str]] = Counter()
 
     def doing(self, found: FoundNetwork, what: str) -> None:
         """Show in the progress what is being done with a network now.
@@ -95,23 +90,17 @@ class Announcements:
             )
 
     def captured_again(self, found: FoundNetwork) -> None:
-        """Say that a network was captured again, and which value in its Python has changed.
-
-        Once for values of one kind, and again after many captures.
-        """
+        """Say once, for values of one kind, which value in a network's Python has changed."""
         reason = found.capture.reason
         if reason is None:
             return
         kind = found.name, re.sub(r"\d+", "", reason)  # (without numbers, as the length of a list)
-        self._again[kind] += 1
-        if self._again[kind] == 1:
-            self._options.say(f"{found.shown} was captured again: {reason}")
-        elif self._again[kind] == _MANY:
+        if kind not in self._said:
+            self._said.add(kind)
             self._options.say(
-                f"{found.shown} was captured {_MANY} times for values of one kind. Its numbers are "
-                "right, but a capture takes as long as many steps, and keeps memory. Change that "
-                "value outside of the network's forward (in training_step, or in a hook of the "
-                f"LightningModule): {reason}"
+                f"{found.shown} was captured again, which takes as long as many steps and keeps "
+                "memory. If this value changes often, change it outside of the network's forward "
+                f"(in training_step, or in a hook of the LightningModule): {reason}"
             )
 
     def planned(self, found: FoundNetwork, plan: Plan) -> None:

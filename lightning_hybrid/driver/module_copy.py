@@ -284,7 +284,6 @@ class ModuleCopy:
                 seen.add(_memory(tensor))
         self.is_complete = seen == rows
         self._made = copy.deepcopy((module, arguments, keywords), memo)
-        self._here: dict[int, Any] = {}
 
     @property
     def module(self) -> nn.Module:
@@ -295,10 +294,6 @@ class ModuleCopy:
     def missing_bytes(self, device: torch.device) -> int:
         """Bytes of the weights that are not on a device."""
         return sum(p.nbytes for p in self._weights if p.device != device)
-
-    def release(self) -> None:
-        """Drop the copies of weights that calls have moved to a device."""
-        self._here.clear()
 
     def call(
         self,
@@ -320,12 +315,12 @@ class ModuleCopy:
             WritesWeights: the call has changed the module's parameters.
             Exception: the user's code has raised an error.
         """
-        if self._writes or not self._here:
-            with as_they_are():
-                here = [p.device == device and not self._writes for p in self._weights]
-            pairs = zip(self._weights, here)
-            self._here = {id(p): p if stays else _another(p, device) for p, stays in pairs}
-        memo = self._here | self._shared
+        with as_they_are():
+            stay = [p.device == device and not self._writes for p in self._weights]
+        pairs = zip(self._weights, stay)
+        memo = {id(p): p if stays else _another(p, device) for p, stays in pairs}
+        weights = [] if self._writes else [*memo.values()]
+        memo |= self._shared
         for tensor in self._tensors:
             chosen = rows if id(tensor) in self._batched else None
             where = device if id(tensor) in self._buffers else tensor.device
@@ -334,7 +329,6 @@ class ModuleCopy:
         for part, trainer in zip(module.modules(), self._trainers):
             if trainer is not None:  # (a copied LightningModule does not refer to its Trainer)
                 part.trainer = trainer
-        weights = [] if self._writes else [*self._here.values()]
         # the copy shares these with the run, so its forward must not write to them
         before = [version(p) for p in weights]
         with ExitStack() as stack:

@@ -281,8 +281,6 @@ class Check:
             raise
         except Exception as error:
             self._raised = error
-        finally:
-            self._copy.release()
 
     def _try_to_split(self) -> None:
         """Run the Python on the whole batch, and on one of samples of the first micro-batch.
