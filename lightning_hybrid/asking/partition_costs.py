@@ -1,6 +1,6 @@
 """Costs of the partitions of a network: from counted FLOPs, or measured on this machine."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -101,7 +101,6 @@ def measured_parts(
     leaves: Sequence[Tensor],
     device: torch.device,
     state_bytes: Mapping[str, int],
-    advance: Callable[[int, int], None] | None = None,
     *,
     divides_states: bool = False,
 ) -> CostsOf:
@@ -115,7 +114,6 @@ def measured_parts(
         leaves: tensors of `NetworkGraph.bind` for a whole batch.
         device: device to measure on.
         state_bytes: bytes of optimizer state, by name of the parameter.
-        advance: called before each partition is measured with its number, from 1, and that of all.
         divides_states: whether replicas divide the optimizer state.
 
     Returns:
@@ -128,7 +126,7 @@ def measured_parts(
     def costs_of(samples: int) -> PartitionTable:
         mine = graph.split(leaves, batch // samples)[0]
         called = CalledNetwork(name="", graph=graph, partitions=partitions, leaves=mine)
-        table = called.table(device, state_bytes, advance, divides_states=divides_states)
+        table = called.table(device, state_bytes, divides_states=divides_states)
         return replace(table, step_s=[rate_s * size for size in table.gradient_bytes])
 
     return costs_of

@@ -1,7 +1,6 @@
 """A network studied on a cluster, for the commands `plan` and `simulate`: shapes by their speed."""
 
 import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,7 +107,7 @@ def make_study(options: argparse.Namespace) -> Study:
     if options.measure:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         costs_of = measured_parts(
-            *(graph, partitions, leaves, device, state, _advance),
+            *(graph, partitions, leaves, device, state),
             divides_states=options.shard_optimizer_states,
         )
         threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
@@ -130,9 +129,3 @@ def make_study(options: argparse.Namespace) -> Study:
             "taken to cost half; optimizer step, loading and your code are left out."
         )
     return Study(target, cluster, batch, graph.symbol is not None and batch > 1, costs_of, origin)
-
-
-def _advance(done: int, of: int) -> None:
-    if sys.stderr.isatty():
-        end = "\n" if done == of else ""
-        print(f"\rmeasuring partition {done} of {of}", end=end, file=sys.stderr, flush=True)

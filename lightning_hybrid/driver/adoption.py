@@ -122,7 +122,7 @@ class Adoption:
         graph, partitions = first.graph, first.partitions
         # (plans are kept by name, and each further graph of a chain is a network of its own)
         key = f"{found.name}#{len(found.driven) + 1}" if found.driven else found.name
-        self.announcements.doing(found, "planning")
+        self.announcements.doing(found, "profiling and planning")
         plan = self._plan(key, found, first, is_part=is_part)
         boundaries = [find_boundary(partitions, name) for name in plan.cuts]
         collects = _collects(plan)

@@ -34,8 +34,6 @@ ENOUGH_S = 0.1
 """Measurements are not repeated beyond this total of seconds: a long time is known well enough."""
 
 Clock = Callable[[], float]
-Advance = Callable[[int, int], None]
-"""A callback for progress: number of the partition that is measured next, from 1, and of all."""
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -63,7 +61,6 @@ def measure(
     *,
     repeats: int = 3,
     device: torch.device | None = None,
-    advance: Advance | None = None,
 ) -> Profile:
     """Measure each partition, forward and backward, on a real micro-batch.
 
@@ -79,7 +76,6 @@ def measure(
             they take more than `ENOUGH_S` together.
         device: device to measure on, by default the network's. Partitions are copied there one by
             one.
-        advance: called before each partition with its number, from 1, and that of all.
     """
     device = device or graph.device
     # layers draw random numbers: the user's generators are put back
@@ -90,7 +86,7 @@ def measure(
         torch.enable_grad(),
     ):
         try:
-            return _measure(graph, partitions, leaves, repeats, device, advance)
+            return _measure(graph, partitions, leaves, repeats, device)
         finally:
             if device.type != "cpu":  # for the stages and NCCL
                 torch.accelerator.empty_cache()
@@ -102,7 +98,6 @@ def _measure(
     leaves: Sequence[Tensor],
     repeats: int,
     device: torch.device,
-    advance: Advance | None,
 ) -> Profile:
     batch = graph.batch_of(leaves) or 1
     scale = batch / (graph.batch or batch)
@@ -117,9 +112,7 @@ def _measure(
     known: dict[Hashable, tuple[_Times, int, int]] = {}
     profiles = []
     codes = cut(graph, partitions, range(1, len(partitions)))
-    for number, (partition, code) in enumerate(zip(partitions, codes), 1):
-        if advance is not None:
-            advance(number, len(partitions))
+    for partition, code in zip(partitions, codes):
         stage = Stage(code, graph.network, device)
         tensors = [own_copy(state[name], device) for name in code.tensors]
         key = code.code.shape(), code.layers[0] == 0, _sizes((*tensors, *values))

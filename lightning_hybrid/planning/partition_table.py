@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile
-from lightning_hybrid.planning.measure import Advance, measure
+from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.plan import StagePlan
 from lightning_hybrid.planning.profile_cache import cached
 from lightning_hybrid.planning.step_time import TIMES, StepCosts
@@ -248,34 +248,23 @@ class CalledNetwork:
     leaves: Sequence[Tensor]
     known: Profile | None = None
 
-    def profile(self, device: torch.device, advance: Advance | None = None) -> Profile:
-        """Profile the partitions on a device, or read the profile from the cache.
-
-        Args:
-            device: device to measure on.
-            advance: called before each partition with its number, from 1, and that of all.
-        """
+    def profile(self, device: torch.device) -> Profile:
+        """Profile the partitions on a device, or read the profile from the cache."""
         if self.known is not None:
             return self.known
         known = self.graph, self.partitions, self.leaves
-        measured = partial(measure, *known, device=device, advance=advance)
+        measured = partial(measure, *known, device=device)
         return cached(measured, *known, device)
 
-    def remembered(self, device: torch.device, advance: Advance | None = None) -> "CalledNetwork":
-        """The same with its profile, and without the memory of the tensors of its call.
-
-        Args:
-            device: see `profile`.
-            advance: likewise.
-        """
+    def remembered(self, device: torch.device) -> "CalledNetwork":
+        """The same with its profile, and without the memory of the tensors of its call."""
         leaves = [leaf.detach().to("meta") for leaf in self.leaves]
-        return replace(self, leaves=leaves, known=self.profile(device, advance))
+        return replace(self, leaves=leaves, known=self.profile(device))
 
     def table(
         self,
         device: torch.device,
         state_bytes: Mapping[str, int],
-        advance: Advance | None = None,
         *,
         divides_states: bool = False,
     ) -> PartitionTable:
@@ -284,10 +273,9 @@ class CalledNetwork:
         Args:
             device: device to measure on.
             state_bytes: bytes of optimizer state, by name of the parameter.
-            advance: see `profile`.
             divides_states: whether replicas divide the optimizer state.
         """
-        profile = self.profile(device, advance).with_optimizer(self.partitions, state_bytes)
+        profile = self.profile(device).with_optimizer(self.partitions, state_bytes)
         return PartitionTable.of(
             self.graph, self.partitions, profile, divides_states=divides_states
         )

@@ -16,7 +16,6 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import Profile, count, find_boundary
 from lightning_hybrid.planning.cluster import Cluster, Rates
 from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
-from lightning_hybrid.planning.measure import Advance
 from lightning_hybrid.planning.memory_check import Fit, Way, check_memory
 from lightning_hybrid.planning.memory_needed import (
     Held,
@@ -86,7 +85,6 @@ def make_plan(
     settings: PlanSettings,
     site: Site,
     optimizers: Sequence[Optimizer] | None = None,
-    advance: Advance | None = None,
 ) -> Plan:
     """Profile the partitions on a real micro-batch and let the allocation choose the cuts.
 
@@ -100,7 +98,6 @@ def make_plan(
         site: the devices.
         optimizers: optimizers that train the network; None: it is not trained in this run, so that
             only its parameters need memory.
-        advance: called before each partition is measured with its number, from 1, and that of all.
 
     Raises:
         NetworkError: a cut point is unknown, or the network may not be cut there.
@@ -112,7 +109,7 @@ def make_plan(
         first = _first_of_stages(network, settings.allocation)
         profile = network.known or count(graph, network.partitions)
     else:
-        profile = network.profile(site.device, advance)
+        profile = network.profile(site.device)
     if optimizers is not None and profile.is_measured:
         sharers = site.replicas if settings.shards_states else 1
         state_bytes = optimizer_bytes(graph.network, optimizers, sharers)

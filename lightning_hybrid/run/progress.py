@@ -48,12 +48,6 @@ class StartProgress:
         """Set the current work: a description with all its numbers."""
         self._what = what
 
-    def of_profiling(self, name: str) -> Callable[[int, int], None]:
-        """Make the callback for profiling a network, which gets number and count of partitions."""
-        return lambda number, count: self.doing(
-            f"profiling {number} of {count} partitions of {name or 'self'!r}"
-        )
-
     def over(self) -> None:
         """End: all work is done, or has failed."""
         thread, self._thread = self._thread, None

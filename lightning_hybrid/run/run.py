@@ -191,9 +191,8 @@ class Run:
             beside=beside,
             present_bytes=present_bytes(network.graph.network, self.device),
         )
-        advance = self.progress.of_profiling(network.name)
         if self.changes_cuts:
-            network = network.remembered(self.device, advance)
+            network = network.remembered(self.device)
             self.again[network.name] = partial(plan_again, network, settings, site, optimizers)
         return make_plan(
             network,
@@ -202,7 +201,6 @@ class Run:
             settings=replace(settings, allocation="exact") if chosen else settings,
             site=site,
             optimizers=optimizers if self.fitting else None,
-            advance=advance,
         )
 
     def take_again(self) -> None:

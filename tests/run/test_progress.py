@@ -46,15 +46,15 @@ def test_what_is_done_soon_is_not_said() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_what_lasts_is_said_with_how_far_it_has_come() -> None:
+def test_what_lasts_is_said_with_what_is_done_now() -> None:
     lines = Lines()
     with preparing(lines) as progress:
         assert lines.said.wait(30)
         lines.said.clear()
-        progress.of_profiling("net")(2, 3)
+        progress.doing("profiling 'net'")
         assert lines.said.wait(30)
     assert lines[0] == "Before the first step: capturing 'net' ..."
-    assert lines[-1] == "Before the first step: profiling 2 of 3 partitions of 'net' ..."
+    assert lines[-1] == "Before the first step: profiling 'net' ..."
 
 
 @pytest.mark.usefixtures("impatient")
