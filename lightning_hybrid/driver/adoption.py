@@ -286,13 +286,13 @@ class Adoption:
         called = replace(first, leaves=slices[0])
         by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
         try:
-            plan = make(called, wanted, beside=beside, chosen=False)
+            plan = make(called, wanted, beside, False)
         except NetworkError as error:
             # (the user's cut points may be meant for a module that contains this one)
             if not is_part:
                 raise
             self.announcements.say(found, f"is cut where it divides best: {error}.")
-            plan = make(called, wanted, beside=beside, chosen=True)
+            plan = make(called, wanted, beside, True)
         return replace(plan, split_by=by, tried=tried)
 
 

@@ -166,11 +166,14 @@ class Discovery:
         for name in sorted(now.keys() | self._parameters.keys()):
             if now.get(name) is not self._parameters.get(name):
                 return f"{name!r} is another parameter than at the beginning of the run"
-        hooks = _hooks_of(self._module)
-        for name in sorted(hooks.keys() & self._hooks.keys()):
-            if hooks[name] != self._hooks[name]:
-                return f"the hooks of {name!r} are others than at the beginning of the run"
+        for name in self._with_other_hooks():
+            return f"the hooks of {name!r} are others than at the beginning of the run"
         return ""
+
+    def _with_other_hooks(self) -> list[str]:
+        """The parameters whose hooks are others than at the beginning of the run."""
+        now = _hooks_of(self._module)
+        return sorted(n for n in now.keys() & self._hooks.keys() if now[n] != self._hooks[n])
 
     def close(self) -> None:
         """Let every module run its own ``forward`` again, and drop the captured graphs."""
@@ -389,9 +392,9 @@ class Discovery:
         Raises:
             HybridError: a hook was put on, or taken off, since then.
         """
-        now, away = _hooks_of(self._module), self._driver.remote.names()
-        for name in sorted(away & now.keys() & self._hooks.keys()):
-            if now[name] != self._hooks[name]:
+        away = self._driver.remote.names()
+        for name in self._with_other_hooks():
+            if name in away:
                 raise hook_refused(name)
 
     def _may_stay(self, name: str) -> bool:

@@ -7,27 +7,10 @@ from typing import Literal, Protocol
 from lightning_hybrid.planning import CalledNetwork, Plan
 from lightning_hybrid.stage import StageOptions
 
-
-class Planner(Protocol):
-    """Makes the plan of a network."""
-
-    def __call__(
-        self,
-        network: CalledNetwork,
-        microbatches: int,
-        /,
-        *,
-        beside: Sequence[Plan],
-        chosen: bool,
-    ) -> Plan:
-        """Make the plan of a network.
-
-        Args:
-            network: the network, with the inputs of one micro-batch.
-            microbatches: how many micro-batches a batch has.
-            beside: the plans of the networks that are placed already.
-            chosen: whether the planner chooses the cuts, even if the user has given cut points.
-        """
+Planner = Callable[[CalledNetwork, int, Sequence[Plan], bool], Plan]
+"""Makes the plan of a network, which is given with the inputs of one micro-batch: for a number of
+micro-batches, and beside the plans of the networks that are placed already. The last argument says
+whether the planner chooses the cuts, even if the user has given cut points."""
 
 
 class Progress(Protocol):

@@ -12,7 +12,7 @@ refused.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor
@@ -157,22 +157,6 @@ class ComingLoader:
 
     def _ask(self, iteration: Iteration) -> None:
         self.iteration = iteration
-
-
-class InOrder(Batches):
-    """The batches of a run whose schedule is not streamed: none is fetched before its turn."""
-
-    def wrap(self, loader: Any) -> Any:
-        """The loader that the Trainer uses: the user's."""
-        return loader
-
-    def arrive(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Prepare a batch for the training step; see :meth:`ComingBatches.arrive`."""
-        return move(batch)
-
-    def step(self) -> AbstractContextManager[None]:
-        """Entered for the training step of each batch; does nothing."""
-        return nullcontext()
 
 
 class ComingBatches(Batches):

@@ -156,15 +156,15 @@ class Run:
         self,
         network: CalledNetwork,
         microbatches: int,
-        *,
         beside: Sequence[Plan],
         chosen: bool,
+        *,
         optimizers: Sequence[Optimizer],
     ) -> Plan:
         """The plan of a network: the user's, or a new one.
 
         The arguments but the last are those of
-        :class:`lightning_hybrid.driver.network_options.Planner`.
+        :data:`lightning_hybrid.driver.network_options.Planner`.
 
         Args:
             network: the network, with the tensors of a micro-batch.

@@ -35,6 +35,7 @@ from lightning_hybrid.comm import (
     signals_ignored,
 )
 from lightning_hybrid.driver import (
+    Batches,
     Discovery,
     DrivenOptimizers,
     Driver,
@@ -48,7 +49,7 @@ from lightning_hybrid.graph import place_now
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
-from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
+from lightning_hybrid.run.coming_batches import ComingBatches
 from lightning_hybrid.run.device_times import BUSY, BusyMeter, Meter, StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
 from lightning_hybrid.run.replanning import Replanning
@@ -84,7 +85,7 @@ class DriverSession:
         networks: Discovery,
         statistics: AbstractContextManager[Any],
         watchers: Sequence[StepWatcher],
-        batches: ComingBatches | InOrder,
+        batches: Batches,
         shares: UnequalShares | None = None,
         follow: Callable[[Driver], tuple[Driver, Discovery]] | None = None,
     ) -> None:
@@ -114,7 +115,7 @@ class DriverSession:
         """
         mesh, config = run.world.mesh, run.config
         options = run.stage_options()
-        batches: ComingBatches | InOrder = InOrder()
+        batches = Batches()
         streamed = config.streamed
         if streamed is not None and run.fitting and mesh.coordinates.ranks_per_replica > 1:
             batches = ComingBatches(run.trainer, streamed.barrier)

@@ -397,9 +397,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         """Whether these sizes may be chosen, as far as the Trainer is concerned."""
         return callbacks_allow(self._module.trainer, replicas, stages)
 
-    def _plan_network(self, run: Run, *arguments: Any, **how: Any) -> Plan:
-        """The plan of a network; see :class:`lightning_hybrid.driver.network_options.Planner`."""
-        return run.plan_network(*arguments, **how, optimizers=self.optimizers)
+    def _plan_network(self, run: Run, *arguments: Any) -> Plan:
+        """The plan of a network; see :data:`lightning_hybrid.driver.network_options.Planner`."""
+        return run.plan_network(*arguments, optimizers=self.optimizers)
 
     def _serve(self, session: WorkerSession) -> Results:
         """On a worker: obey the driver until the run is over. Returns its results."""

@@ -146,8 +146,8 @@ class _DriverAtBothEnds(HybridGabraStrategy):
 
     row: type[Row]
 
-    def _plan_network(self, run: Any, *arguments: Any, **how: Any) -> Plan:
-        network, microbatches = arguments
+    def _plan_network(self, run: Any, *arguments: Any) -> Plan:
+        network, microbatches, *_ = arguments
         own = f"{network.name}." if network.name else ""
         return Plan(
             replicas=self.num_replicas,

@@ -59,7 +59,7 @@ class Watched:
     def settle(self) -> None:
         self.settled += 1
 
-    def plan(self, network: CalledNetwork, *_: Any, **how: Any) -> Any:
+    def plan(self, network: CalledNetwork, *_: Any) -> Any:
         raise PlanError(f"asked for a plan of {network.name}")
 
 

@@ -60,7 +60,7 @@ class Driven:
             self.plans,
         )
 
-    def plan(self, network: CalledNetwork, microbatches: int, **how: Any) -> Plan:
+    def plan(self, network: CalledNetwork, microbatches: int, *_: Any) -> Plan:
         stages = len(self._devices) or len(self.ranks.modules) + 1
         cuts = tuple(network.partitions[k].name for k in range(1, stages))
         return Plan(

@@ -19,11 +19,11 @@ from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.config import Config
+from lightning_hybrid.driver import Batches
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import Deferral
 from lightning_hybrid.run import building
 from lightning_hybrid.run.building import BetweenRuns, Building
-from lightning_hybrid.run.coming_batches import InOrder
 from lightning_hybrid.run.framework import ByTrainer
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.run import Run
@@ -112,7 +112,7 @@ class Driven:
         self.driver.weights.changed = False
         statistics = Notes(self.notes).statistics()
         self.session = DriverSession(
-            self.run, self.driver, Notes(self.notes), statistics, [], InOrder()
+            self.run, self.driver, Notes(self.notes), statistics, [], Batches()
         )
 
 
