@@ -17,7 +17,7 @@ from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.found_network import FoundNetwork, count, is_materialized
 from lightning_hybrid.driver.network_call import NetworkCall
-from lightning_hybrid.driver.network_options import NetworkOptions
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import HybridError, NetworkError, PlanError
 from lightning_hybrid.graph import (
     CannotFollow,
@@ -58,7 +58,7 @@ class Adoption:
     """
 
     def __init__(
-        self, driver: Driver, mesh: Mesh, options: NetworkOptions, plans: dict[str, Plan]
+        self, driver: Driver, mesh: Mesh, options: DriverOptions, plans: dict[str, Plan]
     ) -> None:
         self.driver, self._mesh, self.options, self._plans = driver, mesh, options, plans
         self.announcements = Announcements(options)
@@ -264,7 +264,7 @@ class Adoption:
         """
         graph, partitions, leaves = first.graph, first.partitions, first.leaves
         devices = self._mesh.coordinates.ranks_per_replica
-        stages = self.options.stages or devices
+        stages = self.options.number_of_stages or devices
         if len(partitions) < stages:
             raise PlanError(
                 f"{found.shown} has {count(len(partitions), 'network partition')}, fewer than "

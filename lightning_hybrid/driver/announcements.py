@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_hybrid._torch.modules import BatchNorm, is_compiled
 from lightning_hybrid.driver.found_network import FoundNetwork
-from lightning_hybrid.driver.network_options import NetworkOptions
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.graph import NetworkGraph
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.schedules import STREAMED
@@ -19,7 +19,7 @@ class Announcements:
         options: has the functions that print a line and show progress.
     """
 
-    def __init__(self, options: NetworkOptions) -> None:
+    def __init__(self, options: DriverOptions) -> None:
         self._options = options
         self._said: set[tuple[str, str]] = set()
 
@@ -107,20 +107,20 @@ class Announcements:
         """Print the plan of a network, and warnings about the schedule and the network."""
         self._options.say(f"{found.shown}: {plan.describe()}".rstrip())
         schedule = STREAMED.get(plan.schedule)
-        if schedule is not None and schedule.trades and self._options.training:
+        if schedule is not None and schedule.trades and self._options.trains:
             delays = ", ".join(map(str, plan.delays))
             self._options.say(
                 f"schedule={schedule.name!r} is not exact: {schedule.trades} (here {delays}), and "
                 "training may end elsewhere than with schedule='gpipe'. See docs/schedules.md; "
                 f"{schedule.paper}."
             )
-        if is_compiled(found.module) and not self._options.compiled:
+        if is_compiled(found.module) and not self._options.stages.compiled:
             self._options.say(
                 f"{found.shown} is compiled by you (torch.compile), and its stages are not: "
                 "the strategy's compile_stages=True compiles them, with the default backend."
             )
         normalised = any(isinstance(m, BatchNorm) for m in found.module.modules())
-        if normalised and plan.microbatches > 1 and self._options.training:
+        if normalised and plan.microbatches > 1 and self._options.trains:
             self._options.say(
                 f"{found.shown} has batch normalisation: in training its statistics "
                 f"are those of a micro-batch (1/{plan.microbatches} of a replica's batch), as in "

@@ -48,7 +48,7 @@ from lightning_hybrid.driver.found_network import (
     layers,
 )
 from lightning_hybrid.driver.network_call import NetworkCall
-from lightning_hybrid.driver.network_options import NetworkOptions
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import NetworkNotFoundError
 from lightning_hybrid.graph import NetworkGraph, compiled, network_partitions, place_now
 from lightning_hybrid.planning import Plan
@@ -75,7 +75,7 @@ class Discovery:
         module: nn.Module,
         driver: Driver,
         mesh: Mesh,
-        options: NetworkOptions,
+        options: DriverOptions,
         plans: dict[str, Plan],
     ) -> None:
         self._module, self._driver, self._options = module, driver, options
@@ -91,9 +91,9 @@ class Discovery:
         self._watched: dict[str, Watched] = {}
         self._captures: list[Capture] = []
         self._ranks = mesh.coordinates.ranks_per_replica
-        wanted = self._ranks > 1 or options.compiled
+        wanted = self._ranks > 1 or options.stages.compiled
         # (an evaluation may have no network, as one that computes metrics of files)
-        evaluates = not options.training and options.names is None
+        evaluates = not options.trains and options.names is None
         if wanted and not (evaluates and next(module.parameters(), None) is None):
             found = candidates(module, options.names)
             self._watched = {name: Watched(name, candidate) for name, candidate in found.items()}
@@ -260,7 +260,7 @@ class Discovery:
         It may have other layers, one sample only, and no gradients. Until a training step calls it,
         a network is whole on the driver, if its weights have memory there.
         """
-        return self._options.training and not torch.is_grad_enabled() and is_materialized(module)
+        return self._options.trains and not torch.is_grad_enabled() and is_materialized(module)
 
     def _watch_calls(self, found: FoundNetwork) -> None:
         """Have later calls of a network go through its capture."""
@@ -400,7 +400,7 @@ class Discovery:
     def _may_stay(self, name: str) -> bool:
         """Whether a network with fewer partitions than stages may be whole on the driver."""
         options = self._options
-        asked = options.training and not options.automatic
+        asked = options.trains and not options.automatic
         return not asked or bool(self._opened) or self._others_can_be_cut(name)
 
     def _others_can_be_cut(self, name: str) -> bool:

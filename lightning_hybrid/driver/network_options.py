@@ -1,4 +1,4 @@
-"""Options of a run that say how networks are found, cut and driven."""
+"""What a run says of how networks are found, cut and driven."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -26,52 +26,28 @@ class Progress(Protocol):
         """Show that the work is done."""
 
 
-@dataclass(frozen=True)
-class NetworkOptions:
-    """How networks are found and cut.
-
-    Attributes:
-        names: names of the modules that are networks; ``None``: they are found by their calls.
-        microbatches: into how many micro-batches a batch is split; ``None``: by the batch's size.
-        planner: makes plans.
-        stages: into how many stages a network is cut; ``None``: as many as a replica has devices.
-        training: whether the run trains.
-        compiled: whether stages run through ``torch.compile``.
-        automatic: whether the user has asked for no number of stages: then a network that cannot be
-            cut runs on the driver, and is no error.
-        say: prints a line, once for all replicas.
-        progress: shows what is being done.
-        shared: names of the parameters and buffers of the LightningModule that all ranks have;
-            ``None``: all names.
-        verify: which calls are compared with what the network's Python gives; see `Verification`.
-    """
-
-    names: tuple[str, ...] | None
-    microbatches: int | None
-    planner: Planner
-    training: bool
-    compiled: bool
-    automatic: bool
-    say: Callable[[str], None]
-    progress: Progress
-    shared: frozenset[str] | None = None
-    verify: int | Literal["auto", False] = False
-    stages: int | None = None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DriverOptions:
-    """How a driver drives its replica.
+    """How a driver finds, cuts and drives networks.
 
     Attributes:
         seed: seed of the random numbers inside networks.
         stages: how stages compute.
+        planner: makes plans.
+        progress: shows what is being done.
+        say: tells the user something, in one line, once for all replicas.
+        names: names of the modules that are networks; ``None``: they are found by their calls.
+        microbatches: into how many micro-batches a batch is split; ``None``: by the batch's size.
+        number_of_stages: into how many a network is cut; ``None``: as many as a replica has
+            devices.
+        automatic: whether the user has asked for no number of stages: then a network that cannot be
+            cut runs on the driver, and is no error.
+        verify: which calls are compared with what the network's Python gives; see `Verification`.
         shared: names of the parameters and buffers that the workers have too; ``None``: all names.
         share: whether the weights of a network that is cut must be sent from replica 0 to the other
             replicas, since they may differ.
-        trains: whether ranks free the memory of parameters that other ranks own.
+        trains: whether the run trains; then ranks free the memory of parameters that others own.
         folder: where ranks write files that others map, if possible.
-        say: tells the user something, in one line.
         follows: whether networks draw the random numbers of one device; see `StepCalls`.
         shards: whether states of optimizers are divided over the replicas.
         first_failure: gives the error of the rank that failed first; called if a driver of another
@@ -80,11 +56,18 @@ class DriverOptions:
 
     seed: int
     stages: StageOptions
+    planner: Planner
+    progress: Progress
+    say: Callable[[str], None] = lambda _: None
+    names: tuple[str, ...] | None = None
+    microbatches: int | None = None
+    number_of_stages: int | None = None
+    automatic: bool = False
+    verify: int | Literal["auto", False] = False
     shared: Collection[str] | None = None
     share: bool = False
     trains: bool = False
     folder: str = ""
-    say: Callable[[str], None] = lambda _: None
     follows: bool = False
     shards: bool = False
     first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed")

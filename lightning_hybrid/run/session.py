@@ -40,7 +40,6 @@ from lightning_hybrid.driver import (
     DrivenOptimizers,
     Driver,
     DriverOptions,
-    NetworkOptions,
     Planner,
     bring_here,
 )
@@ -123,29 +122,23 @@ class DriverSession:
         # what is said at the first cuts need not be said again
         say = cache(rank_zero_info) if run.changes_cuts else rank_zero_info
         driver_options = DriverOptions(
-            broadcast_object(mesh.drivers, seed),
-            options,
+            seed=broadcast_object(mesh.drivers, seed),
+            stages=options,
+            planner=planner,
+            progress=run.progress,
+            say=say,
+            names=config.names,
+            microbatches=config.microbatches,
+            number_of_stages=len(config.copies) or None,
+            automatic=config.may_keep_whole,
+            verify=config.verify,
             shared=run.shared,
             share=run.building.deferred,
             trains=run.fitting,
             folder=run.framework.folder,
-            say=say,
             follows=config.rng == "device",
             shards=config.shard_optimizer_states,
             first_failure=lambda: read_fault(mesh.store).exception(),
-        )
-        network_options = NetworkOptions(
-            config.names,
-            config.microbatches,
-            planner,
-            training=run.fitting,
-            compiled=config.compile_stages,
-            automatic=config.may_keep_whole,
-            say=say,
-            progress=run.progress,
-            shared=run.shared,
-            verify=config.verify,
-            stages=len(config.copies) or None,
         )
 
         def follow(before: "Driver | None") -> "tuple[Driver, Discovery]":
@@ -154,7 +147,7 @@ class DriverSession:
                 run.module, mesh, run.device, driver_options, watch, batches, before=before
             )
             try:
-                return driver, Discovery(run.module, driver, mesh, network_options, run.plans)
+                return driver, Discovery(run.module, driver, mesh, driver_options, run.plans)
             # a name that the user has given; the workers serve already
             except BaseException as error:
                 driver.abort(Failure.of(error, str(mesh.coordinates)))

@@ -24,7 +24,10 @@ class Told:
             doing=self.progress.append, over=lambda: self.progress.append("over")
         )
         options: Any = SimpleNamespace(
-            say=self.lines.append, training=training, progress=progress, compiled=compiled
+            say=self.lines.append,
+            trains=training,
+            progress=progress,
+            stages=SimpleNamespace(compiled=compiled),
         )
         self.announcements = Announcements(options)
 

@@ -15,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.discovery import Discovery
-from lightning_hybrid.driver.network_options import NetworkOptions
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import NetworkNotFoundError, PlanError
 from lightning_hybrid.planning import CalledNetwork
 from lightning_hybrid.run.progress import StartProgress
+from lightning_hybrid.stage import StageOptions
 
 X = torch.ones(4, 6)
 
@@ -43,12 +44,12 @@ class Watched:
             self.module,
             driver,
             mesh,
-            NetworkOptions(
-                None,
-                2,
-                self.plan,
-                training=training,
-                compiled=False,
+            DriverOptions(
+                seed=0,
+                stages=StageOptions(),
+                microbatches=2,
+                planner=self.plan,
+                trains=training,
                 automatic=automatic,
                 say=self.lines.append,
                 progress=StartProgress(None),

@@ -42,7 +42,9 @@ def test_compiled_stages_of_the_driver_share_no_weight_with_another_rank() -> No
     device = torch.device("cpu")
     commands: Any = SimpleNamespace(workers=nothing, remote=SimpleNamespace(device=device))
     mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 2))
-    options = DriverOptions(0, StageOptions(compiled=True))
+    options = DriverOptions(
+        seed=0, stages=StageOptions(compiled=True), planner=nothing, progress=nothing
+    )
     distribution = Distribution(Model(network), mesh, options, commands, nothing)
     codes: Any = [SimpleNamespace(owned=("first.weight",))] * 2
     with pytest.raises(NetworkError, match=r"compile_stages=True.*'net' shares 'first\.weight'"):

@@ -8,11 +8,12 @@ from driven import Model, Ranks
 from torch import Tensor, nn
 
 from lightning_hybrid.driver.discovery import Discovery
-from lightning_hybrid.driver.network_options import NetworkOptions
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.verification import Verify
 from lightning_hybrid.planning.partition_table import CalledNetwork
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.run.progress import StartProgress
+from lightning_hybrid.stage import StageOptions
 
 
 class Driven:
@@ -46,12 +47,12 @@ class Driven:
             self.module,
             self.ranks.driver,
             self.ranks.mesh(0),
-            NetworkOptions(
-                None,
-                2,
-                self.plan,
-                training=True,
-                compiled=False,
+            DriverOptions(
+                seed=0,
+                stages=StageOptions(),
+                microbatches=2,
+                planner=self.plan,
+                trains=True,
                 automatic=False,
                 say=self.lines.append,
                 progress=StartProgress(None),

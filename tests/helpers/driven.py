@@ -187,7 +187,10 @@ class Ranks:
             for rank, module in self.modules.items()
         }
         self._start()
-        self._options = DriverOptions(0, options, trains=trains)
+        nothing: Any = None
+        self._options = DriverOptions(
+            seed=0, stages=options, planner=nothing, progress=nothing, trains=trains
+        )
         self.driver = Driver(model, self.mesh(0), on(0), self._options, batches=batches)
 
     def _start(self) -> None:

@@ -17,10 +17,11 @@ from torch import nn
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.discovery import Discovery
-from lightning_hybrid.driver.network_options import NetworkOptions
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.process import HybridSubprocessLauncher
 from lightning_hybrid.run.progress import StartProgress
+from lightning_hybrid.stage import StageOptions
 from lightning_hybrid.strategy import refusals
 from lightning_hybrid.strategy.refusals import (
     refuse_copies,
@@ -221,12 +222,12 @@ def test_more_stages_than_partitions() -> None:
     driver = SimpleNamespace(  # as far as it is asked
         device=torch.device("cpu"), remote=remote, calls=calls
     )
-    options = NetworkOptions(
-        None,
-        2,
-        pytest.fail,  # no plan is made
-        training=True,
-        compiled=False,
+    options = DriverOptions(
+        seed=0,
+        stages=StageOptions(),
+        microbatches=2,
+        planner=pytest.fail,
+        trains=True,
         automatic=False,
         say=print,
         progress=StartProgress(None),
