@@ -42,7 +42,6 @@ OUTERMOST = {
     "lightning_hybrid/run/replica_world.py",
     "lightning_hybrid/run/rehearsal.py",
     "lightning_hybrid/run/sizing.py",
-    "lightning_hybrid/run/progress.py",
     "lightning_hybrid/process/run_results.py",
     "lightning_hybrid/run/run.py",
     "lightning_hybrid/run/run_table.py",

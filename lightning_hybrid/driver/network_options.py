@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
+from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.planning import CalledNetwork, Plan
 from lightning_hybrid.stage import StageOptions
 
@@ -11,19 +12,6 @@ Planner = Callable[[CalledNetwork, int, Sequence[Plan], bool], Plan]
 """Makes the plan of a network, which is given with the inputs of one micro-batch: for a number of
 micro-batches, and beside the plans of the networks that are placed already. The last argument says
 whether the planner chooses the cuts, even if the user has given cut points."""
-
-
-class Progress(Protocol):
-    """Shows the user what is being done before the first step of a network."""
-
-    def begin(self, what: str, /) -> None:
-        """Show that the work on a network begins, and with what."""
-
-    def doing(self, what: str, /) -> None:
-        """Show what is being done now, if work has begun."""
-
-    def over(self) -> None:
-        """Show that the work is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +45,7 @@ class DriverOptions:
     seed: int
     stages: StageOptions
     planner: Planner
-    progress: Progress
+    progress: StartProgress
     say: Callable[[str], None] = lambda _: None
     names: tuple[str, ...] | None = None
     microbatches: int | None = None

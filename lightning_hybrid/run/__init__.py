@@ -8,7 +8,6 @@ from lightning_hybrid.run.building import (
     move_module,
 )
 from lightning_hybrid.run.framework import ByFabric
-from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.replica_world import (
     Launched,
     ReplicaWorld,

@@ -15,14 +15,14 @@ from lightning_hybrid._lightning import (
     Precision,
     Trainer,
     TrainerFn,
+    rank_zero_info,
 )
 from lightning_hybrid.config import Config
-from lightning_hybrid.driver import present_bytes
+from lightning_hybrid.driver import StartProgress, present_bytes
 from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan, plan_again
 from lightning_hybrid.remote import take_again
 from lightning_hybrid.run.building import Building
 from lightning_hybrid.run.framework import ByTrainer, Framework
-from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.world import World
 from lightning_hybrid.stage import StageOptions, Stopwatch, broadcast_module
 from lightning_hybrid.state import make_what_no_network_owns
@@ -107,7 +107,7 @@ class Run:
             else None,
             shared=world.shared_names(trainer.lightning_module),
             plans=plans,
-            progress=StartProgress.beside(trainer) if is_zero else StartProgress(None),
+            progress=progress_beside(trainer) if is_zero else StartProgress(None),
         )
 
     @property
@@ -216,6 +216,11 @@ class Run:
         """On drivers, broadcast the weights of replica 0 to all replicas, on the CPU."""
         make_what_no_network_owns(self.module)
         broadcast_module(self.module, self.world.mesh.drivers)
+
+
+def progress_beside(trainer: Trainer) -> StartProgress:
+    """Where a Trainer has a progress bar, by lines on global rank 0."""
+    return StartProgress(None if trainer.progress_bar_callback is None else rank_zero_info)
 
 
 def scalers_of(precision: Precision) -> list[GradScaler]:

@@ -24,8 +24,8 @@ from lightning_hybrid.planning import (
     Prediction,
     Sizes,
 )
-from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.rehearsal import rehearsal
+from lightning_hybrid.run.run import progress_beside
 
 
 def choose_on_rank_0(
@@ -71,7 +71,7 @@ def choose_on_rank_0(
 def _choose(
     trainer: Trainer, config: Config, machine: Machine, allowed: Callable[[int, int], bool]
 ) -> Sizes:
-    progress, device = StartProgress.beside(trainer), trainer.strategy.root_device
+    progress, device = progress_beside(trainer), trainer.strategy.root_device
     module, precision = trainer.lightning_module, trainer.precision_plugin
 
     def measured(seen: CalledNetwork, microbatches: int) -> PartitionTable:

@@ -26,7 +26,7 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._lightning_private import let_fabric_clear_gradients
 from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import Config, Count, Rng, Shape
-from lightning_hybrid.driver import bring_here
+from lightning_hybrid.driver import StartProgress, bring_here
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import (
@@ -44,7 +44,6 @@ from lightning_hybrid.run import (
     NoWorld,
     Phase,
     Run,
-    StartProgress,
     WorkerSession,
     have_on_device,
     move_module,

@@ -13,10 +13,10 @@ from torch.overrides import _get_current_function_mode
 from lightning_hybrid.capture import NotCaptured
 from lightning_hybrid.driver import captured_calls
 from lightning_hybrid.driver.captured_calls import CapturedCalls
+from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import CannotFollow
 from lightning_hybrid.remote.proxy import Kind
-from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.stage import Synchronised
 
 X = torch.ones(2, 3)

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import DriverOptions
+from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import NetworkNotFoundError, PlanError
 from lightning_hybrid.planning import CalledNetwork
-from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.stage import StageOptions
 
 X = torch.ones(4, 6)

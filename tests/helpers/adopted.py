@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import DriverOptions
+from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.driver.verification import Verify
 from lightning_hybrid.planning.partition_table import CalledNetwork
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.stage import StageOptions
 
 

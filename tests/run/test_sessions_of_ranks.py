@@ -20,12 +20,12 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import Batches
+from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import Deferral
 from lightning_hybrid.run import building
 from lightning_hybrid.run.building import BetweenRuns, Building
 from lightning_hybrid.run.framework import ByTrainer
-from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.session import DriverSession, WorkerSession
 from lightning_hybrid.run.world import NoWorld, Phase, World

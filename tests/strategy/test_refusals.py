@@ -18,9 +18,9 @@ from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import DriverOptions
+from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.process import HybridSubprocessLauncher
-from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.stage import StageOptions
 from lightning_hybrid.strategy import refusals
 from lightning_hybrid.strategy.refusals import (

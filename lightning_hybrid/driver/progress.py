@@ -8,7 +8,6 @@ longer pauses. ``Trainer(enable_progress_bar=False)`` disables them.
 import threading
 from collections.abc import Callable
 
-from lightning_hybrid._lightning import Trainer, rank_zero_info
 from lightning_hybrid.comm import BackgroundThread
 
 PATIENCE_S = 3.0
@@ -30,11 +29,6 @@ class StartProgress:
         self._what = ""
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
-
-    @classmethod
-    def beside(cls, trainer: Trainer) -> "StartProgress":
-        """Where a Trainer has a progress bar, by lines on global rank 0."""
-        return cls(None if trainer.progress_bar_callback is None else rank_zero_info)
 
     def begin(self, what: str) -> None:
         """Begin the first piece of work, and start the clock."""

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 import pytest
 from lightning.pytorch import Trainer
 
-from lightning_hybrid.run import progress as module
-from lightning_hybrid.run.progress import StartProgress
+from lightning_hybrid.driver import progress as module
+from lightning_hybrid.driver.progress import StartProgress
+from lightning_hybrid.run.run import progress_beside
 
 
 class Lines(list[str]):
@@ -71,7 +72,7 @@ def test_without_a_progress_bar_nothing_is_said() -> None:
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
     )
-    progress = StartProgress.beside(trainer)
+    progress = progress_beside(trainer)
     progress.begin("capturing 'net'")
     assert all(thread.name != "start progress" for thread in threading.enumerate())
     progress.over()
