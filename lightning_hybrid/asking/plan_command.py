@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     shapes = study.shapes(count)
     best = fastest(shapes)
     plan = plan_of(best, study.costs_of, study.cluster.take(count), study.batch)
-    used = best.numbers or range(plan.world_size)
+    used = best.arrangement.used
     plan = with_limits(plan, study.cluster.pick(used))
     samples = f"{study.batch} sample{'s' * (study.batch > 1)}"
     facts = (
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _alone(study: Study, best: Shape) -> list[str]:
     """A line of advice if one device alone is faster than the best shape."""
-    if study.speed_up(best) > 1 or best.replicas * best.devices_per_replica == 1:
+    if study.speed_up(best) > 1 or len(best.arrangement.used) == 1:
         return []
     alone = next((shape for shape in study.shapes(1) if shape.fits), None)
     return [] if alone is None else ["One of these devices alone is faster than all of them."]
@@ -108,16 +108,15 @@ def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
     """
     seen: dict[tuple[object, ...], Shape] = {}
     for shape in shapes:
-        equal = not shape.shares
-        key = shape.replicas, shape.stages, shape.stages_per_device, equal
-        seen.setdefault(key, shape)
+        at = shape.arrangement
+        seen.setdefault((at.replicas, shape.stages, at.turns, not shape.shares), shape)
     return [
         {
-            "replicas": f"{shape.replicas}{': ' * bool(shape.shares)}"
+            "replicas": f"{shape.arrangement.replicas}{': ' * bool(shape.shares)}"
             + ", ".join(map(str, shape.shares)),
             "stages": shape.stages,
-            "a device": str(shape.stages_per_device),
-            "micro-batches": str(shape.microbatches),
+            "a device": str(shape.arrangement.turns),
+            "micro-batches": str(shape.arrangement.microbatches),
             "step": _seconds(shape.step_s),
             "samples/s": short(shape.samples_per_s),
             "speed-up": f"{study.speed_up(shape):.2f}",
@@ -131,7 +130,7 @@ def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
 def _memory(shape: Shape) -> str:
     if not shape.fits:
         return f"lacks {shape.lacking_bytes / 1e9:.2f} GB"
-    return "fits, computed again" if shape.recompute else "fits"
+    return "fits, computed again" if shape.arrangement.recompute else "fits"
 
 
 def with_limits(plan: Plan, cluster: ClusterDescription) -> Plan:
