@@ -258,14 +258,14 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         run.take_again()
         run.world.survive(survives=False)  # (a Trainer of the same script may have said otherwise)
         if not run.world.coordinates.is_driver:
-            session = WorkerSession.begin(run)
+            session = WorkerSession(run)
             # a ``finally`` of the user's that is passed now waits for nobody
             run.world.phase, self._parted = Phase.SERVING, True
             raise Parted(partial(self._serve, session))
         run.world.phase = Phase.RUNNING
         run.share_weights()
         planner = partial(run.plan_network, optimizers=self._optimizers)
-        self._session = DriverSession.begin(run, planner)
+        self._session = DriverSession(run, planner)
         if self.is_distributed:
             self._session.refuse_other_backwards()
         run.world.defer_signals()

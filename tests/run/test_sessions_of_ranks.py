@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.run import building
 from lightning_hybrid.run.building import BetweenRuns, DeferredModule, WholeModule
-from lightning_hybrid.run.coming_batches import InOrder
 from lightning_hybrid.run.framework import ByTrainer
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.run import Run
@@ -79,9 +79,11 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.strategy.connect(module)
     trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
-    world: Any = SimpleNamespace(
-        coordinates=coordinates or Coordinates(0, 1, 2), phase=Phase.RUNNING
+    here = coordinates or Coordinates(0, 1, 2)
+    mesh = SimpleNamespace(
+        coordinates=here, drivers=None, store=None, survivors=None, statistics=lambda: "group"
     )
+    world: Any = SimpleNamespace(coordinates=here, phase=Phase.RUNNING, mesh=mesh)
     fields = {
         "config": Config(),
         "framework": ByTrainer(trainer),
@@ -90,7 +92,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
         "device": torch.device("cpu"),
         "precision": trainer.precision_plugin,
         "fitting": True,
-        "synchronised": False,
+        "synchronised": True,
         "building": WholeModule(),
         "stopwatch": None,
         "shared": frozenset(module.state_dict()),
@@ -109,10 +111,15 @@ class Driven:
         for part in ("remote", "weights", "gradients", "optimizers"):
             setattr(self.driver, part, Notes(self.notes))
         self.driver.weights.changed = False
-        statistics = Notes(self.notes).statistics()
-        self.session = DriverSession(
-            self.run, self.driver, Notes(self.notes), statistics, [], InOrder()
-        )
+        with patch.multiple(
+            sessions,
+            Driver=lambda *_, **__: self.driver,
+            Discovery=lambda *_: Notes(self.notes),
+            Synchronised=lambda _: Notes(self.notes).statistics(),
+            broadcast_object=lambda _, value: value,
+        ):
+            self.session = DriverSession(self.run, None)
+        self.notes.clear()
 
 
 def test_a_step_calls_the_users_code_inside_the_statistics() -> None:
@@ -233,13 +240,11 @@ def test_workers_hear_of_a_failure_before_the_session_is_complete(
         raise HybridError("no module is named 'nowhere'")
 
     driver = Notes([])
-    run = make_run()
-    run.world.mesh = SimpleNamespace(coordinates=run.world.coordinates, drivers=None)
     monkeypatch.setattr(sessions, "Driver", lambda *_, **__: driver)
     monkeypatch.setattr(sessions, "Discovery", no_such_name)
     monkeypatch.setattr(sessions, "broadcast_object", lambda _, value: value)
     with pytest.raises(HybridError, match="nowhere"):
-        DriverSession.begin(run, None)
+        DriverSession(make_run(), None)
     assert driver.notes == ["abort", "close"]
 
 
@@ -267,7 +272,7 @@ class Obedient:
         return self.results
 
 
-def test_a_worker_goes_on_with_what_its_driver_has_found() -> None:
+def test_a_worker_goes_on_with_what_its_driver_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run, watched = make_run(Coordinates(1, 1, 2), plans={}), []
     run.world.stop_watching = lambda: watched.append("stopped")
 
@@ -278,7 +283,8 @@ def test_a_worker_goes_on_with_what_its_driver_has_found() -> None:
     run.world.serve = serve
     worker = Obedient(run)
     worker.results.callback_metrics["loss"] = torch.tensor(0.5)
-    session = WorkerSession(run, worker)
+    monkeypatch.setattr(sessions, "Worker", lambda *_, **__: worker)
+    session = WorkerSession(run)
     assert session.serve() is worker.results
     assert watched == ["serves", "stopped"]
     assert run.plans == {"net": PLAN}
