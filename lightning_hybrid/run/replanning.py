@@ -7,45 +7,129 @@ decides, and all hear. What follows from a decision is the session's matter.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import broadcast_object, gather_objects
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.run.device_times import Meter
-from lightning_hybrid.run.plan_check import WINDOWS, BusyWindow, BusyWindows, Comparison
+from lightning_hybrid.run.device_times import Meter, StepWatcher, Window
 from lightning_hybrid.run.run import Run
+
+FIRST = 3
+"""Batches that are not looked at: networks are captured and caches filled in them."""
+WINDOW = 10
+"""Batches of a window."""
+WINDOWS = 2
+"""So many windows a device must be slow in."""
+SLOWER = 1.5
+"""So many times longer than planned, compared with the device that is nearest to its plan."""
+OF_A_BATCH = 0.2
+"""A device that is behind by a smaller share of a batch's time costs little."""
 
 WORTHWHILE = 1.1
 """So many times shorter the predicted step must be for new cuts. To cut anew costs some seconds,
 and speeds of processors that are measured at two times differ by a tenth without any reason."""
 
 
-class Replanning(BusyWindows):
+@dataclass(frozen=True)
+class BusyWindow:
+    """What was measured in the batches of a window, per batch.
+
+    Attributes:
+        busy_s: seconds that each device of a replica has computed, the driver's first.
+        wall_s: seconds that passed.
+    """
+
+    busy_s: Sequence[float]
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A window beside the plan.
+
+    Attributes:
+        times: how many times longer than planned each device has computed.
+        device: the one that costs most by being behind the device that is nearest to its plan.
+        is_slow: whether it is so far behind that it matters.
+    """
+
+    times: Sequence[float]
+    device: int
+    is_slow: bool
+
+    @classmethod
+    def of(cls, plan: Plan, window: BusyWindow) -> "Comparison | None":
+        """``None``: a device had nothing to do, so that nothing can be compared."""
+        found, planned = window.busy_s, planned_busy_s(plan)
+        if not min(*found, *planned) > 0:
+            return None
+        times = [a / b for a, b in zip(found, planned)]
+        # several calls in a step make all devices take longer alike: only differences tell
+        usual = min(times)
+        behind = [a - usual * b for a, b in zip(found, planned)]
+        worst = max(range(len(times)), key=behind.__getitem__)
+        slow = times[worst] > SLOWER * usual and behind[worst] > OF_A_BATCH * window.wall_s
+        return cls(times, worst, slow)
+
+    @property
+    def ratio(self) -> float:
+        """How many times slower that device is, compared with the others, than planned."""
+        return self.times[self.device] / min(self.times)
+
+    def speeds(self, plan: Plan) -> list[float]:
+        """Those of the devices, by their index in the replica."""
+        capacities, usual = plan.capacities or (1.0,) * len(self.times), min(self.times)
+        return [capacity * usual / time for capacity, time in zip(capacities, self.times)]
+
+
+class Replanning(StepWatcher):
     """Finds out whether stages should be cut at other places.
+
+    Devices are compared with each other, since a network that is called twice in a step takes twice
+    as long everywhere.
 
     Args:
         run: whose plans are in force.
-        meter: see :class:`BusyWindows`.
+        meter: of the devices of this replica.
         say: shows a line to the user, once for all replicas.
     """
 
     def __init__(self, run: Run, meter: Meter, say: Callable[[str], None]) -> None:
-        super().__init__(run.plans, meter)
-        self._run, self._say = run, say
-        self._windows: deque[BusyWindow] = deque(maxlen=WINDOWS)
+        self._run, self._meter, self._say = run, meter, say
         self._epoch = run.trainer.current_epoch
         self._said: set[str] = set()
         self._why = ""  # of replica 0, for what is said of the decision
+        self.begin_anew()
 
     def begin_anew(self) -> None:
         """What was measured before does not count."""
-        super().begin_anew()
-        self._windows = deque(maxlen=WINDOWS)
+        self._batches = 0  # of the window, or before the first
+        self._window = None
+        self._windows: deque[BusyWindow] = deque(maxlen=WINDOWS)
 
-    def window_ends(self, plan: Plan, window: BusyWindow) -> None:
-        """The last windows are kept."""
-        self._windows.append(window)
+    def batch_starts(self, batch: Any) -> None:
+        """Measure one window of training batches after the other."""
+        if not self._is_comparable:
+            return
+        self._batches += 1
+        if self._batches <= (FIRST if self._window is None else WINDOW - 1):
+            return
+        if self._window is not None:
+            self._window.pause()
+            busy_s = [seconds / WINDOW for seconds in self._window.busy_s]
+            wall_s = self._window.wall_s / WINDOW
+            self._windows.append(BusyWindow([busy_s[-1], *busy_s[:-1]], wall_s))
+        self._batches, self._window = 0, Window(self._meter)
+
+    @property
+    def _is_comparable(self) -> bool:
+        """Whether there is one network, with the seconds of each of its stages."""
+        plans = [*self._run.plans.values()]
+        timed = plans and all(row.backward_s is not None for row in plans[0].rows)
+        return bool(timed and plans[0].rows and len(plans) == 1)
 
     def new_plans(self) -> dict[str, Plan]:
         """At the start of a batch: the plans to go on with if others should be (collective).
@@ -102,7 +186,7 @@ class Replanning(BusyWindows):
                 f"replan='epoch' leaves the cuts of {names} as they are: devices compute several "
                 "networks, and what each of them takes is not known."
             )
-        if self.over or len(self._run.plans) != 1 or len(measured[0]) < WINDOWS:
+        if not self._is_comparable or len(measured[0]) < WINDOWS:
             return {}
         [(name, plan)] = self._run.plans.items()
         slowest = [_slowest(windows) for windows in zip(*measured)]
@@ -146,3 +230,13 @@ def _slowest(windows: Sequence[BusyWindow]) -> BusyWindow:
 
 def _shown(plan: Plan) -> str:
     return ", ".join(map(repr, plan.cuts))
+
+
+def planned_busy_s(plan: Plan) -> list[float]:
+    """Seconds that each device is to compute per batch, by its index in the replica."""
+    seconds = [0.0] * plan.devices_per_replica
+    for copies, row in zip(plan.owners, plan.rows):
+        of_each = (row.forward_s or 0.0) + (row.backward_s or 0.0)
+        for turn, device in enumerate(copies):
+            seconds[device] += len(range(turn, plan.microbatches, len(copies))) * of_each
+    return seconds

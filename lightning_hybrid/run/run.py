@@ -42,8 +42,8 @@ class Run:
         fitting: whether the run trains.
         synchronised: whether batch statistics are taken over the replicas.
         building: how the weights of the module were made: whole on each rank, or by their owners.
-        stopwatch: adds up the times of forwards and backwards of this rank, for the log and for the
-            check of the plan; ``None``: nobody reads them.
+        stopwatch: adds up the times of forwards and backwards of this rank, for the log and for
+            ``replan="epoch"``; ``None``: nobody reads them.
         shared: names of the parameters and buffers that all ranks have.
         plans: the current plans by name of the network; networks that are cut add theirs.
         progress: shows the work before the first step.
@@ -103,7 +103,7 @@ class Run:
             synchronised=fitting and synchronise and world.coordinates.replicas > 1,
             building=building,
             stopwatch=Stopwatch(device)
-            if config.log_performance or (fitting and device.type == "cpu")
+            if config.log_performance or (fitting and config.replan == "epoch")
             else None,
             shared=world.shared_names(trainer.lightning_module),
             plans=plans,

@@ -50,7 +50,6 @@ from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
 from lightning_hybrid.run.device_times import BUSY, BusyMeter, Meter, StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
-from lightning_hybrid.run.plan_check import PlanCheck
 from lightning_hybrid.run.replanning import Replanning
 from lightning_hybrid.run.run import Run, scalers_of
 from lightning_hybrid.run.unequal_shares import UnequalShares
@@ -681,14 +680,8 @@ def _watchers(run: Run, meter: Meter | None) -> list[StepWatcher]:
     }
     if config.log_performance or delayed:
         watchers.append(PlanLog(run.trainer, run.plans, options if delayed else {}))
-    if meter is None:
-        return watchers
-    coordinates = run.world.mesh.coordinates
-    size = coordinates.ranks_per_replica
-    if config.log_performance:
-        watchers.append(PerformanceLog(run.trainer, run.plans, meter, coordinates.replicas, size))
-    cluster = run.world.cluster
-    compared = run.device.type == "cpu" and config.streamed is None and not run.changes_cuts
-    if cluster is not None and compared:
-        watchers.append(PlanCheck(run.plans, meter, cluster.order[:size], rank_zero_info))
+    if config.log_performance and meter is not None:
+        here = run.world.mesh.coordinates
+        sizes = here.replicas, here.ranks_per_replica
+        watchers.append(PerformanceLog(run.trainer, run.plans, meter, *sizes))
     return watchers

@@ -46,16 +46,17 @@ class DealtBatches:
     def __init__(
         self, shares: "UnequalShares", loader: Any, sampler: DistributedSampler[Any]
     ) -> None:
-        self._shares, self.sampler, self.drop_last = shares, sampler, loader.drop_last
-        self.whole = loader.batch_size * len(shares.speeds)  # samples of a full global batch
+        self._shares, self.sampler = shares, sampler
+        self.drop_last: bool = loader.drop_last
+        # samples of a full global batch
+        self.whole: int = loader.batch_size * len(shares.speeds)
         # a loader with a state of its own leaves out by itself what was trained on
         self._resumes = hasattr(loader, "load_state_dict")
 
     @property
     def batch_size(self) -> int:
         """Samples of this replica in a full batch."""
-        part = self._shares.part(self.whole, self._shares.speeds)
-        return part.stop - part.start
+        return len(self._shares.part(self.whole, self._shares.speeds))
 
     def _sizes(self) -> list[int]:
         count, replicas = len(self.sampler), len(self._shares.speeds)
@@ -80,7 +81,7 @@ class DealtBatches:
         for number, size in enumerate(sizes):
             whole = list(islice(samples, size))
             if number >= done or self._resumes:
-                yield whole[self._shares.part(size, speeds)]
+                yield [whole[place] for place in self._shares.part(size, speeds)]
 
 
 class UnequalShares:
@@ -129,12 +130,12 @@ class UnequalShares:
         """Numbers of the replicas that are left."""
         return self._survivors.living if self._survivors else range(len(self.speeds))
 
-    def part(self, size: int, speeds: Sequence[float]) -> slice:
+    def part(self, size: int, speeds: Sequence[float]) -> range:
         """Which samples of a global batch of this size are this replica's, at such speeds."""
         living = self._living
         place = living.index(self._replica)
         ends = list(accumulate(deal(size, [speeds[r] for r in living]), initial=0))
-        return slice(ends[place], ends[place + 1])
+        return range(ends[place], ends[place + 1])
 
     def position(self, batches: int) -> tuple[int, int]:
         """Which epoch begins, and how many of its batches were trained on before a restart.
@@ -175,7 +176,7 @@ class UnequalShares:
         batches = DealtBatches(self, loader, sampler)
         if self._batch != batches.whole:  # else a loader of another epoch, or one more
             self._batch = batches.whole
-            self._say_shares(loader.batch_size)
+            self._say_shares(batches.whole // len(self.speeds))
         return rebuilt_loader(loader, batches)
 
     def _refuse(self, loader: DataLoader[Any], count: int) -> None:

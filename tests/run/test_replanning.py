@@ -10,32 +10,47 @@ from pipelines import ALONE
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan, StagePlan
-from lightning_hybrid.run import replanning
-from lightning_hybrid.run.plan_check import BusyWindow
-from lightning_hybrid.run.replanning import WORTHWHILE, Replanning
+from lightning_hybrid.run import device_times, replanning
+from lightning_hybrid.run.device_times import BusyMeter, Window
+from lightning_hybrid.run.replanning import (
+    FIRST,
+    WINDOW,
+    WORTHWHILE,
+    BusyWindow,
+    Replanning,
+    planned_busy_s,
+)
+
+CLOCK = SimpleNamespace(now=0.0, perf_counter=lambda: CLOCK.now)
+
+
+@pytest.fixture(autouse=True)
+def made_up_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_times, "time", CLOCK)
+
+
+def row(device: int, backward_s: float | None = 0.02) -> StagePlan:
+    return StagePlan(
+        layers=1,
+        partitions=("a",),
+        parameters=1,
+        load=0.5,
+        device=device,
+        forward_s=0.01,
+        backward_s=backward_s,
+    )
 
 
 def plan(cut: str = "b", step_s: float = 1.0, device_0: float = 1.0, device_1: float = 1.0) -> Plan:
     """Two stages that compute 0.12 s per batch each."""
-    rows = [
-        StagePlan(
-            layers=1,
-            partitions=("a",),
-            parameters=1,
-            load=0.5,
-            device=device,
-            forward_s=0.01,
-            backward_s=0.02,
-        )
-        for device in (1, 0)
-    ]
+    rows = row(1), row(0)
     return Plan(
         replicas=1,
         stages=2,
         microbatches=4,
         schedule="gpipe",
         cuts=(cut,),
-        rows=tuple(rows),
+        rows=rows,
         predicted_step_s=step_s,
         capacities=(device_0, device_1),
     )
@@ -54,7 +69,8 @@ class Run:
         mesh = SimpleNamespace(drivers=ALONE)
         self.world = SimpleNamespace(coordinates=here, cluster=None, mesh=mesh)
         run: Any = self
-        self.replanning = Replanning(run, list, self.lines.append)
+        self.busy, self.begun = [0.0, 0.0], False
+        self.replanning = Replanning(run, lambda: [*self.busy], self.lines.append)
 
     def _again(self, now: Plan, capacities: list[float]) -> tuple[Plan, Plan]:
         self.asked.append(capacities)
@@ -64,8 +80,15 @@ class Run:
 
     def train(self, *windows: tuple[float, float]) -> None:
         """Windows in which devices 0 and 1 have computed for so many seconds a batch."""
-        for seconds in windows:
-            self.replanning.window_ends(self.plans["net"], BusyWindow(seconds, 0.3))
+        if not self.begun:
+            self.begun = True
+            for _ in range(FIRST + 1):
+                self.replanning.batch_starts(None)
+        for driver_s, worker_s in windows:
+            for _ in range(WINDOW):
+                CLOCK.now += 0.3
+                self.busy = [self.busy[0] + worker_s, self.busy[1] + driver_s]
+                self.replanning.batch_starts(None)
 
     def next_epoch(self) -> dict[str, Plan]:
         self.trainer.current_epoch += 1
@@ -134,6 +157,7 @@ def test_what_was_measured_under_other_cuts_does_not_count() -> None:
     run = Run(BETTER)
     run.train(SLOW, SLOW)
     run.replanning.begin_anew()
+    run.begun = False
     run.train(SLOW)
     assert run.next_epoch() == {}
 
@@ -156,3 +180,44 @@ def test_of_several_networks_cuts_stay_and_that_is_said_once() -> None:
     assert run.next_epoch() == run.next_epoch() == {}
     [line] = run.lines
     assert "leaves the cuts of 'net' and 'other' as they are" in line
+
+
+def test_validation_is_no_training() -> None:
+    run = Run(BETTER)
+    run.train(WELL)
+    run.replanning.pause()
+    run.busy[0] += 100.0
+    run.replanning.resume()
+    run.train(WELL)
+    assert run.next_epoch() == {}
+    assert not run.lines
+
+
+def test_without_the_seconds_of_each_stage_nothing_is_compared() -> None:
+    for rows in ((), (row(1, None), row(0, None))):
+        run = Run(BETTER)
+        run.plans["net"] = replace(plan(), rows=rows)
+        run.train(SLOW, SLOW)
+        assert run.next_epoch() == {}
+
+
+def test_a_device_with_several_stages_computes_all_of_them() -> None:
+    looped = Plan(
+        replicas=1,
+        stages=4,
+        microbatches=2,
+        schedule="looped",
+        cuts=("b", "c", "d"),
+        devices=(1, 0, 1, 0),
+        rows=tuple(row(device) for device in (1, 0, 1, 0)),
+    )
+    assert planned_busy_s(looped) == pytest.approx([0.12, 0.12])
+
+
+def test_windows_of_one_meter_see_the_same_seconds() -> None:
+    new = iter([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+    meter = BusyMeter(lambda: next(new)).read
+    first, second = Window(meter), Window(meter)
+    first.pause()
+    second.pause()
+    assert (first.busy_s, second.busy_s) == ([8.0, 10.0], [12.0, 14.0])

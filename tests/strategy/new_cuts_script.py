@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_hybrid.run import device_times, plan_check
+from lightning_hybrid.run import device_times, replanning
 from lightning_hybrid.run.device_times import BusyMeter
 
 SEED = 5
@@ -123,9 +123,9 @@ def measure(trainer: Trainer, speeds: list[Any]) -> None:
         plans = [*trainer.strategy._plans.values()]
         if not plans:
             return [0.0] * len(true)
-        each = zip(plan_check.planned_busy_s(plans[0]), plans[0].capacities, true)
+        each = zip(replanning.planned_busy_s(plans[0]), plans[0].capacities, true)
         driver, *workers = [
-            plan_check.WINDOW * planned * capacity / speed for planned, capacity, speed in each
+            replanning.WINDOW * planned * capacity / speed for planned, capacity, speed in each
         ]
         before = totals or [0.0] * len(true)
         totals[:] = [a + b for a, b in zip(before, [*workers, driver])]
