@@ -48,8 +48,8 @@ from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches, InOrder
-from lightning_hybrid.run.device_times import BUSY, BusyMeter, Meter, StepWatcher
-from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
+from lightning_hybrid.run.device_times import BUSY, BusyMeter, StepWatcher
+from lightning_hybrid.run.performance_log import PerformanceLog
 from lightning_hybrid.run.replanning import Replanning
 from lightning_hybrid.run.run import Run, scalers_of
 from lightning_hybrid.run.unequal_shares import UnequalShares
@@ -131,17 +131,19 @@ class DriverSession:
 
     def _watch_steps(self) -> None:
         """Let those who look at steps do so."""
-        run, meter, watch = self._run, None, self._run.stopwatch
-        if watch is not None:
-            # (of whichever driver there is then)
-            meter = BusyMeter(lambda: [*self._driver.reports(BUSY), watch.read()]).read
-        watchers = _watchers(run, meter)
+        run, watch = self._run, self._run.stopwatch
+        self._watchers: list[StepWatcher] = []
         if run.fitting and run.config.replan == "epoch" and run.cuts_stay and not self._shares:
             rank_zero_info(f"replan='epoch' changes nothing in this run: {run.cuts_stay}.")
-        if run.changes_cuts and meter is not None:
+        if watch is None or not run.fitting:
+            return
+        # (of whichever driver there is then)
+        meter = BusyMeter(lambda: [*self._driver.reports(BUSY), watch.read()]).read
+        if run.config.log_performance and run.is_global_zero:
+            self._watchers.append(PerformanceLog(run, meter))
+        if run.changes_cuts:
             self._replanning = Replanning(run, meter, rank_zero_info)
-            watchers.append(self._replanning)
-        self._watchers = watchers
+            self._watchers.append(self._replanning)
 
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
@@ -666,22 +668,3 @@ def _versions_of_gradients(module: nn.Module) -> list[tuple[int, int] | None]:
     with as_they_are():
         gradients = [parameter.grad for parameter in module.parameters()]
     return [None if g is None else (id(g), version(g)) for g in gradients]
-
-
-def _watchers(run: Run, meter: Meter | None) -> list[StepWatcher]:
-    """Who looks at the steps of a run: of the first driver only."""
-    if not run.fitting or not run.is_global_zero:
-        return []
-    config, watchers = run.config, list[StepWatcher]()
-    delayed = config.streamed is not None and config.streamed.delayed
-    options = {
-        "delayed_weights": config.settings.delayed_weights,
-        "gradient_shrinking": config.gradient_shrinking,
-    }
-    if config.log_performance or delayed:
-        watchers.append(PlanLog(run.trainer, run.plans, options if delayed else {}))
-    if config.log_performance and meter is not None:
-        here = run.world.mesh.coordinates
-        sizes = here.replicas, here.ranks_per_replica
-        watchers.append(PerformanceLog(run.trainer, run.plans, meter, *sizes))
-    return watchers
