@@ -12,6 +12,7 @@ from lightning_hybrid.asking.cluster_description import ClusterDescription
 from lightning_hybrid.asking.shapes import Shape, fastest, plan_of
 from lightning_hybrid.asking.study import Study, add_study_options, make_study
 from lightning_hybrid.asking.terminal import short, show_table, terminal, write
+from lightning_hybrid.asking.units import spell
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import Plan, plan_page
 from lightning_hybrid.report import table
@@ -117,7 +118,7 @@ def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
             "stages": shape.stages,
             "a device": str(shape.arrangement.turns),
             "micro-batches": str(shape.arrangement.microbatches),
-            "step": _seconds(shape.step_s),
+            "step": spell("latency", float(f"{shape.step_s:.4g}")),
             "samples/s": short(shape.samples_per_s),
             "speed-up": f"{study.speed_up(shape):.2f}",
             "bubble": f"{shape.bubble:.1%}",
@@ -151,10 +152,3 @@ def with_limits(plan: Plan, cluster: ClusterDescription) -> Plan:
         for row, owners in zip(plan.rows, plan.owners)
     )
     return replace(plan, rows=tuple(rows))
-
-
-def _seconds(seconds: float) -> str:
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.4g} {unit}"
-    return f"{seconds * 1e6:.4g} us"
