@@ -157,6 +157,7 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
     ],
 )
 def test_asynchronous_replicas_step_once_a_batch(arguments: dict[str, Any], text: str) -> None:
+    """Gradients of several batches with `gradient_sync="asgd"`, by number or by a scheduler."""
     accumulating: Any = Trainer(accelerator="cpu", logger=False, **arguments)
     accumulating.strategy.connect(BoringModel())
     run: Any = SimpleNamespace(
