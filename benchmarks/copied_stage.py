@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.partition_costs import capture_call, measured_parts
-from lightning_hybrid.asking.shapes import Shape, plan_of, rank_shapes
+from lightning_hybrid.asking.shapes import plan_of, rank_shapes
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import optimizer_bytes
 
@@ -86,19 +86,15 @@ def plans(out: Path) -> None:
     fastest: tuple[float, str] = (float("inf"), "")
     for replicas in (1, 2, 4):
         shapes = rank_shapes(costs_of, cluster, BATCH // replicas)
-        mine = [shape for shape in shapes if shape.replicas == replicas]
+        mine = [shape for shape in shapes if shape.arrangement.replicas == replicas]
         fastest = min(fastest, (mine[0].step_s, str(mine[0])))
         for name, (number, copies) in SHAPES.items():
             if number == replicas:
-                best = next(shape for shape in mine if _copies(shape) == copies)
+                made = ((shape, shape.arrangement) for shape in mine)
+                best = next(shape for shape, it in made if (it.copies, it.turns) == (copies, 1))
                 plan = plan_of(best, costs_of, cluster, BATCH // replicas)
                 found[name] = {"predicted": best.step_s, "shape": str(best), "plan": plan.to_json()}
     out.write_text(json.dumps({"peers": found, "fastest": fastest}))
-
-
-def _copies(shape: Shape) -> tuple[int, ...]:
-    looped = shape.stages_per_device > 1
-    return () if looped else shape.copies or (1,) * shape.devices_per_replica
 
 
 def train(peer: str, plan: Path, rank: int, steps: int, out: Path) -> None:

@@ -45,7 +45,7 @@ from rich.table import Table
 
 from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run_counted
 from lightning_hybrid.asking.arrangements import Arrangements, starts_of
-from lightning_hybrid.asking.shapes import arrangement_of, fastest, rank_shapes
+from lightning_hybrid.asking.shapes import fastest, rank_shapes
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.free_placements import FreePlacements
 from lightning_hybrid.planning.partition_table import PartitionTable
@@ -380,9 +380,8 @@ def joint(evaluations: int, seeds: int, numbers: Sequence[int]) -> None:
     for problem, (network, cluster) in [[*PROBLEMS.items()][k] for k in numbers]:
         shapes = rank_shapes(costs[network], cluster, BATCH)
         # what the planner has searched for is not given to the others
-        known = [
-            arrangement_of(s, len(cluster.devices)) for s in shapes if s.fits and not s.numbers
-        ]
+        fitting = [shape.arrangement for shape in shapes if shape.fits]
+        known = [genes for genes in fitting if genes.used == tuple(range(len(genes.used)))]
         runs = []
         for seed in range(seeds):
             space, begun = Arrangements(costs[network], cluster, BATCH, slices), process_time()

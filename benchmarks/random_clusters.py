@@ -29,7 +29,7 @@ from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run
 from lightning_hybrid.asking.arrangements import Arrangement, Arrangements
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.partition_costs import capture_call, counted_parts
-from lightning_hybrid.asking.shapes import arrangement_of, fastest, rank_shapes
+from lightning_hybrid.asking.shapes import fastest, rank_shapes
 from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.graph import network_partitions
@@ -263,7 +263,7 @@ def main() -> None:
         seconds.append(process_time() - start_s)
         numbers = [m for m in range(1, BATCH + 1) if BATCH % m == 0]
         space = Arrangements(costs_of, cluster, BATCH, numbers)
-        answer_s, answer = 1 / planned.samples_per_s, arrangement_of(planned, count)
+        answer_s, answer = 1 / planned.samples_per_s, planned.arrangement
         if abs(space.cost(answer) / answer_s - 1) > 1e-6:
             print(f"    the search says {space.cost(answer)}, not {answer_s}")
         start_s = process_time()

@@ -5,6 +5,7 @@ in ``tests/test_architecture.py``, which finds any others.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import device
@@ -22,11 +23,12 @@ from lightning_hybrid._lightning import (
 _get_dataloader_init_args_and_kwargs = pytorch.utilities.data._get_dataloader_init_args_and_kwargs
 _reinstantiate_wrapped_cls = fabric.utilities.data._reinstantiate_wrapped_cls
 
-_set_num_threads_if_needed = fabric.utilities.distributed._set_num_threads_if_needed
+# shares the cores among the processes of a node, as Lightning's launchers do
+set_num_threads = fabric.utilities.distributed._set_num_threads_if_needed
 
-# the random states of torch, numpy and Python together; a checkpoint has no use for them, ours has
-_collect_rng_states = fabric.utilities.seed._collect_rng_states
-_set_rng_states = fabric.utilities.seed._set_rng_states
+# the states of the random generators that Lightning collects, of torch, numpy and Python
+random_states = partial(fabric.utilities.seed._collect_rng_states, include_cuda=False)
+set_random_states = fabric.utilities.seed._set_rng_states
 
 # asynchronous saving wraps another checkpoint IO, and only this class says so
 WrappingCheckpointIO = pytorch.strategies.strategy._WrappingCheckpointIO
@@ -64,11 +66,6 @@ def set_rank_of_messages(rank: int) -> None:
     vars(pytorch.utilities.rank_zero.rank_zero_only)["rank"] = rank
 
 
-def set_num_threads(num_processes: int) -> None:
-    """Share the cores among the processes of a node, as Lightning's launchers do."""
-    _set_num_threads_if_needed(num_processes=num_processes)
-
-
 def call_teardown_hooks(trainer: Trainer) -> None:
     """Call the users' ``teardown`` hooks: on a worker the Trainer does not get there.
 
@@ -80,16 +77,6 @@ def call_teardown_hooks(trainer: Trainer) -> None:
         _call_teardown_hook(trainer)
     finally:
         attributes["profiler"] = profiler
-
-
-def random_states() -> dict[str, Any]:
-    """The states of the random generators that Lightning collects, without those of CUDA."""
-    return _collect_rng_states(include_cuda=False)
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Put back what :func:`random_states` gave."""
-    _set_rng_states(states)
 
 
 def batch_counts(trainer: Trainer) -> list[Any]:

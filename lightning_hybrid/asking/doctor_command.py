@@ -14,6 +14,7 @@ from lightning_hybrid.asking.doctor import Checkup, check_up
 from lightning_hybrid.asking.terminal import show_table, terminal, write
 from lightning_hybrid.comm import LARGE_BYTES, Spread
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning import gigabytes
 
 _MOST_PROCESSES = 64
 _MOST_PAIRS = 28
@@ -130,4 +131,4 @@ def _spread(spread: Spread, factor: float) -> str:
 
 
 def _gb(size: float | None) -> str:
-    return "unknown" if size is None else f"{size / 1e9:.3g} GB"
+    return "unknown" if size is None else gigabytes(size)

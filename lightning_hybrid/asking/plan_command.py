@@ -12,6 +12,7 @@ from lightning_hybrid.asking.cluster_description import ClusterDescription
 from lightning_hybrid.asking.shapes import Shape, fastest, plan_of
 from lightning_hybrid.asking.study import Study, add_study_options, make_study
 from lightning_hybrid.asking.terminal import short, show_table, terminal, write
+from lightning_hybrid.asking.units import spell
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import Plan, plan_page
 from lightning_hybrid.report import table
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     shapes = study.shapes(count)
     best = fastest(shapes)
     plan = plan_of(best, study.costs_of, study.cluster.take(count), study.batch)
-    used = best.numbers or range(plan.world_size)
+    used = best.arrangement.used
     plan = with_limits(plan, study.cluster.pick(used))
     samples = f"{study.batch} sample{'s' * (study.batch > 1)}"
     facts = (
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _alone(study: Study, best: Shape) -> list[str]:
     """A line of advice if one device alone is faster than the best shape."""
-    if study.speed_up(best) > 1 or best.replicas * best.devices_per_replica == 1:
+    if study.speed_up(best) > 1 or len(best.arrangement.used) == 1:
         return []
     alone = next((shape for shape in study.shapes(1) if shape.fits), None)
     return [] if alone is None else ["One of these devices alone is faster than all of them."]
@@ -108,17 +109,16 @@ def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
     """
     seen: dict[tuple[object, ...], Shape] = {}
     for shape in shapes:
-        equal = not shape.shares
-        key = shape.replicas, shape.stages, shape.stages_per_device, equal
-        seen.setdefault(key, shape)
+        at = shape.arrangement
+        seen.setdefault((at.replicas, shape.stages, at.turns, not shape.shares), shape)
     return [
         {
-            "replicas": f"{shape.replicas}{': ' * bool(shape.shares)}"
+            "replicas": f"{shape.arrangement.replicas}{': ' * bool(shape.shares)}"
             + ", ".join(map(str, shape.shares)),
             "stages": shape.stages,
-            "a device": str(shape.stages_per_device),
-            "micro-batches": str(shape.microbatches),
-            "step": _seconds(shape.step_s),
+            "a device": str(shape.arrangement.turns),
+            "micro-batches": str(shape.arrangement.microbatches),
+            "step": spell("latency", float(f"{shape.step_s:.4g}")),
             "samples/s": short(shape.samples_per_s),
             "speed-up": f"{study.speed_up(shape):.2f}",
             "bubble": f"{shape.bubble:.1%}",
@@ -131,7 +131,7 @@ def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
 def _memory(shape: Shape) -> str:
     if not shape.fits:
         return f"lacks {shape.lacking_bytes / 1e9:.2f} GB"
-    return "fits, computed again" if shape.recompute else "fits"
+    return "fits, computed again" if shape.arrangement.recompute else "fits"
 
 
 def with_limits(plan: Plan, cluster: ClusterDescription) -> Plan:
@@ -152,10 +152,3 @@ def with_limits(plan: Plan, cluster: ClusterDescription) -> Plan:
         for row, owners in zip(plan.rows, plan.owners)
     )
     return replace(plan, rows=tuple(rows))
-
-
-def _seconds(seconds: float) -> str:
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.4g} {unit}"
-    return f"{seconds * 1e6:.4g} us"

@@ -54,51 +54,27 @@ _QUICK = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """R replicas of S devices with v stages each, M micro-batches: how fast, does it fit?
+    """An arrangement: how fast it is, and whether it fits.
 
     Attributes:
-        replicas: R, each with the whole network.
-        devices_per_replica: S, devices of a replica.
-        stages_per_device: v; 1: each device has one stage.
-        microbatches: M, slices of a replica's batch.
-        ends: for each stage the number after its last partition.
-        devices: for each stage its device within the replica, or those of its copies.
+        arrangement: numbers of replicas, stages and micro-batches, devices and cuts.
         step_s: predicted seconds of a step.
         samples: number of samples of all replicas in a step.
         bubble: share of the devices' time in which they do not compute.
         search: what found the cuts: `balanced` or `dynamic`; with copies `exact` or `descent`.
         lacking_bytes: what the fullest device lacks; 0: it fits.
-        recompute: whether stages run their forward again for the backward.
         shares: samples that each replica takes in a step; empty: all take as many.
         fit: of what does not fit, what lacks if each device has one stage.
-        copies: of each stage; empty: each has one.
-        numbers: of the cluster's devices that are used, replica by replica, each with its driver
-            first; empty: the first ones in their order.
     """
 
-    replicas: int
-    devices_per_replica: int
-    stages_per_device: int
-    microbatches: int
-    ends: tuple[int, ...]
-    devices: tuple[int | tuple[int, ...], ...]
+    arrangement: Arrangement
     step_s: float
     samples: int
     bubble: float
     search: str
     lacking_bytes: float = 0.0
-    recompute: bool = False
     shares: tuple[int, ...] = ()
     fit: Fit | None = None
-    copies: tuple[int, ...] = ()
-    numbers: tuple[int, ...] = ()
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Of the devices, where only those that are used have one; empty: in their order."""
-        used = sorted(self.numbers)
-        ranks = tuple(map(used.index, self.numbers))
-        return () if ranks == tuple(range(len(used))) else ranks
 
     @property
     def fits(self) -> bool:
@@ -113,21 +89,22 @@ class Shape:
     @property
     def stages(self) -> str:
         """Their number, with their copies."""
-        copies = f" ({'-'.join(map(str, self.copies))} copies)" if self.copies else ""
-        return f"{len(self.copies) or self.devices_per_replica}{copies}"
+        return f"{len(self.arrangement.copies)}{self._copies}"
 
     @property
-    def _taking(self) -> str:
-        return f" with {', '.join(map(str, self.shares))} samples" if self.shares else ""
+    def _copies(self) -> str:
+        copies = "-".join(map(str, self.arrangement.copies))
+        return f" ({copies} copies)" if self.arrangement.has_copies else ""
 
     def __str__(self) -> str:
-        loop = f" x {self.stages_per_device} a device" if self.stages_per_device > 1 else ""
-        number, _, copies = self.stages.partition(" ")
+        it = self.arrangement
+        taking = f" with {', '.join(map(str, self.shares))} samples" if self.shares else ""
+        loop = f" x {it.turns} a device" if it.turns > 1 else ""
         return (
-            f"{self.replicas} replica{'s' * (self.replicas > 1)}{self._taking} x {number} "
-            f"stage{'s' * (self.devices_per_replica > 1)}{copies and f' {copies}'}{loop}, "
-            f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
-            f"{', activations computed again' * self.recompute}"
+            f"{it.replicas} replica{'s' * (it.replicas > 1)}{taking} x {len(it.copies)} "
+            f"stage{'s' * (it.size > 1)}{self._copies}{loop}, "
+            f"{it.microbatches} micro-batch{'es' * (it.microbatches > 1)}"
+            f"{', activations computed again' * it.recompute}"
         )
 
 
@@ -173,25 +150,11 @@ def _joint(space: Arrangements, found: Sequence[Shape]) -> list[Shape]:
             seeds += _shapes(space, by_speed, number, copied=count <= _ALL_COPIED)
     starts: dict[object, Arrangement] = {}
     for shape in sorted([*seeds, *alone], key=_rank):
-        genes = arrangement_of(shape, count)
+        genes = shape.arrangement
         if shape.fits and len(starts) < _STARTS:
             starts.setdefault((genes.replicas, genes.copies, genes.turns), genes)
     best = improve(space, [*starts.values()])
     return alone if best is None else [*alone, _shape(space, best, "descent")]
-
-
-def arrangement_of(shape: Shape, count: int) -> Arrangement:
-    """A shape on a cluster of so many devices, as what `Arrangements` searches."""
-    used = shape.numbers or tuple(range(shape.replicas * shape.devices_per_replica))
-    return Arrangement(
-        devices=(*used, *(k for k in range(count) if k not in used)),
-        replicas=shape.replicas,
-        copies=shape.copies or (1,) * shape.devices_per_replica,
-        turns=shape.stages_per_device,
-        microbatches=shape.microbatches,
-        recompute=shape.recompute,
-        ends=shape.ends,
-    )
 
 
 def _shape(space: Arrangements, genes: Arrangement, search: str, *, equal: bool = False) -> Shape:
@@ -204,21 +167,13 @@ def _shape(space: Arrangements, genes: Arrangement, search: str, *, equal: bool 
         lacking = max(size - limit for size, limit in held)
         step_s = unlimited(problem).step_time_s(genes.ends, genes.chain)
     return Shape(
-        replicas=genes.replicas,
-        devices_per_replica=genes.size,
-        stages_per_device=genes.turns,
-        microbatches=genes.microbatches,
-        ends=genes.ends,
-        devices=owners_of(genes.copies) if genes.has_copies else tuple(genes.chain),
+        arrangement=genes,
         step_s=step_s,
         samples=genes.replicas * space.batch,
         bubble=space.bubble(genes, step_s, shares),
         search=search,
         lacking_bytes=lacking,
-        recompute=genes.recompute,
         shares=shares,
-        copies=genes.copies if genes.has_copies else (),
-        numbers=() if genes.used == tuple(range(len(genes.used))) else genes.used,
     )
 
 
@@ -253,8 +208,8 @@ def _shapes(
     found.sort(key=_rank)
     for number in _promising(found):
         found[number] = _refined(space, found[number])
-    total = len(space.cluster.devices)
-    dealt = (_shape(space, arrangement_of(s, total), s.search) for s in found if not s.copies)
+    alone = (shape for shape in found if not shape.arrangement.has_copies)
+    dealt = (_shape(space, shape.arrangement, shape.search) for shape in alone)
     return [*found, *(shape for shape in dealt if shape.shares)]
 
 
@@ -280,31 +235,32 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
 
 def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Plan:
     """The plan of a shape from `rank_shapes`, which was given the same."""
-    space = Arrangements(costs_of, cluster, batch, (shape.microbatches,))
-    genes = arrangement_of(shape, len(cluster.devices))
-    problem = space.whole(genes)
-    if shape.copies:
+    genes = shape.arrangement
+    space = Arrangements(costs_of, cluster, batch, (genes.microbatches,))
+    problem, owners = space.whole(genes), owners_of(genes.copies)
+    if genes.has_copies:
         copied = space.copied(genes.used, genes.copies, genes.microbatches)
-        firsts = [*map(min, owners_of(shape.copies))]
-        costs = replace(copied.stage_costs(shape.ends), devices=firsts)
+        costs = replace(copied.stage_costs(genes.ends), devices=[*map(min, owners)])
     else:
-        costs = problem.costs(shape.ends, genes.chain)
-    table = problem.table
+        costs = problem.costs(genes.ends, genes.chain)
+    table, seats = problem.table, sorted(genes.used)
+    # of the devices only those that are used have a rank
+    ranks = tuple(map(seats.index, genes.used))
     return Plan(
-        replicas=shape.replicas,
-        stages=len(shape.ends),
-        microbatches=shape.microbatches,
+        replicas=genes.replicas,
+        stages=len(genes.ends),
+        microbatches=genes.microbatches,
         schedule="gpipe",
-        cuts=tuple(table.names[end] for end in shape.ends[:-1]),
-        devices=shape.devices,
+        cuts=tuple(table.names[end] for end in genes.ends[:-1]),
+        devices=owners if genes.has_copies else tuple(genes.chain),
         capacities=tuple(problem.speeds),
-        rows=table.rows(shape.ends, costs),
+        rows=table.rows(genes.ends, costs),
         predicted_step_s=shape.step_s,
         objective="step",
         allocation=shape.search,
-        recompute=shape.recompute,
+        recompute=genes.recompute,
         shares=shape.shares,
-        ranks=shape.ranks,
+        ranks=() if ranks == tuple(range(len(seats))) else ranks,
     )
 
 
@@ -335,15 +291,16 @@ def _promising(found: Sequence[Shape]) -> Iterator[int]:
     """Indices in ``found`` of its first `_REFINED` chains, loops, and shapes with copies each."""
     kinds: dict[object, list[int]] = {}
     for number, shape in enumerate(found):
-        if shape.devices_per_replica > 1:
-            kinds.setdefault((shape.stages_per_device > 1, shape.copies > ()), []).append(number)
+        genes = shape.arrangement
+        if genes.size > 1:
+            kinds.setdefault((genes.turns > 1, genes.has_copies), []).append(number)
     for numbers in kinds.values():
         yield from numbers[:_REFINED]
 
 
 def _refined(space: Arrangements, shape: Shape) -> Shape:
     """The same cut by the dynamic programme, or a loop or copies otherwise, where that is quick."""
-    genes = arrangement_of(shape, len(space.cluster.devices))
+    genes = shape.arrangement
     problem, chain = space.whole(genes), genes.chain
     if problem.n * problem.m > _QUICK:
         return shape
@@ -369,7 +326,7 @@ def _refined(space: Arrangements, shape: Shape) -> Shape:
 def _rank(shape: Shape) -> tuple[bool, float, int, int]:
     """What fits first, then by speed; of equals, but for rounding, the simplest."""
     rate = float(f"{shape.samples_per_s:.9g}")
-    return not shape.fits, -rate, len(shape.ends), shape.microbatches
+    return not shape.fits, -rate, len(shape.arrangement.ends), shape.arrangement.microbatches
 
 
 @lru_cache

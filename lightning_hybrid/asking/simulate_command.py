@@ -9,8 +9,8 @@ from lightning_hybrid.asking.terminal import short, show_table, terminal
 from lightning_hybrid.errors import PlanError
 
 _KINDS: dict[str, Callable[[Shape], bool]] = {
-    "data parallel": lambda shape: shape.devices_per_replica == 1,
-    "pipeline": lambda shape: shape.replicas == 1,
+    "data parallel": lambda shape: shape.arrangement.size == 1,
+    "pipeline": lambda shape: shape.arrangement.replicas == 1,
     "hybrid": lambda shape: True,
 }
 _MOST_TRIED = 128

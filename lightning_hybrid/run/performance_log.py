@@ -15,8 +15,7 @@ first step, in which networks are captured, measured and cut.
                              :func:`lightning_hybrid.stage.trace.serial_s`
 ===========================  ======================================================================
 
-The last two need several stages. The plan is logged to the same loggers as hyper-parameters; with a
-delayed schedule they always get it, with the options of such schedules.
+The last two need several stages. The plan is logged to the same loggers as hyper-parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,29 +23,26 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hybrid._lightning import TensorBoardLogger, Trainer
+from lightning_hybrid._lightning import TensorBoardLogger
 from lightning_hybrid.planning import Plan, speedup
 from lightning_hybrid.run.device_times import Meter, StepWatcher, Window
+from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.run_table import add_run
 from lightning_hybrid.stage import bubble, serial_s
 
 
 class PerformanceLog(StepWatcher):
-    """Logs the performance of each window of ``Trainer(log_every_n_steps)`` steps.
+    """Logs each plan once, and the performance of windows of ``Trainer(log_every_n_steps)`` steps.
 
     Args:
-        trainer: the Trainer, whose loggers get the values.
-        plans: the current plans by name of the network; networks that are cut add theirs.
+        run: that is about to begin, whose Trainer has the loggers.
         meter: of the devices of this replica.
-        replicas: number of replicas.
-        size: number of devices of a replica.
     """
 
-    def __init__(
-        self, trainer: Trainer, plans: Mapping[str, Plan], meter: Meter, replicas: int, size: int
-    ) -> None:
-        self._trainer, self._plans, self._meter = trainer, plans, meter
-        self._replicas, self._size = replicas, size
+    def __init__(self, run: Run, meter: Meter) -> None:
+        self._run, self._trainer, self._meter = run, run.trainer, meter
+        self._replicas = run.world.coordinates.replicas
+        self._known: set[str] = set()  # names of the networks whose plans are logged
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -57,7 +53,8 @@ class PerformanceLog(StepWatcher):
         self._all_steps, self._all_samples, self._all_s = 0, 0, 0.0  # of all windows
 
     def batch_starts(self, batch: Any) -> None:
-        """Log the window, if it has enough steps, and count the samples of the batch."""
+        """Log new plans, and the window, if it has enough steps; count the samples of the batch."""
+        self._log_plans()
         step = self._trainer.global_step
         every: int = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self._window is not None and step - self._begun >= every:
@@ -74,12 +71,13 @@ class PerformanceLog(StepWatcher):
 
     def end(self) -> None:
         """Log the last window, which may have fewer steps; further fits of the Tuner may follow."""
+        self._log_plans()
         step = self._trainer.global_step
         if self._window is not None and step > self._begun:
             self._log(self._window, step)
         if count := self._all_steps:
             means = {"batch_samples": self._all_samples / count, "step_s": self._all_s / count}
-            add_run(self._trainer, [*self._plans.values()], means, self._replicas, self._size)
+            add_run(self._run, means)
         self.begin_anew()
 
     def _log(self, window: Window, step: int) -> None:
@@ -101,35 +99,14 @@ class PerformanceLog(StepWatcher):
         for logger in self._trainer.loggers:
             logger.log_metrics(values, step=step - 1)  # with the number of the window's last step
 
-
-class PlanLog(StepWatcher):
-    """Logs each plan once, as hyper-parameters.
-
-    Args:
-        trainer: the Trainer, whose loggers get them.
-        plans: the current plans by name of the network; networks that are cut add theirs.
-        options: further values that are logged with each plan.
-    """
-
-    def __init__(
-        self, trainer: Trainer, plans: Mapping[str, Plan], options: Mapping[str, str | float]
-    ) -> None:
-        self._trainer, self._plans, self._options = trainer, plans, options
-        self._known: set[str] = set()
-
-    def batch_starts(self, batch: Any) -> None:
-        """Log the plans that are new."""
-        self.end()
-
-    def end(self) -> None:
-        """Log the plans that are new."""
-        new = {name: plan for name, plan in self._plans.items() if name not in self._known}
+    def _log_plans(self) -> None:
+        """Log the plans that are new, as hyper-parameters."""
+        new = {name: plan for name, plan in self._run.plans.items() if name not in self._known}
         self._known |= new.keys()
         for name, plan in new.items():
             # if there are several plans, further ones are logged with the network's name
             prefix = "hybrid/" if len(self._known) == 1 or not name else f"hybrid/{name}/"
-            known = {**_flat(plan), **self._options}
-            values = {f"{prefix}{key}": value for key, value in known.items()}
+            values = {f"{prefix}{key}": value for key, value in _flat(plan).items()}
             for logger in self._trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     # as a text too: TensorBoard's table has the values known when the run began

@@ -19,28 +19,24 @@ numbers of their plans are the largest ones, and predictions are added up.
 """
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_hybrid._lightning import Trainer, rank_zero_info
+from lightning_hybrid._lightning import rank_zero_info
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import Plan
+from lightning_hybrid.run.run import Run
 
 FILE_NAME = "hybrid_runs.csv"
 
 
-def add_run(
-    trainer: Trainer, plans: Sequence[Plan], measured: Mapping[str, float], replicas: int, size: int
-) -> None:
+def add_run(run: Run, measured: Mapping[str, float]) -> None:
     """Add the line of a fit to the table; if it cannot be written, that is only logged.
 
     Args:
-        trainer: the Trainer.
-        plans: of its networks.
+        run: the fit.
         measured: the columns ``batch_samples`` and ``step_s``.
-        replicas: number of replicas.
-        size: number of devices of a replica.
     """
+    trainer, plans, here = run.trainer, run.plans.values(), run.world.coordinates
     folder = trainer.default_root_dir
     trial: int = trainer.fast_dev_run  # type: ignore[attr-defined]
     # remote file systems do not support appending
@@ -48,13 +44,13 @@ def add_run(
         return
     predicted = [plan.predicted_step_s for plan in plans if plan.predicted_step_s is not None]
     line = {
-        "replicas": replicas,
+        "replicas": here.replicas,
         "stages": max((plan.stages for plan in plans), default=1),
         "stages_per_device": max((p.stages / len(set(p.devices)) for p in plans), default=1),
         "microbatches": max((plan.microbatches for plan in plans), default=1),
-        "devices": replicas * size,
+        "devices": here.replicas * here.ranks_per_replica,
         "batch_samples": measured["batch_samples"],
-        "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
+        "parameters": sum(p.numel() for p in run.module.parameters()),
         "step_s": measured["step_s"],
         "predicted_s": sum(predicted) if plans and len(predicted) == len(plans) else None,
     }

@@ -27,7 +27,6 @@ from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm import (
     Failure,
-    Survivors,
     broadcast_object,
     gather_objects,
     run_pending,
@@ -49,8 +48,8 @@ from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches
-from lightning_hybrid.run.device_times import BUSY, BusyMeter, Meter, StepWatcher
-from lightning_hybrid.run.performance_log import PerformanceLog, PlanLog
+from lightning_hybrid.run.device_times import BUSY, BusyMeter, StepWatcher
+from lightning_hybrid.run.performance_log import PerformanceLog
 from lightning_hybrid.run.replanning import Replanning
 from lightning_hybrid.run.run import Run, scalers_of
 from lightning_hybrid.run.unequal_shares import UnequalShares
@@ -63,70 +62,32 @@ T = TypeVar("T")
 
 
 class DriverSession:
-    """A run on the driver of a replica.
+    """A run on the driver of a replica. The weights are shared, and the module is on its device.
 
     Args:
         run: what it is made from.
-        driver: drives the workers.
-        networks: finds and cuts the networks.
-        statistics: entered wherever layers may compute.
-        watchers: hear of each training step.
-        batches: the training batches.
-        shares: of the replicas in a global batch; ``None``: all have the same.
-        follow: makes a driver of other stages, and what finds the networks anew, given the driver
-            until now.
+        planner: makes the plan of a network that was found.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        driver: Driver,
-        networks: Discovery,
-        statistics: AbstractContextManager[Any],
-        watchers: Sequence[StepWatcher],
-        batches: Batches,
-        shares: UnequalShares | None = None,
-        follow: Callable[[Driver], tuple[Driver, Discovery]] | None = None,
-    ) -> None:
-        self._run, self._driver, self._networks = run, driver, networks
-        self._follow = follow
-        self._replanning: Replanning | None = None
-        self._batches, self._shares = batches, shares
-        self._statistics, self._watchers = statistics, watchers
-        self._failure = Failure("this rank has failed")
-        self._asynchronous: AsynchronousReplica | None = None
-        self._survivors: Survivors | None = None  # if replicas go on without a lost one
-        self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
-        self._changed = False  # whether weights or buffers are others than before the run
-        self._salvages = False  # whether the workers can be asked for their weights
-        self._averages = False  # whether autograd runs for :meth:`backward`
-        if not run.fitting:
-            driver.weights.remember()
-        self._intercept()
-
-    @classmethod
-    def begin(cls, run: Run, planner: Planner) -> "DriverSession":
-        """Take charge of a replica. The weights are shared, and the module is on its device.
-
-        Args:
-            run: what the session is made from.
-            planner: makes the plan of a network that was found.
-        """
+    def __init__(self, run: Run, planner: Planner) -> None:
         mesh, config = run.world.mesh, run.config
-        options = run.stage_options()
-        batches = Batches()
-        streamed = config.streamed
+        stages, streamed = run.stage_options(), config.streamed
+        self._run = run
+        # entered wherever layers may compute
+        self._statistics: AbstractContextManager[Any] = (
+            Synchronised(stages.statistics) if stages.statistics else nullcontext()
+        )
+        self._batches = Batches()
         if streamed is not None and run.fitting and mesh.coordinates.ranks_per_replica > 1:
-            batches = ComingBatches(run.trainer, streamed.barrier)
+            self._batches = ComingBatches(run.trainer, streamed.barrier)
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-        # what is said at the first cuts need not be said again
-        say = cache(rank_zero_info) if run.changes_cuts else rank_zero_info
-        driver_options = DriverOptions(
+        self._options = DriverOptions(
             seed=broadcast_object(mesh.drivers, seed),
-            stages=options,
+            stages=stages,
             planner=planner,
             progress=run.progress,
-            say=say,
+            # what is said at the first cuts need not be said again
+            say=cache(rank_zero_info) if run.changes_cuts else rank_zero_info,
             names=config.names,
             microbatches=config.microbatches,
             number_of_stages=len(config.copies) or None,
@@ -140,30 +101,43 @@ class DriverSession:
             shards=config.shard_optimizer_states,
             first_failure=lambda: read_fault(mesh.store).exception(),
         )
-
-        def follow(before: "Driver | None") -> "tuple[Driver, Discovery]":
-            watch = run.stopwatch
-            driver = Driver(
-                run.module, mesh, run.device, driver_options, watch, batches, before=before
-            )
-            try:
-                return driver, Discovery(run.module, driver, mesh, driver_options, run.plans)
-            # a name that the user has given; the workers serve already
-            except BaseException as error:
-                driver.abort(Failure.of(error, str(mesh.coordinates)))
-                driver.close()
-                raise
-
-        statistics = Synchronised(options.statistics) if options.statistics else nullcontext()
-        driver, networks = follow(None)
-        shares = UnequalShares.of(run) if run.fitting and config.balance == "speed" else None
-        session = cls(run, driver, networks, statistics, [], batches, shares, follow)
-        if (survivors := mesh.survivors) is not None:
-            session._survivors = survivors
+        self._replanning: Replanning | None = None
+        self._failure = Failure("this rank has failed")
+        self._asynchronous: AsynchronousReplica | None = None
+        self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
+        self._changed = False  # whether weights or buffers are others than before the run
+        self._salvages = False  # whether the workers can be asked for their weights
+        self._averages = False  # whether autograd runs for :meth:`backward`
+        by_speed = run.config.balance == "speed" and mesh.coordinates.replicas > 1
+        self._shares = UnequalShares(run) if run.fitting and by_speed else None
+        self._driver, self._networks = self._drive()
+        if not run.fitting:
+            self._driver.weights.remember()
+        self._intercept()
+        self._survivors = mesh.survivors  # if replicas go on without a lost one
+        if self._survivors is not None:
             begin_batches_alone(run.trainer, alone=True)
-            survivors.on_loss = session._goes_on_without
-        session._watch_steps()
-        return session
+            self._survivors.on_loss = self._goes_on_without
+        self._watch_steps()
+
+    def _drive(self, before: Driver | None = None) -> tuple[Driver, Discovery]:
+        """Make a driver of stages, and what finds the networks that are cut into them.
+
+        Args:
+            before: the driver until now, if stages get other cuts.
+        """
+        run, mesh = self._run, self._run.world.mesh
+        driver = Driver(
+            *(run.module, mesh, run.device, self._options, run.stopwatch, self._batches),
+            before=before,
+        )
+        try:
+            return driver, Discovery(run.module, driver, mesh, self._options, run.plans)
+        # a name that the user has given; the workers serve already
+        except BaseException as error:
+            driver.abort(Failure.of(error, str(mesh.coordinates)))
+            driver.close()
+            raise
 
     def _goes_on_without(self, lost: Collection[int]) -> None:
         """Replicas are lost, and this one goes on."""
@@ -173,17 +147,19 @@ class DriverSession:
 
     def _watch_steps(self) -> None:
         """Let those who look at steps do so."""
-        run, meter, watch = self._run, None, self._run.stopwatch
-        if watch is not None:
-            # (of whichever driver there is then)
-            meter = BusyMeter(lambda: [*self._driver.reports(BUSY), watch.read()]).read
-        watchers = _watchers(run, meter)
+        run, watch = self._run, self._run.stopwatch
+        self._watchers: list[StepWatcher] = []
         if run.fitting and run.config.replan == "epoch" and run.cuts_stay and not self._shares:
             rank_zero_info(f"replan='epoch' changes nothing in this run: {run.cuts_stay}.")
-        if run.changes_cuts and meter is not None:
+        if watch is None or not run.fitting:
+            return
+        # (of whichever driver there is then)
+        meter = BusyMeter(lambda: [*self._driver.reports(BUSY), watch.read()]).read
+        if run.config.log_performance and run.is_global_zero:
+            self._watchers.append(PerformanceLog(run, meter))
+        if run.changes_cuts:
             self._replanning = Replanning(run, meter, rank_zero_info)
-            watchers.append(self._replanning)
-        self._watchers = watchers
+            self._watchers.append(self._replanning)
 
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
@@ -399,7 +375,6 @@ class DriverSession:
             replanning: has found the plans.
             plans: by name of the network.
         """
-        assert self._follow is not None
         self._driver.check()
         reasons = gather_objects(
             self._run.world.mesh.drivers, self._networks.changed() or self._driver.lacking()
@@ -420,7 +395,7 @@ class DriverSession:
         for watcher in self._watchers:
             watcher.begin_anew()
         before = self._driver
-        self._driver, self._networks = self._follow(before)
+        self._driver, self._networks = self._drive(before)
         self._intercept()
         self._driver.optimizers.connect(before.optimizers.optimizers)
 
@@ -611,30 +586,25 @@ class WorkerSession:
 
     Args:
         run: what it is made from.
-        worker: obeys the driver.
-        follow: makes one for other stages, given the worker until now.
     """
 
-    def __init__(
-        self, run: Run, worker: Worker, follow: Callable[[Worker], Worker] | None = None
-    ) -> None:
-        self._run, self._worker, self._follow = run, worker, follow
+    def __init__(self, run: Run) -> None:
+        self._run, self._options = run, run.stage_options()
+        self._worker = self._obey()
 
-    @classmethod
-    def begin(cls, run: Run) -> "WorkerSession":
-        """Get ready to serve."""
-        options, watch = run.stage_options(), run.stopwatch
+    def _obey(self, before: Worker | None = None) -> Worker:
+        """Make a worker of stages.
+
+        Args:
+            before: that until now, if stages get other cuts.
+        """
+        run, watch = self._run, self._run.stopwatch
         reports = {} if watch is None else {BUSY: watch.read}
-        shards = run.config.shard_optimizer_states
-
-        def follow(before: "Worker | None") -> "Worker":
-            return Worker(
-                *(run.module, run.world.mesh, run.device, options, watch, reports),
-                shards=shards,
-                before=before,
-            )
-
-        return cls(run, follow(None), follow)
+        return Worker(
+            *(run.module, run.world.mesh, run.device, self._options, watch, reports),
+            shards=run.config.shard_optimizer_states,
+            before=before,
+        )
 
     @property
     def fitting(self) -> bool:
@@ -660,10 +630,8 @@ class WorkerSession:
         """
         self._run.world.serve()
         with signals_ignored():
-            served = self._worker.serve()
-            while served is None and self._follow is not None:
-                self._worker = self._follow(self._worker)
-                served = self._worker.serve()
+            while (served := self._worker.serve()) is None:
+                self._worker = self._obey(self._worker)
         results: Results = served
         self._run.world.stop_watching()
         self._run.world.phase = Phase.TOGETHER
@@ -681,22 +649,3 @@ def _versions_of_gradients(module: nn.Module) -> list[tuple[int, int] | None]:
     with as_they_are():
         gradients = [parameter.grad for parameter in module.parameters()]
     return [None if g is None else (id(g), version(g)) for g in gradients]
-
-
-def _watchers(run: Run, meter: Meter | None) -> list[StepWatcher]:
-    """Who looks at the steps of a run: of the first driver only."""
-    if not run.fitting or not run.is_global_zero:
-        return []
-    config, watchers = run.config, list[StepWatcher]()
-    delayed = config.streamed is not None and config.streamed.delayed
-    options = {
-        "delayed_weights": config.settings.delayed_weights,
-        "gradient_shrinking": config.gradient_shrinking,
-    }
-    if config.log_performance or delayed:
-        watchers.append(PlanLog(run.trainer, run.plans, options if delayed else {}))
-    if config.log_performance and meter is not None:
-        here = run.world.mesh.coordinates
-        sizes = here.replicas, here.ranks_per_replica
-        watchers.append(PerformanceLog(run.trainer, run.plans, meter, *sizes))
-    return watchers

@@ -7,9 +7,8 @@ the B samples of the global batch are its own. Nothing below the loss needs to k
 """
 
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
-from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
@@ -19,15 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_hybrid._lightning import (
-    LightningModule,
-    Trainer,
-    isolate_rng,
-    rank_zero_info,
-)
+from lightning_hybrid._lightning import isolate_rng, rank_zero_info
 from lightning_hybrid._lightning_private import rebuilt_loader
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.comm import ANOTHER_REPLICA, Group, Survivors, start, wait
+from lightning_hybrid.comm import ANOTHER_REPLICA, start, wait
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import batch_sizes, deal, without_the_slowest
 from lightning_hybrid.run.replica_times import ReplicaTimes
@@ -35,7 +29,6 @@ from lightning_hybrid.run.run import Run
 
 WORTHWHILE = 1.05
 """Gain from which on it is said that replicas without the slowest would be faster."""
-Position = Callable[[int], tuple[int, int]]
 
 
 class DealtBatches:
@@ -45,48 +38,38 @@ class DealtBatches:
     batch, behind those of the replicas before it; every sample is in one batch of one replica.
 
     Args:
+        shares: of the replicas.
+        loader: the user's, by whose batch size and ``drop_last`` batches are made.
         sampler: gives the order of all samples, the same on all replicas.
-        batch: size of a global batch.
-        speeds: gives those of the R replicas.
-        replica: number of this one.
-        drop_last: whether samples that do not fill a global batch are left out.
-        position: given the number of batches of an epoch, which epoch begins, and how many of its
-            batches were trained on before a restart.
-        survivors: the replicas that go on if one is lost; from then on its share is theirs.
     """
 
     def __init__(
-        self,
-        sampler: DistributedSampler[Any],
-        batch: int,
-        speeds: Callable[[], Sequence[float]],
-        replica: int,
-        *,
-        drop_last: bool,
-        position: Position,
-        survivors: Survivors | None = None,
+        self, shares: "UnequalShares", loader: Any, sampler: DistributedSampler[Any]
     ) -> None:
-        self._survivors = survivors
-        self.sampler, self.drop_last = sampler, drop_last
-        self._batch, self._speeds, self._replica = batch, speeds, replica
-        self._position = position
+        self._shares, self.sampler = shares, sampler
+        self.drop_last: bool = loader.drop_last
+        # samples of a full global batch
+        self.whole: int = loader.batch_size * len(shares.speeds)
+        # a loader with a state of its own leaves out by itself what was trained on
+        self._resumes = hasattr(loader, "load_state_dict")
 
     @property
     def batch_size(self) -> int:
         """Samples of this replica in a full batch."""
-        return deal(self._batch, self._speeds())[self._replica]
+        return len(self._shares.part(self.whole, self._shares.speeds))
 
     def _sizes(self) -> list[int]:
-        count, replicas = len(self.sampler), len(self._speeds())
-        return batch_sizes(count, self._batch, replicas, drop_last=self.drop_last)
+        count, replicas = len(self.sampler), len(self._shares.speeds)
+        return batch_sizes(count, self.whole, replicas, drop_last=self.drop_last)
 
     def __len__(self) -> int:
         return len(self._sizes())
 
     def __iter__(self) -> Iterator[list[Any]]:
-        sizes, speeds = self._sizes(), self._speeds()
+        # shares of the next epoch may be known before this one has dealt its last batch
+        sizes, speeds = self._sizes(), self._shares.speeds
         # workers of a loader begin before the Trainer names the epoch in which a run goes on
-        epoch, done = self._position(len(sizes))
+        epoch, done = self._shares.position(len(sizes))
         self.sampler.set_epoch(epoch)
         # replicas have drawn other random numbers for other samples, and must agree on an order
         with isolate_rng(include_cuda=False):
@@ -97,82 +80,76 @@ class DealtBatches:
             samples = iter(list(self.sampler))
         for number, size in enumerate(sizes):
             whole = list(islice(samples, size))
-            if number >= done:
-                living = self._survivors.living if self._survivors else range(len(speeds))
-                place = living.index(self._replica)
-                ends = list(accumulate(deal(size, [speeds[r] for r in living]), initial=0))
-                yield whole[ends[place] : ends[place + 1]]
+            if number >= done or self._resumes:
+                yield [whole[place] for place in self._shares.part(size, speeds)]
 
 
 class UnequalShares:
     """Deals samples to the replicas by their speed, and weighs what they find.
 
     Args:
-        module: the user's, which may say what a batch weighs, in ``hybrid_weight(batch)``.
+        run: with several replicas, which is about to begin.
+
+    Attributes:
         speeds: (R,) of the replicas, relative to each other.
-        replica: number of this one.
-        drivers: their group, of gloo.
-        position: see :class:`DealtBatches`.
-        say: prints a line, once for all replicas.
-        times: of the replicas, by which each epoch has other shares; None: they stay.
-        survivors: the replicas that go on if one is lost; None: none does.
+
+    Raises:
+        PlanError: batch statistics are taken over replicas whose micro-batches may not meet.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        speeds: Sequence[float],
-        replica: int,
-        drivers: Group,
-        position: Position,
-        say: Callable[[str], None],
-        times: ReplicaTimes | None = None,
-        survivors: Survivors | None = None,
-    ) -> None:
-        self._survivors = survivors
-        self._module, self._speeds, self._replica = module, speeds, replica
-        self._drivers, self._position, self._say = drivers, position, say
-        self._times = times
-        self._batch = 0  # samples of a full batch of all replicas
-        self._own = 1.0
-        # what all replicas weigh; behind it, of each the seconds for a sample of the batch before
-        # float32 would not count the samples of a large batch exactly
-        self._sums = torch.ones(1 + len(speeds), dtype=torch.float64)
-        self._work: dist.Work | None = None
-
-    @classmethod
-    def of(cls, run: Run) -> "UnequalShares | None":
-        """Those of a run; ``None``: it has one replica.
-
-        Raises:
-            PlanError: batch statistics are taken over replicas whose micro-batches may not meet.
-        """
+    def __init__(self, run: Run) -> None:
         mesh, cluster, plan = run.world.mesh, run.world.cluster, run.config.plan
-        replicas, stages = mesh.coordinates.replicas, mesh.coordinates.ranks_per_replica
-        if replicas == 1:
-            return None
-        speeds = cluster.replica_speeds if cluster else (1.0,) * replicas
-        if plan is not None and plan.shares:
-            # what a plan deals is in proportion to itself
-            speeds = tuple(map(float, plan.shares))
-        if run.synchronised and stages > 1 and run.config.microbatches != 1:
+        here = mesh.coordinates
+        if run.synchronised and here.ranks_per_replica > 1 and run.config.microbatches != 1:
             raise PlanError(
                 "sync_batchnorm=True takes statistics over micro-batches of the same number on all "
                 "replicas, and a small share (balance='speed') may have fewer of them. Use "
                 "num_microbatches=1, or leave one of the two out."
             )
-        return cls(
-            run.trainer.lightning_module,
-            speeds,
-            mesh.coordinates.dp_rank,
-            mesh.drivers,
-            partial(_position, run.trainer),
-            rank_zero_info,
-            ReplicaTimes(run.device, lambda: run.trainer.is_last_batch)
-            if run.config.replan == "epoch"
-            else None,
-            mesh.survivors,
-        )
+        self.speeds: Sequence[float] = (1.0,) * here.replicas
+        if plan is not None and plan.shares:
+            # what a plan deals is in proportion to itself
+            self.speeds = tuple(map(float, plan.shares))
+        elif cluster is not None:
+            self.speeds = cluster.replica_speeds
+        trainer = self._trainer = run.trainer
+        self._replica, self._drivers, self._survivors = here.dp_rank, mesh.drivers, mesh.survivors
+        # by which each epoch has other shares
+        self._times: ReplicaTimes | None = None
+        if run.config.replan == "epoch":
+            self._times = ReplicaTimes(run.device, lambda: trainer.is_last_batch)
+        self._batch = 0  # samples of a full batch of all replicas
+        self._own = 1.0
+        # what all replicas weigh; behind it, of each the seconds for a sample of the batch before
+        # float32 would not count the samples of a large batch exactly
+        self._sums = torch.ones(1 + len(self.speeds), dtype=torch.float64)
+        self._work: dist.Work | None = None
+
+    @property
+    def _living(self) -> Sequence[int]:
+        """Numbers of the replicas that are left."""
+        return self._survivors.living if self._survivors else range(len(self.speeds))
+
+    def part(self, size: int, speeds: Sequence[float]) -> range:
+        """Which samples of a global batch of this size are this replica's, at such speeds."""
+        living = self._living
+        place = living.index(self._replica)
+        ends = list(accumulate(deal(size, [speeds[r] for r in living]), initial=0))
+        return range(ends[place], ends[place + 1])
+
+    def position(self, batches: int) -> tuple[int, int]:
+        """Which epoch begins, and how many of its batches were trained on before a restart.
+
+        Args:
+            batches: number of batches of an epoch.
+        """
+        loop: Any = self._trainer.fit_loop  # (whose annotations are of narrower classes)
+        limit = self._trainer.limit_train_batches
+        done = loop.epoch_loop.batch_progress.current.processed if loop.restarting else 0
+        count = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        # one that was saved at its last batch is over
+        over, done = divmod(done, max(1, count))
+        return loop.epoch_progress.current.processed + over, done
 
     def deal(self, loader: Any) -> Any:
         """A train loader that gives this replica its share of the samples.
@@ -185,13 +162,31 @@ class UnequalShares:
         """
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
         if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler):
-            self._say(
+            rank_zero_info(
                 f"balance='speed' leaves the samples of {type(loader).__name__} as they are dealt: "
                 "no DistributedSampler of Lightning makes its batches. Gradients are weighted by "
                 "the number of samples in each replica's batch."
             )
             return loader
-        replicas, size = len(self._speeds), loader.batch_size
+        self._refuse(loader, len(sampler.dataset))  # type: ignore[arg-type]
+        # the same order of all samples, by a sampler that is not the user's own object
+        sampler = copy(sampler)
+        sampler.num_replicas, sampler.rank = 1, 0
+        sampler.num_samples = sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
+        batches = DealtBatches(self, loader, sampler)
+        if self._batch != batches.whole:  # else a loader of another epoch, or one more
+            self._batch = batches.whole
+            self._say_shares(batches.whole // len(self.speeds))
+        return rebuilt_loader(loader, batches)
+
+    def _refuse(self, loader: DataLoader[Any], count: int) -> None:
+        """Refuse a loader whose batches cannot be divided.
+
+        Args:
+            loader: the user's.
+            count: samples in its data set.
+        """
+        replicas, size = len(self.speeds), loader.batch_size
         if type(loader.batch_sampler) is not BatchSampler or size is None:
             raise PlanError(
                 f"balance='speed' makes the batches of each replica, and {type(loader).__name__} "
@@ -199,32 +194,12 @@ class UnequalShares:
                 "samples there (Trainer(use_distributed_sampler=False)): gradients are weighted "
                 "by what a batch has; or leave balance out."
             )
-        count = len(sampler.dataset)  # type: ignore[arg-type]
         if size < 2 or count < replicas:
             raise PlanError(
                 f"balance='speed' gives {replicas} replicas parts of batch_size({size}) x "
                 f"{replicas} samples, of {count} in the data set: there is nothing to divide. "
                 f"Give batch_size=2 or more and {replicas} samples or more, or leave balance out."
             )
-        # a loader with a state of its own leaves out by itself what was trained on
-        resumes = hasattr(loader, "load_state_dict")
-        # the same order of all samples, by a sampler that is not the user's own object
-        sampler = copy(sampler)
-        sampler.num_replicas, sampler.rank = 1, 0
-        sampler.num_samples = sampler.total_size = count
-        batches = DealtBatches(
-            sampler,
-            size * replicas,
-            lambda: self._speeds,
-            self._replica,
-            drop_last=loader.drop_last,
-            position=(lambda count: (self._position(count)[0], 0)) if resumes else self._position,
-            survivors=self._survivors,
-        )
-        if self._batch != size * replicas:  # else a loader of another epoch, or one more
-            self._batch = size * replicas
-            self._say_shares(size)
-        return rebuilt_loader(loader, batches)
 
     def _say_shares(self, size: int) -> None:
         """Say what the replicas take, and whether fewer would be faster.
@@ -232,11 +207,11 @@ class UnequalShares:
         Args:
             size: samples of a replica, on average.
         """
-        self._say(f"balance='speed': {self._told()}")
-        fastest, gain = without_the_slowest(size, self._speeds)
+        rank_zero_info(f"balance='speed': {self._told()}")
+        fastest, gain = without_the_slowest(size, self.speeds)
         if gain > WORTHWHILE:
-            self._say(
-                f"The {fastest} fastest of the {len(self._speeds)} replicas alone would take "
+            rank_zero_info(
+                f"The {fastest} fastest of the {len(self.speeds)} replicas alone would take "
                 f"{gain:.2f} times as many samples a second: one sample is too much for the "
                 "others. Leave their devices out of Trainer(devices=...), or give a larger "
                 "batch_size."
@@ -258,12 +233,12 @@ class UnequalShares:
                 "dataloader_iter here. Let it take the batch, or leave balance out."
             )
         self.hear()
-        weight = getattr(self._module, "hybrid_weight", self._samples)
+        weight = getattr(self._trainer.lightning_module, "hybrid_weight", self._samples)
         before, self._own = self._own, float(weight(batch))
         if self._survivors is not None:
             # It travels with the gradients. Beside the usual part of a batch, so that hooks on
             # gradients see numbers of the usual size before they are averaged.
-            usual = self._batch / len(self._speeds)
+            usual = self._batch / len(self.speeds)
             self._survivors.weight = self._own / usual if usual else self._own
             return
         self._sums.zero_()
@@ -290,7 +265,7 @@ class UnequalShares:
             return loss * self._survivors.weight
         self.hear()
         total = self._sums[0].item()
-        factor = len(self._speeds) * self._own / total if total else 0.0
+        factor = len(self.speeds) * self._own / total if total else 0.0
         return loss if factor == 1 else loss * factor
 
     def backward_is_over(self) -> None:
@@ -302,10 +277,11 @@ class UnequalShares:
         """The first dimension of all tensors of a batch."""
         sizes = sorted({len(tensor) for _, tensor in tensors_in(batch) if tensor.ndim})
         if len(sizes) != 1:
+            module = self._trainer.lightning_module
             raise PlanError(
                 "balance='speed' weighs a batch by the first dimension of its tensors, and those "
                 f"of this {type(batch).__name__} have {', '.join(map(str, sizes)) or 'none'}. "
-                f"Define hybrid_weight(self, batch) in {type(self._module).__name__}, which "
+                f"Define hybrid_weight(self, batch) in {type(module).__name__}, which "
                 "returns how many samples the batch has, or what else its loss is a mean over."
             )
         return sizes[0]
@@ -314,10 +290,10 @@ class UnequalShares:
         """The next epoch is dealt by what was measured in this one, where it changes a share."""
         if speeds is None or not self._batch:
             return
-        before = deal(self._batch, self._speeds)
-        self._speeds = speeds
+        before = deal(self._batch, self.speeds)
+        self.speeds = speeds
         if deal(self._batch, speeds) != before:
-            self._say(f"replan='epoch': from the next epoch on {self._told()}")
+            rank_zero_info(f"replan='epoch': from the next epoch on {self._told()}")
 
     def say_who_is_left(self, lost: Collection[int]) -> None:
         """Replicas are lost, and the others go on.
@@ -325,27 +301,15 @@ class UnequalShares:
         Args:
             lost: their numbers.
         """
-        self._say(
+        rank_zero_info(
             f"lost_replica='continue': replica {', '.join(map(str, sorted(lost)))} is lost. From "
             f"now on, without it, {self._told()}"
         )
 
     def _told(self) -> str:
-        living = self._survivors.living if self._survivors else range(len(self._speeds))
-        left = [self._speeds[replica] for replica in living]
+        left = [self.speeds[replica] for replica in self._living]
         shares = ", ".join(map(str, deal(self._batch, left)))
         speeds = ", ".join(f"{speed / max(left):.2g}" for speed in left)
         return (
             f"the replicas take {shares} of each {self._batch} samples (relative speeds {speeds})."
         )
-
-
-def _position(trainer: Trainer, batches: int) -> tuple[int, int]:
-    """Which epoch begins, and how many of its batches were trained on before a restart."""
-    loop: Any = trainer.fit_loop  # (whose annotations are of narrower classes)
-    limit = trainer.limit_train_batches
-    done = loop.epoch_loop.batch_progress.current.processed if loop.restarting else 0
-    count = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    # one that was saved at its last batch is over
-    over, done = divmod(done, max(1, count))
-    return loop.epoch_progress.current.processed + over, done

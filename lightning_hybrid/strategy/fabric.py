@@ -145,7 +145,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._backward_sync_control = cast(Any, self)
         self._plans: dict[str, Plan] = {}
         self._optimizers: list[Optimizer] = []
-        self._launched = self._parted = False
+        self._launched = False
         self._rest()
 
     def __deepcopy__(self, memo: object) -> "HybridGabraFabricStrategy":
@@ -257,14 +257,14 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         run.take_again()
         run.world.survive(survives=False)  # (a Trainer of the same script may have said otherwise)
         if not run.world.coordinates.is_driver:
-            session = WorkerSession.begin(run)
+            session = WorkerSession(run)
             # a ``finally`` of the user's that is passed now waits for nobody
-            run.world.phase, self._parted = Phase.SERVING, True
+            run.world.phase = Phase.SERVING
             raise Parted(partial(self._serve, session))
         run.world.phase = Phase.RUNNING
         run.share_weights()
         planner = partial(run.plan_network, optimizers=self._optimizers)
-        self._session = DriverSession.begin(run, planner)
+        self._session = DriverSession(run, planner)
         if self.is_distributed:
             self._session.refuse_other_backwards()
         run.world.defer_signals()
@@ -313,7 +313,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
 
     def _serve(self, session: WorkerSession) -> Results:
         """On a worker: obey the driver until the run is over. Returns its results."""
-        self._parted = False
         results = session.serve()
         have_on_device(session.module, (), self.root_device)
         self._rest()
@@ -326,7 +325,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         Raises:
             HybridError: on a worker, which should have left it in ``fabric.setup``.
         """
-        if self._parted:
+        if self._ranks.world.phase is Phase.SERVING:
             raise HybridError(
                 "fabric.setup ends the function of fabric.launch on workers by a BaseException, "
                 "and an `except:` or `except BaseException:` around it has caught that. Catch "

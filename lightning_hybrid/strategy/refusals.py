@@ -316,17 +316,25 @@ def _loses_a_replica(run: Run) -> Iterator[str]:
         )
     if trainer.num_nodes > 1 or run.device.type != "cpu":
         yield "is for CPUs of one host, whose processes one launcher sees end"
+    yield from _steps_otherwise(trainer, "averages once for each batch")
+    yield from _exchanges_more(run)
+
+
+def _steps_otherwise(trainer: Trainer, once: str) -> Iterator[str]:
+    """What does not step once a batch.
+
+    Args:
+        trainer: Lightning's.
+        once: what is done once a batch, for the reason.
+    """
     if not trainer.lightning_module.automatic_optimization:
-        yield "averages once for each batch. Use automatic_optimization=True"
+        yield f"{once}. Use automatic_optimization=True"
     if trainer.accumulate_grad_batches != 1:
-        yield (
-            "averages once for each batch, not "
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Leave it out"
-        )
+        accumulated = trainer.accumulate_grad_batches
+        yield f"{once}, not accumulate_grad_batches={accumulated}. Leave it out"
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
-        yield "averages once for each batch. Leave GradientAccumulationScheduler out"
-    yield from _exchanges_more(run)
+        yield f"{once}. Leave GradientAccumulationScheduler out"
 
 
 def refuse_all_but_plain_sgd(optimizers: Iterable[Optimizer], schedule: str) -> None:
@@ -380,12 +388,7 @@ def _exchanges_more(run: Run) -> Iterator[str]:
 
 def _no_plain_steps(run: Run, optimizers: Sequence[Optimizer]) -> Iterator[str]:
     """What does not step once a batch with an optimizer that may be given parts of a gradient."""
-    trainer = run.trainer
-    accumulated = trainer.accumulate_grad_batches
-    if not trainer.lightning_module.automatic_optimization:
-        yield "steps once a batch, and automatic_optimization=False leaves that open. Leave it out"
-    if accumulated != 1:
-        yield f"steps once a batch, not accumulate_grad_batches={accumulated}. Leave it out"
+    yield from _steps_otherwise(run.trainer, "steps once a batch")
     if len(optimizers) != 1:
         yield f"has one optimizer, and configure_optimizers returns {len(optimizers)}. Return one"
     for optimizer in optimizers:

@@ -373,12 +373,12 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         run.take_again()
         run.world.survive(survives=survives_losses(run))
         if not run.world.coordinates.is_driver:
-            raise Parted(partial(self._serve, WorkerSession.begin(run)))
+            raise Parted(partial(self._serve, WorkerSession(run)))
         run.world.phase = Phase.RUNNING
         trainer.accelerator.setup(trainer)
         run.share_weights()
         self.model_to_device()
-        self._session = DriverSession.begin(run, partial(self._plan_network, run))
+        self._session = DriverSession(run, partial(self._plan_network, run))
         if run.fitting:
             self.setup_optimizers(trainer)
             if self._config.gradient_sync == "asgd":

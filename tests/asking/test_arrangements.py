@@ -13,7 +13,7 @@ from lightning_hybrid.asking.arrangements import Arrangement, Arrangements, impr
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.shapes import fastest, plan_of, rank_shapes
 from lightning_hybrid.asking.step_problems import with_copies
-from lightning_hybrid.planning import PartitionTable
+from lightning_hybrid.planning import PartitionTable, Plan
 
 BATCH, SLICES = 4, (1, 2, 4)
 
@@ -208,11 +208,14 @@ def test_every_shape_is_tried_once() -> None:
 
 
 def test_a_plan_names_the_ranks_of_devices_that_change_places() -> None:
-    first = next(s for s in rank_shapes(costs_of, UNLIKE, BATCH) if s.devices_per_replica == 2)
-    shape = replace(first, replicas=1, numbers=(1, 3), shares=())
-    assert shape.ranks == ()  # those that are left are ranks 0 and 1
-    shape = replace(first, replicas=2, numbers=(0, 3, 2, 1), shares=())
-    plan = plan_of(shape, costs_of, UNLIKE, BATCH)
+    first = next(s for s in rank_shapes(costs_of, UNLIKE, BATCH) if s.arrangement.size == 2)
+
+    def on(replicas: int, *devices: int) -> Plan:
+        genes = replace(first.arrangement, replicas=replicas, devices=devices)
+        return plan_of(replace(first, arrangement=genes, shares=()), costs_of, UNLIKE, BATCH)
+
+    assert on(1, 1, 3, 0, 2).ranks == ()  # those that are left are ranks 0 and 1
+    plan = on(2, 0, 3, 2, 1)
     assert plan.ranks == (0, 3, 2, 1)
     assert plan.capacities == (1.0, 1.0)
     assert type(plan).from_json(plan.to_json()) == plan

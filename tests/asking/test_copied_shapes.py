@@ -10,6 +10,7 @@ from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes
 from lightning_hybrid.asking.step_problems import CostsOf, ring_s
+from lightning_hybrid.planning import owners_of
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
 from lightning_hybrid.planning.simulate import DealtCosts
@@ -48,8 +49,8 @@ def speed(at: ClusterDescription, device: int, size: int) -> float:
 
 def by_hand(shape: Shape, at: ClusterDescription, ends: list[int], batch: int) -> float:
     """The step of other cuts of the same shape."""
-    size, costs = shape.devices_per_replica, costs_of(batch // shape.microbatches)
-    owners = [d if isinstance(d, tuple) else (d,) for d in shape.devices]
+    size, slices = shape.arrangement.size, shape.arrangement.microbatches
+    costs, owners = costs_of(batch // slices), owners_of(shape.arrangement.copies)
     bounds = list(zip([0, *ends[:-1]], ends))
 
     def each(work: Sequence[float]) -> list[list[float]]:
@@ -59,7 +60,7 @@ def by_hand(shape: Shape, at: ClusterDescription, ends: list[int], batch: int) -
         ]
 
     groups = [
-        [replica * size + device for replica in range(shape.replicas) for device in devices]
+        [k + device for k in range(0, len(shape.arrangement.used), size) for device in devices]
         for devices in owners
     ]
     levels = [at.level(ranks) if len(ranks) > 1 else None for ranks in groups]
@@ -98,25 +99,27 @@ def by_hand(shape: Shape, at: ClusterDescription, ends: list[int], batch: int) -
         reduce_s=reduce_s,
         edges=edges,
     )
-    return dealt_s(hand, shape.microbatches)
+    return dealt_s(hand, slices)
 
 
 @pytest.mark.parametrize("speeds", [(1.0,) * 4, (1.0, 1.0, 0.5, 0.5), (1.0, 0.4, 0.4, 0.2)])
 def test_of_four_devices_no_cuts_of_any_shape_with_copies_are_faster(
     speeds: tuple[float, ...],
 ) -> None:
-    shapes = [s for s in rank_shapes(costs_of, cluster(*speeds), 12) if s.copies]
+    shapes = [s for s in rank_shapes(costs_of, cluster(*speeds), 12) if s.arrangement.has_copies]
     # of four devices, and of the first three where they are not alike
     expected = {(3, 1), (2, 2), (1, 3), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
     expected |= {(2, 1), (1, 2)} if len(set(speeds)) > 1 else set()
-    assert {shape.copies for shape in shapes if not shape.numbers} == expected
+    made = [shape.arrangement for shape in shapes]
+    in_order = [genes.copies for genes in made if genes.used == (*range(len(genes.used)),)]
+    assert {*in_order} == expected
     least_s = float("inf")
     for shape in shapes:
-        used = cluster(*speeds).pick(shape.numbers or range(sum(shape.copies) * shape.replicas))
-        for cuts in combinations(range(1, 6), len(shape.copies) - 1):
+        used = cluster(*speeds).pick(shape.arrangement.used)
+        for cuts in combinations(range(1, 6), len(shape.arrangement.copies) - 1):
             step_s = by_hand(shape, used, [*cuts, 6], 12)
             least_s = min(least_s, step_s / shape.samples)
-            if shape.ends == (*cuts, 6):
+            if shape.arrangement.ends == (*cuts, 6):
                 assert shape.step_s == pytest.approx(step_s, rel=1e-9)
     fastest_s = min(shape.step_s / shape.samples for shape in shapes)
     assert fastest_s == pytest.approx(least_s, rel=1e-9)
@@ -133,7 +136,7 @@ def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts(
 ) -> None:
     at = cluster(1.0, 1.0, 1.0, 1.0, levels=levels)
     best = fastest(rank_shapes(costs_of, at, 12))
-    assert best.copies == (3, 1)
+    assert best.arrangement.copies == (3, 1)
     assert str(best).startswith("1 replica x 2 stages (3-1 copies)")
     plan = plan_of(best, costs_of, at, 12)
     assert (plan.copies, plan.devices, plan.world_size) == ((3, 1), ((1, 2, 3), 0), 4)
@@ -164,11 +167,11 @@ def test_copies_of_the_last_stage_pay_until_their_outputs_are_large() -> None:
         costs = parameters_in_front(outputs)
         shapes = rank_shapes(costs, at, 12)
         found[outputs] = fastest(shapes)
-        copied = [s.samples_per_s for s in shapes if s.copies and s.copies[-1] > 1]
+        copied = [s.samples_per_s for s in shapes if s.arrangement.copies[-1] > 1]
         assert (found[outputs].samples_per_s == max(copied)) == (outputs == 4e3)
         plan = plan_of(found[outputs], costs, at, 12)
         assert plan.predicted_step_s == found[outputs].step_s
-    assert found[4e3].copies == (1, 3)
+    assert found[4e3].arrangement.copies == (1, 3)
     plan = plan_of(found[4e3], parameters_in_front(4e3), at, 12)
     HybridGabraStrategy(plan=plan)  # a run takes it
     assert str(found[4e3]).startswith("1 replica x 2 stages (1-3 copies)")
@@ -177,7 +180,7 @@ def test_copies_of_the_last_stage_pay_until_their_outputs_are_large() -> None:
 def test_on_fast_links_the_fastest_shape_has_no_copies() -> None:
     fast = replace(NETWORK, bandwidth_bytes_per_s=1e11, latency_s=1e-6)
     at = cluster(1.0, 1.0, 1.0, 1.0, levels=(fast,))
-    assert not fastest(rank_shapes(costs_of, at, 12)).copies
+    assert not fastest(rank_shapes(costs_of, at, 12)).arrangement.has_copies
 
 
 def test_replicas_that_divide_states_have_no_copies() -> None:
@@ -185,7 +188,7 @@ def test_replicas_that_divide_states_have_no_copies() -> None:
         return replace(costs_of(samples), kept_bytes=(2e6,) * 6, state_bytes=(1e6,) * 6)
 
     for at in (cluster(1.0, 1.0, 1.0, 1.0), cluster(1.0, 0.4, 1.0)):
-        assert not [shape for shape in rank_shapes(dividing, at, 4) if shape.copies]
+        assert not any(s.arrangement.has_copies for s in rank_shapes(dividing, at, 4))
 
 
 def test_stages_that_share_a_weight_have_no_copies() -> None:
@@ -195,4 +198,5 @@ def test_stages_that_share_a_weight_have_no_copies() -> None:
         return replace(costs_of(samples), tied=[TiedWeight(1e6, (0, 5))])
 
     shapes = rank_shapes(tied, cluster(1.0, 1.0, 1.0, 1.0, levels=(SLOW,)), 12)
-    assert {shape.copies for shape in shapes if shape.copies} == {(1, 2, 1)}
+    made = [shape.arrangement for shape in shapes]
+    assert {genes.copies for genes in made if genes.has_copies} == {(1, 2, 1)}

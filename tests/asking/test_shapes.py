@@ -38,24 +38,28 @@ def costs_of(samples: int) -> PartitionTable:
 
 def test_all_shapes_use_all_devices_and_divide_the_batch() -> None:
     shapes = rank_shapes(costs_of, cluster(4), 6)
-    assert {(s.replicas, s.devices_per_replica) for s in shapes} == {(4, 1), (2, 2), (1, 4)}
-    assert {s.microbatches for s in shapes} == {1, 2, 3, 6}
-    assert {s.stages_per_device for s in shapes if s.devices_per_replica == 2} == {1, 2, 3}
+    assert {(s.arrangement.replicas, s.arrangement.size) for s in shapes} == {
+        (4, 1),
+        (2, 2),
+        (1, 4),
+    }
+    assert {s.arrangement.microbatches for s in shapes} == {1, 2, 3, 6}
+    assert {s.arrangement.turns for s in shapes if s.arrangement.size == 2} == {1, 2, 3}
     # (shapes that differ by rounding alone count as equally fast)
     rates = [float(f"{s.samples_per_s:.9g}") for s in shapes]
     assert rates == sorted(rates, reverse=True)
 
 
 def test_replicas_win_where_links_are_fast_and_stages_where_they_are_slow() -> None:
-    assert fastest(rank_shapes(costs_of, cluster(4), 6)).devices_per_replica == 1
+    assert fastest(rank_shapes(costs_of, cluster(4), 6)).arrangement.size == 1
     slow = fastest(rank_shapes(costs_of, cluster(4, bandwidth=1e7, hosts=4), 6))
-    assert slow.devices_per_replica > 1
+    assert slow.arrangement.size > 1
 
 
 def test_the_prediction_is_the_simulation_of_the_plan() -> None:
     one = cluster(4, hosts=2)
     for shape in rank_shapes(costs_of, one, 6):
-        if shape.copies:  # tests/asking/test_copied_shapes.py
+        if shape.arrangement.has_copies:  # tests/asking/test_copied_shapes.py
             continue
         plan = plan_of(shape, costs_of, one, 6)
         rows = plan.rows
@@ -81,7 +85,7 @@ def test_replicas_that_divide_states_fit_where_others_do_not() -> None:
     small = cluster(4, memory=250e6)
     for costs, fits in ((costs_of, False), (dividing, True)):
         shapes = rank_shapes(costs, small, 6)
-        shape = next(s for s in shapes if s.replicas == 4)
+        shape = next(s for s in shapes if s.arrangement.replicas == 4)
         assert shape.fits is fits
     plan = plan_of(shape, dividing, small, 6)
     assert plan.rows[0].memory_bytes == 8 * (40e6 - 20e6 * 3 / 4 + 6e6)
@@ -91,18 +95,19 @@ def test_what_does_not_fit_is_never_the_fastest() -> None:
     # a whole network needs 320 MB and its activations, half of one 160 MB
     shapes = rank_shapes(costs_of, cluster(4, memory=250e6), 6)
     best = fastest(shapes)
-    assert best.devices_per_replica > 1
-    assert all(not shape.fits for shape in shapes if shape.devices_per_replica == 1)
-    whole = next(s for s in shapes if s.devices_per_replica == 1 and s.microbatches == 1)
+    assert best.arrangement.size > 1
+    assert all(not shape.fits for shape in shapes if shape.arrangement.size == 1)
+    whole = next(s for s in shapes if s.arrangement.size == s.arrangement.microbatches == 1)
     assert whole.lacking_bytes == pytest.approx(320e6 + 48e6 - 250e6)
 
 
 def test_activations_are_computed_again_only_where_stages_fit_in_no_other_way() -> None:
     two = cluster(2, memory=250e6)  # half the network: 160 MB, and 4 MB a sample
     best = fastest(rank_shapes(costs_of, two, 64))
-    assert best.recompute
-    assert not any(s.recompute for s in rank_shapes(costs_of, cluster(2), 64))
-    assert all(s.microbatches > 1 for s in rank_shapes(costs_of, two, 64) if s.recompute)
+    assert best.arrangement.recompute
+    assert not any(s.arrangement.recompute for s in rank_shapes(costs_of, cluster(2), 64))
+    made = [shape.arrangement for shape in rank_shapes(costs_of, two, 64)]
+    assert all(genes.microbatches > 1 for genes in made if genes.recompute)
 
     def slower(samples: int) -> PartitionTable:
         return replace(costs_of(samples), backward_s=(3e-3 * samples,) * 8)
@@ -110,7 +115,7 @@ def test_activations_are_computed_again_only_where_stages_fit_in_no_other_way() 
     same = [
         s
         for s in rank_shapes(slower, cluster(2), 64)
-        if (s.ends, s.microbatches) == (best.ends, best.microbatches)
+        if s.arrangement == replace(best.arrangement, recompute=False)
     ]
     assert best.step_s == pytest.approx(same[0].step_s)
     plan = plan_of(best, costs_of, two, 64)
@@ -133,7 +138,7 @@ def test_where_nothing_fits_the_error_says_what_lacks() -> None:
 
 def test_a_batch_that_cannot_be_split_has_no_micro_batches() -> None:
     shapes = rank_shapes(costs_of, cluster(4), 6, splits=False)
-    assert {s.microbatches for s in shapes} == {1}
+    assert {s.arrangement.microbatches for s in shapes} == {1}
 
 
 def test_links_are_those_of_the_slowest_replica() -> None:
@@ -169,7 +174,7 @@ def test_replicas_on_unlike_devices_share_by_their_speed() -> None:
     [dealt] = [
         shape
         for shape in rank_shapes(costs_of, unlike(1.0, 0.5, 0.25), 28)
-        if shape.shares and (shape.replicas, shape.microbatches) == (3, 1)
+        if shape.shares and (shape.arrangement.replicas, shape.arrangement.microbatches) == (3, 1)
     ]
     assert dealt.shares == (48, 24, 12)
     # all three take the time of 48 samples on the first; the ring runs beside the backward
@@ -187,4 +192,4 @@ def test_no_shape_is_slower_than_the_first_devices_alone() -> None:
         for count in range(1, len(speeds)):
             alone = fastest(rank_shapes(costs_of, unlike(*speeds).take(count), 2))
             assert best.samples_per_s >= alone.samples_per_s
-        assert used in (None, best.replicas * best.devices_per_replica)
+        assert used in (None, len(best.arrangement.used))

@@ -61,12 +61,6 @@ class _Logs(_Epochs):
         return self.stored(logger, run.folder)
 
 
-def _hyper_parameters(folder: Path) -> list[str]:
-    """The lines of its file, but for those that a delayed schedule adds (`hybrid/...`)."""
-    lines = (folder / "hparams.yaml").read_text().splitlines()
-    return [line for line in lines if not line.startswith("hybrid/")]
-
-
 class LogsToCSV(_Logs):
     """`CSVLogger`: steps, epochs, validation and hyper-parameters, each once."""
 
@@ -79,7 +73,7 @@ class LogsToCSV(_Logs):
         place = folder / "lightning_logs" / "version_0"
         with (place / "metrics.csv").open() as file:
             rows = [{k: _number(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-        return [rows, _hyper_parameters(place), Path(logger.log_dir).name]
+        return [rows, (place / "hparams.yaml").read_text(), Path(logger.log_dir).name]
 
 
 class LogsToTensorBoard(_Logs):
@@ -90,7 +84,7 @@ class LogsToTensorBoard(_Logs):
 
     def stored(self, logger: Any, folder: Path) -> Any:
         place = folder / "lightning_logs" / "version_0"
-        return [scalars(place), _hyper_parameters(place)]
+        return [scalars(place), (place / "hparams.yaml").read_text()]
 
 
 class LogsToMLflow(_Logs):

@@ -3,17 +3,21 @@
 from types import SimpleNamespace
 from typing import Any
 
+from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.run.performance_log import PlanLog
+from lightning_hybrid.run.performance_log import PerformanceLog
 
 PLAN = Plan(replicas=1, stages=3, microbatches=1, schedule="fdg", cuts=("1", "2"))
 
 
-def test_a_plan_is_logged_once_with_what_the_backward_computes_with() -> None:
+def test_a_plan_is_logged_once_with_its_delays() -> None:
     found: list[dict[str, Any]] = []
     plans: dict[str, Plan] = {}
-    trainer: Any = SimpleNamespace(loggers=[SimpleNamespace(log_hyperparams=found.append)])
-    log = PlanLog(trainer, plans, {"delayed_weights": "stash", "gradient_shrinking": 0.5})
+    loggers = [SimpleNamespace(log_hyperparams=found.append)]
+    trainer = SimpleNamespace(loggers=loggers, global_step=0, log_every_n_steps=50)
+    world = SimpleNamespace(coordinates=Coordinates(0, 1, 3))
+    run: Any = SimpleNamespace(trainer=trainer, plans=plans, world=world)
+    log = PerformanceLog(run, tuple)
     log.batch_starts(None)
     assert found == []  # nothing is cut yet
     plans["net"] = PLAN
@@ -27,7 +31,5 @@ def test_a_plan_is_logged_once_with_what_the_backward_computes_with() -> None:
             "hybrid/schedule": "fdg",
             "hybrid/delays": "3, 1, 0",
             "hybrid/cuts": "1, 2",
-            "hybrid/delayed_weights": "stash",
-            "hybrid/gradient_shrinking": 0.5,
         }.items()
     )

@@ -11,6 +11,7 @@ import torch
 
 from lightning_hybrid.asking.performance import PerformanceModel
 from lightning_hybrid.cli import main
+from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.run import device_times, run_table
 from lightning_hybrid.run.performance_log import PerformanceLog
@@ -34,12 +35,15 @@ def _trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         log_every_n_steps=2,
         default_root_dir=str(tmp_path),
         fast_dev_run=False,
-        lightning_module=torch.nn.Linear(3, 2),
     )
 
 
 def fit(trainer: Any, steps: int = 7) -> None:
-    log = PerformanceLog(trainer, {"": PLAN}, tuple, 2, 2)
+    world = SimpleNamespace(coordinates=Coordinates(0, 2, 2))
+    run: Any = SimpleNamespace(
+        trainer=trainer, plans={"": PLAN}, world=world, module=torch.nn.Linear(3, 2)
+    )
+    log = PerformanceLog(run, tuple)
     for trainer.global_step in range(steps):
         log.batch_starts(torch.zeros(5, 3))
         if trainer.global_step in (0, 3):  # validation, of which the first does not count either

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.config import Config
-from lightning_hybrid.driver import Batches
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import Deferral
@@ -80,9 +80,11 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.strategy.connect(module)
     trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
-    world: Any = SimpleNamespace(
-        coordinates=coordinates or Coordinates(0, 1, 2), phase=Phase.RUNNING
+    here = coordinates or Coordinates(0, 1, 2)
+    mesh = SimpleNamespace(
+        coordinates=here, drivers=None, store=None, survivors=None, statistics=lambda: "group"
     )
+    world: Any = SimpleNamespace(coordinates=here, phase=Phase.RUNNING, mesh=mesh)
     fields = {
         "config": Config(),
         "framework": ByTrainer(trainer),
@@ -91,7 +93,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
         "device": torch.device("cpu"),
         "precision": trainer.precision_plugin,
         "fitting": True,
-        "synchronised": False,
+        "synchronised": True,
         "building": Building(),
         "stopwatch": None,
         "shared": frozenset(module.state_dict()),
@@ -110,10 +112,15 @@ class Driven:
         for part in ("remote", "weights", "gradients", "optimizers"):
             setattr(self.driver, part, Notes(self.notes))
         self.driver.weights.changed = False
-        statistics = Notes(self.notes).statistics()
-        self.session = DriverSession(
-            self.run, self.driver, Notes(self.notes), statistics, [], Batches()
-        )
+        with patch.multiple(
+            sessions,
+            Driver=lambda *_, **__: self.driver,
+            Discovery=lambda *_: Notes(self.notes),
+            Synchronised=lambda _: Notes(self.notes).statistics(),
+            broadcast_object=lambda _, value: value,
+        ):
+            self.session = DriverSession(self.run, None)
+        self.notes.clear()
 
 
 def test_a_step_calls_the_users_code_inside_the_statistics() -> None:
@@ -234,13 +241,11 @@ def test_workers_hear_of_a_failure_before_the_session_is_complete(
         raise HybridError("no module is named 'nowhere'")
 
     driver = Notes([])
-    run = make_run()
-    run.world.mesh = SimpleNamespace(coordinates=run.world.coordinates, drivers=None)
     monkeypatch.setattr(sessions, "Driver", lambda *_, **__: driver)
     monkeypatch.setattr(sessions, "Discovery", no_such_name)
     monkeypatch.setattr(sessions, "broadcast_object", lambda _, value: value)
     with pytest.raises(HybridError, match="nowhere"):
-        DriverSession.begin(run, None)
+        DriverSession(make_run(), None)
     assert driver.notes == ["abort", "close"]
 
 
@@ -268,7 +273,7 @@ class Obedient:
         return self.results
 
 
-def test_a_worker_goes_on_with_what_its_driver_has_found() -> None:
+def test_a_worker_goes_on_with_what_its_driver_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run, watched = make_run(Coordinates(1, 1, 2), plans={}), []
     run.world.stop_watching = lambda: watched.append("stopped")
 
@@ -279,7 +284,8 @@ def test_a_worker_goes_on_with_what_its_driver_has_found() -> None:
     run.world.serve = serve
     worker = Obedient(run)
     worker.results.callback_metrics["loss"] = torch.tensor(0.5)
-    session = WorkerSession(run, worker)
+    monkeypatch.setattr(sessions, "Worker", lambda *_, **__: worker)
+    session = WorkerSession(run)
     assert session.serve() is worker.results
     assert watched == ["serves", "stopped"]
     assert run.plans == {"net": PLAN}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -19,16 +20,41 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_hybrid.comm import Coordinates
+from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.run import unequal_shares
 from lightning_hybrid.run.unequal_shares import UnequalShares
 
 SPEEDS = (1.0, 0.43, 0.16)
 
 
-def shares(replica: int, said: list[str] | None = None, epoch: int = 0) -> UnequalShares:
+def shares(
+    replica: int, epoch: int = 0, survivors: Any = None, speeds: tuple[float, ...] = SPEEDS
+) -> UnequalShares:
     """Those of one of three replicas, which talks to nobody."""
-    say = (lambda line: None) if said is None else said.append
-    return UnequalShares(BoringModel(), SPEEDS, replica, None, lambda count: (epoch, 0), say)
+    trainer = Trainer(logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(BoringModel())
+    trainer.fit_loop.epoch_progress.current.processed = epoch
+    trainer.limit_train_batches = 1.0
+    mesh = SimpleNamespace(
+        coordinates=Coordinates(replica, 3, 1), drivers=None, survivors=survivors
+    )
+    run: Any = SimpleNamespace(
+        config=Config(balance="speed"),
+        world=SimpleNamespace(mesh=mesh, cluster=SimpleNamespace(replica_speeds=speeds)),
+        trainer=trainer,
+        synchronised=False,
+    )
+    return UnequalShares(run)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the user is told."""
+    lines: list[str] = []
+    monkeypatch.setattr(unequal_shares, "rank_zero_info", lines.append)
+    return lines
 
 
 def loader(samples: int = 50, kind: Any = DataLoader, **more: Any) -> Any:
@@ -43,13 +69,7 @@ def numbers(dealt: Any) -> list[list[int]]:
 
 def test_the_share_of_a_lost_replica_is_the_others_from_then_on() -> None:
     left: Any = SimpleNamespace(living=(0, 1, 2))
-    everyone = [
-        UnequalShares(
-            *(BoringModel(), SPEEDS, replica, None, lambda count: (0, 0), lambda line: None),
-            survivors=left,
-        )
-        for replica in range(3)
-    ]
+    everyone = [shares(replica, survivors=left) for replica in range(3)]
     undisturbed = [numbers(shares(replica).deal(loader())) for replica in range(3)]
     batches = []
     for parts in zip(*(each.deal(loader()) for each in everyone), strict=True):
@@ -67,10 +87,7 @@ def test_the_share_of_a_lost_replica_is_the_others_from_then_on() -> None:
 
 def test_the_loss_of_a_usual_part_keeps_its_size_where_the_sum_comes_with_the_gradients() -> None:
     left: Any = SimpleNamespace(living=(0, 1, 2), weight=None)
-    mine = UnequalShares(
-        *(BoringModel(), (1.0, 1.0, 1.0), 0, None, lambda count: (0, 0), lambda line: None),
-        survivors=left,
-    )
+    mine = shares(0, survivors=left, speeds=(1.0, 1.0, 1.0))
     mine.deal(loader())
     for samples, weight in ((4, 1.0), (6, 1.5)):
         mine.weigh([torch.zeros(samples)])
@@ -96,13 +113,12 @@ def test_replicas_share_each_batch_in_the_order_of_one_sampler() -> None:
     assert [len(part[0]) for part in parts] == [8, 3, 1]
 
 
-def test_the_loader_is_of_the_same_class_with_the_same_arguments() -> None:
+def test_the_loader_is_of_the_same_class_with_the_same_arguments(said: list[str]) -> None:
     def collate(samples: list[Any]) -> Tensor:
         return torch.stack([x for (x,) in samples])
 
-    said: list[str] = []
     before = loader(kind=Loader, doubles=True, collate_fn=collate, drop_last=True)
-    speaker = shares(1, said)
+    speaker = shares(1)
     dealt = speaker.deal(before)
     speaker.deal(loader())  # of the next epoch: nothing new is said
     assert type(dealt) is Loader
@@ -130,11 +146,10 @@ def test_batch_samplers_of_other_classes_and_batches_of_one_sample_are_refused()
         shares(0).weigh(iter([torch.ones(2)]))
 
 
-def test_loaders_that_lightning_does_not_deal_stay_as_they_are() -> None:
+def test_loaders_that_lightning_does_not_deal_stay_as_they_are(said: list[str]) -> None:
     data = TensorDataset(torch.arange(50))
-    said: list[str] = []
     for alone in (DataLoader(data, batch_size=4), [torch.ones(2)]):
-        assert shares(0, said).deal(alone) is alone
+        assert shares(0).deal(alone) is alone
     assert [line[line.index("leaves") : line.index(" they")] for line in said] == [
         "leaves the samples of DataLoader as",
         "leaves the samples of list as",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
@@ -24,6 +25,7 @@ from lightning_hybrid.process import HybridSubprocessLauncher
 from lightning_hybrid.stage import StageOptions
 from lightning_hybrid.strategy import refusals
 from lightning_hybrid.strategy.refusals import (
+    refuse_asynchronous,
     refuse_copies,
     refuse_device,
     refuse_lazy,
@@ -146,6 +148,27 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
     ]
     refuse_copies(Model(1000), 2, 9_000_000)
     refuse_copies(Model(1000), 3, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"accumulate_grad_batches": 2}, "not accumulate_grad_batches=2"),
+        ({"callbacks": [GradientAccumulationScheduler({4: 2})]}, "Leave GradientAccumulationSch"),
+    ],
+)
+def test_asynchronous_replicas_step_once_a_batch(arguments: dict[str, Any], text: str) -> None:
+    """Gradients of several batches with `gradient_sync="asgd"`, by number or by a scheduler."""
+    accumulating: Any = Trainer(accelerator="cpu", logger=False, **arguments)
+    accumulating.strategy.connect(BoringModel())
+    run: Any = SimpleNamespace(
+        trainer=accumulating,
+        module=nn.Linear(1, 1),
+        precision=accumulating.precision_plugin,
+        synchronised=False,
+    )
+    with pytest.raises(PlanError, match=f"gradient_sync='asgd' steps once a batch.*{text}"):
+        refuse_asynchronous(run, [])
 
 
 def test_accelerators_without_groups_are_refused() -> None:
