@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_hybrid._trees import rebuild, tensors_in
-from lightning_hybrid.allocation import allocate
+from lightning_hybrid.allocation import Problem, allocate
 from lightning_hybrid.capture import Capture, NotCaptured
 from lightning_hybrid.capture.watched_calls import own_forward
 from lightning_hybrid.graph import (
@@ -554,8 +554,7 @@ def divide(
     loads = [p.forward + p.backward for p in count(graph, partitions).partitions]
     if len(partitions) < 2:
         return cut(graph, partitions, []), None, sum(loads)
-    devices = allocate(loads, [1.0, 1.0], method="exact").assignment
-    boundary = next(i for i, device in enumerate(devices) if device != devices[0])
+    boundary = allocate(Problem(loads, [1.0, 1.0])).assignment.index(1)
     first = sum(loads[:boundary]) / sum(loads)
     return cut(graph, partitions, [boundary]), (first, 1 - first), sum(loads)
 

@@ -6,7 +6,9 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal
 
-from lightning_hybrid.allocation import Breeding, allocate, evolve, merge
+import numpy as np
+
+from lightning_hybrid.allocation import Breeding, Problem, allocate, evolve, merge
 from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.copied_stages import (
@@ -270,14 +272,18 @@ def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list
         return *best_loop(problem), "descent"
     if settings.allocation == "merging":
         return _merged(problem, settings), _order(problem.m), "merging"
-    method: Literal["gabra", "exact"] = "exact" if settings.allocation == "exact" else "gabra"
+    if settings.allocation == "exact" and not settings.contiguous and problem.m > 1:
+        raise PlanError(
+            "allocation='exact' places no partitions freely: use allocation='gabra', or "
+            "contiguous=True"
+        )
     if settings.objective == "step":
-        return _shortest_step(problem, method, settings)
-    return *_allocated(problem, method, settings.objective, settings), method
+        return _shortest_step(problem, settings)
+    return _allocated(problem, settings.objective, settings)
 
 
 def _shortest_step(
-    problem: StepProblem, method: Literal["gabra", "exact"], settings: PlanSettings
+    problem: StepProblem, settings: PlanSettings
 ) -> tuple[list[int], list[int], str]:
     """Search for the shortest step: ends of the stages, their devices, and name of the search."""
     order = _order(problem.m)
@@ -291,11 +297,6 @@ def _shortest_step(
     # only free placements need another search than that for chains
     if settings.contiguous or problem.m == 1:
         return ends, order, "dynamic"
-    if method == "exact":
-        raise PlanError(
-            "no exact solver knows the step of a free placement: use allocation='gabra', or "
-            "objective='makespan'"
-        )
     # small problems need fewer evaluations than the limit
     calls = min(_MOST_CALLS, 50 * problem.n * problem.m)
     try:
@@ -329,37 +330,35 @@ def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
 
 
 def _allocated(
-    problem: StepProblem,
-    method: Literal["gabra", "exact"],
-    objective: Literal["makespan", "profit"],
-    settings: PlanSettings,
-) -> tuple[list[int], list[int]]:
-    """Search by `allocate` for makespan or profit: the ends of the stages, and their devices."""
-    loads, speeds = problem.table.loads, problem.speeds
-    capacities = list(speeds)
+    problem: StepProblem, objective: Literal["makespan", "profit"], settings: PlanSettings
+) -> tuple[list[int], list[int], str]:
+    """Minimise the makespan or maximise the profit: ends, devices, and name of the search."""
+    loads, order = problem.table.loads, _order(problem.m)
+    capacities = [problem.speeds[device] for device in order]
     if objective == "profit":
         # Eq. 5 fills capacities: there must be room to spare for placements to differ
-        room = max(1.25 * sum(loads) / sum(speeds), max(loads) / min(speeds))
-        capacities = [speed * room for speed in speeds]
+        room = max(1.25 * sum(loads) / sum(capacities), max(loads) / min(capacities))
+        capacities = [speed * room for speed in capacities]
     limited = bool(problem.ceilings)
     try:
         found = allocate(
-            loads,
-            capacities,
-            cut_costs=_cut_costs(problem),
-            memory=problem.table.memory_bytes if limited else None,
-            memory_limits=problem.memory_limits if limited else None,
-            method=method,
-            objective=objective,
-            contiguous=settings.contiguous,
-            # the driver, device 0, owns the last stage, beside which the loss is computed
-            last_device=0,
-            device_order=_order(len(speeds)) if settings.contiguous else None,
+            Problem(
+                np.array(loads),
+                np.array(capacities),
+                cut_costs=np.array(_cut_costs(problem)),
+                memory=np.array(problem.table.memory_bytes if limited else ()),
+                memory_limits=np.array([problem.memory_limits[d] for d in order if limited]),
+                objective=objective,
+                contiguous=settings.contiguous,
+                # the driver owns the last stage, beside which the loss is computed
+                last_device=problem.m - 1,
+            ),
             seed=settings.seed,
         )
     except AllocationError as error:
-        raise PlanError(f"stages({len(speeds)}) cannot be placed: {error}") from error
-    return runs(found.assignment)
+        raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
+    ends, places = runs(found.assignment)
+    return ends, [order[place] for place in places], "exact" if settings.contiguous else "gabra"
 
 
 def _cut_costs(problem: StepProblem) -> list[float]:
