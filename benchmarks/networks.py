@@ -42,11 +42,11 @@ from lightning_hybrid.graph import (
     NetworkGraph,
     Stage,
     StageCode,
-    count,
     cut,
     make_stages,
     network_partitions,
 )
+from lightning_hybrid.planning import count
 from lightning_hybrid.stage import check
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "conformance"))
@@ -551,7 +551,7 @@ def divide(
 ) -> tuple[list[StageCode], tuple[float, float] | None, float]:
     """Two stages whose counted loads differ least, their shares of it, and the load."""
     partitions = network_partitions(graph)
-    loads = [p.forward + p.backward for p in count(graph, partitions).partitions]
+    loads = count(graph, partitions).loads
     if len(partitions) < 2:
         return cut(graph, partitions, []), None, sum(loads)
     boundary = allocate(Problem(loads, [1.0, 1.0])).assignment.index(1)

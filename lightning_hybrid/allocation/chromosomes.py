@@ -74,14 +74,19 @@ class Labels:
         return self.strewn(rng)
 
     def _chain(self, rng: np.random.Generator) -> Ints:
-        """Runs of about fair shares on the devices in a random order."""
-        problem = self.problem
-        order = rng.permutation(problem.m)
+        """Runs on the devices in a random order, cut where it is cheap, near fair shares."""
+        problem, n, m = self.problem, self.problem.n, self.problem.m
+        order = rng.permutation(m)
         if problem.last_device is not None:
             order = np.append(order[order != problem.last_device], problem.last_device)
         share, work = np.cumsum(problem.capacities[order]), np.cumsum(problem.loads)
-        place = np.searchsorted(share / share[-1] * (1 + SLACK), work / work[-1])
-        return np.asarray(order[place], dtype=np.int64)
+        fair = np.searchsorted(work, share / share[-1] * work[-1]) + 1
+        reach, ends = int(rng.integers(n // (2 * m) + 1)), [0]
+        for device, end in enumerate(fair[:-1].tolist(), 1):
+            low = min(max(end - reach, ends[-1] + 1), n - m + device)
+            high = max(low, min(end + reach, n - m + device))
+            ends.append(low + int(problem.cut_costs[low - 1 : high].argmin()))
+        return np.repeat(order, np.diff([*ends, n]))
 
     def strewn(self, rng: np.random.Generator) -> Ints:
         """Place each partition on a random device with room, by depth-first search.

@@ -6,7 +6,6 @@ from functools import cached_property
 
 from lightning_hybrid.allocation import SLACK
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.graph import PartitionProfile, Profile
 from lightning_hybrid.planning.partition_table import PartitionTable
 
 _STEPS = 60
@@ -230,7 +229,7 @@ def gigabytes(size: float) -> str:
 
 
 def check_memory(
-    profile: Profile,
+    table: PartitionTable,
     needed: Sequence[int],
     limits: Sequence[int],
     held: int,
@@ -242,7 +241,7 @@ def check_memory(
     """Refuse a network that no placement can hold.
 
     Args:
-        profile: profile of its partitions.
+        table: its partitions.
         needed: bytes that each partition holds in training.
         limits: bytes that each device of a replica may use, by its index.
         held: number of micro-batches whose activations are held at once.
@@ -262,15 +261,15 @@ def check_memory(
     # the simplest reason first, which names one thing to change
     if needed[largest] > limits[roomiest]:
         problem = (
-            f"network partition {profile.partitions[largest].name!r} needs{again} "
-            f"{_spelled([profile.partitions[largest]], held)}, more than any device has: the "
+            f"network partition {table.names[largest]!r} needs{again} "
+            f"{_spelled(table, held, slice(largest, largest + 1))}, more than any device has: the "
             f"largest, device {roomiest} of a replica, has {gigabytes(limits[roomiest])} {free}"
         )
     elif sum(needed) > sum(limits):
         each = ", ".join(map(gigabytes, limits))
         more = ", or more stages (pipeline_parallel_size)"
         problem = (
-            f"the network needs{again} {_spelled(profile.partitions, held)}, more than the "
+            f"the network needs{again} {_spelled(table, held)}, more than the "
             f"{len(limits)} devices of a replica have {free} together: {gigabytes(sum(limits))} "
             f"({each})"
         )
@@ -279,30 +278,38 @@ def check_memory(
         problem = f"no chain of stages fits into memory, however it is cut: {tried[0]}"
     else:
         return
-    raise PlanError(f"{problem}. {_advice(profile, held, more, tried)}")
+    raise PlanError(f"{problem}. {_advice(table, held, more, tried)}")
 
 
-def _advice(profile: Profile, held: int, more: str, tried: Sequence[Fit]) -> str:
+def _advice(table: PartitionTable, held: int, more: str, tried: Sequence[Fit]) -> str:
     texts = [
         "Make the batch smaller (activations grow with it), take an optimizer with less state, or "
         f"use larger devices{more}."
     ]
     if held > 1:
-        less = gigabytes(sum(p.memory_bytes(1) for p in profile.partitions))
+        less = gigabytes(sum(table.held_bytes(1)))
         texts.append(f"recompute=True holds activations of one micro-batch: {less} in all.")
     if tried:
         texts.append(what_would_fit(tried))
     return " ".join(texts)
 
 
-def _spelled(partitions: Sequence[PartitionProfile], held: int) -> str:
-    def total(name: str) -> str:
-        return gigabytes(sum(getattr(p, f"{name}_bytes") for p in partitions))
-
-    buckets = f"{total('bucket')} to average them, " if partitions[0].bucket_bytes else ""
+def _spelled(table: PartitionTable, held: int, which: slice = slice(None)) -> str:
+    """What some partitions need: with activations of so many micro-batches, and by kind."""
+    kept, *parts, activations = (
+        sum(sizes[which])
+        for sizes in (
+            table.kept_bytes,
+            table.parameter_bytes,
+            table.gradient_bytes,
+            table.bucket_bytes,
+            table.activation_bytes,
+        )
+    )
+    parameters, gradients, copies = map(gigabytes, parts)
+    buckets = f"{copies} to average them, " if table.bucket_bytes else ""
     return (
-        f"{gigabytes(sum(p.memory_bytes(held) for p in partitions))} (parameters "
-        f"{total('parameter')}, gradients {total('gradient')}, {buckets}"
-        f"optimizer {total('optimizer')}, "
-        f"activations {total('activation')} for each of {held} micro-batches held)"
+        f"{gigabytes(kept + held * activations)} (parameters {parameters}, gradients {gradients}, "
+        f"{buckets}optimizer {gigabytes(kept - sum(parts))}, "
+        f"activations {gigabytes(activations)} for each of {held} micro-batches held)"
     )

@@ -91,8 +91,8 @@ def _choose(
         # the optimizers are made after the sizes are chosen: the size of their state is assumed
         weights = graph.network.named_parameters()
         state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
-        advance, divides = progress.of_profiling(seen.name), config.settings.shards_states
-        return seen.table(device, state, advance, divides_states=divides)
+        table = seen.profile(device, progress.of_profiling(seen.name))
+        return table.with_optimizer(seen.partitions, state, divides=config.settings.shards_states)
 
     progress.begin("looking at a training step")
     try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import NetworkOptions
 from lightning_hybrid.driver.verification import Verify
-from lightning_hybrid.planning.partition_table import CalledNetwork
+from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.run.progress import StartProgress
 
