@@ -62,7 +62,7 @@ class Labels:
         self._cuts_cost = problem.objective == "makespan" and bool(problem.cut_costs.any())
 
     def random(self, rng: np.random.Generator) -> Ints:
-        """A random member; if cuts have costs, every second one is a chain of fair shares.
+        """A random member; if cuts have costs, every second one is a balanced chain.
 
         Independent random devices give nearly a cut after each partition, which single moves do not
         repair.
@@ -74,19 +74,27 @@ class Labels:
         return self.strewn(rng)
 
     def _chain(self, rng: np.random.Generator) -> Ints:
-        """Runs on the devices in a random order, cut where it is cheap, near fair shares."""
+        """Runs on the devices in a random order, each filled up to the least goal that suffices."""
         problem, n, m = self.problem, self.problem.n, self.problem.m
         order = rng.permutation(m)
         if problem.last_device is not None:
             order = np.append(order[order != problem.last_device], problem.last_device)
-        share, work = np.cumsum(problem.capacities[order]), np.cumsum(problem.loads)
-        fair = np.searchsorted(work, share / share[-1] * work[-1]) + 1
-        reach, ends = int(rng.integers(n // (2 * m) + 1)), [0]
-        for device, end in enumerate(fair[:-1].tolist(), 1):
-            low = min(max(end - reach, ends[-1] + 1), n - m + device)
-            high = max(low, min(end + reach, n - m + device))
-            ends.append(low + int(problem.cut_costs[low - 1 : high].argmin()))
-        return np.repeat(order, np.diff([*ends, n]))
+        sums = np.concatenate([[0.0], np.cumsum(problem.loads)])
+        edge = np.concatenate([[0.0], problem.cut_costs, [0.0]])
+        # with the last of the goals the first device can take all that the others need not have
+        most = sums[-1] / problem.capacities.min() + 2 * edge.max()
+        for goal in problem.bound + (most - problem.bound) * np.linspace(0.0, 1.0, 200) ** 3:
+            ends = [0]
+            for place, device in enumerate(order, 1):
+                stops = np.arange(ends[-1] + 1, n - m + place + 1)
+                times = (sums[stops] - sums[ends[-1]]) / problem.capacities[device]
+                fitting = stops[times + edge[ends[-1]] + edge[stops] <= goal]
+                if not fitting.size:
+                    break
+                ends.append(int(fitting[-1]))
+            if ends[-1] == n:
+                break
+        return np.repeat(order, np.diff(ends))
 
     def strewn(self, rng: np.random.Generator) -> Ints:
         """Place each partition on a random device with room, by depth-first search.

@@ -35,6 +35,25 @@ class Way:
         return f"{self.stages} stage{'s' * (self.stages > 1)}, {slices}{again}"
 
 
+@dataclass(frozen=True)
+class Held:
+    """Memory that a network takes in training.
+
+    Attributes:
+        needed: bytes that each partition holds; empty: not known.
+        most: number of forwards whose activations a partition holds at once.
+        kept_inputs: further bytes on each device, of stage inputs kept for recomputation.
+    """
+
+    needed: Sequence[int]
+    most: int = 1
+    kept_inputs: int = 0
+
+    def room(self, limits: Sequence[int]) -> tuple[int, ...]:
+        """The limits of devices less the inputs that they keep."""
+        return tuple(max(0, limit - self.kept_inputs) for limit in limits)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """Whether a network, spread in a way, fits into the memory of devices.
@@ -42,20 +61,15 @@ class Fit:
     Attributes:
         way: the sizes.
         limits: (m,) bytes that each device may use, by its index in the replica.
-        kept_bytes: (n,) bytes of the parameters, the gradients and the state of the optimizer of
-            each partition.
-        activation_bytes: (n,) bytes of activations held for the backward, for the whole batch of a
-            replica; taken to be proportional to the samples.
-        crossing_bytes: bytes that cross the widest cut, for the whole batch.
+        whole: table of the network for the whole batch of a replica; its activations are taken to
+            be proportional to the samples.
         batch: number of samples, which is also the largest number of micro-batches.
         may_recompute: whether recomputation may be advised.
     """
 
     way: Way
     limits: Sequence[float]
-    kept_bytes: Sequence[float]
-    activation_bytes: Sequence[float]
-    crossing_bytes: float
+    whole: PartitionTable
     batch: int
     may_recompute: bool = True
 
@@ -70,16 +84,13 @@ class Fit:
         may_recompute: bool = True,
     ) -> "Fit":
         """Make it of a network's table, whose sizes are for a micro-batch of ``way``."""
-        count = way.microbatches
-        return cls(
-            way=way,
-            limits=limits,
-            kept_bytes=table.kept_bytes,
-            activation_bytes=[count * size for size in table.activation_bytes],
-            crossing_bytes=count * max(table.cut_bytes, default=0.0),
-            batch=batch,
-            may_recompute=may_recompute,
-        )
+        whole = table.scaled(way.microbatches)
+        return cls(way=way, limits=limits, whole=whole, batch=batch, may_recompute=may_recompute)
+
+    @property
+    def crossing_bytes(self) -> float:
+        """Bytes that cross the widest cut, for the whole batch."""
+        return max(self.whole.cut_bytes, default=0.0)
 
     @cached_property
     def lacks(self) -> list[float]:
@@ -101,7 +112,8 @@ class Fit:
         way = self.way
         # a single stage runs the backward of each micro-batch before the next one's forward
         share = 1 / way.microbatches if way.recompute or way.stages == 1 else 1.0
-        return [k + share * a for k, a in zip(self.kept_bytes, self.activation_bytes)]
+        sizes = zip(self.whole.kept_bytes, self.whole.activation_bytes)
+        return [kept + share * activation for kept, activation in sizes]
 
     @property
     def _room(self) -> list[float]:
@@ -210,7 +222,7 @@ def _ways(nearest: Fit) -> Iterator[Way]:
     if stages > 1:
         same = (Way(stages=stages, microbatches=m, recompute=True) for m in again)
         yield from [way for way in same if nearest.on(way, nearest.limits).fits][:1]
-    most = len(nearest.kept_bytes)
+    most = len(nearest.whole.kept_bytes)
     for slices, recompute in [(microbatches, False), *((m, True) for m in again[-1:])]:
         for more in range(stages + 1, most + 1):
             way = Way(stages=more, microbatches=slices, recompute=recompute)
@@ -230,9 +242,8 @@ def gigabytes(size: float) -> str:
 
 def check_memory(
     table: PartitionTable,
-    needed: Sequence[int],
+    held: Held,
     limits: Sequence[int],
-    held: int,
     *,
     recompute: bool = False,
     tried: Sequence[Fit] = (),
@@ -242,9 +253,8 @@ def check_memory(
 
     Args:
         table: its partitions.
-        needed: bytes that each partition holds in training.
+        held: memory that they hold in training.
         limits: bytes that each device of a replica may use, by its index.
-        held: number of micro-batches whose activations are held at once.
         recompute: whether activations are recomputed.
         tried: the current way of spreading the network, then others that need not be advised.
         contiguous: whether the placement is a chain, which must fit as the first of `tried`.
@@ -253,6 +263,7 @@ def check_memory(
         PlanError: one partition is larger than any device, or all are larger than all devices
             together, or no chain fits; the text says what is missing where, and what would fit.
     """
+    needed, limits = held.needed, held.room(limits)
     again = ", with recompute=True," if recompute else ""
     free = "free beside the inputs that its stages keep" if recompute else "free"
     largest = max(range(len(needed)), key=needed.__getitem__)
@@ -262,14 +273,14 @@ def check_memory(
     if needed[largest] > limits[roomiest]:
         problem = (
             f"network partition {table.names[largest]!r} needs{again} "
-            f"{_spelled(table, held, slice(largest, largest + 1))}, more than any device has: the "
-            f"largest, device {roomiest} of a replica, has {gigabytes(limits[roomiest])} {free}"
+            f"{_spelled(table, held.most, slice(largest, largest + 1))}, more than any device has: "
+            f"the largest, device {roomiest} of a replica, has {gigabytes(limits[roomiest])} {free}"
         )
     elif sum(needed) > sum(limits):
         each = ", ".join(map(gigabytes, limits))
         more = ", or more stages (pipeline_parallel_size)"
         problem = (
-            f"the network needs{again} {_spelled(table, held)}, more than the "
+            f"the network needs{again} {_spelled(table, held.most)}, more than the "
             f"{len(limits)} devices of a replica have {free} together: {gigabytes(sum(limits))} "
             f"({each})"
         )
@@ -278,7 +289,7 @@ def check_memory(
         problem = f"no chain of stages fits into memory, however it is cut: {tried[0]}"
     else:
         return
-    raise PlanError(f"{problem}. {_advice(table, held, more, tried)}")
+    raise PlanError(f"{problem}. {_advice(table, held.most, more, tried)}")
 
 
 def _advice(table: PartitionTable, held: int, more: str, tried: Sequence[Fit]) -> str:

@@ -6,7 +6,6 @@ If the user leaves them open, the schedule and whether to recompute activations 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -18,9 +17,8 @@ from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster import Cluster, Rates
 from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
 from lightning_hybrid.planning.measure import Advance
-from lightning_hybrid.planning.memory_check import Fit, Way, check_memory
+from lightning_hybrid.planning.memory_check import Fit, Held, Way, check_memory
 from lightning_hybrid.planning.memory_needed import (
-    Held,
     Life,
     held_in_training,
     optimizer_bytes,
@@ -126,8 +124,8 @@ def make_plan(
         rings = [site.replicas * copies for copies in settings.copies]
         after = [rates.after_backward(table.gradient_bytes, owners) for owners in rings]
         replica = replace(replica, after=after)
-    check = partial(_check, settings, microbatches * (network.graph.batch_of(network.leaves) or 1))
-    plan = plan_within(table, settings, replica, check, trains=trains, cut_points=cut_points)
+    batch = microbatches * (network.graph.batch_of(network.leaves) or 1)
+    plan = plan_within(table, settings, replica, batch, trains=trains, cut_points=cut_points)
     if not table.is_measured:  # counted loads say nothing of times
         return plan.without_times()
     # without training memory does not grow, so that no peaks are given
@@ -234,24 +232,23 @@ def _replica(
 
 
 def _check(
-    settings: PlanSettings,
-    batch: int,
     table: PartitionTable,
-    limits: tuple[int, ...],
+    settings: PlanSettings,
     held: Held,
+    limits: tuple[int, ...],
     way: Way,
-    *,
+    batch: int,
     trains: bool,
 ) -> None:
-    """Refuse the network if no placement can hold it, with advice; see :func:`check_memory`.
+    """Refuse a network that no placement can hold, with advice; see :func:`check_memory`.
 
     Args:
-        settings: options of the user.
-        batch: number of samples of a replica's batch.
         table: table of the partitions.
-        limits: bytes that each device may use.
+        settings: options of the user.
         held: memory that the partitions take.
+        limits: bytes that each device may use.
         way: the sizes that are tried.
+        batch: number of samples of a replica's batch.
         trains: whether the network is trained.
 
     Raises:
@@ -266,9 +263,8 @@ def _check(
     searched = isinstance(settings.allocation, str)
     check_memory(
         table,
-        held.needed,
-        held.room(limits) or (),
-        held.most,
+        held,
+        limits,
         recompute=way.recompute,
         tried=tried,
         contiguous=searched and settings.contiguous and settings.schedule != "looped",
@@ -293,7 +289,7 @@ def plan_within(
     table: PartitionTable,
     settings: PlanSettings,
     replica: Replica,
-    check: Callable[..., None] | None = None,
+    batch: int | None = None,
     *,
     trains: bool = True,
     cut_points: Sequence[str] | None = None,
@@ -304,8 +300,8 @@ def plan_within(
         table: the partitions, with kept memory and that of activations.
         settings: options of the user.
         replica: the devices.
-        check: called before each search, to raise its own error if nothing can fit; it gets the
-            table, the limits, the memory held, the sizes, and whether the network is trained.
+        batch: number of samples of a replica's batch, for advice where nothing can fit; None: such
+            advice is not wanted.
         trains: whether the network is trained.
         cut_points: see :func:`plan_stages`.
 
@@ -315,18 +311,18 @@ def plan_within(
     limits, stages, microbatches = replica.memory_limits, replica.stages, replica.microbatches
 
     def plan_with(recompute: bool) -> Plan:
+        way = Way(stages=stages, microbatches=microbatches, recompute=recompute)
         held = Held([round(size) for size in table.kept_bytes])
         if trains:
-            held = held_in_training(table, settings, stages, microbatches, recompute)
-        if check is not None and limits is not None and held.needed:
-            way = Way(stages=stages, microbatches=microbatches, recompute=recompute)
-            check(table, limits, held, way, trains=trains)
+            held = held_in_training(table, settings, way)
+        if batch is not None and limits is not None and held.needed:
+            _check(table, settings, held, limits, way, batch, trains)
         planned = replace(table, memory_bytes=held.needed)
         if recompute:
             planned = planned.recomputed()
         elif settings.compiled:  # a compiled stage has a backward that cannot be split
             planned = planned.joint()
-        beside_inputs = replace(replica, memory_limits=held.room(limits))
+        beside_inputs = replace(replica, memory_limits=limits and held.room(limits))
         plan = plan_by_schedule(
             settings.schedule,
             lambda name: plan_stages(
