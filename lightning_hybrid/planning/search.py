@@ -132,56 +132,49 @@ def plan_stages(
     Raises:
         PlanError: more stages than partitions, an unknown or misplaced cut point, or no placement.
     """
-    schedule, stages, given = settings.schedule, replica.stages, replica.capacities
-    count = sum(settings.copies) if settings.has_copies else stages
-    devices_speeds = [1.0] * count if given is None else list(given)
-    speeds = devices_speeds
-    if settings.has_copies:
-        # the copies of a stage wait for the slowest one, whose speed is used for the cuts
-        speeds = of_slowest(speeds, owners_of(settings.copies))
+    stages, owners = replica.stages, owners_of(settings.copies) if settings.has_copies else ()
     if stages > (most := len(table.names)):
         raise PlanError(
             f"stages({stages}) are more than the {most} partitions of the network: ask for at "
             f"most {most} stages, or cut the network into more partitions"
         )
+    speeds = [*(replica.capacities or [1.0] * (sum(settings.copies) or stages))]
+    rates = replica.bandwidth_bytes_per_s, replica.latency_s
     problem = StepProblem(
         table=table,
-        speeds=speeds,
-        links=Links.equal(stages, replica.bandwidth_bytes_per_s, replica.latency_s),
+        # the copies of a stage wait for the slowest one, whose speed is used for the cuts
+        speeds=of_slowest(speeds, owners) if owners else speeds,
+        links=Links.equal(stages, *rates),
         # a stream has no fill and drain, which are negligible with many micro-batches
-        microbatches=_STREAM if schedule in STREAMED else replica.microbatches,
+        microbatches=_STREAM if settings.schedule in STREAMED else replica.microbatches,
         memory_limits=replica.memory_limits or (),
     )
-    capacities = tuple(speeds)
-    devices: tuple[int | tuple[int, ...], ...]
-    if settings.has_copies:
+    if owners:
         copied = CopiedStages(
             chain=problem,
             copies=settings.copies,
-            speeds=devices_speeds,
-            links=Links.equal(count, replica.bandwidth_bytes_per_s, replica.latency_s),
+            speeds=speeds,
+            links=Links.equal(len(speeds), *rates),
             after=replica.after,
         )
         ends, chosen_by = _cuts_of_copies(copied, settings, cut_points)
-        devices, capacities = owners_of(settings.copies), tuple(copied.speeds)
-        costs = replace(copied.stage_costs(ends), devices=[*map(min, devices)])
+        costs = replace(copied.stage_costs(ends), devices=[*map(min, owners)])
         predicted_s = dealt_s(copied.costs(ends), replica.microbatches)
     else:
         ends, costs, chosen_by = _cuts(problem, settings, cut_points)
-        devices = tuple(costs.devices)
-        predicted_s = _predicted_s(costs, schedule, replica.microbatches)
+        predicted_s = _predicted_s(costs, settings.schedule, replica.microbatches)
     return Plan(
         replicas=replica.replicas,
         stages=len(ends),
         microbatches=replica.microbatches,
-        schedule=schedule,
+        schedule=settings.schedule,
         cuts=tuple(table.names[end] for end in ends[:-1]),
-        devices=devices,
-        capacities=capacities,
+        devices=owners or tuple(costs.devices),
+        capacities=tuple(speeds),
         rows=table.rows(ends, costs),
         predicted_step_s=predicted_s,
         # stages with copies are always cut by their simulated step
-        objective="step" if settings.has_copies else settings.objective,
+        objective="step" if owners else settings.objective,
         allocation=chosen_by,
         seed=settings.seed,
         split=tuple(stage for stage, weight_s in enumerate(costs.weight_s) if weight_s),
