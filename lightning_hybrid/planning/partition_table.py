@@ -238,16 +238,16 @@ class PartitionTable:
             share: the fraction.
             unit_s: seconds of one unit of the times, where FLOPs were counted.
         """
-        factors = dict.fromkeys(("forward_s", "backward_s", "input_part_s"), share * unit_s)
+        unit_s *= share
+        factors = dict.fromkeys(("forward_s", "backward_s", "input_part_s"), unit_s)
         factors |= dict.fromkeys(("cut_bytes", "activation_bytes"), share)
-        parts = [None if part is None else share * unit_s * part for part in self.weight_part_s]
-        return replace(
-            self,
-            weight_part_s=parts,
-            output_bytes=share * self.output_bytes,
-            batch=round(share * self.batch),
-            **{n: [factor * v for v in getattr(self, n)] for n, factor in factors.items()},
-        )
+        columns: dict[str, Any] = {
+            name: [factor * value for value in getattr(self, name)]
+            for name, factor in factors.items()
+        }
+        parts = [None if part is None else unit_s * part for part in self.weight_part_s]
+        batch, outputs = round(share * self.batch), share * self.output_bytes
+        return replace(self, weight_part_s=parts, output_bytes=outputs, batch=batch, **columns)
 
     def rows(self, ends: Sequence[int], costs: StepCosts) -> tuple[StagePlan, ...]:
         """The rows of a plan: contents, times, memory and traffic of each stage.
