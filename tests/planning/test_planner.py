@@ -134,6 +134,15 @@ def test_a_run_that_does_not_train_computes_nothing_again() -> None:
     assert not planned(recompute=True, trains=False).recompute
 
 
+def test_a_run_that_does_not_train_is_refused_for_what_it_holds_alone() -> None:
+    with pytest.raises(PlanError) as refused:
+        planned(trains=False, memory=1500)
+    weights = f"{6 * (16 * 16 + 16) * 4 / 1e9:.3g} GB"
+    assert f"needs {weights} (parameters {weights}, gradients 0 GB, optimizer 0 GB" in str(
+        refused.value
+    )
+
+
 RATES = Rates(
     message_s=2.0,
     reduce_bytes_per_s=1e3,
