@@ -74,8 +74,8 @@ def unequal(rng: Rng, m: int) -> Floats:
     return rng.uniform(0.5, 1.5, m)
 
 
-def large(seed: int, kind: str, n: int = 50, m: int = 8, contiguous: bool = False) -> Problem:
-    rng = np.random.default_rng(seed)
+def large(seed: int, kind: str, *, contiguous: bool = False) -> Problem:
+    rng, n, m = np.random.default_rng(seed), 50, 8
     loads = (heavy_tailed if "heavy" in kind else uniform)(rng, n)
     speeds = np.ones(m) if "equal devices" in kind else unequal(rng, m)
     cuts = rng.uniform(0.0, 0.2, n - 1) if "cut" in kind else np.empty(0)
@@ -116,19 +116,6 @@ def with_cuts(instances: int) -> str:
     return f"against the best chain: median {median:+.2f} %, from {low:+.2f} % to {high:+.2f} %"
 
 
-def thousand() -> Table:
-    table = Table("1000 partitions on 64 devices", "CPU seconds", "gap to a bound")
-    for seed, kind in product(range(3), ("equal devices", "unequal")):
-        problem = large(seed, kind, 1000, 64)
-        start = process_time()
-        cost = gabra(problem, seed)[1][-1]
-        seconds = process_time() - start
-        table.add_row(
-            f"{kind} ({seed})", f"{seconds:.2f}", f"{100 * (cost / problem.bound - 1):.2f} %"
-        )
-    return table
-
-
 def ablation(instances: int) -> Table:
     """What the genetic part brings, and what the local refinement does."""
     kind = "unequal"
@@ -157,7 +144,6 @@ def main() -> None:
     console.print(against_brute_force(instances, literal_gabra))
     console.print(fifty(instances))
     console.print("With cut costs,", with_cuts(max(1, instances // 10)))
-    console.print(thousand())
     console.print("What the parts bring")
     console.print(ablation(max(1, instances // 4)))
 
