@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 import timeit
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from timed_orders import time_orders
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription
 from lightning_hybrid.asking.partition_costs import capture_call
-from lightning_hybrid.graph import Profile, network_partitions
+from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
@@ -49,15 +50,14 @@ class Measured:
     def __init__(self, network: nn.Module, shape: tuple[int, ...]) -> None:
         self._graph, self._leaves = capture_call(network, (torch.rand(BATCH, *shape),), {})
         self._partitions = network_partitions(self._graph)
-        self._profiles: dict[int, Profile] = {}
-        self._sizes = {name: p.numel() for name, p in network.named_parameters()}
+        self._profiles: dict[int, PartitionTable] = {}
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
         self.update_s = statistics.median(timeit.repeat(optimizer.step, number=1, repeat=9))
         """Seconds of an optimizer step of the whole network."""
 
-    def profile(self, microbatches: int) -> Profile:
+    def profile(self, microbatches: int) -> PartitionTable:
         """What the parts take of a batch that is divided."""
         if microbatches not in self._profiles:
             leaves = self._graph.split(self._leaves, microbatches)[0]
@@ -66,30 +66,18 @@ class Measured:
             )
         return self._profiles[microbatches]
 
-    def parameters(self) -> list[int]:
-        return [sum(self._sizes[name] for name in part.parameters) for part in self._partitions]
-
     def ddp_s(self, devices: int) -> float:
         """Seconds of a batch that is divided, its gradients passed round a ring."""
         profile = self.profile(devices)
-        size = sum(row.gradient_bytes for row in profile.partitions)
+        size = sum(profile.gradient_bytes)
         rounds = 2 * (devices - 1)  # of a ring, in each of which a device sends its share
         ring_s = rounds * (size / devices / LINK.bandwidth_bytes_per_s + LINK.latency_s)
         return work_s(profile) + ring_s + self.update_s
 
     def plan(self, schedule: str, devices: int, microbatches: int) -> Plan:
-        rows, parameters = self.profile(microbatches).partitions, self.parameters()
-        table = PartitionTable(
-            names=[row.name for row in rows],
-            forward_s=[row.forward for row in rows],
-            backward_s=[row.backward for row in rows],
-            cut_bytes=[row.output_bytes for row in rows[:-1]],
-            parameters=parameters,
-            layers=[len(part.layers) for part in self._partitions],
-            step_s=[self.update_s * size / sum(parameters) for size in parameters],
-            input_part_s=[row.parts[0] for row in rows],
-            weight_part_s=[row.parts[1] for row in rows],
-        )
+        profile = self.profile(microbatches)
+        sizes = profile.parameters
+        table = replace(profile, step_s=[self.update_s * size / sum(sizes) for size in sizes])
         return plan_stages(
             table,
             PlanSettings(schedule=schedule, contiguous=schedule != "looped"),
@@ -125,14 +113,14 @@ class Measured:
             rounds = self.plan(schedule, devices, microbatches).stages // devices
             return (microbatches + more / rounds) * stage_s
         if schedule == "zero_bubble":
-            weights_s = sum(row.parts[1] or 0.0 for row in profile.partitions) / devices
+            weights_s = sum(part or 0.0 for part in profile.weight_part_s) / devices
             return (microbatches + more) * stage_s - more * weights_s
         return (WINDOW + more) / WINDOW * stage_s if schedule == "1f1b" else stage_s
 
 
-def work_s(profile: Profile) -> float:
+def work_s(profile: PartitionTable) -> float:
     """Seconds of forward and backward of all parts."""
-    return sum(row.forward + row.backward for row in profile.partitions)
+    return sum(profile.loads)
 
 
 def main(network: str, side: int) -> None:

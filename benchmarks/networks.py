@@ -35,18 +35,18 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_hybrid._trees import rebuild, tensors_in
-from lightning_hybrid.allocation import allocate
+from lightning_hybrid.allocation import Problem, allocate
 from lightning_hybrid.capture import Capture, NotCaptured
 from lightning_hybrid.capture.watched_calls import own_forward
 from lightning_hybrid.graph import (
     NetworkGraph,
     Stage,
     StageCode,
-    count,
     cut,
     make_stages,
     network_partitions,
 )
+from lightning_hybrid.planning import count
 from lightning_hybrid.stage import check
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "conformance"))
@@ -551,11 +551,10 @@ def divide(
 ) -> tuple[list[StageCode], tuple[float, float] | None, float]:
     """Two stages whose counted loads differ least, their shares of it, and the load."""
     partitions = network_partitions(graph)
-    loads = [p.forward + p.backward for p in count(graph, partitions).partitions]
+    loads = count(graph, partitions).loads
     if len(partitions) < 2:
         return cut(graph, partitions, []), None, sum(loads)
-    devices = allocate(loads, [1.0, 1.0], method="exact").assignment
-    boundary = next(i for i, device in enumerate(devices) if device != devices[0])
+    boundary = allocate(Problem(loads, [1.0, 1.0])).assignment.index(1)
     first = sum(loads[:boundary]) / sum(loads)
     return cut(graph, partitions, [boundary]), (first, 1 - first), sum(loads)
 

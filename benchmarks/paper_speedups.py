@@ -25,9 +25,9 @@ from rich.table import Table
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription
 from lightning_hybrid.asking.partition_costs import capture_call
-from lightning_hybrid.graph import count, network_partitions
+from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning.chains import best_chain
-from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import speedup
 from models import ResAttNet3D
@@ -51,12 +51,12 @@ class Network:
         with torch.device("meta"):
             network = ResAttNet3D(depth)
             graph, _ = capture_call(network, (torch.empty(SAMPLES, *VOLUME),), {})
-        rows = count(graph, network_partitions(graph)).partitions
-        self.parameters = [row.parameter_bytes for row in rows]
+        counted = count(graph, network_partitions(graph)).scaled(1.0, 1 / rate)
+        self.parameters = counted.parameter_bytes
         self.table = PartitionTable(
-            forward_s=[row.forward / rate for row in rows],
-            backward_s=[row.backward / rate for row in rows],
-            cut_bytes=[row.output_bytes for row in rows[:-1]],
+            forward_s=counted.forward_s,
+            backward_s=counted.backward_s,
+            cut_bytes=counted.cut_bytes,
             step_s=[UPDATE_BYTES * size / MEMORY_BYTES_PER_S for size in self.parameters],
         )
 

@@ -94,16 +94,10 @@ def profile(name: str) -> Chain:
     build, shape = NETWORKS[name]
     network, x = build(), torch.randn(SIZE, *shape)
     graph, leaves = capture(network, x)
-    partitions = network_partitions(graph)
-    rows = measure(graph, partitions, leaves).partitions
-    sizes = {n: p.numel() for n, p in network.named_parameters()}
+    table = measure(graph, network_partitions(graph), leaves)
     return Chain(
-        [p.name for p in partitions],
-        [len(p.layers) for p in partitions],
-        [sum(sizes[n] for n in p.parameters) for p in partitions],
-        [row.forward for row in rows],
-        [row.backward for row in rows],
-        [row.output_bytes for row in rows[:-1]],
+        *(table.names, table.layers, table.parameters),
+        *(table.forward_s, table.backward_s, table.cut_bytes),
     )
 
 

@@ -48,10 +48,7 @@ def main() -> None:
                     leaves,
                     device,
                 )
-                parts = [
-                    sum(getattr(p, f"{what}_s") for p in profile.partitions)
-                    for what in ("forward", "backward")
-                ]
+                parts = [sum(getattr(profile, f"{what}_s")) for what in ("forward", "backward")]
                 print(
                     f"  micro-batch of {size}: {time.perf_counter() - begin:.2f} s for "
                     + "a forward of {:.3f} s, a backward of {:.3f} s".format(*parts)

@@ -3,7 +3,6 @@
 `literal` has the algorithm as it is printed. The changes to it are:
 
 * in both children of a crossover every gene stays at its place;
-* contiguous problems have chromosomes of runs, on which the operators are meaningful;
 * besides inversion, a mutation changes single genes: inversion and crossover alone never bring back
   a device that all members have lost;
 * a child that was *ever* evaluated counts as a duplicate, and after `tries` children in a row that
@@ -19,9 +18,7 @@ when it is within `tolerance` of the bound. It calls no exact solver.
 
 import numpy as np
 
-from lightning_hybrid.allocation.chromosomes import Settings, roulette
-from lightning_hybrid.allocation.contiguous_chromosomes import Runs
-from lightning_hybrid.allocation.free_chromosomes import Labels
+from lightning_hybrid.allocation.chromosomes import Labels, Settings, roulette
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
 
 _SMALL = 100_000
@@ -68,7 +65,7 @@ class Evolution:
 
     def __init__(self, problem: Problem, rng: np.random.Generator, settings: Settings) -> None:
         self.problem, self.rng, self.settings = problem, rng, settings
-        self.genes: Runs | Labels = Runs(problem) if problem.contiguous else Labels(problem)
+        self.genes = Labels(problem)
         self.members: list[Ints] = []
         self.costs: list[float] = []
         self.seen: set[bytes] = set()
@@ -88,7 +85,7 @@ class Evolution:
             if child[1] < history[-1]:
                 best = child[0]
             history.append(min(history[-1], child[1]))
-        return self.genes.decode(best), tuple(history)
+        return best, tuple(history)
 
     def _populate(self) -> None:
         """Make the initial population (Algorithm 2): random feasible members that all differ."""
@@ -104,7 +101,7 @@ class Evolution:
                 return
 
     def _proven(self, cost: float) -> bool:
-        bound, small = self.problem.bound, self.problem.size <= _SMALL
+        bound, small = self.problem.bound, self.problem.m**self.problem.n <= _SMALL
         tolerance = SLACK if small else self.settings.tolerance
         return cost <= bound + tolerance * abs(bound)
 
@@ -157,7 +154,7 @@ class Evolution:
         return self._evaluated(refined) if self._new(refined) else None
 
     def _evaluated(self, genes: Ints) -> tuple[Ints, float] | None:
-        cost = float(self.problem.costs(self.genes.decode(genes)[None])[0])
+        cost = float(self.problem.costs(genes[None])[0])
         return (genes, cost) if np.isfinite(cost) else None
 
     def _new(self, genes: Ints) -> bool:

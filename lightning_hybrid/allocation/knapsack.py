@@ -14,13 +14,13 @@ It does not make training faster. On equal devices z = sum_i p_i / d whatever th
 unequal ones it is largest when the *smallest* devices are full; balance and traffic do not count.
 An example with four partitions of load 1 on devices of capacity 2 and 4:
 
->>> from lightning_hybrid.allocation import allocate
->>> allocate([1, 1, 1, 1], [3, 3], objective="profit").value == 4 / 3  # like all the others
+>>> from lightning_hybrid.allocation import Problem, allocate
+>>> allocate(Problem([1, 1, 1, 1], [3, 3], objective="profit")).value == 4 / 3  # like all others
 True
->>> allocate([1, 1, 1, 1], [2, 4], objective="profit").assignment.count(0)  # done after 2/2
-2
->>> allocate([1, 1, 1, 1], [2, 4], objective="makespan").assignment.count(0)  # done after 3/4
-1
+>>> allocate(Problem([1, 1, 1, 1], [2, 4], objective="profit")).assignment  # done after 2/2
+(0, 0, 1, 1)
+>>> allocate(Problem([1, 1, 1, 1], [2, 4], objective="makespan")).assignment  # done after 3/4
+(0, 1, 1, 1)
 
 `makespan`, the default, minimises the time of the slowest device, which determines that of a step::
 
@@ -31,9 +31,8 @@ charged to the devices on both sides. Memory is a hard limit, not a cost.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from math import comb, factorial
 from typing import Literal
 
 import numpy as np
@@ -52,35 +51,75 @@ SLACK = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """An allocation problem of n partitions and m devices, made by `make_problem`.
+    """An allocation problem: n network partitions on m devices, at least one on each.
 
     An assignment is an integer array of shape (n,), the device of each partition; most methods take
-    b assignments at once, shape (b, n).
+    b assignments at once, shape (b, n). Lists of numbers become arrays.
 
     Attributes:
-        loads: (n,) computation of each partition.
-        capacities: (m,) speed of each device (`makespan`) or the load it may carry (`profit`).
-        cut_costs: (n - 1,) cost of cutting after a partition, for each of the two devices beside
-            it.
-        weights: (k, n) the k quantities of each partition that are limited: loads (`profit`),
-            memory.
-        limits: (k, m) limit of each device for each quantity.
+        loads: (n,) computation of each partition, in seconds or FLOPs.
+        capacities: (m,) relative speed of each device (`makespan`), or the load that it may carry
+            (`profit`).
+        cut_costs: (n - 1,) cost of cutting after a partition, charged to the devices on both sides,
+            in the unit of load / capacity; empty: none. They do not count in `profit` (Eq. 5).
+        memory: (n,) sizes of the partitions, to be given with `memory_limits`; empty: not limited.
+        memory_limits: (m,) sizes that the devices may hold, hard limits.
         objective: `makespan` (the time of the slowest device is minimised) or `profit` (z of Eq. 5
             is maximised).
-        contiguous: whether the partitions of a device must follow each other.
-        last_device: device that must hold the last partition; None: any.
-        order: the devices in the order of their runs, if that is given; None: any order.
+        contiguous: whether the devices form a chain in their order, each with consecutive
+            partitions. Otherwise partitions are placed freely.
+        last_device: device that must hold the last partition in a free placement; None: any.
+
+    Raises:
+        AllocationError: the numbers are wrong (negative, not finite, of unequal count), or no
+            assignment can satisfy them.
     """
 
     loads: Floats
     capacities: Floats
-    cut_costs: Floats
-    weights: Floats
-    limits: Floats
-    objective: Objective
-    contiguous: bool
+    _: KW_ONLY
+    cut_costs: Floats = field(default_factory=lambda: np.empty(0))
+    memory: Floats = field(default_factory=lambda: np.empty(0))
+    memory_limits: Floats = field(default_factory=lambda: np.empty(0))
+    objective: Objective = "makespan"
+    contiguous: bool = True
     last_device: int | None = None
-    order: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_devices()
+        limited = bool(len(self.memory))
+        if limited != bool(len(self.memory_limits)):
+            raise AllocationError("memory and memory_limits must be given together")
+        cuts = self.cut_costs if len(self.cut_costs) else np.zeros(self.n - 1)
+        for name, values in (
+            ("loads", numbers("loads", self.loads)),
+            ("capacities", numbers("capacities", self.capacities, positive=True)),
+            ("cut_costs", numbers("cut_costs", cuts, count=self.n - 1)),
+            ("memory", numbers("memory", self.memory, count=self.n * limited)),
+            ("memory_limits", numbers("memory_limits", self.memory_limits, count=self.m * limited)),
+        ):
+            object.__setattr__(self, name, values)
+        for name, weights, limits in self._limited:
+            _check_limit(name, weights, limits)
+
+    def _check_devices(self) -> None:
+        n, m, last = self.n, self.m, self.last_device
+        if self.objective not in ("makespan", "profit"):
+            raise AllocationError(
+                f"objective {self.objective!r} is neither 'makespan' nor 'profit'"
+            )
+        if m < 1 or n < m:
+            raise AllocationError(
+                f"{n} partitions cannot give each of {m} devices one: "
+                "use fewer devices (stages), or cut the network into more partitions"
+            )
+        if last is not None and not 0 <= last < m:
+            raise AllocationError(f"last_device({last}) is none of the devices 0..{m - 1}")
+        if last is not None and self.contiguous and last < m - 1:
+            raise AllocationError(
+                f"last_device({last}) is not the last of the devices 0..{m - 1}, which form a "
+                "chain in this order: give their numbers in another order, or contiguous=False"
+            )
 
     @property
     def n(self) -> int:
@@ -90,19 +129,31 @@ class Problem:
     def m(self) -> int:
         return len(self.capacities)
 
+    @property
+    def _limited(self) -> list[tuple[str, Floats, Floats]]:
+        """The quantities that are limited: name, amounts of partitions, limits of devices."""
+        limited = [("load", self.loads, self.capacities)] if self.objective == "profit" else []
+        if len(self.memory):
+            limited.append(("memory", self.memory, self.memory_limits))
+        return limited
+
     @cached_property
-    def classes(self) -> tuple[int, ...]:
-        """Classes of equal devices: for each device the first one that is equal to it."""
-        if self.order is not None:
-            return tuple(range(self.m))
-        last = np.arange(self.m) == self.last_device
-        traits = list(map(tuple, np.vstack([self.capacities, self.limits, last]).T))
-        return tuple(traits.index(trait) for trait in traits)
+    def weights(self) -> Floats:
+        """(k, n) the k quantities of each partition that are limited: loads (`profit`), memory."""
+        return np.array([weights for _, weights, _ in self._limited]).reshape(-1, self.n)
 
     @cached_property
     def ceilings(self) -> Floats:
-        """The limits, with their tolerance for rounding errors."""
-        return self.limits * (1 + SLACK)
+        """(k, m) limit of each device for each quantity, with a tolerance for rounding errors."""
+        limits = np.array([limits for _, _, limits in self._limited]).reshape(-1, self.m)
+        return limits * (1 + SLACK)
+
+    @cached_property
+    def classes(self) -> tuple[int, ...]:
+        """Classes of equal devices: for each device the first one that is equal to it."""
+        last = np.arange(self.m) == self.last_device
+        traits = list(map(tuple, np.vstack([self.capacities, self.ceilings, last]).T))
+        return tuple(traits.index(trait) for trait in traits)
 
     def times(self, assignments: Ints) -> Floats:
         """Computation plus cut costs of each device, shape (b, m)."""
@@ -121,7 +172,7 @@ class Problem:
     def feasible(self, assignments: Ints) -> NDArray[np.bool_]:
         """Whether each assignment uses all devices, observes `last_device` and the limits: (b,).
 
-        Contiguity is not checked: the solvers of contiguous problems guarantee it.
+        Contiguity is not checked: the solver of chains guarantees it.
         """
         fits = self._sums(assignments, np.ones(self.n)) > 0
         for weights, ceilings in zip(self.weights, self.ceilings):
@@ -151,14 +202,6 @@ class Problem:
         shared = (total + 2 * cheapest * self.capacities.min()) / self.capacities.sum()
         return float(max(shared, self.loads.max() / self.capacities.max()))
 
-    @cached_property
-    def size(self) -> int:
-        """Number of assignments, whether or not they are within the limits."""
-        if self.contiguous:
-            orders = factorial(self.m) if self.order is None else 1
-            return comb(self.n - 1, self.m - 1) * orders
-        return int(self.m**self.n)
-
     def _sums(self, assignments: Ints, weights: Floats) -> Floats:
         """Sum of the weights on each device, shape (b, m); weights of shape (n,) or (b, n)."""
         rows = len(assignments)
@@ -167,72 +210,6 @@ class Problem:
         spread = np.broadcast_to(weights, assignments.shape)
         sums = np.bincount(cells.ravel(), spread.ravel(), minlength=rows * self.m)
         return sums.astype(np.float64, copy=False).reshape(rows, self.m)
-
-
-def make_problem(
-    loads: Numbers,
-    capacities: Numbers,
-    *,
-    cut_costs: Numbers | None = None,
-    memory: Numbers | None = None,
-    memory_limits: Numbers | None = None,
-    objective: Objective = "makespan",
-    contiguous: bool = True,
-    last_device: int | None = None,
-    device_order: Sequence[int] | None = None,
-) -> Problem:
-    """Check the numbers and make a problem of them; the arguments are those of `allocate`.
-
-    Raises:
-        AllocationError: the numbers are wrong, or no assignment can satisfy them.
-    """
-    p = numbers("loads", loads)
-    d = numbers("capacities", capacities, positive=True)
-    n, m = len(p), len(d)
-    if objective not in ("makespan", "profit"):
-        raise AllocationError(f"objective {objective!r} is neither 'makespan' nor 'profit'")
-    if m < 1 or n < m:
-        raise AllocationError(
-            f"{n} partitions cannot give each of {m} devices one: "
-            "use fewer devices (stages), or cut the network into more partitions"
-        )
-    if last_device is not None and not 0 <= last_device < m:
-        raise AllocationError(f"last_device({last_device}) is none of the devices 0..{m - 1}")
-    if device_order is not None:
-        if not contiguous or sorted(device_order) != list(range(m)):
-            raise AllocationError(
-                f"device_order{tuple(device_order)} must name each of the devices 0..{m - 1} once, "
-                "and goes with contiguous=True"
-            )
-        last_device = device_order[-1]
-    cuts = numbers("cut_costs", [0.0] * (n - 1) if cut_costs is None else cut_costs, count=n - 1)
-    limits = [("load", p, d)] if objective == "profit" else []
-    limits += _memory_limits(memory, memory_limits, n, m)
-    for name, needed, ceiling in limits:
-        _check_limit(name, needed, ceiling)
-    return Problem(
-        loads=p,
-        capacities=d,
-        cut_costs=cuts,
-        weights=np.array([needed for _, needed, _ in limits]).reshape(-1, n),
-        limits=np.array([ceiling for _, _, ceiling in limits]).reshape(-1, m),
-        objective=objective,
-        contiguous=contiguous,
-        last_device=last_device,
-        order=None if device_order is None else tuple(device_order),
-    )
-
-
-def _memory_limits(
-    memory: Numbers | None, limits: Numbers | None, n: int, m: int
-) -> list[tuple[str, Floats, Floats]]:
-    """The limit of memory, if there is one: its name, sizes of partitions, limits of devices."""
-    if memory is None and limits is None:
-        return []
-    if memory is None or limits is None:
-        raise AllocationError("memory and memory_limits must be given together")
-    needed = numbers("memory", memory, count=n)
-    return [("memory", needed, numbers("memory_limits", limits, count=m))]
 
 
 def numbers(

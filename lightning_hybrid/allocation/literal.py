@@ -35,8 +35,7 @@ genes and crossover recombines them.
 
 import numpy as np
 
-from lightning_hybrid.allocation.chromosomes import Settings, roulette, stretch
-from lightning_hybrid.allocation.free_chromosomes import Labels
+from lightning_hybrid.allocation.chromosomes import Labels, Settings, roulette, stretch
 from lightning_hybrid.allocation.gabra import Evolution
 from lightning_hybrid.allocation.knapsack import SLACK, Ints, Problem
 from lightning_hybrid.errors import AllocationError

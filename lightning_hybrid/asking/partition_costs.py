@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.capture import Capture, NotCaptured, own_forward
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.graph import FAILS, NetworkGraph, NetworkPartition, count
-from lightning_hybrid.planning import CalledNetwork, PartitionTable, update_s_per_byte
+from lightning_hybrid.graph import FAILS, NetworkGraph, NetworkPartition
+from lightning_hybrid.planning import CalledNetwork, PartitionTable, count, update_s_per_byte
 
 
 class _Seen(Exception):
@@ -79,18 +79,13 @@ def counted_parts(
     Returns:
         The function from the number of samples of a micro-batch to the table of the partitions.
     """
-    profile = count(graph, partitions).with_optimizer(partitions, state_bytes)
+    counted = count(graph, partitions)
+    counted = counted.with_optimizer(partitions, state_bytes, divides=divides_states)
 
     @cache
     def costs_of(samples: int) -> PartitionTable:
         # FLOPs are proportional to the samples
-        scale = samples / profile.batch
-        return PartitionTable.of(
-            *(graph, partitions, profile),
-            share=scale,
-            seconds=1 / flops_per_s,
-            divides_states=divides_states,
-        )
+        return counted.scaled(samples / counted.batch, 1 / flops_per_s)
 
     return costs_of
 
@@ -126,7 +121,8 @@ def measured_parts(
     def costs_of(samples: int) -> PartitionTable:
         mine = graph.split(leaves, batch // samples)[0]
         called = CalledNetwork(name="", graph=graph, partitions=partitions, leaves=mine)
-        table = called.table(device, state_bytes, divides_states=divides_states)
+        table = called.profile(device)
+        table = table.with_optimizer(partitions, state_bytes, divides=divides_states)
         return replace(table, step_s=[rate_s * size for size in table.gradient_bytes])
 
     return costs_of

@@ -16,7 +16,6 @@ from lightning_hybrid.graph.graph import Leaf, NetworkGraph, fits, reached, why_
 from lightning_hybrid.graph.graph_from_dynamo import describe
 from lightning_hybrid.graph.matching_cuts import CannotFollow, follow
 from lightning_hybrid.graph.partition import NetworkPartition, find_boundary, network_partitions
-from lightning_hybrid.graph.profile import PartitionProfile, Profile, count, parameter_bytes
 from lightning_hybrid.graph.recurrent_layers import FREE_SEQUENCES
 from lightning_hybrid.graph.rows import joined, slices
 from lightning_hybrid.graph.source_places import FAILS, place_now, place_of, reason_in

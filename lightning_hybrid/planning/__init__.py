@@ -1,5 +1,6 @@
 """Planning: costs of partitions, predicted step times and memory, search for cuts and sizes."""
 
+from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.chains import best_chain, fair_ends
 from lightning_hybrid.planning.cluster import (
     Cluster,
@@ -23,7 +24,7 @@ from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lacks, what_would_fit
 from lightning_hybrid.planning.memory_free import free_addresses, free_bytes, free_of_host, free_on
 from lightning_hybrid.planning.memory_needed import ASSUMED_TENSORS, optimizer_bytes
-from lightning_hybrid.planning.partition_table import CalledNetwork, PartitionTable
+from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.plan import Plan, check_fields
 from lightning_hybrid.planning.plan_page import plan_page
 from lightning_hybrid.planning.planner import Site, make_plan, plan_again

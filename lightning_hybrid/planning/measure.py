@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,10 @@ from lightning_hybrid.graph import (
     Cuts,
     NetworkGraph,
     NetworkPartition,
-    PartitionProfile,
-    Profile,
     Stage,
     cut,
-    parameter_bytes,
 )
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.stage import fresh, input_part, own_copy, stays_on_cpu, with_saved
 
 ENOUGH_S = 0.1
@@ -61,7 +59,7 @@ def measure(
     *,
     repeats: int = 3,
     device: torch.device | None = None,
-) -> Profile:
+) -> PartitionTable:
     """Measure each partition, forward and backward, on a real micro-batch.
 
     The micro-batch must have its real size, since times are not proportional to it (on a CPU a
@@ -98,7 +96,7 @@ def _measure(
     leaves: Sequence[Tensor],
     repeats: int,
     device: torch.device,
-) -> Profile:
+) -> PartitionTable:
     batch = graph.batch_of(leaves) or 1
     scale = batch / (graph.batch or batch)
     cuts = Cuts(graph)
@@ -109,8 +107,8 @@ def _measure(
     ]
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
     # results by code and sizes: most networks repeat a block
-    known: dict[Hashable, tuple[_Times, int, int]] = {}
-    profiles = []
+    known: dict[Hashable, dict[str, Any]] = {}
+    rows = []
     codes = cut(graph, partitions, range(1, len(partitions)))
     for partition, code in zip(partitions, codes):
         stage = Stage(code, graph.network, device)
@@ -119,24 +117,13 @@ def _measure(
         if key not in known:
             one = _Partition(stage, tensors, values, numbers, clock_of(device))
             known[key] = one.timed(repeats, device)
-        times, saved, working = known[key]
         with torch.no_grad():
             values = stage.run_with(tensors, values, numbers)
         output_bytes = sum(value.nbytes for value in values)
         if partition.stop == len(graph.layers):
             output_bytes = round(cuts.bytes(partition.stop) * scale)
-        profiles.append(
-            PartitionProfile(
-                name=partition.name,
-                flops=round(partition.flops * scale),
-                output_bytes=output_bytes,
-                **parameter_bytes(graph.network, partition.parameters),
-                activation_bytes=saved,
-                working_bytes=working,
-                **times._asdict(),
-            )
-        )
-    return Profile(tuple(profiles), batch, device_name(device))
+        rows.append({**known[key], "output_bytes": output_bytes})
+    return PartitionTable.of(graph, partitions, rows, batch, device_name(device))
 
 
 def _outside_inference(leaf: Tensor) -> Tensor:
@@ -154,22 +141,6 @@ def device_name(device: torch.device) -> str:
 
 
 # ---------------------------------------------------------------- one partition
-
-
-class _Times(NamedTuple):
-    """Median seconds of one partition; see `PartitionProfile`.
-
-    Attributes:
-        forward_s: time of a forward.
-        backward_s: time of a backward.
-        input_apart_s: time of the input part of a split backward; ``None``: it cannot be split.
-        weight_apart_s: time of the weight part of a split backward; ``None``: it cannot be split.
-    """
-
-    forward_s: float
-    backward_s: float
-    input_apart_s: float | None = None
-    weight_apart_s: float | None = None
 
 
 def _medians(once: Callable[[], tuple[float, ...] | None], repeats: int) -> list[float]:
@@ -201,13 +172,8 @@ class _Partition:
     numbers: Sequence[Any]
     clock: Clock
 
-    def timed(self, repeats: int, device: torch.device) -> tuple[_Times, int, int]:
-        """Measure the partition.
-
-        Returns:
-            Median times; bytes of the activations held between forward and backward; and bytes that
-            operations take for a moment, see `PartitionProfile.working_bytes`.
-        """
+    def timed(self, repeats: int, device: torch.device) -> dict[str, Any]:
+        """Measure the partition: median times and sizes, by their names in a `PartitionTable`."""
         parameters = [tensor for tensor in self.tensors if tensor.requires_grad]
         held, peak = _Held(self.tensors), PeakMemory(device)
         with_saved(lambda: self._in_one(parameters), held.pack, lambda kept: kept)  # warms up
@@ -216,12 +182,20 @@ class _Partition:
         working = peak.taken() - saved - made  # gradients are counted elsewhere
         working = working if working >= LITTLE_BYTES else 0
         forwards, backwards = _medians(lambda: self._in_one(parameters), repeats)
-        apart: Sequence[float] = ()  # no stage waits for gradients of the network's inputs
+        # of a backward that cannot be split, the input part is the whole
+        apart: Sequence[float | None] = (backwards, None)
         if not parameters:
             apart = backwards, 0.0
-        elif self.stage.layers[0] > 0:
-            apart = _medians(self._in_parts, repeats)
-        return _Times(forwards, backwards, *apart), saved, working
+        elif self.stage.layers[0] > 0:  # no stage waits for gradients of the network's inputs
+            apart = _medians(self._in_parts, repeats) or apart
+        return {
+            "forward_s": forwards,
+            "backward_s": backwards,
+            "input_part_s": apart[0],
+            "weight_part_s": apart[1],
+            "activation_bytes": saved,
+            "working_bytes": working,
+        }
 
     def _forward(self) -> tuple[float, list[Tensor], list[Any]]:
         """Run a forward; its seconds, the inputs that require gradients, and the outputs."""

@@ -6,7 +6,6 @@ from functools import cached_property
 
 from lightning_hybrid.allocation import SLACK
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.graph import PartitionProfile, Profile
 from lightning_hybrid.planning.partition_table import PartitionTable
 
 _STEPS = 60
@@ -36,6 +35,25 @@ class Way:
         return f"{self.stages} stage{'s' * (self.stages > 1)}, {slices}{again}"
 
 
+@dataclass(frozen=True)
+class Held:
+    """Memory that a network takes in training.
+
+    Attributes:
+        needed: bytes that each partition holds; empty: not known.
+        most: number of forwards whose activations a partition holds at once.
+        kept_inputs: further bytes on each device, of stage inputs kept for recomputation.
+    """
+
+    needed: Sequence[int]
+    most: int = 1
+    kept_inputs: int = 0
+
+    def room(self, limits: Sequence[int]) -> tuple[int, ...]:
+        """The limits of devices less the inputs that they keep."""
+        return tuple(max(0, limit - self.kept_inputs) for limit in limits)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """Whether a network, spread in a way, fits into the memory of devices.
@@ -43,20 +61,15 @@ class Fit:
     Attributes:
         way: the sizes.
         limits: (m,) bytes that each device may use, by its index in the replica.
-        kept_bytes: (n,) bytes of the parameters, the gradients and the state of the optimizer of
-            each partition.
-        activation_bytes: (n,) bytes of activations held for the backward, for the whole batch of a
-            replica; taken to be proportional to the samples.
-        crossing_bytes: bytes that cross the widest cut, for the whole batch.
+        whole: table of the network for the whole batch of a replica; its activations are taken to
+            be proportional to the samples.
         batch: number of samples, which is also the largest number of micro-batches.
         may_recompute: whether recomputation may be advised.
     """
 
     way: Way
     limits: Sequence[float]
-    kept_bytes: Sequence[float]
-    activation_bytes: Sequence[float]
-    crossing_bytes: float
+    whole: PartitionTable
     batch: int
     may_recompute: bool = True
 
@@ -71,16 +84,13 @@ class Fit:
         may_recompute: bool = True,
     ) -> "Fit":
         """Make it of a network's table, whose sizes are for a micro-batch of ``way``."""
-        count = way.microbatches
-        return cls(
-            way=way,
-            limits=limits,
-            kept_bytes=table.kept_bytes,
-            activation_bytes=[count * size for size in table.activation_bytes],
-            crossing_bytes=count * max(table.cut_bytes, default=0.0),
-            batch=batch,
-            may_recompute=may_recompute,
-        )
+        whole = table.scaled(way.microbatches)
+        return cls(way=way, limits=limits, whole=whole, batch=batch, may_recompute=may_recompute)
+
+    @property
+    def crossing_bytes(self) -> float:
+        """Bytes that cross the widest cut, for the whole batch."""
+        return max(self.whole.cut_bytes, default=0.0)
 
     @cached_property
     def lacks(self) -> list[float]:
@@ -102,7 +112,8 @@ class Fit:
         way = self.way
         # a single stage runs the backward of each micro-batch before the next one's forward
         share = 1 / way.microbatches if way.recompute or way.stages == 1 else 1.0
-        return [k + share * a for k, a in zip(self.kept_bytes, self.activation_bytes)]
+        sizes = zip(self.whole.kept_bytes, self.whole.activation_bytes)
+        return [kept + share * activation for kept, activation in sizes]
 
     @property
     def _room(self) -> list[float]:
@@ -211,7 +222,7 @@ def _ways(nearest: Fit) -> Iterator[Way]:
     if stages > 1:
         same = (Way(stages=stages, microbatches=m, recompute=True) for m in again)
         yield from [way for way in same if nearest.on(way, nearest.limits).fits][:1]
-    most = len(nearest.kept_bytes)
+    most = len(nearest.whole.kept_bytes)
     for slices, recompute in [(microbatches, False), *((m, True) for m in again[-1:])]:
         for more in range(stages + 1, most + 1):
             way = Way(stages=more, microbatches=slices, recompute=recompute)
@@ -230,10 +241,9 @@ def gigabytes(size: float) -> str:
 
 
 def check_memory(
-    profile: Profile,
-    needed: Sequence[int],
+    table: PartitionTable,
+    held: Held,
     limits: Sequence[int],
-    held: int,
     *,
     recompute: bool = False,
     tried: Sequence[Fit] = (),
@@ -242,10 +252,9 @@ def check_memory(
     """Refuse a network that no placement can hold.
 
     Args:
-        profile: profile of its partitions.
-        needed: bytes that each partition holds in training.
+        table: its partitions.
+        held: memory that they hold in training.
         limits: bytes that each device of a replica may use, by its index.
-        held: number of micro-batches whose activations are held at once.
         recompute: whether activations are recomputed.
         tried: the current way of spreading the network, then others that need not be advised.
         contiguous: whether the placement is a chain, which must fit as the first of `tried`.
@@ -254,6 +263,7 @@ def check_memory(
         PlanError: one partition is larger than any device, or all are larger than all devices
             together, or no chain fits; the text says what is missing where, and what would fit.
     """
+    needed, limits = held.needed, held.room(limits)
     again = ", with recompute=True," if recompute else ""
     free = "free beside the inputs that its stages keep" if recompute else "free"
     largest = max(range(len(needed)), key=needed.__getitem__)
@@ -262,15 +272,15 @@ def check_memory(
     # the simplest reason first, which names one thing to change
     if needed[largest] > limits[roomiest]:
         problem = (
-            f"network partition {profile.partitions[largest].name!r} needs{again} "
-            f"{_spelled([profile.partitions[largest]], held)}, more than any device has: the "
-            f"largest, device {roomiest} of a replica, has {gigabytes(limits[roomiest])} {free}"
+            f"network partition {table.names[largest]!r} needs{again} "
+            f"{_spelled(table, held.most, slice(largest, largest + 1))}, more than any device has: "
+            f"the largest, device {roomiest} of a replica, has {gigabytes(limits[roomiest])} {free}"
         )
     elif sum(needed) > sum(limits):
         each = ", ".join(map(gigabytes, limits))
         more = ", or more stages (pipeline_parallel_size)"
         problem = (
-            f"the network needs{again} {_spelled(profile.partitions, held)}, more than the "
+            f"the network needs{again} {_spelled(table, held.most)}, more than the "
             f"{len(limits)} devices of a replica have {free} together: {gigabytes(sum(limits))} "
             f"({each})"
         )
@@ -279,30 +289,38 @@ def check_memory(
         problem = f"no chain of stages fits into memory, however it is cut: {tried[0]}"
     else:
         return
-    raise PlanError(f"{problem}. {_advice(profile, held, more, tried)}")
+    raise PlanError(f"{problem}. {_advice(table, held.most, more, tried)}")
 
 
-def _advice(profile: Profile, held: int, more: str, tried: Sequence[Fit]) -> str:
+def _advice(table: PartitionTable, held: int, more: str, tried: Sequence[Fit]) -> str:
     texts = [
         "Make the batch smaller (activations grow with it), take an optimizer with less state, or "
         f"use larger devices{more}."
     ]
     if held > 1:
-        less = gigabytes(sum(p.memory_bytes(1) for p in profile.partitions))
+        less = gigabytes(sum(table.held_bytes(1)))
         texts.append(f"recompute=True holds activations of one micro-batch: {less} in all.")
     if tried:
         texts.append(what_would_fit(tried))
     return " ".join(texts)
 
 
-def _spelled(partitions: Sequence[PartitionProfile], held: int) -> str:
-    def total(name: str) -> str:
-        return gigabytes(sum(getattr(p, f"{name}_bytes") for p in partitions))
-
-    buckets = f"{total('bucket')} to average them, " if partitions[0].bucket_bytes else ""
+def _spelled(table: PartitionTable, held: int, which: slice = slice(None)) -> str:
+    """What some partitions need: with activations of so many micro-batches, and by kind."""
+    kept, *parts, activations = (
+        sum(sizes[which])
+        for sizes in (
+            table.kept_bytes,
+            table.parameter_bytes,
+            table.gradient_bytes,
+            table.bucket_bytes,
+            table.activation_bytes,
+        )
+    )
+    parameters, gradients, copies = map(gigabytes, parts)
+    buckets = f"{copies} to average them, " if table.bucket_bytes else ""
     return (
-        f"{gigabytes(sum(p.memory_bytes(held) for p in partitions))} (parameters "
-        f"{total('parameter')}, gradients {total('gradient')}, {buckets}"
-        f"optimizer {total('optimizer')}, "
-        f"activations {total('activation')} for each of {held} micro-batches held)"
+        f"{gigabytes(kept + held * activations)} (parameters {parameters}, gradients {gradients}, "
+        f"{buckets}optimizer {gigabytes(kept - sum(parts))}, "
+        f"activations {gigabytes(activations)} for each of {held} micro-batches held)"
     )

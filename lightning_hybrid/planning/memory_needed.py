@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.planning.memory_check import Held, Way
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings
@@ -63,47 +64,24 @@ def optimizer_bytes(
     return sizes
 
 
-@dataclass(frozen=True)
-class Held:
-    """Memory that a network takes in training.
-
-    Attributes:
-        needed: bytes that each partition holds; empty: not known.
-        most: number of forwards whose activations a partition holds at once.
-        kept_inputs: further bytes on each device, of stage inputs kept for recomputation.
-    """
-
-    needed: Sequence[int]
-    most: int = 1
-    kept_inputs: int = 0
-
-    def room(self, limits: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The limits of devices less the inputs that they keep."""
-        return limits and tuple(max(0, limit - self.kept_inputs) for limit in limits)
-
-
-def held_in_training(
-    table: PartitionTable, settings: PlanSettings, stages: int, microbatches: int, recompute: bool
-) -> Held:
+def held_in_training(table: PartitionTable, settings: PlanSettings, way: Way) -> Held:
     """Predict the memory that each partition holds in training.
 
     Args:
         table: the partitions.
         settings: options of the user.
-        stages: number of devices of a replica.
-        microbatches: number of micro-batches.
-        recompute: whether activations are recomputed in the backward.
+        way: numbers of stages and micro-batches, and whether activations are recomputed.
     """
     widest = round(max(table.cut_bytes, default=0))
     streamed = STREAMED.get(settings.schedule)
     # all micro-batches of a batch go forward before the first one goes backward; but a single stage
     # runs the backward of each before the next one's forward
-    most = 1 if stages == 1 else microbatches
+    most = 1 if way.stages == 1 else way.microbatches
     kept_inputs = copies = 0  # copies of the weights of a stage
-    if recompute:
+    if way.recompute:
         most, kept_inputs = 1, most * widest
     if streamed is not None:
-        ahead = streamed.look_aheads(stages)[0]  # the first stage's is the largest
+        ahead = streamed.look_aheads(way.stages)[0]  # the first stage's is the largest
         weights = settings.delayed_weights if streamed.delayed else None
         if weights == "recompute":
             kept_inputs = ahead * widest

@@ -1,19 +1,18 @@
 """Times and sizes of a network's partitions, from which plans are made."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile
-from lightning_hybrid.planning.measure import measure
+from lightning_hybrid.graph import NetworkGraph, NetworkPartition
 from lightning_hybrid.planning.plan import StagePlan
-from lightning_hybrid.planning.profile_cache import cached
 from lightning_hybrid.planning.step_time import TIMES, StepCosts
+
+COUNTED = "counted"
+"""Stands for a device where FLOPs were counted, and no times measured."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,9 @@ class TiedWeight:
 class PartitionTable:
     """Times and sizes of n network partitions, in order, at the size of a micro-batch.
 
-    Times are those of a device of speed 1, in seconds; sizes are in bytes. Empty lists are not
-    known, or not counted; an empty list for a part of a split backward means half of the backward.
+    Times are those of a device of speed 1, in seconds, or FLOPs where only those were counted;
+    sizes are in bytes. Empty lists are not known, or not counted; an empty list for a part of a
+    split backward means half of the backward.
 
     Attributes:
         forward_s: times of the forward of a micro-batch.
@@ -47,16 +47,22 @@ class PartitionTable:
         step_s: times of the optimizer step.
         memory_bytes: memory that a partition holds in training, with the activations of all
             micro-batches that are held at once.
-        gradient_bytes: sizes of the gradients.
-        kept_bytes: sizes of parameters, gradients and optimizer state together.
+        parameter_bytes: sizes of the parameters.
+        gradient_bytes: sizes of the gradients of those parameters that are trained.
+        bucket_bytes: sizes of the copies of gradients that replicas average.
+        kept_bytes: sizes of parameters, gradients, their copies and optimizer state together.
         state_bytes: the part of `kept_bytes` that is optimizer state which replicas divide; empty:
             they do not.
         activation_bytes: sizes of the activations held between forward and backward, per
-            micro-batch.
+            micro-batch; when counted: of all that the layers return. A tensor that two partitions
+            hold counts in both, so that their sum is an upper bound.
+        working_bytes: bytes that operations allocate while they run, beside their results.
         input_part_s: times of the input part of a split backward, for `zero_bubble`.
         weight_part_s: times of the weight part of a split backward; None if it cannot be split.
         output_bytes: size of the network's outputs, per micro-batch.
         tied: weights that several partitions use.
+        batch: number of samples of the micro-batch.
+        device: the device that was measured, or `COUNTED`.
 
     Raises:
         PlanError: lists of unequal length.
@@ -71,19 +77,24 @@ class PartitionTable:
     reduce_s: Sequence[float] = ()
     step_s: Sequence[float] = ()
     memory_bytes: Sequence[float] = ()
+    parameter_bytes: Sequence[float] = ()
     gradient_bytes: Sequence[float] = ()
+    bucket_bytes: Sequence[float] = ()
     kept_bytes: Sequence[float] = ()
     state_bytes: Sequence[float] = ()
     activation_bytes: Sequence[float] = ()
+    working_bytes: Sequence[float] = ()
     input_part_s: Sequence[float] = ()
     weight_part_s: Sequence[float | None] = ()
     output_bytes: float = 0.0
     tied: Sequence[TiedWeight] = ()
+    batch: int = 1
+    device: str = ""
 
     def __post_init__(self) -> None:
         n = len(self.forward_s)
         for name in self.__dataclass_fields__:
-            if name in ("output_bytes", "tied"):
+            if name in ("output_bytes", "tied", "batch", "device"):
                 continue
             values = getattr(self, name)
             # there is a cut between two partitions, and none after the last
@@ -99,53 +110,85 @@ class PartitionTable:
         cls,
         graph: NetworkGraph,
         partitions: Sequence[NetworkPartition],
-        profile: Profile,
-        *,
-        share: float = 1.0,
-        seconds: float = 1.0,
-        divides_states: bool = False,
+        rows: Sequence[Mapping[str, Any]],
+        batch: int,
+        device: str,
     ) -> "PartitionTable":
-        """Make the table of a profile.
+        """Make the table of a network, without optimizer state.
 
         Args:
             graph: graph of the network.
             partitions: partitions of the graph.
-            profile: profile of the partitions.
-            share: size of the micro-batch, as a fraction of the profile's.
-            seconds: seconds per unit of the profile's times; the unit is a FLOP if FLOPs were
-                counted instead of times measured.
-            divides_states: whether replicas divide the optimizer state.
+            rows: for each partition its times, and its sizes that depend on the micro-batch, by
+                the names of the attributes; of the outputs, those that cross a cut after it.
+            batch: number of samples of the micro-batch.
+            device: the device that was measured, or `COUNTED`.
         """
         weights = dict(graph.network.named_parameters())
-        sizes = {name: p.numel() for name, p in weights.items()}
+        owned = [[weights[name] for name in partition.parameters] for partition in partitions]
         uses: dict[str, list[int]] = {}
         for number, partition in enumerate(partitions):
             for name in partition.parameters:
                 uses.setdefault(name, []).append(number)
-        rows, unit_s = profile.partitions, share * seconds
-        # None if the backward of a partition cannot be split
-        weight_parts = [row.parts[1] for row in rows]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        # the outputs of the last partition cross no cut
+        *crossing, outputs = columns.pop("output_bytes")
+        parameters = [sum(p.nbytes for p in own) for own in owned]
+        gradients = [sum(p.nbytes for p in own if p.requires_grad) for own in owned]
         return cls(
             names=[partition.name for partition in partitions],
-            forward_s=[unit_s * row.forward for row in rows],
-            backward_s=[unit_s * row.backward for row in rows],
-            # the outputs of the last partition cross no cut
-            cut_bytes=[round(share * row.output_bytes) for row in rows[:-1]],
-            parameters=[sum(sizes[n] for n in partition.parameters) for partition in partitions],
+            cut_bytes=crossing,
+            output_bytes=outputs,
+            parameters=[sum(p.numel() for p in own) for own in owned],
             layers=[len(partition.layers) for partition in partitions],
-            gradient_bytes=[row.gradient_bytes for row in rows],
-            kept_bytes=[row.memory_bytes(0) for row in rows],
-            state_bytes=[row.optimizer_bytes for row in rows] if divides_states else (),
-            activation_bytes=[round(share * row.activation_bytes) for row in rows],
-            input_part_s=[unit_s * row.parts[0] for row in rows],
-            weight_part_s=[None if part is None else unit_s * part for part in weight_parts],
-            output_bytes=round(share * rows[-1].output_bytes),
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+            kept_bytes=[p + g for p, g in zip(parameters, gradients)],
             tied=[
                 TiedWeight(weights[name].nbytes, tuple(users))
                 for name, users in uses.items()
                 if len(users) > 1
             ],
+            batch=batch,
+            device=device,
+            **columns,
         )
+
+    @property
+    def is_measured(self) -> bool:
+        return self.device != COUNTED
+
+    def record(self) -> dict[str, Any]:
+        """What is known, in plain values."""
+        return {name: value for name, value in asdict(self).items() if value != ()}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "PartitionTable":
+        """A table from `record`.
+
+        Raises:
+            TypeError, KeyError, PlanError: it is no record of a table.
+        """
+        tied = [TiedWeight(w["size_bytes"], tuple(w["partitions"])) for w in record.get("tied", ())]
+        return cls(**{**record, "tied": tied})
+
+    def with_optimizer(
+        self,
+        partitions: Sequence[NetworkPartition],
+        state_bytes: Mapping[str, int],
+        *,
+        divides: bool = False,
+    ) -> "PartitionTable":
+        """The table with optimizer state.
+
+        Args:
+            partitions: partitions of the network.
+            state_bytes: bytes of optimizer state, by name of the parameter.
+            divides: whether replicas divide the state.
+        """
+        states = [sum(state_bytes.get(name, 0) for name in p.parameters) for p in partitions]
+        kept = [size + state for size, state in zip(self.kept_bytes, states)]
+        return replace(self, kept_bytes=kept, state_bytes=states if divides else ())
 
     @cached_property
     def loads(self) -> list[float]:
@@ -176,7 +219,8 @@ class PartitionTable:
     def averaged(self) -> "PartitionTable":
         """The table with memory for the buckets in which replicas average gradients."""
         kept = zip(self.kept_bytes, self.gradient_bytes)
-        return replace(self, kept_bytes=[size + copy for size, copy in kept])
+        kept_bytes = [size + copy for size, copy in kept]
+        return replace(self, kept_bytes=kept_bytes, bucket_bytes=self.gradient_bytes)
 
     def divided(self, replicas: int) -> "PartitionTable":
         """The table if this number of replicas divides the optimizer state."""
@@ -187,15 +231,23 @@ class PartitionTable:
         # no states are left to divide: a second call must not divide again
         return replace(self, kept_bytes=kept, state_bytes=()) if kept else self
 
-    def scaled(self, share: float) -> "PartitionTable":
-        """An estimate of the table for a micro-batch with this fraction of the samples."""
-        names = ("forward_s", "backward_s", "cut_bytes", "activation_bytes", "input_part_s")
-        return replace(
-            self,
-            weight_part_s=[None if v is None else share * v for v in self.weight_part_s],
-            output_bytes=share * self.output_bytes,
-            **{n: [share * v for v in getattr(self, n)] for n in names},
-        )
+    def scaled(self, share: float, unit_s: float = 1.0) -> "PartitionTable":
+        """An estimate of the table for a micro-batch with this fraction of the samples.
+
+        Args:
+            share: the fraction.
+            unit_s: seconds of one unit of the times, where FLOPs were counted.
+        """
+        unit_s *= share
+        factors = dict.fromkeys(("forward_s", "backward_s", "input_part_s"), unit_s)
+        factors |= dict.fromkeys(("cut_bytes", "activation_bytes"), share)
+        columns: dict[str, Any] = {
+            name: [factor * value for value in getattr(self, name)]
+            for name, factor in factors.items()
+        }
+        parts = [None if part is None else unit_s * part for part in self.weight_part_s]
+        batch, outputs = round(share * self.batch), share * self.output_bytes
+        return replace(self, weight_part_s=parts, output_bytes=outputs, batch=batch, **columns)
 
     def rows(self, ends: Sequence[int], costs: StepCosts) -> tuple[StagePlan, ...]:
         """The rows of a plan: contents, times, memory and traffic of each stage.
@@ -230,52 +282,32 @@ def _total(sizes: Sequence[float], a: int, b: int) -> int | None:
     return round(sum(sizes[a:b])) if sizes else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CalledNetwork:
-    """A network with the graph and the tensors of its first call.
+def count(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> PartitionTable:
+    """Count operations and bytes at the captured batch size; nothing runs.
 
-    Attributes:
-        name: the network's dotted name in the LightningModule.
-        graph: graph of the first call.
-        partitions: partitions of the graph.
-        leaves: input tensors of that call, or of one of its micro-batches.
-        known: profile of the partitions; None: it must be measured.
+    A backward takes two forwards, which are the parts of a split one.
     """
+    rows = [
+        {
+            "forward_s": float(partition.flops),
+            "backward_s": 2.0 * partition.flops,
+            "input_part_s": float(partition.flops),
+            "weight_part_s": float(partition.flops),
+            "output_bytes": partition.output_bytes,
+            "activation_bytes": _returned_bytes(graph, partition),
+            "working_bytes": 0,
+        }
+        for partition in partitions
+    ]
+    return PartitionTable.of(graph, partitions, rows, graph.batch or 1, COUNTED)
 
-    name: str
-    graph: NetworkGraph
-    partitions: Sequence[NetworkPartition]
-    leaves: Sequence[Tensor]
-    known: Profile | None = None
 
-    def profile(self, device: torch.device) -> Profile:
-        """Profile the partitions on a device, or read the profile from the cache."""
-        if self.known is not None:
-            return self.known
-        known = self.graph, self.partitions, self.leaves
-        measured = partial(measure, *known, device=device)
-        return cached(measured, *known, device)
-
-    def remembered(self, device: torch.device) -> "CalledNetwork":
-        """The same with its profile, and without the memory of the tensors of its call."""
-        leaves = [leaf.detach().to("meta") for leaf in self.leaves]
-        return replace(self, leaves=leaves, known=self.profile(device))
-
-    def table(
-        self,
-        device: torch.device,
-        state_bytes: Mapping[str, int],
-        *,
-        divides_states: bool = False,
-    ) -> PartitionTable:
-        """The table of the partitions, from their profile on a device.
-
-        Args:
-            device: device to measure on.
-            state_bytes: bytes of optimizer state, by name of the parameter.
-            divides_states: whether replicas divide the optimizer state.
-        """
-        profile = self.profile(device).with_optimizer(self.partitions, state_bytes)
-        return PartitionTable.of(
-            self.graph, self.partitions, profile, divides_states=divides_states
-        )
+def _returned_bytes(graph: NetworkGraph, partition: NetworkPartition) -> int:
+    largest: dict[int, int] = {}
+    for layer in graph.layers[partition.start : partition.stop]:
+        for node in (layer.node, *layer.parts):
+            if node in graph.info:
+                # views and in-place results share memory with what they are made of
+                memory = graph.memory.get(node, -1)
+                largest[memory] = max(largest.get(memory, 0), graph.info[node].bytes)
+    return sum(largest.values())

@@ -6,26 +6,25 @@ If the user leaves them open, the schedule and whether to recompute activations 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.graph import Profile, count, find_boundary
+from lightning_hybrid.graph import find_boundary
+from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster import Cluster, Rates
 from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
-from lightning_hybrid.planning.memory_check import Fit, Way, check_memory
+from lightning_hybrid.planning.memory_check import Fit, Held, Way, check_memory
 from lightning_hybrid.planning.memory_needed import (
-    Held,
     Life,
     held_in_training,
     optimizer_bytes,
     remaining,
     with_peaks,
 )
-from lightning_hybrid.planning.partition_table import CalledNetwork, PartitionTable
+from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import AUTO, PlanSettings, Replica, plan_stages
 from lightning_hybrid.schedules import STREAMED
@@ -103,59 +102,68 @@ def make_plan(
         NetworkError: a cut point is unknown, or the network may not be cut there.
         PlanError: the network cannot be placed on these devices.
     """
-    graph, trains, first = network.graph, optimizers is not None, None
+    trains, cut_points = optimizers is not None, None
     if isinstance(settings.allocation, tuple):
         # cuts are given, so there is nothing to decide by measured times
-        first = _first_of_stages(network, settings.allocation)
-        profile = network.known or count(graph, network.partitions)
+        cut_points = _first_of_stages(network, settings.allocation)
+        table = network.known or count(network.graph, network.partitions)
     else:
-        profile = network.profile(site.device)
-    if optimizers is not None and profile.is_measured:
-        sharers = site.replicas if settings.shards_states else 1
-        state_bytes = optimizer_bytes(graph.network, optimizers, sharers)
-        profile = profile.with_optimizer(network.partitions, state_bytes)
-        # averaging needs buckets, which take memory of the size of the gradients
-        averages = site.replicas > 1 or settings.has_copies
-        profile = profile.averaged() if averages else profile
+        table = network.profile(site.device)
+    table = _with_memory(network, table, settings, site, optimizers)
     # the driver holds the batch, the network's outputs and their gradients
-    passed = sum(leaf.nbytes for leaf in network.leaves) + 2 * profile.partitions[-1].output_bytes
+    passed = sum(leaf.nbytes for leaf in network.leaves) + 2 * round(table.output_bytes)
     batch_bytes = microbatches * passed if trains else 0
-    rates = site.rates if trains else None
-    table = _table(network, profile, trains=trains)
-    replica = _replica(site, settings, microbatches, batch_bytes, profile)
-    if rates is not None:
+    replica = _replica(site, settings, microbatches, batch_bytes, table)
+    if trains and (rates := site.rates) is not None:
         reduce_s, step_s = rates.after_backward(table.gradient_bytes, site.replicas)
         table = replace(table, reduce_s=reduce_s, step_s=step_s)
         # copies of a stage average too, so the number of ranks differs from stage to stage
         rings = [site.replicas * copies for copies in settings.copies]
         after = [rates.after_backward(table.gradient_bytes, owners) for owners in rings]
         replica = replace(replica, after=after)
-    plan = plan_within(
-        table,
-        settings,
-        replica,
-        partial(_check, profile, settings, microbatches * (graph.batch_of(network.leaves) or 1)),
-        trains=trains,
-        measured=profile.is_measured,
-        cut_points=first,
-    )
-    if not profile.is_measured:  # counted loads say nothing of times
+    batch = microbatches * (network.graph.batch_of(network.leaves) or 1)
+    plan = plan_within(table, settings, replica, batch, trains=trains, cut_points=cut_points)
+    if not table.is_measured:  # counted loads say nothing of times
         return plan.without_times()
     # without training memory does not grow, so that no peaks are given
     if not trains:
         return plan
-    sizes = {name: p.nbytes for name, p in graph.network.named_parameters()}
-    largest = max(row.parameter_bytes for row in profile.partitions)
-    life = Life(
-        start_bytes=max(site.present_bytes, largest),
+    return with_peaks(plan, _life(network, table, site, batch_bytes), site.limits)
+
+
+def _with_memory(
+    network: CalledNetwork,
+    table: PartitionTable,
+    settings: PlanSettings,
+    site: Site,
+    optimizers: Sequence[Optimizer] | None,
+) -> PartitionTable:
+    """The table with the memory that partitions keep in this run."""
+    if optimizers is None:  # only parameters are kept
+        nothing = [0] * len(table.names)
+        kept = table.parameter_bytes
+        return replace(table, kept_bytes=kept, gradient_bytes=nothing, activation_bytes=nothing)
+    if not table.is_measured:  # memory is not known from counted FLOPs
+        return replace(table, kept_bytes=(), activation_bytes=())
+    sharers = site.replicas if settings.shards_states else 1
+    states = optimizer_bytes(network.graph.network, optimizers, sharers)
+    table = table.with_optimizer(network.partitions, states)
+    # averaging needs buckets, which take memory of the size of the gradients
+    return table.averaged() if site.replicas > 1 or settings.has_copies else table
+
+
+def _life(network: CalledNetwork, table: PartitionTable, site: Site, batch_bytes: int) -> Life:
+    """The memory that ranks take beside their stages."""
+    sizes = {name: p.nbytes for name, p in network.graph.network.named_parameters()}
+    return Life(
+        start_bytes=round(max(site.present_bytes, *table.parameter_bytes)),
         passing_bytes={
-            row.name: max(row.working_bytes, *(sizes[name] for name in partition.parameters), 0)
-            for row, partition in zip(profile.partitions, network.partitions)
+            partition.name: round(max(working, *(sizes[name] for name in partition.parameters), 0))
+            for working, partition in zip(table.working_bytes, network.partitions)
         },
         batch_bytes=batch_bytes,
         on_cpu=site.device.type == "cpu",
     )
-    return with_peaks(plan, life, site.limits)
 
 
 def plan_again(
@@ -196,14 +204,14 @@ def plan_again(
 
 
 def _replica(
-    site: Site, settings: PlanSettings, microbatches: int, batch_bytes: int, profile: Profile
+    site: Site, settings: PlanSettings, microbatches: int, batch_bytes: int, table: PartitionTable
 ) -> Replica:
     """The devices of a site as the search takes them, with memory that is free for stages."""
     limits, cluster, rates = site.limits, site.cluster, site.rates
     if settings.has_copies:
         limits = limits and tuple(map(int, of_slowest(limits, owners_of(settings.copies))))
     # any device may get the partition whose operations use the most memory
-    working = max(row.working_bytes for row in profile.partitions)
+    working = round(max(table.working_bytes))
     return Replica(
         replicas=site.replicas,
         stages=site.stages,
@@ -220,38 +228,24 @@ def _replica(
     )
 
 
-def _table(network: CalledNetwork, profile: Profile, *, trains: bool) -> PartitionTable:
-    """The table of the partitions for the search."""
-    table = PartitionTable.of(network.graph, network.partitions, profile)
-    if not trains:  # only parameters are kept
-        sizes = [row.parameter_bytes for row in profile.partitions]
-        return replace(table, kept_bytes=sizes, activation_bytes=[0] * len(sizes))
-    if not profile.is_measured:  # memory is not known from counted FLOPs
-        return replace(table, kept_bytes=(), activation_bytes=())
-    return table
-
-
 def _check(
-    profile: Profile,
-    settings: PlanSettings,
-    batch: int,
     table: PartitionTable,
-    limits: tuple[int, ...],
+    settings: PlanSettings,
     held: Held,
+    limits: tuple[int, ...],
     way: Way,
-    *,
+    batch: int,
     trains: bool,
 ) -> None:
-    """Refuse the network if no placement can hold it, with advice; see :func:`check_memory`.
+    """Refuse a network that no placement can hold, with advice; see :func:`check_memory`.
 
     Args:
-        profile: profile of the partitions.
-        settings: options of the user.
-        batch: number of samples of a replica's batch.
         table: table of the partitions.
-        limits: bytes that each device may use.
+        settings: options of the user.
         held: memory that the partitions take.
+        limits: bytes that each device may use.
         way: the sizes that are tried.
+        batch: number of samples of a replica's batch.
         trains: whether the network is trained.
 
     Raises:
@@ -265,10 +259,9 @@ def _check(
     # given cuts are not compared with other chains
     searched = isinstance(settings.allocation, str)
     check_memory(
-        profile,
-        held.needed,
-        held.room(limits) or (),
-        held.most,
+        table,
+        held,
+        limits,
         recompute=way.recompute,
         tried=tried,
         contiguous=searched and settings.contiguous and settings.schedule != "looped",
@@ -293,10 +286,9 @@ def plan_within(
     table: PartitionTable,
     settings: PlanSettings,
     replica: Replica,
-    check: Callable[..., None] | None = None,
+    batch: int | None = None,
     *,
     trains: bool = True,
-    measured: bool = True,
     cut_points: Sequence[str] | None = None,
 ) -> Plan:
     """Plan stages that fit into memory; choose the schedule and recomputation if they are open.
@@ -305,10 +297,9 @@ def plan_within(
         table: the partitions, with kept memory and that of activations.
         settings: options of the user.
         replica: the devices.
-        check: called before each search, to raise its own error if nothing can fit; it gets the
-            table, the limits, the memory held, the sizes, and whether the network is trained.
+        batch: number of samples of a replica's batch, for advice where nothing can fit; None: such
+            advice is not wanted.
         trains: whether the network is trained.
-        measured: whether times were measured.
         cut_points: see :func:`plan_stages`.
 
     Raises:
@@ -317,18 +308,18 @@ def plan_within(
     limits, stages, microbatches = replica.memory_limits, replica.stages, replica.microbatches
 
     def plan_with(recompute: bool) -> Plan:
+        way = Way(stages=stages, microbatches=microbatches, recompute=recompute)
         held = Held([round(size) for size in table.kept_bytes])
         if trains:
-            held = held_in_training(table, settings, stages, microbatches, recompute)
-        if check is not None and limits is not None and held.needed:
-            way = Way(stages=stages, microbatches=microbatches, recompute=recompute)
-            check(table, limits, held, way, trains=trains)
+            held = held_in_training(table, settings, way)
+        if batch is not None and limits is not None and held.needed:
+            _check(table, settings, held, limits, way, batch, trains)
         planned = replace(table, memory_bytes=held.needed)
         if recompute:
             planned = planned.recomputed()
         elif settings.compiled:  # a compiled stage has a backward that cannot be split
             planned = planned.joint()
-        beside_inputs = replace(replica, memory_limits=held.room(limits))
+        beside_inputs = replace(replica, memory_limits=limits and held.room(limits))
         plan = plan_by_schedule(
             settings.schedule,
             lambda name: plan_stages(
@@ -338,7 +329,7 @@ def plan_within(
                 cut_points=cut_points,
             ),
             contiguous=settings.contiguous,
-            measured=measured,
+            measured=table.is_measured,
         )
         return replace(plan, recompute=recompute)
 

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.graph import NetworkGraph, NetworkPartition, Profile
+from lightning_hybrid.graph import NetworkGraph, NetworkPartition
 from lightning_hybrid.planning.measure import device_name
+from lightning_hybrid.planning.partition_table import PartitionTable
 
-FORMAT = 4
+FORMAT = 5
 """Number to increase when what is measured, or how, changes within a version of this package."""
 
 
@@ -38,12 +39,12 @@ def cache_folder() -> Path:
 
 
 def cached(
-    measured: Callable[[], Profile],
+    measured: Callable[[], PartitionTable],
     graph: NetworkGraph,
     partitions: Sequence[NetworkPartition],
     leaves: Sequence[Tensor],
     device: torch.device,
-) -> Profile:
+) -> PartitionTable:
     """Read the profile from the disk; if there is none, measure it and keep it there.
 
     Args:
@@ -139,14 +140,14 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def _read(path: Path, what: dict[str, Any], partitions: int) -> Profile | None:
+def _read(path: Path, what: dict[str, Any], partitions: int) -> PartitionTable | None:
     """The profile in a file; None: there is no file, it is broken, or has another description."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        profile = Profile.from_record(record["profile"])
+        profile = PartitionTable.from_record(record["profile"])
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return profile if record["of"] == what and len(profile.partitions) == partitions else None
+    return profile if record["of"] == what and len(profile.names) == partitions else None
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

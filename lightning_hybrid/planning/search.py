@@ -6,7 +6,9 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Literal
 
-from lightning_hybrid.allocation import Breeding, allocate, evolve, merge
+import numpy as np
+
+from lightning_hybrid.allocation import Breeding, Problem, allocate, evolve, merge
 from lightning_hybrid.errors import AllocationError, PlanError
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.copied_stages import (
@@ -130,56 +132,49 @@ def plan_stages(
     Raises:
         PlanError: more stages than partitions, an unknown or misplaced cut point, or no placement.
     """
-    schedule, stages, given = settings.schedule, replica.stages, replica.capacities
-    count = sum(settings.copies) if settings.has_copies else stages
-    devices_speeds = [1.0] * count if given is None else list(given)
-    speeds = devices_speeds
-    if settings.has_copies:
-        # the copies of a stage wait for the slowest one, whose speed is used for the cuts
-        speeds = of_slowest(speeds, owners_of(settings.copies))
+    stages, owners = replica.stages, owners_of(settings.copies) if settings.has_copies else ()
     if stages > (most := len(table.names)):
         raise PlanError(
             f"stages({stages}) are more than the {most} partitions of the network: ask for at "
             f"most {most} stages, or cut the network into more partitions"
         )
+    speeds = [*(replica.capacities or [1.0] * (sum(settings.copies) or stages))]
+    rates = replica.bandwidth_bytes_per_s, replica.latency_s
     problem = StepProblem(
         table=table,
-        speeds=speeds,
-        links=Links.equal(stages, replica.bandwidth_bytes_per_s, replica.latency_s),
+        # the copies of a stage wait for the slowest one, whose speed is used for the cuts
+        speeds=of_slowest(speeds, owners) if owners else speeds,
+        links=Links.equal(stages, *rates),
         # a stream has no fill and drain, which are negligible with many micro-batches
-        microbatches=_STREAM if schedule in STREAMED else replica.microbatches,
+        microbatches=_STREAM if settings.schedule in STREAMED else replica.microbatches,
         memory_limits=replica.memory_limits or (),
     )
-    capacities = tuple(speeds)
-    devices: tuple[int | tuple[int, ...], ...]
-    if settings.has_copies:
+    if owners:
         copied = CopiedStages(
             chain=problem,
             copies=settings.copies,
-            speeds=devices_speeds,
-            links=Links.equal(count, replica.bandwidth_bytes_per_s, replica.latency_s),
+            speeds=speeds,
+            links=Links.equal(len(speeds), *rates),
             after=replica.after,
         )
         ends, chosen_by = _cuts_of_copies(copied, settings, cut_points)
-        devices, capacities = owners_of(settings.copies), tuple(copied.speeds)
-        costs = replace(copied.stage_costs(ends), devices=[*map(min, devices)])
+        costs = replace(copied.stage_costs(ends), devices=[*map(min, owners)])
         predicted_s = dealt_s(copied.costs(ends), replica.microbatches)
     else:
         ends, costs, chosen_by = _cuts(problem, settings, cut_points)
-        devices = tuple(costs.devices)
-        predicted_s = _predicted_s(costs, schedule, replica.microbatches)
+        predicted_s = _predicted_s(costs, settings.schedule, replica.microbatches)
     return Plan(
         replicas=replica.replicas,
         stages=len(ends),
         microbatches=replica.microbatches,
-        schedule=schedule,
+        schedule=settings.schedule,
         cuts=tuple(table.names[end] for end in ends[:-1]),
-        devices=devices,
-        capacities=capacities,
+        devices=owners or tuple(costs.devices),
+        capacities=tuple(speeds),
         rows=table.rows(ends, costs),
         predicted_step_s=predicted_s,
         # stages with copies are always cut by their simulated step
-        objective="step" if settings.has_copies else settings.objective,
+        objective="step" if owners else settings.objective,
         allocation=chosen_by,
         seed=settings.seed,
         split=tuple(stage for stage, weight_s in enumerate(costs.weight_s) if weight_s),
@@ -270,14 +265,18 @@ def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list
         return *best_loop(problem), "descent"
     if settings.allocation == "merging":
         return _merged(problem, settings), _order(problem.m), "merging"
-    method: Literal["gabra", "exact"] = "exact" if settings.allocation == "exact" else "gabra"
+    if settings.allocation == "exact" and not settings.contiguous and problem.m > 1:
+        raise PlanError(
+            "allocation='exact' places no partitions freely: use allocation='gabra', or "
+            "contiguous=True"
+        )
     if settings.objective == "step":
-        return _shortest_step(problem, method, settings)
-    return *_allocated(problem, method, settings.objective, settings), method
+        return _shortest_step(problem, settings)
+    return _allocated(problem, settings.objective, settings)
 
 
 def _shortest_step(
-    problem: StepProblem, method: Literal["gabra", "exact"], settings: PlanSettings
+    problem: StepProblem, settings: PlanSettings
 ) -> tuple[list[int], list[int], str]:
     """Search for the shortest step: ends of the stages, their devices, and name of the search."""
     order = _order(problem.m)
@@ -291,11 +290,6 @@ def _shortest_step(
     # only free placements need another search than that for chains
     if settings.contiguous or problem.m == 1:
         return ends, order, "dynamic"
-    if method == "exact":
-        raise PlanError(
-            "no exact solver knows the step of a free placement: use allocation='gabra', or "
-            "objective='makespan'"
-        )
     # small problems need fewer evaluations than the limit
     calls = min(_MOST_CALLS, 50 * problem.n * problem.m)
     try:
@@ -329,37 +323,35 @@ def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
 
 
 def _allocated(
-    problem: StepProblem,
-    method: Literal["gabra", "exact"],
-    objective: Literal["makespan", "profit"],
-    settings: PlanSettings,
-) -> tuple[list[int], list[int]]:
-    """Search by `allocate` for makespan or profit: the ends of the stages, and their devices."""
-    loads, speeds = problem.table.loads, problem.speeds
-    capacities = list(speeds)
+    problem: StepProblem, objective: Literal["makespan", "profit"], settings: PlanSettings
+) -> tuple[list[int], list[int], str]:
+    """Minimise the makespan or maximise the profit: ends, devices, and name of the search."""
+    loads, order = problem.table.loads, _order(problem.m)
+    capacities = [problem.speeds[device] for device in order]
     if objective == "profit":
         # Eq. 5 fills capacities: there must be room to spare for placements to differ
-        room = max(1.25 * sum(loads) / sum(speeds), max(loads) / min(speeds))
-        capacities = [speed * room for speed in speeds]
+        room = max(1.25 * sum(loads) / sum(capacities), max(loads) / min(capacities))
+        capacities = [speed * room for speed in capacities]
     limited = bool(problem.ceilings)
     try:
         found = allocate(
-            loads,
-            capacities,
-            cut_costs=_cut_costs(problem),
-            memory=problem.table.memory_bytes if limited else None,
-            memory_limits=problem.memory_limits if limited else None,
-            method=method,
-            objective=objective,
-            contiguous=settings.contiguous,
-            # the driver, device 0, owns the last stage, beside which the loss is computed
-            last_device=0,
-            device_order=_order(len(speeds)) if settings.contiguous else None,
+            Problem(
+                np.array(loads),
+                np.array(capacities),
+                cut_costs=np.array(_cut_costs(problem)),
+                memory=np.array(problem.table.memory_bytes if limited else ()),
+                memory_limits=np.array([problem.memory_limits[d] for d in order if limited]),
+                objective=objective,
+                contiguous=settings.contiguous,
+                # the driver owns the last stage, beside which the loss is computed
+                last_device=problem.m - 1,
+            ),
             seed=settings.seed,
         )
     except AllocationError as error:
-        raise PlanError(f"stages({len(speeds)}) cannot be placed: {error}") from error
-    return runs(found.assignment)
+        raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
+    ends, places = runs(found.assignment)
+    return ends, [order[place] for place in places], "exact" if settings.contiguous else "gabra"
 
 
 def _cut_costs(problem: StepProblem) -> list[float]:

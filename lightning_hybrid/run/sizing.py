@@ -83,7 +83,8 @@ def _choose(
         weights = graph.network.named_parameters()
         state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
         progress.doing(f"profiling {seen.name or 'self'!r}")
-        return seen.table(device, state, divides_states=config.settings.shards_states)
+        table = seen.profile(device)
+        return table.with_optimizer(seen.partitions, state, divides=config.settings.shards_states)
 
     progress.begin("looking at a training step")
     try:

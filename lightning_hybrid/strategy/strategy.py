@@ -138,10 +138,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             sizes are chosen and one stage is the fastest that fits, there is none to do it.
         allocation: ``"gabra"``, ``"exact"``, ``"merging"`` (the most expensive cuts are closed
             first, for equal devices), or cut points: the names of the first module of each next
-            stage, as in the LightningModule (``["net.layer3"]``). For contiguous stages and the
-            objective ``"step"``, the defaults, ``"gabra"`` and ``"exact"`` stand for a dynamic
-            programme; the genetic algorithm GABRA searches with ``contiguous=False``, and for the
-            other objectives.
+            stage, as in the LightningModule (``["net.layer3"]``). For contiguous stages, the
+            default, ``"gabra"`` and ``"exact"`` stand for a dynamic programme; the genetic
+            algorithm GABRA searches with ``contiguous=False``, which ``"exact"`` does not know.
         objective: ``"step"``, the predicted time of a step; ``"makespan"``, the slowest device's
             time; or ``"profit"``, Eq. 5 of Akintoye et al. 2022 (constant on equal devices; kept
             for comparison).

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hybrid.allocation import allocate
+from lightning_hybrid.allocation import Problem, allocate
 from lightning_hybrid.allocation.chromosomes import Settings
-from lightning_hybrid.allocation.knapsack import Problem, make_problem
 from lightning_hybrid.allocation.literal import literal_gabra, printed_children
 from lightning_hybrid.errors import AllocationError
 
@@ -20,12 +19,13 @@ def instance(seed: int, n: int, m: int, objective: Any = "profit") -> Problem:
     loads, capacities = rng.uniform(0.1, 1.0, n), rng.uniform(0.5, 1.0, m)
     if objective == "profit":
         capacities *= max(1.5 * loads.sum() / capacities.sum(), loads.max() / capacities.max())
-    return make_problem(loads, capacities, objective=objective, contiguous=False)
+    return Problem(loads, capacities, objective=objective, contiguous=False)
 
 
 def literal(loads: Any, capacities: Any, **kwargs: Any) -> Any:
     arguments: dict[str, Any] = {"objective": "profit", "contiguous": False} | kwargs
-    return allocate(loads, capacities, method="gabra-literal", **arguments)
+    seed = arguments.pop("seed", 0)
+    return allocate(Problem(loads, capacities, **arguments), "gabra-literal", seed)
 
 
 def test_the_profit_is_equation_5_and_the_capacities_hold() -> None:

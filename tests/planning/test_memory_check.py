@@ -5,6 +5,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from lightning_hybrid.planning.memory_check import Fit, Way, least_lacks, what_would_fit
+from lightning_hybrid.planning.partition_table import PartitionTable
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -25,9 +26,13 @@ def fit(limit: float, stages: int = 2, **how: bool) -> Fit:
     return Fit(
         way=Way(stages=stages, microbatches=2, **how),
         limits=[limit] * stages,
-        kept_bytes=[1e9] * 6,
-        activation_bytes=[2e9] * 6,
-        crossing_bytes=1e8,
+        whole=PartitionTable(
+            forward_s=[1.0] * 6,
+            backward_s=[1.0] * 6,
+            cut_bytes=[1e8] * 5,
+            kept_bytes=[1e9] * 6,
+            activation_bytes=[2e9] * 6,
+        ),
         batch=8,
     )
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.graph.profile import PartitionProfile, Profile
-from lightning_hybrid.planning.memory_check import Fit, Way, check_memory
+from lightning_hybrid.planning.memory_check import Fit, Held, Way, check_memory
 from lightning_hybrid.planning.memory_needed import optimizer_bytes, remaining
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan, StagePlan
 
 GB = 10**9
@@ -55,19 +55,25 @@ def test_replicas_that_divide_states_have_an_equal_part_each() -> None:
     assert optimizer_bytes(network, [optimizer], 3) == {"weight": 40, "bias": 14}
 
 
-def profile() -> tuple[Profile, list[int]]:
-    rows = tuple(
-        PartitionProfile(name, 1, 0.1, 0.2, 1, GB, GB, activation * GB, None, None, 2 * GB)
-        for name, activation in (("stem", 1), ("head", 3))
+def table() -> tuple[PartitionTable, list[int]]:
+    found = PartitionTable(
+        names=["stem", "head"],
+        forward_s=[0.1] * 2,
+        backward_s=[0.2] * 2,
+        cut_bytes=[1],
+        parameter_bytes=[GB] * 2,
+        gradient_bytes=[GB] * 2,
+        kept_bytes=[4 * GB] * 2,
+        activation_bytes=[GB, 3 * GB],
     )
-    return Profile(rows, 2, "cpu"), [row.memory_bytes(2) for row in rows]
+    return found, found.held_bytes(2)
 
 
 def test_a_partition_larger_than_any_device_is_named() -> None:
-    found, needed = profile()
+    found, needed = table()
     assert needed == [6 * GB, 10 * GB]
     with pytest.raises(PlanError, match="network partition 'head' needs 10 GB") as error:
-        check_memory(found, needed, [8 * GB, 9 * GB], 2)
+        check_memory(found, Held(needed, 2), [8 * GB, 9 * GB])
     text = str(error.value)
     assert "optimizer 2 GB, activations 3 GB for each of 2 micro-batches" in text
     assert "the largest, device 1 of a replica, has 9 GB free" in text
@@ -75,22 +81,22 @@ def test_a_partition_larger_than_any_device_is_named() -> None:
 
 
 def test_a_network_larger_than_all_devices_is_told_how_much_there_is() -> None:
-    found, needed = profile()
+    found, needed = table()
     with pytest.raises(PlanError, match="the network needs 16 GB") as error:
-        check_memory(found, needed, [11 * GB, 4 * GB], 2)
+        check_memory(found, Held(needed, 2), [11 * GB, 4 * GB])
     assert "2 devices of a replica have free together: 15 GB (11 GB, 4 GB)" in str(error.value)
     assert "more stages" in str(error.value)
-    check_memory(found, needed, [11 * GB, 6 * GB], 2)
+    check_memory(found, Held(needed, 2), [11 * GB, 6 * GB])
 
 
 def test_a_chain_that_no_cut_makes_fit_is_told_what_lacks_where() -> None:
-    found, _ = profile()
+    found, _ = table()
     limits = [9 * GB, 8 * GB]  # 17 GB for 16, but the larger partition comes first, on device 1
     ways = Way(stages=2, microbatches=2)
-    held = {"kept_bytes": [4 * GB, 4 * GB], "activation_bytes": [5 * GB, 3 * GB]}
-    tried = [Fit(way=ways, limits=limits, crossing_bytes=GB, batch=8, **held)]
+    sizes = {"cut_bytes": [GB], "activation_bytes": [5 * GB, 3 * GB]}
+    tried = [Fit(way=ways, limits=limits, whole=replace(found, **sizes), batch=8)]
     with pytest.raises(PlanError, match="no chain of stages") as error:
-        check_memory(found, [9 * GB, 7 * GB], limits, 2, tried=tried, contiguous=True)
+        check_memory(found, Held([9 * GB, 7 * GB], 2), limits, tried=tried, contiguous=True)
     text = str(error.value)
     assert "with 2 stages, 2 micro-batches, device 1 lacks 1 GB (it has 8 GB)" in text
     assert "It would fit with 2 stages, 2 micro-batches and recompute=True" in text
@@ -119,8 +125,8 @@ def test_what_is_placed_already_is_taken_from_the_devices() -> None:
 
 
 def test_replicas_hold_their_gradients_a_second_time_to_average_them() -> None:
-    found, needed = profile()
+    found, needed = table()
     averaged = found.averaged()
-    assert [row.memory_bytes(2) for row in averaged.partitions] == [n + GB for n in needed]
+    assert averaged.held_bytes(2) == [n + GB for n in needed]
     with pytest.raises(PlanError, match="gradients 1 GB, 1 GB to average them, optimizer 2 GB"):
-        check_memory(averaged, [7 * GB, 11 * GB], [8 * GB, 9 * GB], 2)
+        check_memory(averaged, Held([7 * GB, 11 * GB], 2), [8 * GB, 9 * GB])

@@ -11,11 +11,11 @@ from torch import nn
 
 from lightning_hybrid.asking.partition_costs import capture_call
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.graph import Profile, network_partitions
-from lightning_hybrid.graph.profile import PartitionProfile
+from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import cluster
+from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster import Device, Rates, make_cluster
-from lightning_hybrid.planning.partition_table import CalledNetwork
+from lightning_hybrid.planning.partition_table import count
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import Site, make_plan, plan_again
 from lightning_hybrid.planning.search import PlanSettings
@@ -134,6 +134,15 @@ def test_a_run_that_does_not_train_computes_nothing_again() -> None:
     assert not planned(recompute=True, trains=False).recompute
 
 
+def test_a_run_that_does_not_train_is_refused_for_what_it_holds_alone() -> None:
+    with pytest.raises(PlanError) as refused:
+        planned(trains=False, memory=1500)
+    weights = f"{6 * (16 * 16 + 16) * 4 / 1e9:.3g} GB"
+    assert f"needs {weights} (parameters {weights}, gradients 0 GB, optimizer 0 GB" in str(
+        refused.value
+    )
+
+
 RATES = Rates(
     message_s=2.0,
     reduce_bytes_per_s=1e3,
@@ -169,27 +178,19 @@ def test_a_plan_for_other_speeds_has_the_best_of_all_cuts() -> None:
     graph, leaves = capture_call(network, (torch.randn(8, 16),), {})
     partitions = network_partitions(graph)
     # of seconds that are given: no cut is better for a moment's noise
-    rows = [
-        PartitionProfile(
-            name=partition.name,
-            flops=1,
-            forward_s=0.1,
-            backward_s=0.2,
-            output_bytes=512,
-            parameter_bytes=1088,
-            gradient_bytes=1088,
-            activation_bytes=512,
-            input_apart_s=None,
-            weight_apart_s=None,
-        )
-        for partition in partitions
-    ]
+    known = replace(
+        count(graph, partitions),
+        forward_s=[0.1] * 6,
+        backward_s=[0.2] * 6,
+        weight_part_s=[None] * 6,
+        device="cpu",
+    )
     called = CalledNetwork(
         name="net",
         graph=graph,
         partitions=partitions,
         leaves=[leaf.to("meta") for leaf in leaves],  # the call is over
-        known=Profile(tuple(rows), 8, "cpu"),
+        known=known,
     )
     device = Device(host="a", name="cpu", memory_bytes=None, units_per_s=1, units_per_own_s=1)
     site = Site(

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -9,7 +10,8 @@ import torch
 from capturing import graph_of
 from torch import Tensor, nn
 
-from lightning_hybrid.graph import NetworkGraph, Profile, count, network_partitions
+from lightning_hybrid.graph import NetworkGraph, network_partitions
+from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.profile_cache import _write, cache_folder, cached
 
 CPU = torch.device("cpu")
@@ -27,22 +29,18 @@ class Counter:
     def __init__(self) -> None:
         self.measured = 0
 
-    def __call__(self, network: nn.Module, x: Tensor) -> Profile:
+    def __call__(self, network: nn.Module, x: Tensor) -> PartitionTable:
         return self.of(graph_of(network, x), x)
 
-    def usual(self) -> Profile:
+    def usual(self) -> PartitionTable:
         return self.of(usual(), X)
 
-    def of(self, graph: NetworkGraph, x: Tensor) -> Profile:
+    def of(self, graph: NetworkGraph, x: Tensor) -> PartitionTable:
         partitions = network_partitions(graph)
 
-        def measured() -> Profile:
+        def measured() -> PartitionTable:
             self.measured += 1
-            rows = [
-                {**row, "forward_s": 0.1, "backward_s": 0.5}
-                for row in count(graph, partitions).record()["partitions"]
-            ]
-            return Profile.from_record({"partitions": rows, "batch": 2, "device": "cpu"})
+            return replace(count(graph, partitions), device="cpu")
 
         return cached(measured, graph, partitions, [x], CPU)
 
@@ -86,7 +84,9 @@ def test_training_and_evaluation_share_a_profile(folder: Path) -> None:
         lambda profile: profile(nn.Sequential(*network(), nn.ReLU()), X),
     ],
 )
-def test_what_differs_is_measured_anew(folder: Path, other: Callable[[Counter], Profile]) -> None:
+def test_what_differs_is_measured_anew(
+    folder: Path, other: Callable[[Counter], PartitionTable]
+) -> None:
     profile = Counter()
     profile.usual()
     other(profile)
@@ -114,7 +114,7 @@ def test_another_number_of_threads_device_or_version_is_measured_anew(
 
 
 @pytest.mark.parametrize(
-    "broken", ["", "{", "[]", "{}", '{"of": {}, "profile": {"partitions": [3]}}', "\x00\xff"]
+    "broken", ["", "{", "[]", "{}", '{"of": {}, "profile": {"forward_s": [3]}}', "\x00\xff"]
 )
 def test_a_broken_file_is_measured_and_written_anew(folder: Path, broken: str) -> None:
     profile = Counter()
@@ -123,7 +123,7 @@ def test_a_broken_file_is_measured_and_written_anew(folder: Path, broken: str) -
     file.write_text(broken)
     assert profile.usual() == first
     assert profile.measured == 2
-    assert Profile.from_record(json.loads(file.read_text())["profile"]) == first
+    assert PartitionTable.from_record(json.loads(file.read_text())["profile"]) == first
 
 
 def test_without_a_place_to_write_all_works_without_a_cache(

@@ -10,8 +10,9 @@ from captured_networks import ResNet
 from capturing import graph_of
 from torch import Tensor, nn
 
-from lightning_hybrid.graph import NetworkGraph, Profile, count, network_partitions
+from lightning_hybrid.graph import NetworkGraph, network_partitions
 from lightning_hybrid.planning.measure import measure
+from lightning_hybrid.planning.partition_table import PartitionTable, count
 
 # (the package has a function of that name)
 measure_module = import_module("lightning_hybrid.planning.measure")
@@ -21,18 +22,17 @@ def test_counted_profile_has_the_loads_of_the_partitions() -> None:
     graph = graph_of(ResNet(blocks=(1, 1)), torch.ones(2, 1, 16, 16, 16))
     partitions = network_partitions(graph)
     profile = count(graph, partitions)
-    assert [p.name for p in profile.partitions] == [p.name for p in partitions]
-    assert [p.forward + p.backward for p in profile.partitions] == [
-        3.0 * p.flops for p in partitions
-    ]
-    assert profile.partitions[-1].parameter_bytes == (8 * 2 + 2) * 4
+    assert profile.names == [p.name for p in partitions]
+    assert profile.loads == [3.0 * p.flops for p in partitions]
+    assert profile.parameter_bytes[-1] == (8 * 2 + 2) * 4
+    assert not profile.is_measured
     assert profile.batch == 2
 
 
 def test_profile_survives_json() -> None:
     graph = graph_of(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4))
     profile = count(graph, network_partitions(graph))
-    assert Profile.from_record(profile.record()) == profile
+    assert PartitionTable.from_record(profile.record()) == profile
 
 
 def test_measuring_leaves_no_trace() -> None:
@@ -61,7 +61,7 @@ def test_what_takes_long_is_not_measured_again(
     graph = graph_of(nn.Linear(4, 4), x)
     profile = measure(graph, network_partitions(graph), [x], repeats=5)
     assert next(ticks) == 4 * (1 + rounds)  # begin and end of a forward and of a backward
-    assert profile.partitions[0].forward_s == pytest.approx(tick_s)
+    assert profile.forward_s[0] == pytest.approx(tick_s)
 
 
 def test_measured_profile_is_for_the_given_microbatch() -> None:
@@ -72,14 +72,13 @@ def test_measured_profile_is_for_the_given_microbatch() -> None:
         graph, partitions, [torch.ones(3, 4)], repeats=15
     )  # microseconds: one round is noise
     assert profile.batch == 3
-    assert [p.output_bytes for p in profile.partitions] == [3 * 8 * 4, 3 * 2 * 4]
-    assert [p.flops for p in profile.partitions] == [p.flops // 2 for p in partitions]
+    assert (profile.cut_bytes, profile.output_bytes) == ([3 * 8 * 4], 3 * 2 * 4)
     # the input of the first layer, and the ReLU's result (also the input of the second)
-    assert [p.activation_bytes for p in profile.partitions] == [(3 * 4 + 3 * 8) * 4, 3 * 8 * 4]
-    assert all(p.forward_s and p.backward_s for p in profile.partitions)
-    first, second = profile.partitions
-    assert first.parts[1] is None  # nobody waits for the gradient of the network's inputs
-    assert second.input_apart_s
+    assert profile.activation_bytes == [(3 * 4 + 3 * 8) * 4, 3 * 8 * 4]
+    assert all((*profile.forward_s, *profile.backward_s))
+    # nobody waits for the gradient of the network's inputs
+    assert [part is None for part in profile.weight_part_s] == [True, False]
+    assert profile.input_part_s[1]
 
 
 class Doubled(torch.autograd.Function):
@@ -105,12 +104,10 @@ def test_the_parts_of_a_split_backward_are_measured_where_it_can_be_split() -> N
     network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Doubles())
     graph = graph_of(network, torch.ones(6, 4))
     profile = measure(graph, network_partitions(graph), [torch.ones(6, 4)], repeats=5)
-    first, second, third = (p.parts for p in profile.partitions)
-    assert first[1] is None  # of the first layer nobody waits for
-    assert second[0] > 0
-    assert second[1] is not None
-    assert third[1] is None
-    assert Profile.from_record(profile.record()) == profile
+    # of the first layer nobody waits for it
+    assert [part is None for part in profile.weight_part_s] == [True, False, True]
+    assert profile.input_part_s[1] > 0
+    assert PartitionTable.from_record(profile.record()) == profile
 
 
 def test_gradient_and_optimizer_bytes_are_those_of_trained_parameters() -> None:
@@ -118,13 +115,12 @@ def test_gradient_and_optimizer_bytes_are_those_of_trained_parameters() -> None:
     network[0].weight.requires_grad_(False)
     graph = graph_of(network, torch.ones(6, 4))
     partitions = network_partitions(graph)
-    first, second = count(graph, partitions).partitions
-    assert (first.parameter_bytes, first.gradient_bytes) == (40 * 4, 8 * 4)
-    assert (second.parameter_bytes, second.gradient_bytes) == (18 * 4, 18 * 4)
-    profile = count(graph, partitions).with_optimizer(partitions, {"0.bias": 64, "2.weight": 128})
-    first, second = profile.partitions
-    assert (first.optimizer_bytes, second.optimizer_bytes) == (64, 128)
-    assert second.memory_bytes(3) == 2 * 72 + 128 + 3 * second.activation_bytes
+    counted = count(graph, partitions)
+    assert counted.parameter_bytes == [40 * 4, 18 * 4]
+    assert counted.gradient_bytes == [8 * 4, 18 * 4]
+    table = counted.with_optimizer(partitions, {"0.bias": 64, "2.weight": 128})
+    assert table.kept_bytes == [40 * 4 + 8 * 4 + 64, 2 * 72 + 128]
+    assert table.held_bytes(3)[1] == 2 * 72 + 128 + 3 * table.activation_bytes[1]
 
 
 class Skips(nn.Module):
@@ -143,9 +139,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, graph: NetworkGraph) -> tuple[int,
     # (the package's `measure` is the function)
     module: Any = sys.modules["lightning_hybrid.planning.measure"]
 
-    def note(*_: Any, **__: Any) -> tuple[Any, int, int]:
+    def note(*_: Any, **__: Any) -> dict[str, float]:
         timed.append(None)
-        return module._Times(0.1, 0.2, 0.3), 8, 0
+        return {"forward_s": 0.1, "backward_s": 0.2, "activation_bytes": 8}
 
     monkeypatch.setattr(module._Partition, "timed", note)
     partitions = network_partitions(graph)
@@ -195,7 +191,7 @@ def test_a_network_is_measured_as_it_trains(training: bool) -> None:
         network = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 2)).train(training)
         graph = graph_of(network, x)
         profile = measure(graph, network_partitions(graph), [x], repeats=1)
-        held[name] = sum(p.activation_bytes for p in profile.partitions)
+        held[name] = sum(profile.activation_bytes)
         assert all(module.training == training for module in network.modules())
     # its mask is kept while training only
     assert (held["dropout"] > held["identity"]) == training
@@ -206,14 +202,14 @@ def test_a_network_that_cannot_train_on_a_sample_is_measured_all_the_same() -> N
     graph = graph_of(network, torch.ones(6, 4))
     profile = measure(graph, network_partitions(graph), [torch.ones(1, 4)], repeats=1)
     assert profile.batch == 1
-    assert all(p.forward_s for p in profile.partitions)
+    assert all(profile.forward_s)
 
 
 def test_frozen_partition_has_no_backward() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).requires_grad_(False)
     graph = graph_of(network, torch.ones(6, 4))
     profile = measure(graph, network_partitions(graph), [torch.ones(6, 4)], repeats=1)
-    assert profile.partitions[0].backward == 0.0
+    assert profile.backward_s[0] == 0.0
 
 
 def test_a_network_that_differentiates_inside_is_measured_too() -> None:
