@@ -174,6 +174,10 @@ class Tape:
         """Whether something was written to a tensor while ``marking`` was on."""
         return self.view(tensor).key in self._marked
 
+    def unmark(self) -> None:
+        """Forget which tensors are marked."""
+        self._marked.clear()
+
     def lift(self, tensor: Tensor) -> Tensor:
         """A new tensor without memory whose numbers will be those of a real one."""
         twin = like(tensor, "meta")

@@ -1,13 +1,12 @@
 """Who has the weights of the LightningModule while it is built, restored and saved.
 
 A network that is made in ``__init__`` is whole on every rank before a run. One that is made in
-``configure_model`` is whole on none: each rank notes down how weights are made, and makes those of
-its own stages; see :mod:`lightning_hybrid.remote.deferred`. Its checkpoint is read by rank 0, and
-the other ranks get an outline of it.
+``configure_model`` is whole on none: each rank notes down how weights are made or loaded, and makes
+those of its own stages; see :mod:`lightning_hybrid.remote.deferred`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,15 @@ from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import Failure
 from lightning_hybrid.planning import gigabytes
 from lightning_hybrid.remote import Deferral, is_deferred, is_unread, materialize
-from lightning_hybrid.run.world import NoWorld, Phase, World
+from lightning_hybrid.run.world import NoWorld, World
 from lightning_hybrid.stage import with_room_for
 from lightning_hybrid.state import (
-    Unfilled,
     gather_after_run,
     gather_optimizer_after_run,
-    outline,
     placed,
     save_alone,
     whole,
 )
-
-Checkpoint = dict[str, Any]
 
 CPU = torch.device("cpu")
 _OF_WHAT_IS_FREE = 0.9
@@ -51,11 +46,9 @@ class WholeModule:
 
     Attributes:
         deferred: whether each rank makes the weights of its own stages only.
-        outlined: whether the checkpoint that this rank has read last is an outline.
     """
 
     deferred = False
-    outlined = False
 
     def deferred_if_apart(
         self, trainer: Trainer, device: torch.device, stages: int
@@ -76,19 +69,9 @@ class WholeModule:
         """Inside, weights are made and changed as ever."""
         return nullcontext()
 
-    def loading(self, module: nn.Module) -> AbstractContextManager[None]:
+    def loading(self, module: nn.Module, *, alone: bool) -> AbstractContextManager[None]:
         """Inside, weights of a checkpoint are written as ever."""
         return nullcontext()
-
-    def read_checkpoint(self, read: Callable[[], Checkpoint], ranks: World | NoWorld) -> Checkpoint:
-        """What ``read`` gives: every rank reads for itself."""
-        return read()
-
-    def optimizer_states(
-        self, checkpoint: Mapping[str, Any], *, all_read: bool
-    ) -> Mapping[str, Any]:
-        """The checkpoint, from which every rank loads its optimizers."""
-        return checkpoint
 
 
 class DeferredModule:
@@ -96,17 +79,12 @@ class DeferredModule:
 
     Args:
         device: where one device would make them.
-
-    Attributes:
-        outlined: whether the checkpoint that this rank has read last is an outline.
     """
 
     deferred = True
 
     def __init__(self, device: torch.device) -> None:
         self._deferral = Deferral(device)
-        self.outlined = False
-        self._read: Callable[[], Checkpoint] = dict
 
     def deferred_if_apart(
         self, trainer: Trainer, device: torch.device, stages: int
@@ -118,46 +96,14 @@ class DeferredModule:
         """Inside, what is done to weights that are not made yet is noted down."""
         return self._deferral.building(module)
 
-    @contextmanager
-    def loading(self, module: nn.Module) -> Iterator[None]:
-        """Inside, weights of a checkpoint are kept for their owners; an outline has none."""
-        unfilled: Any = Unfilled() if self.outlined else nullcontext()  # type: ignore[no-untyped-call]
-        with self._deferral.loading(module, outlined=self.outlined), unfilled:
-            yield
-
-    def read_checkpoint(self, read: Callable[[], Checkpoint], ranks: World | NoWorld) -> Checkpoint:
-        """Before a run rank 0 alone reads, and the others get an outline; all ranks call it.
+    def loading(self, module: nn.Module, *, alone: bool) -> AbstractContextManager[None]:
+        """Inside, weights of a checkpoint are left in its file until a rank makes its stages.
 
         Args:
-            read: reads all of it.
-            ranks: all ranks.
+            module: the LightningModule.
+            alone: whether no worker loads it.
         """
-        self.outlined = False
-        if not isinstance(ranks, World) or ranks.phase is not Phase.TOGETHER:
-            return read()
-        if ranks.coordinates.rank == 0:
-            # one reader: on a host all ranks together may have no memory for a copy each
-            checkpoint = read()
-            ranks.broadcast(outline(checkpoint))
-            return checkpoint
-        self.outlined, self._read = True, read
-        return ranks.broadcast({})
-
-    def optimizer_states(
-        self, checkpoint: Mapping[str, Any], *, all_read: bool
-    ) -> Mapping[str, Any]:
-        """The checkpoint, without the states that an outline has no numbers of.
-
-        Args:
-            checkpoint: what this rank has read, or an outline of it.
-            all_read: whether a rank that has an outline reads the file by itself.
-        """
-        if not self.outlined:
-            return checkpoint
-        if all_read:
-            return self._read()
-        states = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
-        return {**checkpoint, "optimizer_states": states}
+        return self._deferral.loading(module, alone=alone)
 
 
 class BetweenRuns:
@@ -182,8 +128,8 @@ class BetweenRuns:
         """No replica is ahead of the others."""
 
     def loading(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, weights are written to the module."""
-        return self._building.loading(module)
+        """Inside, weights are written to the module, on all ranks."""
+        return self._building.loading(module, alone=False)
 
     def state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
         """The state dict of the whole module.

@@ -627,13 +627,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             optimizer = optimizer.optimizer
         return self._session.optimizer_state(self._module, optimizer, here=self.is_global_zero)
 
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """With a network that is whole on no rank, rank 0 alone reads, and all get the rest."""
-        read = partial(super().load_checkpoint, checkpoint_path, weights_only)
-        return self._building.read_checkpoint(read, self._ranks.world)
-
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
