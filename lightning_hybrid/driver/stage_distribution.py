@@ -218,7 +218,12 @@ class Distribution:
             mine = [full for n, full in names.items() if n not in borrowed[worker]]
             remote[worker] = tuple(mine)
             # (after they were sent, since this may free their memory here)
-            leave_to_worker(tensors, remote[worker], self._mesh.coordinates, worker)
+            leave_to_worker(
+                tensors,
+                remote[worker],
+                f"on {self._mesh.coordinates.at(worker)}",
+                self._commands.remote.gradients,
+            )
             let_go_of_checkpoints()
         return remote
 

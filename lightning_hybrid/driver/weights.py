@@ -369,7 +369,9 @@ class Weights:
             owned = [name for name in self._ownership.tensors_of(worker) if name in tensors]
             with as_they_are():
                 workers.send(worker, TakeWeights(to_send(tensors, owned).items()))
-            leave_to_worker(tensors, owned, self._coordinates, worker)
+            leave_to_worker(
+                tensors, owned, f"on {self._coordinates.at(worker)}", self._remote.gradients
+            )
         self._remote.adopt_fetched()
 
     def everyones(self) -> dict[str, Tensor]:

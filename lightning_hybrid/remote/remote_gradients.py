@@ -45,6 +45,7 @@ class RemoteGradients:
         self._table, self._owners = table, owners
         self._parameters, self._held = parameters, held
         self._present: set[str] | None = None
+        self._over = False
         self._parts: dict[str, Tensor] = {}  # assigned gradients that are parts of larger tensors
         self.in_graph: dict[str, Remote] = {}
         self.assigned: dict[str, Tensor | None] = {}
@@ -65,15 +66,29 @@ class RemoteGradients:
 
     def names(self) -> set[str]:
         """Names of the parameters whose owners have a gradient; each gets memory for it here."""
-        if self._present is None:
-            self._present = self._owners.gradient_names()
-        if not self._present <= self._held.keys():
+        present = self._names() & self._parameters.keys()
+        if not present <= self._held.keys():
             with torch.inference_mode(False), as_they_are():
-                for name in self._present - self._held.keys():  # (a second read fetches them all)
+                for name in present - self._held.keys():  # (a second read fetches them all)
                     parameter = self._parameters[name].value
                     memory = torch.zeros_like(parameter, device=self._table.device)
                     self._held[name] = Remote(self._table, Kind.GRADIENT, name, memory.detach())
+        return present
+
+    def _names(self) -> set[str]:
+        if self._present is None:
+            self._present = self._owners.gradient_names()
         return self._present
+
+    def has_deferred(self, name: str) -> bool:
+        """Whether the owner of a deferred parameter has, or after the run may have, a gradient."""
+        return self._over or name in self._names()
+
+    def clear_deferred(self, name: str) -> None:
+        """Clear the gradient of a deferred parameter, unless the run is over."""
+        if not self._over:
+            self._owners.clear_gradients([name])
+            self._names().discard(name)
 
     def proxy(self, remote: Remote) -> Tensor | None:
         """The value of ``parameter.grad``: an assigned tensor, a proxy of the owner's, or None."""
@@ -177,4 +192,4 @@ class RemoteGradients:
         self.in_graph.clear()
         self.assigned.clear()
         self._parts.clear()
-        self._present = set()
+        self._present, self._over = set(), True

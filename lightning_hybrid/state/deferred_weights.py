@@ -19,6 +19,7 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import (
+    RemoteGradients,
     has_loaded,
     is_deferred,
     is_of_one_rank,
@@ -37,11 +38,6 @@ from lightning_hybrid.stage import tensors_of
 from lightning_hybrid.state.divided_optimizer_states import gather_states
 from lightning_hybrid.state.optimizers import complete
 from lightning_hybrid.state.tensor_file import FilesOfWorker, read_files
-
-
-def where(coordinates: Coordinates, pp_rank: int) -> str:
-    """Words for messages that say which rank of this replica has something."""
-    return f"on {coordinates.at(pp_rank)}"
 
 
 def make_what_no_network_owns(module: nn.Module) -> None:
@@ -67,13 +63,20 @@ def to_send(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Te
 
 
 def leave_to_worker(
-    tensors: Mapping[str, Tensor], names: Iterable[str], coordinates: Coordinates, pp_rank: int
+    tensors: Mapping[str, Any], names: Iterable[str], where: str, gradients: RemoteGradients
 ) -> None:
-    """On a driver: free the memory of deferred tensors that a worker owns from here on."""
+    """On a driver: free the memory of deferred tensors that a worker owns from here on.
+
+    Args:
+        tensors: of the LightningModule, by name.
+        names: of the tensors that the worker owns.
+        where: words for messages that say which rank has them.
+        gradients: knows which of them have gradients.
+    """
     for name in names:
         if is_of_one_rank(tensors[name]):
-            offload(tensors[name], name, where(coordinates, pp_rank))
-            tensors[name]._trained_elsewhere = True  # type: ignore[attr-defined]
+            offload(tensors[name], name, where)
+            tensors[name]._gradients = gradients
 
 
 def refuse_tied(

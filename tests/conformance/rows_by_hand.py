@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
-from rows_networks import KeepsPrototypes
+from rows_networks import BuildsInConfigureModel, KeepsPrototypes
 from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -62,6 +62,12 @@ class ClearsGradientsOfTheModule(_Manual):
     def update(self, optimizer: Any) -> None:
         optimizer.step()
         self.zero_grad()
+
+
+class ClearsGradientsOfWhatItBuilds(ClearsGradientsOfTheModule, BuildsInConfigureModel):
+    """Calls `zero_grad()` of a module that is made in `configure_model`, and whole on no rank."""
+
+    fast = False
 
 
 class KeepsPrototypesByHand(ClearsGradientsOfTheModule, KeepsPrototypes):
