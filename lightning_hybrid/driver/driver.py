@@ -105,7 +105,6 @@ class Driver:
         self._trace: Trace = before._trace if before else new_trace()
         self._networks: list[DrivenNetwork] = []
         known = frozenset(tensors_of(module) if options.shared is None else options.shared)
-        self._names = {id(p): name for name, p in module.named_parameters() if name in known}
         # in the order of dependence: proxies ask the ownership, commands flush the proxies first,
         # and the parts after these send commands only
         self._workers, unsettled = Workers(mesh), Unsettled()
@@ -128,9 +127,7 @@ class Driver:
             survivors=mesh.survivors,
         )
         self.optimizers = DrivenOptimizers(
-            *(module, self._names, mesh, self.commands, self._ownership, self.gradients, files),
-            say=options.say,
-            shards=options.shards,
+            *(module, mesh, self.commands, self._ownership, self.gradients, files, options)
         )
         self._shards = options.shards and here.replicas > 1
         hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
