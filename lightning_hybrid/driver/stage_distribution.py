@@ -22,7 +22,6 @@ from lightning_hybrid.stage import (
 from lightning_hybrid.state import (
     Takeover,
     leave_to_worker,
-    let_go_of_checkpoints,
     refuse_tied,
     to_send,
 )
@@ -224,7 +223,6 @@ class Distribution:
                 f"on {self._mesh.coordinates.at(worker)}",
                 self._commands.remote.gradients,
             )
-            let_go_of_checkpoints()
         return remote
 
     def _make_engine(

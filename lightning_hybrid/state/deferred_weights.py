@@ -37,7 +37,7 @@ from lightning_hybrid.remote import (
 from lightning_hybrid.stage import tensors_of
 from lightning_hybrid.state.divided_optimizer_states import gather_states
 from lightning_hybrid.state.optimizers import complete
-from lightning_hybrid.state.tensor_file import FilesOfWorker, read_files
+from lightning_hybrid.state.tensor_file import FilesOfWorker, let_go_of_checkpoints, read_files
 
 
 def make_what_no_network_owns(module: nn.Module) -> None:
@@ -137,6 +137,7 @@ class Takeover:
                 vacate(tensors[name])
         for name in names:
             occupy(tensors[name])
+        let_go_of_checkpoints()
 
     def settle(self, arrived: Iterable[str]) -> None:
         """Check that this rank has a value for each of its weights, after all transfers.
