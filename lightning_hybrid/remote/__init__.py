@@ -13,7 +13,7 @@ from lightning_hybrid.remote.deferred import (
     materialized_with,
     occupy,
     offload,
-    take_again,
+    refuse_lost,
     vacate,
     value_of,
 )

@@ -498,19 +498,8 @@ def give_up(tensor: Tensor, name: str) -> None:
         offload(tensor, name, _LOST)
 
 
-def take_again(tensors: Iterable[Tensor], *, empty: bool) -> None:
-    """Give tensors memory again, before another run, for which :func:`give_up` was called.
-
-    Args:
-        tensors: any tensors; others stay as they are.
-        empty: whether their numbers will come from another rank.
-
-    Raises:
-        DeferredError: there is such a tensor, and not ``empty``.
-    """
+def refuse_lost(tensors: Iterable[Tensor]) -> None:
+    """Raise DeferredError before a run for a tensor that :func:`give_up` was called for."""
     for tensor in tensors:
         if isinstance(tensor, _Deferred) and tensor._where == _LOST:
-            if not empty:
-                raise _elsewhere(tensor)
-            materialize_here([tensor])
-            clear_attributes(tensor)
+            raise _elsewhere(tensor)

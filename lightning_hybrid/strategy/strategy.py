@@ -371,7 +371,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         refuse_streaming(run)
         if run.changes_cuts:
             self._plans.clear()  # of an earlier run it is not known here what they were made from
-        run.take_again()
         run.world.survive(survives=survives_losses(run))
         if not run.world.coordinates.is_driver:
             raise Parted(partial(self._serve, WorkerSession.begin(run)))
