@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -242,24 +241,24 @@ class Weights:
         self._before: dict[int, int] = {}
 
     def remember(self) -> None:
-        """Note the checksums of this rank's weights and buffers, for :attr:`changed`."""
-        self._before = self._checksums()
+        """Note the versions of this rank's weights and buffers, for :attr:`changed`."""
+        self._before = self._versions()
 
     @property
     def changed(self) -> bool:
-        """Whether calls or the user's code have changed weights or buffers since `remember`."""
-        now = self._checksums().items()
-        here = any(self._before.get(identity) != checksum for identity, checksum in now)
+        """Whether calls or the user's code have changed weights or buffers since `remember`.
+
+        (A change through ``data`` is not seen: it stays on this rank.)
+        """
+        now = self._versions().items()
+        here = any(self._before.get(identity) != count for identity, count in now)
         return here or self._remote.changed
 
-    def _checksums(self) -> dict[int, int]:
-        """By ``id``, a checksum of each tensor that is no proxy and has memory.
-
-        Version counters would not do: they do not count changes through ``data``.
-        """
+    def _versions(self) -> dict[int, int]:
+        """By ``id``, the version counter of each tensor that is no proxy and has memory."""
         with as_they_are():
             plain = (t for t in tensors_of(self._module).values() if type(t) in (Tensor, Parameter))
-            return {id(t): _checksum(t) for t in plain if not t.is_meta}
+            return {id(t): version(t) for t in plain if not t.is_meta}
 
     def gather(self, *, but: Collection[str] = ()) -> None:
         """Bring the weights of the workers' stages into the module, where it has room for them.
@@ -405,14 +404,6 @@ class Weights:
             replica_group.broadcast_buffers(state=state)
         if self._replicated.here or not self._commands.workers.ranks:
             self._replicated.rest.broadcast_buffers(state=state)
-
-
-def _checksum(tensor: Tensor) -> int:
-    """A checksum of the numbers of a tensor; of one that is not dense, its version counter."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return version(tensor)
-    numbers = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return crc32(numbers.view(torch.uint8).cpu().numpy().data) if tensor.numel() else 0
 
 
 def present_bytes(module: nn.Module, device: torch.device) -> int:

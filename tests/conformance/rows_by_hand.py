@@ -565,9 +565,9 @@ class CountsInPredict(_Evaluates):
         return {name: value.clone() for name, value in self.state_dict().items()}
 
 
-class ChangesDataInAnEvaluation(_Evaluates):
-    """Changes `weight.data` of the last layer during an evaluation; the change stays on
-    all ranks.
+class ChangesWeightsInAnEvaluation(_Evaluates):
+    """Changes the weights of the last layer in place during an evaluation; they stay on all ranks
+    as they are then.
     """
 
     fast = True
@@ -575,7 +575,7 @@ class ChangesDataInAnEvaluation(_Evaluates):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.loss(*batch), sync_dist=True)
         for parameter in self.net.third.parameters():
-            parameter.data.mul_(0.5)
+            parameter.mul_(0.5)
 
     def exercise(self, run: Any) -> Any:
         found = run.trainer().test(self, verbose=False)
