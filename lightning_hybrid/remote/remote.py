@@ -352,12 +352,9 @@ class RemoteTensors:
         with torch.no_grad(), as_they_are():
             parameters, names = self._tensors[Kind.PARAMETER], self.gradients.names()
             here = [name for name in names if not is_deferred(parameters[name].value)]
-            if not here:
-                return
             values = self._owners.give(Kind.GRADIENT, here)  # (some may be sparse)
-            self._brought = {n: v.to(parameters[n].value.device) for n, v in values.items()}
-        self._keep_shown()
-        self._owners.clear_gradients(here)  # (they belong to this rank now)
+            values = {n: v.to(parameters[n].value.device) for n, v in values.items()}
+        self.leave_gradients(values)
 
     def leave_gradients(self, values: Mapping[str, Tensor]) -> None:
         """Take over gradients at the end of a run; :meth:`close` puts them on the parameters.
