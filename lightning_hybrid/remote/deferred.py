@@ -31,6 +31,7 @@ from lightning_hybrid._torch.tensors import (
     as_they_are,
     is_held,
     is_shared,
+    refuse_pointer,
     schema,
     storage_key,
     swap_memory,
@@ -473,6 +474,7 @@ def vacate(tensor: Tensor) -> None:
         empty = torch.empty_like(tensor)
         # (by `data`, so that it stays the object that modules and optimizers refer to)
         empty.untyped_storage().resize_(0)
+        refuse_pointer(empty)  # (NumPy would read at address 0)
         tensor.data = empty
 
 

@@ -39,7 +39,7 @@ from lightning_hybrid.remote.deferred import (
     vacate,
     value_of,
 )
-from lightning_hybrid.remote.hollow_network import emptied
+from lightning_hybrid.remote.hollow_network import watched
 from lightning_hybrid.remote.living_views import View, refuse_larger, refuse_one_memory
 from lightning_hybrid.remote.proxy import (
     Kind,
@@ -158,9 +158,10 @@ class RemoteTensors:
         """All parameters and buffers that other ranks own."""
         return [remote for kind in _IN_MODULES for remote in self._tensors[kind].values()]
 
-    def emptied(self) -> AbstractContextManager[None]:
-        """Inside, tensors that other ranks own have no memory here; computing with them raises."""
-        return emptied({remote.name: remote.value for remote in self._owned()})
+    def unreadable(self) -> AbstractContextManager[None]:
+        """Inside, an operation that needs a tensor of another rank raises `NoMemory`."""
+        values = {remote.name: remote.value for remote in self._owned()}
+        return watched(values, set(), values)
 
     def vacate(self, but: Collection[str] = ()) -> None:
         """Free the memory of parameters; a read fetches them until their owners change them.

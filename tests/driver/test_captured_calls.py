@@ -32,7 +32,7 @@ class Calls:
         self.kept: dict[str, str] = {}
         remote = SimpleNamespace(
             suspended=nullcontext,
-            emptied=nullcontext,
+            unreadable=nullcontext,
             names=lambda *kinds: {name for kind in kinds for name in REMOTE[kind]},
             adopt_replaced=lambda: None,
             at_hand=self.fetch,
