@@ -6,14 +6,13 @@ parameter (a penalty over all weights): autograd leaves a gradient there, to be 
 owner's.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.remote.proxy import Kind, Remote, RemoteStore, make_proxy, source_of
 
@@ -46,7 +45,7 @@ class RemoteGradients:
         self._parameters, self._held = parameters, held
         self._present: set[str] | None = None
         self._over = False
-        self._parts: dict[str, Tensor] = {}  # assigned gradients that are parts of larger tensors
+        self._parts = set[str]()  # names of assigned gradients that are parts of larger tensors
         self.in_graph: dict[str, Remote] = {}
         self.assigned: dict[str, Tensor | None] = {}
 
@@ -149,27 +148,24 @@ class RemoteGradients:
         """Refuse a backward if a gradient was assigned that is a part of a larger tensor.
 
         The backward adds to the owner's gradient, so that the larger tensor, which the user's code
-        still refers to, would not have the sum.
+        may still refer to, would not have the sum.
 
         Raises:
             NetworkError: there is such a gradient.
         """
-        keys = {name: storage_key(part.untyped_storage()) for name, part in self._parts.items()}
-        counts = Counter(keys.values())
-        for name, gradient in self._parts.items():
-            if is_shared(gradient, besides=counts[keys[name]] - 1):
-                raise NetworkError(
-                    f"The gradient of {name!r} was made a part of a larger tensor, and a backward "
-                    "adds to it. Another rank owns it, so the larger tensor would not change. Give "
-                    "the parameter a gradient of its own memory (`parameter.grad = part.clone()`), "
-                    "or clear it before the backward (`optimizer.zero_grad()`)."
-                )
+        for name in self._parts:
+            raise NetworkError(
+                f"The gradient of {name!r} was made a part of a larger tensor, and a backward adds "
+                "to it. Another rank owns it, so the larger tensor would not change. Give the "
+                "parameter a gradient of its own memory (`parameter.grad = part.clone()`), or "
+                "clear it before the backward (`optimizer.zero_grad()`)."
+            )
 
     def _note_parts(self, gradients: Mapping[str, Tensor]) -> None:
         """Note which of these gradients are parts of larger tensors, for :meth:`refuse_parts`."""
         for name, value in gradients.items():
             if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
-                self._parts[name] = value
+                self._parts.add(name)
 
     def kept(self, names: Iterable[str]) -> list[Remote]:
         """Those of these gradients of which code here has a proxy at this moment."""
@@ -178,7 +174,7 @@ class RemoteGradients:
 
     def release(self, name: str) -> None:
         """Drop the gradient of a parameter; a proxy that code still has keeps its values."""
-        self._parts.pop(name, None)
+        self._parts.discard(name)
         found = self._held.pop(name, None)
         if found is not None:
             found.keep()
