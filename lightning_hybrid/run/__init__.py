@@ -2,8 +2,7 @@
 
 from lightning_hybrid.run.building import (
     BetweenRuns,
-    DeferredModule,
-    WholeModule,
+    Building,
     announce_averages,
     have_on_device,
     move_module,

@@ -41,18 +41,23 @@ _OF_WHAT_IS_FREE = 0.9
 """So much of a device's memory a whole model may take: torch rounds what it takes up."""
 
 
-class WholeModule:
-    """Every rank has all weights, or is to make them as on one device.
+class Building:
+    """Whether every rank makes all weights of the module, or those of its own stages.
 
-    Attributes:
-        deferred: whether each rank makes the weights of its own stages only.
+    Args:
+        deferral: puts off what is done to weights, for the ranks that are to own them; ``None``:
+            every rank has all weights, made as on one device.
     """
 
-    deferred = False
+    def __init__(self, deferral: Deferral | None = None) -> None:
+        self._deferral = deferral
 
-    def deferred_if_apart(
-        self, trainer: Trainer, device: torch.device, stages: int
-    ) -> "WholeModule | DeferredModule":
+    @property
+    def deferred(self) -> bool:
+        """Whether each rank makes the weights of its own stages only."""
+        return self._deferral is not None
+
+    def deferred_if_apart(self, trainer: Trainer, device: torch.device, stages: int) -> "Building":
         """What takes its place in ``configure_model``, where weights may be made by their owners.
 
         Args:
@@ -63,38 +68,14 @@ class WholeModule:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # a callback that averages weights needs all of them on its rank
         averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
-        return DeferredModule(device) if stages > 1 and not averages else self
-
-    def building(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, weights are made and changed as ever."""
-        return nullcontext()
-
-    def loading(self, module: nn.Module, *, alone: bool) -> AbstractContextManager[None]:
-        """Inside, weights of a checkpoint are written as ever."""
-        return nullcontext()
-
-
-class DeferredModule:
-    """Weights are made by the ranks that own them.
-
-    Args:
-        device: where one device would make them.
-    """
-
-    deferred = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._deferral = Deferral(device)
-
-    def deferred_if_apart(
-        self, trainer: Trainer, device: torch.device, stages: int
-    ) -> "DeferredModule":
-        """Once deferred, weights stay with their owners."""
-        return self
+        # once deferred, weights stay with their owners
+        if self.deferred or averages or stages == 1:
+            return self
+        return Building(Deferral(device))
 
     def building(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, what is done to weights that are not made yet is noted down."""
-        return self._deferral.building(module)
+        return nullcontext() if self._deferral is None else self._deferral.building(module)
 
     def loading(self, module: nn.Module, *, alone: bool) -> AbstractContextManager[None]:
         """Inside, weights of a checkpoint are left in its file until a rank makes its stages.
@@ -103,6 +84,8 @@ class DeferredModule:
             module: the LightningModule.
             alone: whether no worker loads it.
         """
+        if self._deferral is None:
+            return nullcontext()
         return self._deferral.loading(module, alone=alone)
 
 
@@ -118,7 +101,7 @@ class BetweenRuns:
     def __init__(
         self,
         ranks: World | NoWorld,
-        building: WholeModule | DeferredModule,
+        building: Building,
         *,
         divided: bool = False,
     ) -> None:

@@ -19,7 +19,7 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan, plan_again
-from lightning_hybrid.run.building import DeferredModule, WholeModule
+from lightning_hybrid.run.building import Building
 from lightning_hybrid.run.framework import ByTrainer, Framework
 from lightning_hybrid.run.progress import StartProgress
 from lightning_hybrid.run.world import World
@@ -58,7 +58,7 @@ class Run:
     precision: Precision
     fitting: bool
     synchronised: bool
-    building: WholeModule | DeferredModule
+    building: Building
     stopwatch: Stopwatch | None
     shared: frozenset[str]
     plans: dict[str, Plan]
@@ -73,7 +73,7 @@ class Run:
         trainer: Trainer,
         config: Config,
         world: World,
-        building: WholeModule | DeferredModule,
+        building: Building,
         plans: dict[str, Plan],
         *,
         synchronise: bool,

@@ -38,13 +38,13 @@ from lightning_hybrid.process import (
 )
 from lightning_hybrid.run import (
     BetweenRuns,
+    Building,
     ByFabric,
     DriverSession,
     NoWorld,
     Phase,
     Run,
     StartProgress,
-    WholeModule,
     WorkerSession,
     have_on_device,
     move_module,
@@ -155,7 +155,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without groups: a Fabric can be spawned with."""
-        return vars(self) | {"_session": BetweenRuns(NoWorld(), WholeModule())}
+        return vars(self) | {"_session": BetweenRuns(NoWorld(), Building())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In another process, maybe."""
@@ -163,7 +163,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         let_fabric_clear_gradients()
 
     def _rest(self) -> None:
-        self._session = BetweenRuns(self._ranks.world, WholeModule())
+        self._session = BetweenRuns(self._ranks.world, Building())
         self._optimizers.clear()
         self._batch_is_over = True
 
@@ -304,7 +304,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             precision=cast(Any, self.precision),
             fitting=True,
             synchronised=False,
-            building=WholeModule(),
+            building=Building(),
             stopwatch=None,
             shared=world.shared_names(module),
             plans=self._plans,

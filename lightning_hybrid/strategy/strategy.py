@@ -58,12 +58,11 @@ from lightning_hybrid.process import (
 )
 from lightning_hybrid.run import (
     BetweenRuns,
-    DeferredModule,
+    Building,
     DriverSession,
     NoWorld,
     Phase,
     Run,
-    WholeModule,
     WorkerSession,
     announce_averages,
     move_module,
@@ -272,7 +271,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             start_method=start_method,
         )
         self.checkpoint_io = checkpoint_io
-        self._building: WholeModule | DeferredModule = WholeModule()
+        self._building: Building = Building()
         self._plans: dict[str, Plan] = {}
         self._saves = ShardedSaves()
         self._rest()
@@ -284,7 +283,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Without groups and links: a Trainer can be pickled after a run, and spawned with."""
         state: dict[str, Any] = super().__getstate__()
-        building = WholeModule()
+        building = Building()
         return state | {"_building": building, "_session": BetweenRuns(NoWorld(), building)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -20,8 +20,9 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.remote import Deferral
 from lightning_hybrid.run import building
-from lightning_hybrid.run.building import BetweenRuns, DeferredModule, WholeModule
+from lightning_hybrid.run.building import BetweenRuns, Building
 from lightning_hybrid.run.coming_batches import InOrder
 from lightning_hybrid.run.framework import ByTrainer
 from lightning_hybrid.run.progress import StartProgress
@@ -91,7 +92,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
         "precision": trainer.precision_plugin,
         "fitting": True,
         "synchronised": False,
-        "building": WholeModule(),
+        "building": Building(),
         "stopwatch": None,
         "shared": frozenset(module.state_dict()),
         "plans": {"net": PLAN},
@@ -290,7 +291,7 @@ def test_a_worker_goes_on_with_what_its_driver_has_found() -> None:
 
 def test_between_runs_a_module_is_whole_on_the_rank_that_saves() -> None:
     module = Net()
-    between = BetweenRuns(NoWorld(), WholeModule())
+    between = BetweenRuns(NoWorld(), Building())
     torch.testing.assert_close(between.state_dict(module, here=True), module.state_dict())
     assert between.state_dict(module, here=False) == {}
     optimizer = SGD(module.parameters(), lr=0.1)
@@ -305,7 +306,7 @@ def test_after_a_run_what_other_ranks_made_is_gathered(monkeypatch: pytest.Monke
     ranks = World.__new__(World)
     ranks.take_coordinates(cast(Any, SimpleNamespace(mesh="mesh")))
     module = Net()
-    between = BetweenRuns(ranks, DeferredModule(torch.device("cpu")))
+    between = BetweenRuns(ranks, Building(Deferral(torch.device("cpu"))))
     assert between.state_dict(module, here=False) == {}
     assert asked == [(module, "mesh")]  # all ranks take part
 
