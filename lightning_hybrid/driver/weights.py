@@ -27,7 +27,7 @@ from lightning_hybrid.comm.protocol import (
 )
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
-from lightning_hybrid.errors import HybridError
+from lightning_hybrid.errors import DeferredError, HybridError
 from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank
 from lightning_hybrid.stage import ReplicaGroup, Trace, state_buffers, tensors_of, write_tensors
 from lightning_hybrid.state import (
@@ -35,7 +35,6 @@ from lightning_hybrid.state import (
     Ticket,
     leave_to_worker,
     read_files,
-    refuse_later,
     to_send,
     unread_there,
     whole,
@@ -96,8 +95,13 @@ class FilesOfWorkers:
                     "which writes it to this checkpoint by itself (checkpoint='sharded' and "
                     "shard_optimizer_states=True). Leave it as it is, or use checkpoint='full'."
                 )
-            name = f"{owned.state} of {owned.name}" if owned.state else owned.name
-            refuse_later(name, remote.state(Kind.PARAMETER) == before)
+            if remote.state(Kind.PARAMETER) != before:
+                name = f"{owned.state} of {owned.name}" if owned.state else owned.name
+                raise DeferredError(
+                    f"{name!r} of an earlier state dict was not read before the next step, and its "
+                    "rank has newer numbers now. Copy what you keep: "
+                    "{k: v.clone() for k, v in state_dict.items()}."
+                )
             return self._give(rank, owned)
 
         return unread_there(spec, owned, read)

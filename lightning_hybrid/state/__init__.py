@@ -52,7 +52,6 @@ from lightning_hybrid.state.sharded_checkpoint import (
     finish,
     is_sharded,
     leave_shard,
-    refuse_later,
     save_alone,
     staged,
     unread_there,
