@@ -28,7 +28,7 @@ from lightning_hybrid.comm.protocol import (
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.errors import DeferredError, HybridError
-from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank
+from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank, materialize
 from lightning_hybrid.stage import ReplicaGroup, Trace, state_buffers, tensors_of, write_tensors
 from lightning_hybrid.state import (
     Owned,
@@ -264,15 +264,21 @@ class Weights:
             plain = (t for t in tensors_of(self._module).values() if type(t) in (Tensor, Parameter))
             return {id(t): version(t) for t in plain if not t.is_meta}
 
+    @signals_deferred
     def gather(self, *, but: Collection[str] = ()) -> None:
         """Bring the weights of the workers' stages into the module, where it has room for them.
 
         Args:
             but: names of the tensors that stay with their owners.
         """
-        tensors = self.owned_elsewhere()
-        wanted = tensors.keys() - but
-        self._fetch([n for n, tensor in tensors.items() if n in wanted and not is_deferred(tensor)])
+        if not self._ownership.any_network:
+            return
+        self._remote.adopt_replaced()
+        self._remote.flush()
+        owned = self.owned_elsewhere().items()
+        names = [name for name, t in owned if name not in but and not is_deferred(t)]
+        write_tensors(self._module, self._ownership.give(Kind.PARAMETER, names).items())
+        self._remote.adopt_fetched()
 
     def leave_inference(self) -> None:
         """Make ordinary buffers of inference tensors, by which evaluations have replaced buffers.
@@ -299,12 +305,10 @@ class Weights:
                 workers whose files cannot be read here.
         """
         values = None if unread else self._mapped()
-        if unread or (values is None and at_once):
-            values = self._unread()
         if values is None:
-            with whole(self._module, self._fetch([*self.owned_elsewhere()])):
-                yield
-            return
+            values = self._unread()
+            if not (unread or at_once):
+                materialize(values.values())
         with whole(self._module, values), self._remote.showing(values):
             yield
 
@@ -350,18 +354,6 @@ class Weights:
             for name in self._ownership.network_of
             if name in tensors and self._parameters.get(name, tensors[name]) is tensors[name]
         }
-
-    @signals_deferred
-    def _fetch(self, names: list[str]) -> dict[str, Tensor]:
-        """Fetch weights of workers, and write them into the module where they have memory there."""
-        if not self._ownership.any_network:
-            return {}
-        self._remote.adopt_replaced()
-        self._remote.flush()
-        values = self._ownership.give(Kind.PARAMETER, names)
-        write_tensors(self._module, values.items())
-        self._remote.adopt_fetched()
-        return values
 
     @signals_deferred
     def scatter(self) -> None:
