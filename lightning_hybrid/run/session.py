@@ -551,10 +551,6 @@ class DriverSession:
             yield
         self._driver.weights.scatter()
 
-    def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The checkpoint from which this rank is to load its optimizers."""
-        return self._driver.optimizers.share_of(checkpoint)
-
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
