@@ -89,7 +89,7 @@ class Deferral(Maker):
             if not has_loaded(tensor):
                 offload(tensor, name, where)
         if not alone:
-            self.tape.unmark()
+            self.tape.marked.clear()
         self._take(module)
 
     @contextlib.contextmanager
@@ -118,6 +118,8 @@ class Deferral(Maker):
         for tensor, name, _ in before:
             with as_they_are():
                 self.open(tensor, name)
+                # (of an earlier load: its owner has it)
+                self.tape.marked.discard(self.tape.view(tensor).key)
         return before
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:

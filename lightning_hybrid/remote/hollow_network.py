@@ -99,14 +99,14 @@ def watched(
 ) -> Iterator[None]:
     """Inside, note which tensors are read or written by operations outside of captured graphs.
 
+    Torch itself refuses some operations on tensors without memory, but many on CPUs would read at
+    address 0. Reading sizes, making new tensors of the same size, and captures by TorchDynamo are
+    allowed. (NumPy's reads are not seen.)
+
     Args:
         tensors: the tensors to watch, by name.
         read: the set to which names of tensors that are read or written are added.
         absent: names of those that have no memory here, or old numbers.
-
-    Torch itself refuses some operations on tensors without memory, but many on CPUs would read at
-    address 0. Reading sizes, making new tensors of the same size, and captures by TorchDynamo are
-    allowed. (NumPy's reads are not seen.)
 
     Raises:
         NoMemory: an operation reads or writes an absent tensor.

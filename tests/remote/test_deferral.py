@@ -157,6 +157,16 @@ def test_only_what_was_loaded_must_travel() -> None:
     assert torch.equal(value_of(network[1].bias), torch.ones(3))
 
 
+def test_what_was_loaded_once_is_left_to_its_owner_when_less_is_loaded() -> None:
+    network, deferral = build(pair)
+    with deferral.loading(network, alone=True):
+        network.load_state_dict({"1.bias": torch.ones(3)}, strict=False)
+    offload(network[1].bias, "1.bias", "on rank 1")
+    with deferral.loading(network, alone=True):
+        network.load_state_dict({"0.weight": torch.ones(5, 4)}, strict=False)
+    assert is_offloaded(network[1].bias)
+
+
 def test_what_is_loaded_from_a_file_is_read_when_its_rank_makes_it() -> None:
     network, deferral = build(pair)
     value, reads = torch.arange(20.0).view(5, 4), list[bool]()
