@@ -59,16 +59,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return key
 
 
-def is_shared(tensor: Tensor, *, besides: int = 0) -> bool:
-    """Whether a tensor's memory may have other holders: a view, a saved tensor, a storage object.
-
-    Args:
-        tensor: a strided tensor.
-        besides: how many further holders the caller knows of.
-    """
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a strided tensor's memory has other holders: a view, a saved tensor, a storage."""
     storage = tensor.untyped_storage()
     owners: int = _owners(storage._cdata)
-    return owners > 2 + besides  # the tensor, and the storage object of this function
+    return owners > 2  # the tensor, and the storage object of this function
 
 
 def is_held(tensor: Tensor) -> bool:

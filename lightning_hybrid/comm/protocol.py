@@ -386,14 +386,9 @@ class SynchronizeBuffers(Command):
 
 @dataclass(frozen=True)
 class Share(NetworkCommand):
-    """Give every replica the weights of replica 0; on request the optimizers' states too.
-
-    Attributes:
-        optimizers: whether the states of all optimizers are sent too.
-    """
+    """Give every replica the weights of replica 0."""
 
     joint = True
-    optimizers: bool
 
 
 # ---------------------------------------------------------------- the optimizers

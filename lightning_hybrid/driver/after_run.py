@@ -15,7 +15,7 @@ from lightning_hybrid.comm.protocol import MapTensors, Report
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.weights import FilesOfWorkers, Weights
 from lightning_hybrid.planning import free_on, gigabytes, optimizer_bytes
-from lightning_hybrid.remote import is_of_one_rank, is_unread, materialize
+from lightning_hybrid.remote import is_of_one_rank, is_unread, materialize, refuse_lost
 from lightning_hybrid.state import TensorFile, Ticket, put_mapped
 
 _CHANGED_IF_HERE = -1
@@ -127,5 +127,8 @@ def bring_here(module: nn.Module) -> None:
 
     Raises:
         NoAddresses: the address space has no room for them.
+        DeferredError: an earlier run has failed, and one was lost with another rank.
     """
-    materialize(filter(is_unread, (*module.parameters(), *module.buffers())))
+    tensors = (*module.parameters(), *module.buffers())
+    refuse_lost(tensors)
+    materialize(filter(is_unread, tensors))

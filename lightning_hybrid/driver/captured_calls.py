@@ -297,11 +297,11 @@ class CapturedCalls:
     def _between(self, found: FoundNetwork) -> AbstractContextManager[None]:
         """A context for the Python between two graphs of a chain.
 
-        Once the chain has stages, weights of other ranks have no memory inside; before that, the
+        Once the chain has stages, weights of other ranks cannot be read inside; before that, the
         weights that the Python reads are noted.
         """
         if found.driven:
-            return self._driver.remote.emptied()
+            return self._driver.remote.unreadable()
         prefix = f"{found.name}." if found.name else ""
         named = (*found.module.named_parameters(), *found.module.named_buffers())
         tensors = {prefix + name: tensor for name, tensor in named}

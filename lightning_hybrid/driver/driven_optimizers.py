@@ -24,6 +24,7 @@ from lightning_hybrid.comm.protocol import (
     ZeroGrad,
 )
 from lightning_hybrid.driver.commands import Commands
+from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.optimizer_link import OptimizerLink
 from lightning_hybrid.driver.optimizer_trial import (
     announce,
@@ -60,14 +61,12 @@ class DrivenOptimizers:
 
     Args:
         module: the LightningModule.
-        names: by ``id``, the names of those of its parameters that all ranks have.
         mesh: the process groups and channels of this rank.
         commands: sends commands to the workers.
         ownership: which worker owns which tensor.
         gradients: averages the gradients of this replica over the replicas.
         files: reads the files that workers write their states to.
-        say: tells the user something, in one line.
-        shards: whether the states of optimizers are divided over the replicas.
+        options: what the run has decided.
 
     Attributes:
         optimizers: the user's optimizers.
@@ -79,17 +78,20 @@ class DrivenOptimizers:
     def __init__(
         self,
         module: nn.Module,
-        names: Mapping[int, str],
         mesh: Mesh,
         commands: Commands,
         ownership: Ownership,
         gradients: ReplicaGradients,
         files: FilesOfWorkers,
-        *,
-        say: Callable[[str], None],
-        shards: bool,
+        options: DriverOptions,
     ) -> None:
-        self._module, self._names, self._say = module, names, say
+        self._module, self._say = module, options.say
+        # by ``id``, the names of the parameters that all ranks have
+        self._names = {
+            id(p): name
+            for name, p in module.named_parameters()
+            if options.shared is None or name in options.shared
+        }
         self._device = commands.remote.device
         self._commands, self._ownership, self._gradients = commands, ownership, gradients
         self._files = files
@@ -103,10 +105,10 @@ class DrivenOptimizers:
         replicas, self._replica_of = mesh.coordinates.replicas, Replicas()
         self._shares: StateShares | None = None
         self._others: OtherReplicas | None = None
-        if shards and replicas > 1:
-            self._others = OtherReplicas(names, self._replica, replicas)
+        if options.shards and replicas > 1:
+            self._others = OtherReplicas(self._names, self._replica, replicas)
             self._replica_of = self._others.replica_of
-            self._shares = StateShares(mesh.data_parallel, names, self._replica_of)
+            self._shares = StateShares(mesh.data_parallel, self._names, self._replica_of)
 
     def __deepcopy__(self, memo: object) -> "DrivenOptimizers":
         """The object itself: a copy of a Trainer that refers to it drives the same workers."""

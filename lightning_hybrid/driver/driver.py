@@ -57,7 +57,6 @@ from lightning_hybrid.state import (
     Shard,
     await_shard,
     finish,
-    share_optimizers,
     staged,
     write_rest,
     write_shard,
@@ -100,14 +99,12 @@ class Driver:
     ) -> None:
         here = mesh.coordinates
         self._module, self._mesh, self.device, self._options = module, mesh, device, options
-        self._share_optimizers = False
         # names of the parameters that stay with their owners after the run, for lack of room
         self._apart: frozenset[str] = frozenset()
         new_trace = partial(Trace, here.rank, str(here), watch)
         self._trace: Trace = before._trace if before else new_trace()
         self._networks: list[DrivenNetwork] = []
         known = frozenset(tensors_of(module) if options.shared is None else options.shared)
-        self._names = {id(p): name for name, p in module.named_parameters() if name in known}
         # in the order of dependence: proxies ask the ownership, commands flush the proxies first,
         # and the parts after these send commands only
         self._workers, unsettled = Workers(mesh), Unsettled()
@@ -130,9 +127,7 @@ class Driver:
             survivors=mesh.survivors,
         )
         self.optimizers = DrivenOptimizers(
-            *(module, self._names, mesh, self.commands, self._ownership, self.gradients, files),
-            say=options.say,
-            shards=options.shards,
+            *(module, mesh, self.commands, self._ownership, self.gradients, files, options)
         )
         self._shards = options.shards and here.replicas > 1
         hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
@@ -251,13 +246,6 @@ class Driver:
         self._replicated.settle()
         self.optimizers.stay_here()
 
-    def expect_optimizers(self) -> None:
-        """Have replica 0 send the states of optimizers, which it alone has loaded, to the others.
-
-        This happens when a network is cut.
-        """
-        self._share_optimizers = self._options.share
-
     def _take_charge(self, driven: DrivenNetwork, made: Distributed, views: Sequence[View]) -> None:
         """Tell the parts of the driver which rank owns which tensors of a distributed network.
 
@@ -297,14 +285,11 @@ class Driver:
         return dict(zip(driven.full_names(named), named.values()))
 
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
-        """Broadcast the weights of replica 0, which alone has loaded or made them."""
+        """Broadcast the weights of replica 0, since each has made its own."""
         # workers are told first: each rank joins the broadcast of its own stages at the same time
-        self.commands.tell(protocol.Share(network, self._share_optimizers))
+        self.commands.tell(protocol.Share(network))
         replica_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
-        if self._share_optimizers:
-            optimizers, group = self.optimizers.optimizers, self._mesh.data_parallel
-            share_optimizers(optimizers, self._names, group, self.device)
 
     # ------------------------------------------------------------------ a step
 

@@ -31,10 +31,10 @@ import io
 import logging
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -54,6 +54,8 @@ from lightning_hybrid.state import (
     unship,
     write_records,
 )
+
+T = TypeVar("T")
 
 _SCALES = (1.0, 30.0, 1e-3, 1.0, 1e3, 0.1, 1.0, 10.0, 1e-2, 1.0, 3.0, 1e6)
 """Scale of the gradients in each step; the largest comes last, so that no later one overflows."""
@@ -168,8 +170,8 @@ class _StandIns:
         self._values: dict[str, Tensor] = {}
         groups: list[dict[str, Any]] = []
         known: dict[int, str] = {}
-        for group in _two_of_each_kind(optimizer.param_groups):
-            chosen = _representatives(group["params"])
+        for group in _two_of_each(optimizer.param_groups, _kind_with_parameters):
+            chosen = _two_of_each(group["params"], _form)
             groups.append({**group, "params": chosen})
             for parameter in chosen:
                 name = names.get(id(parameter), f"unnamed{len(known)}")
@@ -206,21 +208,20 @@ class _StandIns:
         return found
 
 
-def _representatives(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """At most two parameters of each number of dimensions and dtype."""
-    kinds: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.dim(), parameter.dtype), []).append(parameter)
-    return [p for kind in kinds.values() for p in kind[:2]]
+def _two_of_each(values: Sequence[T], kind_of: Callable[[T], object]) -> list[T]:
+    """At most two values of each kind."""
+    kinds: dict[object, list[T]] = {}
+    for value in values:
+        kinds.setdefault(kind_of(value), []).append(value)
+    return [value for kind in kinds.values() for value in kind[:2]]
 
 
-def _two_of_each_kind(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most two groups of each kind, which differ in numbers only."""
-    kinds: dict[object, list[dict[str, Any]]] = {}
-    for group in groups:
-        of_parameters = {(p.dim(), p.dtype) for p in group["params"]}
-        kinds.setdefault((frozenset(of_parameters), kind_of_group(group)), []).append(group)
-    return [group for kind in kinds.values() for group in kind[:2]]
+def _form(parameter: Tensor) -> object:
+    return parameter.dim(), parameter.dtype
+
+
+def _kind_with_parameters(group: dict[str, Any]) -> object:
+    return frozenset(map(_form, group["params"])), kind_of_group(group)
 
 
 class _Copy:

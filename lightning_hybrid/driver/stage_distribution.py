@@ -22,7 +22,6 @@ from lightning_hybrid.stage import (
 from lightning_hybrid.state import (
     Takeover,
     leave_to_worker,
-    let_go_of_checkpoints,
     refuse_tied,
     to_send,
 )
@@ -218,8 +217,12 @@ class Distribution:
             mine = [full for n, full in names.items() if n not in borrowed[worker]]
             remote[worker] = tuple(mine)
             # (after they were sent, since this may free their memory here)
-            leave_to_worker(tensors, remote[worker], self._mesh.coordinates, worker)
-            let_go_of_checkpoints()
+            leave_to_worker(
+                tensors,
+                remote[worker],
+                f"on {self._mesh.coordinates.at(worker)}",
+                self._commands.remote.gradients,
+            )
         return remote
 
     def _make_engine(

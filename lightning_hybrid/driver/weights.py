@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +27,14 @@ from lightning_hybrid.comm.protocol import (
 )
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
-from lightning_hybrid.errors import HybridError
-from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank
+from lightning_hybrid.errors import DeferredError, HybridError
+from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank, materialize
 from lightning_hybrid.stage import ReplicaGroup, Trace, state_buffers, tensors_of, write_tensors
 from lightning_hybrid.state import (
     Owned,
     Ticket,
     leave_to_worker,
     read_files,
-    refuse_later,
     to_send,
     unread_there,
     whole,
@@ -97,8 +95,13 @@ class FilesOfWorkers:
                     "which writes it to this checkpoint by itself (checkpoint='sharded' and "
                     "shard_optimizer_states=True). Leave it as it is, or use checkpoint='full'."
                 )
-            name = f"{owned.state} of {owned.name}" if owned.state else owned.name
-            refuse_later(name, remote.state(Kind.PARAMETER) == before)
+            if remote.state(Kind.PARAMETER) != before:
+                name = f"{owned.state} of {owned.name}" if owned.state else owned.name
+                raise DeferredError(
+                    f"{name!r} of an earlier state dict was not read before the next step, and its "
+                    "rank has newer numbers now. Copy what you keep: "
+                    "{k: v.clone() for k, v in state_dict.items()}."
+                )
             return self._give(rank, owned)
 
         return unread_there(spec, owned, read)
@@ -242,34 +245,40 @@ class Weights:
         self._before: dict[int, int] = {}
 
     def remember(self) -> None:
-        """Note the checksums of this rank's weights and buffers, for :attr:`changed`."""
-        self._before = self._checksums()
+        """Note the versions of this rank's weights and buffers, for :attr:`changed`."""
+        self._before = self._versions()
 
     @property
     def changed(self) -> bool:
-        """Whether calls or the user's code have changed weights or buffers since `remember`."""
-        now = self._checksums().items()
-        here = any(self._before.get(identity) != checksum for identity, checksum in now)
+        """Whether calls or the user's code have changed weights or buffers since `remember`.
+
+        (A change through ``data`` is not seen: it stays on this rank.)
+        """
+        now = self._versions().items()
+        here = any(self._before.get(identity) != count for identity, count in now)
         return here or self._remote.changed
 
-    def _checksums(self) -> dict[int, int]:
-        """By ``id``, a checksum of each tensor that is no proxy and has memory.
-
-        Version counters would not do: they do not count changes through ``data``.
-        """
+    def _versions(self) -> dict[int, int]:
+        """By ``id``, the version counter of each tensor that is no proxy and has memory."""
         with as_they_are():
             plain = (t for t in tensors_of(self._module).values() if type(t) in (Tensor, Parameter))
-            return {id(t): _checksum(t) for t in plain if not t.is_meta}
+            return {id(t): version(t) for t in plain if not t.is_meta}
 
+    @signals_deferred
     def gather(self, *, but: Collection[str] = ()) -> None:
         """Bring the weights of the workers' stages into the module, where it has room for them.
 
         Args:
             but: names of the tensors that stay with their owners.
         """
-        tensors = self.owned_elsewhere()
-        wanted = tensors.keys() - but
-        self._fetch([n for n, tensor in tensors.items() if n in wanted and not is_deferred(tensor)])
+        if not self._ownership.any_network:
+            return
+        self._remote.adopt_replaced()
+        self._remote.flush()
+        owned = self.owned_elsewhere().items()
+        names = [name for name, t in owned if name not in but and not is_deferred(t)]
+        write_tensors(self._module, self._ownership.give(Kind.PARAMETER, names).items())
+        self._remote.adopt_fetched()
 
     def leave_inference(self) -> None:
         """Make ordinary buffers of inference tensors, by which evaluations have replaced buffers.
@@ -296,12 +305,10 @@ class Weights:
                 workers whose files cannot be read here.
         """
         values = None if unread else self._mapped()
-        if unread or (values is None and at_once):
-            values = self._unread()
         if values is None:
-            with whole(self._module, self._fetch([*self.owned_elsewhere()])):
-                yield
-            return
+            values = self._unread()
+            if not (unread or at_once):
+                materialize(values.values())
         with whole(self._module, values), self._remote.showing(values):
             yield
 
@@ -349,18 +356,6 @@ class Weights:
         }
 
     @signals_deferred
-    def _fetch(self, names: list[str]) -> dict[str, Tensor]:
-        """Fetch weights of workers, and write them into the module where they have memory there."""
-        if not self._ownership.any_network:
-            return {}
-        self._remote.adopt_replaced()
-        self._remote.flush()
-        values = self._ownership.give(Kind.PARAMETER, names)
-        write_tensors(self._module, values.items())
-        self._remote.adopt_fetched()
-        return values
-
-    @signals_deferred
     def scatter(self) -> None:
         """Give the workers the weights of their stages as they stand in the module."""
         tensors = self.owned_elsewhere()
@@ -369,7 +364,9 @@ class Weights:
             owned = [name for name in self._ownership.tensors_of(worker) if name in tensors]
             with as_they_are():
                 workers.send(worker, TakeWeights(to_send(tensors, owned).items()))
-            leave_to_worker(tensors, owned, self._coordinates, worker)
+            leave_to_worker(
+                tensors, owned, f"on {self._coordinates.at(worker)}", self._remote.gradients
+            )
         self._remote.adopt_fetched()
 
     def everyones(self) -> dict[str, Tensor]:
@@ -403,14 +400,6 @@ class Weights:
             replica_group.broadcast_buffers(state=state)
         if self._replicated.here or not self._commands.workers.ranks:
             self._replicated.rest.broadcast_buffers(state=state)
-
-
-def _checksum(tensor: Tensor) -> int:
-    """A checksum of the numbers of a tensor; of one that is not dense, its version counter."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return version(tensor)
-    numbers = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return crc32(numbers.view(torch.uint8).cpu().numpy().data) if tensor.numel() else 0
 
 
 def present_bytes(module: nn.Module, device: torch.device) -> int:

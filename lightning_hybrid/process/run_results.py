@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
@@ -146,17 +145,15 @@ class TrainerResults(Results):
 
 
 class Snapshot:
-    """Digests of the plain data of a Trainer's module, callbacks and loggers before a run."""
+    """Hashes of the plain data of a Trainer's module, callbacks and loggers before a run."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._digests = {key: _digest(data) for key, data in _plain_data(trainer)}
+        self._hashes = {key: hash(data) for key, data in _plain_data(trainer)}
 
     def changes(self, trainer: Trainer) -> dict[_Key, bytes]:
         """The attributes that are new or have changed since, each pickled."""
         return {
-            key: data
-            for key, data in _plain_data(trainer)
-            if self._digests.get(key) != _digest(data)
+            key: data for key, data in _plain_data(trainer) if self._hashes.get(key) != hash(data)
         }
 
 
@@ -268,10 +265,6 @@ def _pickled(value: Any) -> bytes | None:
     return file.getvalue()
 
 
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=16).digest()
-
-
 class _LimitedFile(BytesIO):
     """A file in memory that raises when more than ``LIMIT_BYTES`` are written."""
 
@@ -291,7 +284,7 @@ class _PlainPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Pickle a tensor as its numbers, on the CPU and without a graph; all else as usual.
 
-        (Torch's own pickle contains addresses, so that equal tensors have different digests.)
+        (Torch's own pickle contains addresses, so that equal tensors have different pickles.)
         """
         if isinstance(value, Tensor):
             flat = value.detach().cpu().contiguous().reshape(-1)

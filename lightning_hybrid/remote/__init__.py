@@ -13,7 +13,7 @@ from lightning_hybrid.remote.deferred import (
     materialized_with,
     occupy,
     offload,
-    take_again,
+    refuse_lost,
     vacate,
     value_of,
 )
@@ -22,6 +22,7 @@ from lightning_hybrid.remote.intercepted import Intercepted
 from lightning_hybrid.remote.living_views import View, views_of
 from lightning_hybrid.remote.proxy import Kind, hook_refused, read_now
 from lightning_hybrid.remote.remote import RemoteTensors
+from lightning_hybrid.remote.remote_gradients import RemoteGradients
 from lightning_hybrid.remote.unread import (
     Unread,
     is_unread,

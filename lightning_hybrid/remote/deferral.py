@@ -43,7 +43,7 @@ from lightning_hybrid.remote.unread import is_unread
 
 
 def has_loaded(tensor: Any) -> bool:
-    """Whether a deferred tensor was loaded from a checkpoint here, for the rank that owns it."""
+    """Whether a deferred tensor was loaded here alone, so that its owner has yet to get it."""
     deferral: Deferral | None = getattr(tensor, "_maker", None)
     if deferral is None:
         return False
@@ -74,21 +74,22 @@ class Deferral(Maker):
         self._take(module)
 
     @contextlib.contextmanager
-    def loading(self, module: nn.Module, *, outlined: bool) -> Iterator[None]:
+    def loading(self, module: nn.Module, *, alone: bool) -> Iterator[None]:
         """Inside, a checkpoint is loaded into a module with deferred tensors.
 
         Args:
             module: the LightningModule; other ranks may own some of its tensors after an earlier
                 run.
-            outlined: whether another rank has loaded the numbers; else `has_loaded` is true of the
-                tensors that are loaded here.
+            alone: whether no worker loads it; then `has_loaded` is true of what is loaded.
         """
         away = self._bring_back(module)
-        with self._noting(marking=not outlined):
+        with self._noting(marking=True):
             yield
         for tensor, name, where in away:
             if not has_loaded(tensor):
                 offload(tensor, name, where)
+        if not alone:
+            self.tape.marked.clear()
         self._take(module)
 
     @contextlib.contextmanager
@@ -117,6 +118,8 @@ class Deferral(Maker):
         for tensor, name, _ in before:
             with as_they_are():
                 self.open(tensor, name)
+                # (of an earlier load: its owner has it)
+                self.tape.marked.discard(self.tape.view(tensor).key)
         return before
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:

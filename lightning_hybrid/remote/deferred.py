@@ -20,10 +20,8 @@ numbers before they are read; on workers no code of the user's runs.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +31,7 @@ from lightning_hybrid._torch.tensors import (
     as_they_are,
     is_held,
     is_shared,
+    refuse_pointer,
     schema,
     storage_key,
     swap_memory,
@@ -47,6 +46,9 @@ from lightning_hybrid.remote.intercepted import (
     intercepted_in,
     ordinary,
 )
+
+if TYPE_CHECKING:
+    from lightning_hybrid.remote.remote_gradients import RemoteGradients
 
 
 class Maker:
@@ -87,8 +89,8 @@ class _Deferred(Intercepted):
     """``None``: another rank has the tensor."""
     _full_name: str
     _where: str
-    _trained_elsewhere: bool = False
-    """Whether the gradient is on another rank, so that the user's code must not read it here."""
+    _gradients: RemoteGradients | None = None
+    """On the driver, for a parameter that a worker trains: tells whether there is a gradient."""
 
     @classmethod
     def operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,10 +99,9 @@ class _Deferred(Intercepted):
         if any(tensor._maker is not None and tensor._maker.active for tensor in deferred):
             with as_they_are():
                 return func(*args, **kwargs)
+        if func in GRADIENTS and args[0]._gradients is not None:
+            return _gradient_elsewhere(func, *args)
         if func in GRADIENTS:
-            # (optimizers and methods of modules read all gradients, and skip those that are None)
-            if args[0]._trained_elsewhere and not _reads_all(sys._getframe(2)):
-                raise _elsewhere(args[0], "The gradient of ")
             with as_they_are():
                 return func(*args, **kwargs)
         if func in SEEMING:
@@ -142,22 +143,21 @@ class DeferredParameter(_Deferred, nn.Parameter):  # type: ignore[misc]
     """A parameter without memory on this rank."""
 
 
-def _reads_all(frame: FrameType) -> bool:
-    """Whether code in a frame reads the gradients of all parameters, whatever their rank."""
-    place, caller = _place(frame), frame.f_back
-    if place == "torch.nn.modules.module" and caller is not None:
-        # (Lightning clears all gradients at the start of a fit; a call by the user's code is
-        # refused)
-        if frame.f_code.co_name == "zero_grad":
-            return _place(caller).startswith(("lightning.", "pytorch_lightning."))
-        return True
-    return place.startswith("torch.optim")
+def _gradient_elsewhere(func: Any, tensor: Any, value: Any = None) -> Any:
+    """Read, set or clear the gradient of a parameter that a worker trains.
 
-
-def _place(frame: FrameType) -> str:
-    """The name of the module that the code of a frame is in."""
-    name: str = frame.f_globals.get("__name__", "")
-    return name
+    It is a tensor of that worker: code may see whether there is one, or clear it, and not read it.
+    """
+    with as_they_are():
+        gradient: Any = like(tensor, "meta")
+    defer(gradient, None, f"{tensor._full_name}.grad", tensor._where)
+    if func in getters("grad"):
+        return gradient if tensor._gradients.has_deferred(tensor._full_name) else None
+    if value is None:
+        tensor._gradients.clear_deferred(tensor._full_name)
+    elif not is_offloaded(value):  # (else as `Module.to` sets what it has read)
+        raise _elsewhere(gradient)
+    return None
 
 
 def is_deferred(tensor: Any) -> bool:
@@ -257,7 +257,7 @@ def like(tensor: Tensor, device: torch.device | str) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-_ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred", "_trained_elsewhere")
+_ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred", "_gradients")
 
 
 class Before(NamedTuple):
@@ -306,14 +306,14 @@ def defer(tensor: Any, maker: Maker | None, name: str, where: str) -> None:
     tensor._maker, tensor._full_name, tensor._where = maker, name, where
 
 
-def _elsewhere(tensor: Any, what: str = "") -> DeferredError:
-    """The error for a read of a tensor that another rank owns, or (``what``) of its gradient."""
+def _elsewhere(tensor: Any) -> DeferredError:
+    """The error for a read of a tensor that another rank owns."""
     if not tensor._where.startswith("on "):
         return DeferredError(
-            f"{what}{tensor._full_name!r} is {tensor._where}. Load a checkpoint into the module."
+            f"{tensor._full_name!r} is {tensor._where}. Load a checkpoint into the module."
         )
     return DeferredError(
-        f"{what}{tensor._full_name!r} is {tensor._where}: a network that is made in "
+        f"{tensor._full_name!r} is {tensor._where}: a network that is made in "
         "configure_model is whole on no rank. trainer.save_checkpoint() and "
         "strategy.full_state_dict() gather all weights; a network that fits on every rank can be "
         "made in __init__, and is whole there after fit."
@@ -474,6 +474,7 @@ def vacate(tensor: Tensor) -> None:
         empty = torch.empty_like(tensor)
         # (by `data`, so that it stays the object that modules and optimizers refer to)
         empty.untyped_storage().resize_(0)
+        refuse_pointer(empty)  # (NumPy would read at address 0)
         tensor.data = empty
 
 
@@ -499,19 +500,8 @@ def give_up(tensor: Tensor, name: str) -> None:
         offload(tensor, name, _LOST)
 
 
-def take_again(tensors: Iterable[Tensor], *, empty: bool) -> None:
-    """Give tensors memory again, before another run, for which :func:`give_up` was called.
-
-    Args:
-        tensors: any tensors; others stay as they are.
-        empty: whether their numbers will come from another rank.
-
-    Raises:
-        DeferredError: there is such a tensor, and not ``empty``.
-    """
+def refuse_lost(tensors: Iterable[Tensor]) -> None:
+    """Raise DeferredError before a run for a tensor that :func:`give_up` was called for."""
     for tensor in tensors:
         if isinstance(tensor, _Deferred) and tensor._where == _LOST:
-            if not empty:
-                raise _elsewhere(tensor)
-            materialize_here([tensor])
-            clear_attributes(tensor)
+            raise _elsewhere(tensor)

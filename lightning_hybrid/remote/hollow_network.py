@@ -1,7 +1,7 @@
 """Lets TorchDynamo capture a network whose weights are not here, by tensors without memory.
 
 Where a network is captured as a chain of graphs, the Python between two of them must not read
-weights without memory: :func:`watched` and :func:`emptied` notice if it does.
+weights that are not here: :func:`watched` notices if it does.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.tensors import (
     TorchDispatchMode,
     as_they_are,
-    refuse_pointer,
     storage_key,
 )
 from lightning_hybrid._trees import tensors_in
@@ -88,7 +87,7 @@ _NO_NUMBERS = re.compile("detach|alias|view|.*_like|new_.*")
 
 
 class NoMemory(BaseException):
-    """An operation was to read or write a tensor without memory; the text names both.
+    """An operation was to read or write a tensor that is not here; the text names both.
 
     It is raised in the user's code, and is no ``Exception``, so that this code does not catch it.
     """
@@ -100,10 +99,14 @@ def watched(
 ) -> Iterator[None]:
     """Inside, note which tensors are read or written by operations outside of captured graphs.
 
+    Torch itself refuses some operations on tensors without memory, but many on CPUs would read at
+    address 0. Reading sizes, making new tensors of the same size, and captures by TorchDynamo are
+    allowed. (NumPy's reads are not seen.)
+
     Args:
         tensors: the tensors to watch, by name.
         read: the set to which names of tensors that are read or written are added.
-        absent: names of the tensors that have no memory here.
+        absent: names of those that have no memory here, or old numbers.
 
     Raises:
         NoMemory: an operation reads or writes an absent tensor.
@@ -113,39 +116,6 @@ def watched(
         names = {storage_key(t.untyped_storage()): name for name, t in strided.items()}
     with _Watch(names, read, absent) as watch, _watched_printing(watch):
         yield
-
-
-@contextmanager
-def emptied(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, tensors have no memory, and an operation that would read or write one raises.
-
-    Torch itself refuses some of these operations, but many on CPUs would read at address 0. Reading
-    sizes, making new tensors of the same size, and captures by TorchDynamo are allowed.
-
-    Args:
-        tensors: the tensors, by the names that errors give.
-
-    Raises:
-        NoMemory: an operation, or NumPy, needs the numbers of such a tensor.
-    """
-    data = [(tensor, tensor.data) for tensor in tensors.values()]
-    with torch.no_grad(), as_they_are():
-        for tensor, _ in data:
-            empty = torch.empty_like(tensor)
-            empty.untyped_storage().resize_(0)
-            refuse_pointer(empty)  # (against NumPy, whose reads no dispatch mode sees)
-            tensor.data = empty
-    try:
-        with watched(tensors, set(), tensors):
-            yield
-    except RuntimeError as error:
-        if "Cannot access data pointer" not in str(error):
-            raise
-        raise NoMemory("one of them was asked for the address of its memory") from error
-    finally:
-        with torch.no_grad(), as_they_are():
-            for tensor, before in data:
-                tensor.data = before
 
 
 class _Watch(TorchDispatchMode):

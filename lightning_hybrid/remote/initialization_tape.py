@@ -141,6 +141,7 @@ class Tape:
     Attributes:
         device: see above.
         marking: whether tensors that are written to are marked; see :meth:`is_marked`.
+        marked: keys of the storages of the tensors that are marked.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -149,7 +150,7 @@ class Tape:
         self._writers: dict[int, list[int]] = {}
         # (kept, since a key is unique only while its storage exists)
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._marked: set[int] = set()
+        self.marked: set[int] = set()
         self.marking = False
 
     # ------------------------------------------------------------------ recording
@@ -172,7 +173,7 @@ class Tape:
 
     def is_marked(self, tensor: Tensor) -> bool:
         """Whether something was written to a tensor while ``marking`` was on."""
-        return self.view(tensor).key in self._marked
+        return self.view(tensor).key in self.marked
 
     def lift(self, tensor: Tensor) -> Tensor:
         """A new tensor without memory whose numbers will be those of a real one."""
@@ -226,7 +227,7 @@ class Tape:
 
     def _add(self, step: Step) -> None:
         if self.marking:
-            self._marked |= step.writes
+            self.marked |= step.writes
         for key in step.writes:
             self._writers.setdefault(key, []).append(len(self._steps))
         self._steps.append(step)

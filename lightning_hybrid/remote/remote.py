@@ -39,7 +39,7 @@ from lightning_hybrid.remote.deferred import (
     vacate,
     value_of,
 )
-from lightning_hybrid.remote.hollow_network import emptied
+from lightning_hybrid.remote.hollow_network import watched
 from lightning_hybrid.remote.living_views import View, refuse_larger, refuse_one_memory
 from lightning_hybrid.remote.proxy import (
     Kind,
@@ -158,9 +158,10 @@ class RemoteTensors:
         """All parameters and buffers that other ranks own."""
         return [remote for kind in _IN_MODULES for remote in self._tensors[kind].values()]
 
-    def emptied(self) -> AbstractContextManager[None]:
-        """Inside, tensors that other ranks own have no memory here; computing with them raises."""
-        return emptied({remote.name: remote.value for remote in self._owned()})
+    def unreadable(self) -> AbstractContextManager[None]:
+        """Inside, an operation that needs a tensor of another rank raises `NoMemory`."""
+        values = {remote.name: remote.value for remote in self._owned()}
+        return watched(values, set(), values)
 
     def vacate(self, but: Collection[str] = ()) -> None:
         """Free the memory of parameters; a read fetches them until their owners change them.
@@ -352,12 +353,9 @@ class RemoteTensors:
         with torch.no_grad(), as_they_are():
             parameters, names = self._tensors[Kind.PARAMETER], self.gradients.names()
             here = [name for name in names if not is_deferred(parameters[name].value)]
-            if not here:
-                return
             values = self._owners.give(Kind.GRADIENT, here)  # (some may be sparse)
-            self._brought = {n: v.to(parameters[n].value.device) for n, v in values.items()}
-        self._keep_shown()
-        self._owners.clear_gradients(here)  # (they belong to this rank now)
+            values = {n: v.to(parameters[n].value.device) for n, v in values.items()}
+        self.leave_gradients(values)
 
     def leave_gradients(self, values: Mapping[str, Tensor]) -> None:
         """Take over gradients at the end of a run; :meth:`close` puts them on the parameters.

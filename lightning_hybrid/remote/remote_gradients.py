@@ -6,14 +6,13 @@ parameter (a penalty over all weights): autograd leaves a gradient there, to be 
 owner's.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
+from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.remote.proxy import Kind, Remote, RemoteStore, make_proxy, source_of
 
@@ -45,7 +44,8 @@ class RemoteGradients:
         self._table, self._owners = table, owners
         self._parameters, self._held = parameters, held
         self._present: set[str] | None = None
-        self._parts: dict[str, Tensor] = {}  # assigned gradients that are parts of larger tensors
+        self._over = False
+        self._parts = set[str]()  # names of assigned gradients that are parts of larger tensors
         self.in_graph: dict[str, Remote] = {}
         self.assigned: dict[str, Tensor | None] = {}
 
@@ -65,15 +65,29 @@ class RemoteGradients:
 
     def names(self) -> set[str]:
         """Names of the parameters whose owners have a gradient; each gets memory for it here."""
-        if self._present is None:
-            self._present = self._owners.gradient_names()
-        if not self._present <= self._held.keys():
+        present = self._names() & self._parameters.keys()
+        if not present <= self._held.keys():
             with torch.inference_mode(False), as_they_are():
-                for name in self._present - self._held.keys():  # (a second read fetches them all)
+                for name in present - self._held.keys():  # (a second read fetches them all)
                     parameter = self._parameters[name].value
                     memory = torch.zeros_like(parameter, device=self._table.device)
                     self._held[name] = Remote(self._table, Kind.GRADIENT, name, memory.detach())
+        return present
+
+    def _names(self) -> set[str]:
+        if self._present is None:
+            self._present = self._owners.gradient_names()
         return self._present
+
+    def has_deferred(self, name: str) -> bool:
+        """Whether the owner of a deferred parameter has, or after the run may have, a gradient."""
+        return self._over or name in self._names()
+
+    def clear_deferred(self, name: str) -> None:
+        """Clear the gradient of a deferred parameter, unless the run is over."""
+        if not self._over:
+            self._owners.clear_gradients([name])
+            self._names().discard(name)
 
     def proxy(self, remote: Remote) -> Tensor | None:
         """The value of ``parameter.grad``: an assigned tensor, a proxy of the owner's, or None."""
@@ -134,27 +148,24 @@ class RemoteGradients:
         """Refuse a backward if a gradient was assigned that is a part of a larger tensor.
 
         The backward adds to the owner's gradient, so that the larger tensor, which the user's code
-        still refers to, would not have the sum.
+        may still refer to, would not have the sum.
 
         Raises:
             NetworkError: there is such a gradient.
         """
-        keys = {name: storage_key(part.untyped_storage()) for name, part in self._parts.items()}
-        counts = Counter(keys.values())
-        for name, gradient in self._parts.items():
-            if is_shared(gradient, besides=counts[keys[name]] - 1):
-                raise NetworkError(
-                    f"The gradient of {name!r} was made a part of a larger tensor, and a backward "
-                    "adds to it. Another rank owns it, so the larger tensor would not change. Give "
-                    "the parameter a gradient of its own memory (`parameter.grad = part.clone()`), "
-                    "or clear it before the backward (`optimizer.zero_grad()`)."
-                )
+        for name in self._parts:
+            raise NetworkError(
+                f"The gradient of {name!r} was made a part of a larger tensor, and a backward adds "
+                "to it. Another rank owns it, so the larger tensor would not change. Give the "
+                "parameter a gradient of its own memory (`parameter.grad = part.clone()`), or "
+                "clear it before the backward (`optimizer.zero_grad()`)."
+            )
 
     def _note_parts(self, gradients: Mapping[str, Tensor]) -> None:
         """Note which of these gradients are parts of larger tensors, for :meth:`refuse_parts`."""
         for name, value in gradients.items():
             if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
-                self._parts[name] = value
+                self._parts.add(name)
 
     def kept(self, names: Iterable[str]) -> list[Remote]:
         """Those of these gradients of which code here has a proxy at this moment."""
@@ -163,7 +174,7 @@ class RemoteGradients:
 
     def release(self, name: str) -> None:
         """Drop the gradient of a parameter; a proxy that code still has keeps its values."""
-        self._parts.pop(name, None)
+        self._parts.discard(name)
         found = self._held.pop(name, None)
         if found is not None:
             found.keep()
@@ -177,4 +188,4 @@ class RemoteGradients:
         self.in_graph.clear()
         self.assigned.clear()
         self._parts.clear()
-        self._present = set()
+        self._present, self._over = set(), True

@@ -1,13 +1,12 @@
 """Who has the weights of the LightningModule while it is built, restored and saved.
 
 A network that is made in ``__init__`` is whole on every rank before a run. One that is made in
-``configure_model`` is whole on none: each rank notes down how weights are made, and makes those of
-its own stages; see :mod:`lightning_hybrid.remote.deferred`. Its checkpoint is read by rank 0, and
-the other ranks get an outline of it.
+``configure_model`` is whole on none: each rank notes down how weights are made or loaded, and makes
+those of its own stages; see :mod:`lightning_hybrid.remote.deferred`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,15 @@ from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import Failure
 from lightning_hybrid.planning import gigabytes
 from lightning_hybrid.remote import Deferral, is_deferred, is_unread, materialize
-from lightning_hybrid.run.world import NoWorld, Phase, World
+from lightning_hybrid.run.world import NoWorld, World
 from lightning_hybrid.stage import with_room_for
 from lightning_hybrid.state import (
-    Unfilled,
     gather_after_run,
     gather_optimizer_after_run,
-    outline,
     placed,
     save_alone,
     whole,
 )
-
-Checkpoint = dict[str, Any]
 
 CPU = torch.device("cpu")
 _OF_WHAT_IS_FREE = 0.9
@@ -47,19 +42,15 @@ _OF_WHAT_IS_FREE = 0.9
 
 
 class Building:
-    """How the weights of a module are made and read: all by each rank, or each by its owner.
+    """Whether every rank makes all weights of the module, or those of its own stages.
 
     Args:
-        deferral: notes down how weights are made; ``None``: every rank makes all, as one device.
-
-    Attributes:
-        outlined: whether the checkpoint that this rank has read last is an outline.
+        deferral: puts off what is done to weights, for the ranks that are to own them; ``None``:
+            every rank has all weights, made as on one device.
     """
 
     def __init__(self, deferral: Deferral | None = None) -> None:
         self._deferral = deferral
-        self.outlined = False
-        self._read: Callable[[], Checkpoint] = dict
 
     @property
     def deferred(self) -> bool:
@@ -77,58 +68,25 @@ class Building:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # a callback that averages weights needs all of them on its rank
         averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
-        whole = self.deferred or stages == 1 or averages
-        return self if whole else Building(Deferral(device))
+        # once deferred, weights stay with their owners
+        if self.deferred or averages or stages == 1:
+            return self
+        return Building(Deferral(device))
 
     def building(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, what is done to weights that are not made yet is noted down."""
         return nullcontext() if self._deferral is None else self._deferral.building(module)
 
-    @contextmanager
-    def loading(self, module: nn.Module) -> Iterator[None]:
-        """Inside, weights of a checkpoint are kept for their owners; an outline has none."""
-        with ExitStack() as stack:
-            if self._deferral is not None:
-                stack.enter_context(self._deferral.loading(module, outlined=self.outlined))
-            if self.outlined:
-                stack.enter_context(Unfilled())  # type: ignore[no-untyped-call]
-            yield
-
-    def read_checkpoint(self, read: Callable[[], Checkpoint], ranks: World | NoWorld) -> Checkpoint:
-        """If weights are deferred, rank 0 alone reads before a run, and the others get an outline.
-
-        Then all ranks call it together.
+    def loading(self, module: nn.Module, *, alone: bool) -> AbstractContextManager[None]:
+        """Inside, weights of a checkpoint are left in its file until a rank makes its stages.
 
         Args:
-            read: reads all of it.
-            ranks: all ranks.
+            module: the LightningModule.
+            alone: whether no worker loads it.
         """
-        self.outlined = False
-        if not (self.deferred and isinstance(ranks, World) and ranks.phase is Phase.TOGETHER):
-            return read()
-        if ranks.coordinates.rank == 0:
-            # one reader: on a host all ranks together may have no memory for a copy each
-            checkpoint = read()
-            ranks.broadcast(outline(checkpoint))
-            return checkpoint
-        self.outlined, self._read = True, read
-        return ranks.broadcast({})
-
-    def optimizer_states(
-        self, checkpoint: Mapping[str, Any], *, all_read: bool
-    ) -> Mapping[str, Any]:
-        """The checkpoint, without the states that an outline has no numbers of.
-
-        Args:
-            checkpoint: what this rank has read, or an outline of it.
-            all_read: whether a rank that has an outline reads the file by itself.
-        """
-        if not self.outlined:
-            return checkpoint
-        if all_read:
-            return self._read()
-        states = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
-        return {**checkpoint, "optimizer_states": states}
+        if self._deferral is None:
+            return nullcontext()
+        return self._deferral.loading(module, alone=alone)
 
 
 class BetweenRuns:
@@ -153,8 +111,8 @@ class BetweenRuns:
         """No replica is ahead of the others."""
 
     def loading(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, weights are written to the module."""
-        return self._building.loading(module)
+        """Inside, weights are written to the module, on all ranks."""
+        return self._building.loading(module, alone=False)
 
     def state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
         """The state dict of the whole module.

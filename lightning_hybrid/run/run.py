@@ -20,7 +20,6 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import StartProgress, present_bytes
 from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan, plan_again
-from lightning_hybrid.remote import take_again
 from lightning_hybrid.run.building import Building
 from lightning_hybrid.run.framework import ByTrainer, Framework
 from lightning_hybrid.run.world import World
@@ -202,15 +201,6 @@ class Run:
             site=site,
             optimizers=optimizers if self.fitting else None,
         )
-
-    def take_again(self) -> None:
-        """Give memory to weights that were lost when another rank failed in an earlier run.
-
-        Raises:
-            DeferredError: this is rank 0, whose weights the run begins with, and some are lost.
-        """
-        begins = self.world.coordinates.rank == 0
-        take_again((*self.module.parameters(), *self.module.buffers()), empty=not begins)
 
     def share_weights(self) -> None:
         """On drivers, broadcast the weights of replica 0 to all replicas, on the CPU."""

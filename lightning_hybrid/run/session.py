@@ -514,22 +514,10 @@ class DriverSession:
     @contextmanager
     def loading(self, module: nn.Module) -> Iterator[None]:
         """Inside, weights are written to the module; then the workers get those of their stages."""
-        if self._run.building.outlined:
-            with self._run.building.loading(module):
-                yield
-            return
         self._driver.remote.bring()
-        with self._driver.remote.suspended(), self._run.building.loading(module):
+        with self._driver.remote.suspended(), self._run.building.loading(module, alone=True):
             yield
         self._driver.weights.scatter()
-
-    def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The checkpoint from which this rank is to load its optimizers."""
-        divided = self._run.config.shard_optimizer_states
-        if self._run.building.deferred and not divided:
-            self._driver.expect_optimizers()
-        states = self._run.building.optimizer_states(checkpoint, all_read=divided)
-        return self._driver.optimizers.share_of(states)
 
     # ------------------------------------------------------------------ the end
 

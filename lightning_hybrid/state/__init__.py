@@ -15,14 +15,11 @@ from lightning_hybrid.state.clipping import (
 )
 from lightning_hybrid.state.deferred_weights import (
     Takeover,
-    Unfilled,
     gather_after_run,
     gather_optimizer_after_run,
     leave_to_worker,
     make_what_no_network_owns,
-    outline,
     refuse_tied,
-    share_optimizers,
     to_send,
     whole,
 )
@@ -55,7 +52,6 @@ from lightning_hybrid.state.sharded_checkpoint import (
     finish,
     is_sharded,
     leave_shard,
-    refuse_later,
     save_alone,
     staged,
     unread_there,

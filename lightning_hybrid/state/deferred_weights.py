@@ -1,33 +1,25 @@
 """Weights of networks that are made in ``configure_model``, and are whole on no rank.
 
-Each rank makes the weights of its own stage (:mod:`lightning_hybrid.remote.deferred`). A checkpoint
-is loaded by the driver of replica 0 alone, which sends it to the workers of its replica when the
-network is cut; each of these ranks sends its part to the ranks of other replicas with the same
-stage.
+Each rank makes the weights of its own stage, or reads them from a checkpoint that all ranks have
+loaded without reading its numbers (:mod:`lightning_hybrid.remote.deferred`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid._torch.tensors import TorchDispatchMode
-from lightning_hybrid._trees import rebuild, tensors_in
+from lightning_hybrid._trees import rebuild
 from lightning_hybrid.comm import (
-    ANOTHER_REPLICA,
     Answer,
     Coordinates,
-    Group,
     Mesh,
-    broadcast_object,
-    start,
-    wait,
 )
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import (
+    RemoteGradients,
     has_loaded,
     is_deferred,
     is_of_one_rank,
@@ -44,14 +36,8 @@ from lightning_hybrid.remote import (
 )
 from lightning_hybrid.stage import tensors_of
 from lightning_hybrid.state.divided_optimizer_states import gather_states
-from lightning_hybrid.state.optimizer_state import placed
-from lightning_hybrid.state.optimizers import complete, state_of
-from lightning_hybrid.state.tensor_file import FilesOfWorker, read_files
-
-
-def where(coordinates: Coordinates, pp_rank: int) -> str:
-    """Words for messages that say which rank of this replica has something."""
-    return f"on {coordinates.at(pp_rank)}"
+from lightning_hybrid.state.optimizers import complete
+from lightning_hybrid.state.tensor_file import FilesOfWorker, let_go_of_checkpoints, read_files
 
 
 def make_what_no_network_owns(module: nn.Module) -> None:
@@ -77,13 +63,20 @@ def to_send(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Te
 
 
 def leave_to_worker(
-    tensors: Mapping[str, Tensor], names: Iterable[str], coordinates: Coordinates, pp_rank: int
+    tensors: Mapping[str, Any], names: Iterable[str], where: str, gradients: RemoteGradients
 ) -> None:
-    """On a driver: free the memory of deferred tensors that a worker owns from here on."""
+    """On a driver: free the memory of deferred tensors that a worker owns from here on.
+
+    Args:
+        tensors: of the LightningModule, by name.
+        names: of the tensors that the worker owns.
+        where: words for messages that say which rank has them.
+        gradients: knows which of them have gradients.
+    """
     for name in names:
         if is_of_one_rank(tensors[name]):
-            offload(tensors[name], name, where(coordinates, pp_rank))
-            tensors[name]._trained_elsewhere = True  # type: ignore[attr-defined]
+            offload(tensors[name], name, where)
+            tensors[name]._gradients = gradients
 
 
 def refuse_tied(
@@ -144,6 +137,7 @@ class Takeover:
                 vacate(tensors[name])
         for name in names:
             occupy(tensors[name])
+        let_go_of_checkpoints()
 
     def settle(self, arrived: Iterable[str]) -> None:
         """Check that this rank has a value for each of its weights, after all transfers.
@@ -181,65 +175,6 @@ def whole(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
         }
         stack.enter_context(materialized(rest.values()))
         yield
-
-
-# ---------------------------------------------------------------- checkpoints
-
-
-def outline(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint without the numbers of weights and optimizers, for ranks that need none."""
-    parts = ("state_dict", "optimizer_states")
-    return {
-        key: rebuild(value, _without_memory) if key in parts else value
-        for key, value in checkpoint.items()
-    }
-
-
-def _without_memory(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-
-class Unfilled(TorchDispatchMode):
-    """Inside, copying from an :func:`outline` changes nothing: the numbers come later."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.copy_.default and args[1].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def share_optimizers(
-    optimizers: Sequence[Optimizer], names: Mapping[int, str], group: Group, device: torch.device
-) -> None:
-    """Give every rank of a data-parallel group the optimizer states of its rank in replica 0."""
-    if group.size() == 1:
-        return
-    parameters = {names[id(p)]: p for o in optimizers for g in o.param_groups for p in g["params"]}
-    for optimizer in optimizers:
-        own = state_of(optimizer, names) if group.rank() == 0 else {}
-        # the structure first, as one object; then tensors one by one, lest all be in memory twice
-        outlined = broadcast_object(group, rebuild(own, _without_memory), device=device)
-        numbers = iter([tensor for _, tensor in tensors_in(own)])
-
-        def arrive(value: Any, numbers: Iterator[Tensor] = numbers) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            tensor = next(numbers, None)
-            if tensor is None:
-                tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            moved = tensor.to(device).contiguous()
-            work = start(group.broadcast, [moved], peer=ANOTHER_REPLICA)
-            wait(work, ANOTHER_REPLICA)
-            return moved
-
-        for name, state in outlined.items():
-            arrived = rebuild(state, arrive)
-            if group.rank():
-                optimizer.state[parameters[name]] = placed(arrived, parameters[name])
 
 
 # ---------------------------------------------------------------- after a run

@@ -237,18 +237,6 @@ def take_groups(
             optimizer.add_param_group(mine)
 
 
-def state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-    """The state of an optimizer by parameter name; tensors on the CPU."""
-    return {
-        names[id(parameter)]: {
-            key: value.detach().cpu() if isinstance(value, Tensor) else value
-            for key, value in state.items()
-        }
-        for parameter, state in optimizer.state.items()
-        if state
-    }
-
-
 def complete(
     optimizer: Optimizer,
     state_dict: dict[str, Any],

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_hybrid._torch.tensors import as_they_are, storage_key
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import TensorSpec, bytes_of
-from lightning_hybrid.errors import DeferredError, HybridError
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import Unread, is_deferred, materialize, place_of, streaming, unread
 
 META = "meta.pt"
@@ -148,24 +148,6 @@ def unread_there(spec: TensorSpec, owned: Owned | None, read: Callable[[], Tenso
         return bytes_of(spec.laid_out(read())).cpu()
 
     return unread(form.shape, form.stride(), form.dtype, numbers, owned)
-
-
-def refuse_later(name: str, unchanged: bool) -> None:
-    """Refuse to read a tensor of :func:`unread_there` when its values have changed meanwhile.
-
-    Args:
-        name: of the tensor.
-        unchanged: whether its values are the same as when it was made.
-
-    Raises:
-        DeferredError: they are not.
-    """
-    if not unchanged:
-        raise DeferredError(
-            f"{name!r} of an earlier state dict was not read before the next step, and its rank "
-            "has newer numbers now. Copy what you keep: "
-            "{k: v.clone() for k, v in state_dict.items()}."
-        )
 
 
 def _key(part: str, steps: Sequence[Any]) -> Key:

@@ -254,7 +254,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         if not self.coordinates.is_driver:
             module.cpu()  # Fabric has moved it, of which this device is to have its stages
         run = self._begin(module)
-        run.take_again()
         run.world.survive(survives=False)  # (a Trainer of the same script may have said otherwise)
         if not run.world.coordinates.is_driver:
             session = WorkerSession(run)

@@ -369,7 +369,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         refuse_streaming(run)
         if run.changes_cuts:
             self._plans.clear()  # of an earlier run it is not known here what they were made from
-        run.take_again()
         run.world.survive(survives=survives_losses(run))
         if not run.world.coordinates.is_driver:
             raise Parted(partial(self._serve, WorkerSession(run)))
@@ -625,13 +624,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             optimizer = optimizer.optimizer
         return self._session.optimizer_state(self._module, optimizer, here=self.is_global_zero)
 
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """With a network that is whole on no rank, rank 0 alone reads, and all get the rest."""
-        read = partial(super().load_checkpoint, checkpoint_path, weights_only)
-        return self._building.read_checkpoint(read, self._ranks.world)
-
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -662,7 +654,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         let_go_of_checkpoints()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(self._driving.optimizer_states(checkpoint))
+        super().load_optimizer_state_dict(self._driving.optimizers.share_of(checkpoint))
 
 
 def _zero_grad(optimizer: Optimizer, *arguments: Any, **keywords: Any) -> None:

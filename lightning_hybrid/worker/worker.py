@@ -37,7 +37,7 @@ from lightning_hybrid.stage import (
     Trace,
     names_of,
 )
-from lightning_hybrid.state import FilesOfWorker, Takeover, share_optimizers
+from lightning_hybrid.state import FilesOfWorker, Takeover
 from lightning_hybrid.worker.worker_optimizers import WorkerOptimizers
 from lightning_hybrid.worker.worker_shards import WorkerShards
 from lightning_hybrid.worker.worker_weights import WorkerWeights
@@ -314,9 +314,6 @@ class Worker:
 
     def _share(self, command: protocol.Share) -> None:
         self._networks[command.network].engine.replica_group.broadcast_weights()
-        if command.optimizers:
-            optimizers, names = self._optimizers.all, self._optimizers.names
-            share_optimizers(optimizers, names, self._mesh.data_parallel, self._device)
 
     # -- the run
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
-from rows_networks import KeepsPrototypes
+from rows_networks import BuildsInConfigureModel, KeepsPrototypes
 from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Layers, Row
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -62,6 +62,12 @@ class ClearsGradientsOfTheModule(_Manual):
     def update(self, optimizer: Any) -> None:
         optimizer.step()
         self.zero_grad()
+
+
+class ClearsGradientsOfWhatItBuilds(ClearsGradientsOfTheModule, BuildsInConfigureModel):
+    """Calls `zero_grad()` of a module that is made in `configure_model`, and whole on no rank."""
+
+    fast = False
 
 
 class KeepsPrototypesByHand(ClearsGradientsOfTheModule, KeepsPrototypes):
@@ -559,9 +565,9 @@ class CountsInPredict(_Evaluates):
         return {name: value.clone() for name, value in self.state_dict().items()}
 
 
-class ChangesDataInAnEvaluation(_Evaluates):
-    """Changes `weight.data` of the last layer during an evaluation; the change stays on
-    all ranks.
+class ChangesWeightsInAnEvaluation(_Evaluates):
+    """Changes the weights of the last layer in place during an evaluation; they stay on all ranks
+    as they are then.
     """
 
     fast = True
@@ -569,7 +575,7 @@ class ChangesDataInAnEvaluation(_Evaluates):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.loss(*batch), sync_dist=True)
         for parameter in self.net.third.parameters():
-            parameter.data.mul_(0.5)
+            parameter.mul_(0.5)
 
     def exercise(self, run: Any) -> Any:
         found = run.trainer().test(self, verbose=False)

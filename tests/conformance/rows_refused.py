@@ -374,7 +374,7 @@ class RefusedClippingByHandInConfigureModel(BuildsInConfigureModel):
     """
 
     sampled = True
-    refused = ("The gradient of", "configure_model")
+    refused = (".weight.grad' is on", "configure_model")
 
     def on_after_backward(self) -> None:
         nn.utils.clip_grad_norm_(self.parameters(), 0.1)

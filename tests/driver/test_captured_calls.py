@@ -31,7 +31,7 @@ class Calls:
         self.at_hand: list[str] = []
         remote = SimpleNamespace(
             suspended=nullcontext,
-            emptied=nullcontext,
+            unreadable=nullcontext,
             names=lambda *kinds: {name for kind in kinds for name in REMOTE[kind]},
             adopt_replaced=lambda: None,
             at_hand=self.fetch,

@@ -146,11 +146,25 @@ def test_only_what_was_loaded_must_travel() -> None:
     network, deferral = build(pair)
     offload(network[1].bias, "1.bias", "on rank 1")
     state = {"0.weight": torch.ones(5, 4)}
-    with deferral.loading(network, outlined=False):
+    with deferral.loading(network, alone=True):
         network.load_state_dict(state, strict=False)
     assert [has_loaded(p) for p in network.parameters()] == [True, False, False, False]
     assert is_offloaded(network[1].bias)
     assert torch.equal(value_of(network[0].weight), state["0.weight"])
+    with deferral.loading(network, alone=False):
+        network.load_state_dict({"1.bias": torch.ones(3)}, strict=False)
+    assert not any(map(has_loaded, network.parameters()))
+    assert torch.equal(value_of(network[1].bias), torch.ones(3))
+
+
+def test_what_was_loaded_once_is_left_to_its_owner_when_less_is_loaded() -> None:
+    network, deferral = build(pair)
+    with deferral.loading(network, alone=True):
+        network.load_state_dict({"1.bias": torch.ones(3)}, strict=False)
+    offload(network[1].bias, "1.bias", "on rank 1")
+    with deferral.loading(network, alone=True):
+        network.load_state_dict({"0.weight": torch.ones(5, 4)}, strict=False)
+    assert is_offloaded(network[1].bias)
 
 
 def test_what_is_loaded_from_a_file_is_read_when_its_rank_makes_it() -> None:
@@ -162,7 +176,7 @@ def test_what_is_loaded_from_a_file_is_read_when_its_rank_makes_it() -> None:
         return value.clone().view(-1).view(torch.uint8)
 
     state = {"0.weight": unread(value.shape, value.stride(), value.dtype, read)}
-    with deferral.loading(network, outlined=False):
+    with deferral.loading(network, alone=True):
         network.load_state_dict(state, strict=False)
     assert reads == []
     assert has_loaded(network[0].weight)

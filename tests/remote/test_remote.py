@@ -199,9 +199,9 @@ def test_suspended_proxies_are_ordinary_tensors(world: World) -> None:
     assert type(world.here[1].running_mean) is Tensor  # which `adopt_replaced` finds
 
 
-def test_tensors_are_emptied_and_come_back(world: World) -> None:
+def test_tensors_are_unreadable_for_a_while(world: World) -> None:
     weight, before = world.here[0].weight, world.there[0].weight.clone()
-    with world.remote.emptied(), pytest.raises(NoMemory):
+    with world.remote.unreadable(), pytest.raises(NoMemory):
         weight.sum()
     assert torch.equal(weight, before)
 

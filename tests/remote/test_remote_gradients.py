@@ -5,6 +5,9 @@ import torch
 from owned_elsewhere import World
 from torch import nn
 
+from lightning_hybrid.errors import DeferredError
+from lightning_hybrid.remote.deferred import offload
+
 
 def test_gradients_are_seen_changed_and_cleared(world: World) -> None:
     assert world.here[0].weight.grad is None
@@ -92,3 +95,28 @@ def test_a_penalty_adds_its_gradient_to_the_owners(world: World) -> None:
     for seen, old, theirs in zip(gradients, before, world.there.parameters()):
         assert torch.equal(seen, old + 2 * theirs)
         assert torch.equal(theirs.grad, seen)  # type: ignore[arg-type]
+
+
+def test_gradients_of_what_is_whole_on_no_rank_are_cleared_and_not_read(world: World) -> None:
+    later = nn.Linear(3, 4)
+    world.owner.parameters["later.weight"] = theirs = nn.Parameter(torch.zeros(4, 3))
+    offload(later.weight, "later.weight", "on device 0")
+    gradients = world.remote.gradients
+    later.weight._gradients = gradients  # type: ignore[attr-defined]
+    assert later.weight.grad is None
+    theirs.grad = torch.ones(4, 3)
+    world.backward_there()
+    found = later.weight.grad
+    assert found is not None
+    assert found.shape == (4, 3)
+    for read in (found.norm, lambda: nn.utils.clip_grad_norm_(later.parameters(), 1.0)):
+        with pytest.raises(DeferredError, match=r"'later\.weight\.grad' is on device 0"):
+            read()
+    with pytest.raises(DeferredError, match=r"'later\.weight\.grad' is on device 0"):
+        later.weight.grad = torch.zeros(4, 3)
+    later.zero_grad()
+    assert theirs.grad is None
+    assert later.weight.grad is None
+    assert world.here[0].weight.grad is not None  # beside a network that is a proxy's
+    world.remote.close()
+    assert later.cpu().weight.grad is not None

@@ -95,6 +95,11 @@ class Module(LightningModule):
         if not hasattr(self, "net"):
             self.build()
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        [states] = checkpoint["optimizer_states"]
+        for state in states["state"].values():
+            state["exp_avg"] = state["exp_avg"] * self.config.get("shrinks", 1)
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.global_step == 2:
             self.net.norm.weight.requires_grad_()
