@@ -564,7 +564,7 @@ class Labelling(TorchDispatchMode):
         if func.namespace == "aten" and name == "arange" and self._is_range(call, outs):
             return Rows(0, 1, Places(sympy.Integer(1), self.size(outs[0].shape[0])))
         # 2. A number that follows from the batch is another one in a micro-batch: x / len(x).
-        sizes = FACTORIES.get(name, ())
+        sizes = ("size", "stride") if name in FACTORIES else ()
         if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
             return MEET
         # 3. A result of inputs without samples is the same in all micro-batches.
