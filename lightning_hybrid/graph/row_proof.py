@@ -9,7 +9,7 @@ operator (:mod:`lightning_hybrid.graph.row_rules`). What is not known counts as 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +32,8 @@ from lightning_hybrid._torch.tensors import (
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.graph.annotate import FAILURES, arguments_of, called, modes_restored
 from lightning_hybrid.graph.dropout_masks import MASKS
+from lightning_hybrid.graph.graph import NetworkGraph
+from lightning_hybrid.graph.graph_from_dynamo import rows_of_input
 from lightning_hybrid.graph.recurrent_layers import RECURRENT
 from lightning_hybrid.graph.row_rules import (
     FACTORIES,
@@ -57,9 +59,6 @@ _FOLLOWED = {
     *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
 }
 """Operators that take a graph and compute just what it does, forward and backward."""
-
-Source = Callable[[fx.Node], Label]
-"""Gives the label of the input that a placeholder stands for."""
 
 
 @dataclass
@@ -92,48 +91,31 @@ class Followed:
         return labels[0] if len(labels) == 1 else None
 
 
-def follow(
-    graph: fx.Graph,
-    attributes: Mapping[str, Any],
-    symbols: Sequence[Any],
-    source: Source,
-    *,
-    kept: Collection[fx.Node] = (),
-) -> Followed:
+def follow(graph: NetworkGraph, symbols: Sequence[Any]) -> Followed:
     """Follow the samples of a batch through a graph.
 
     Args:
-        graph: each node has its ``example_value``, as from TorchDynamo.
-        attributes: constants and nested graphs that its nodes name.
+        graph: the captured network.
         symbols: all size symbols of the number of samples; the first one is used for all.
-        source: gives the labels of the placeholders.
-        kept: nodes that cannot be in the prologue: parameters and buffers, and what writes in
-            place.
     """
     with as_they_are(), torch.inference_mode(False):
-        return _Walk(graph, attributes, symbols, source, kept).found
+        return _Walk(graph, symbols).found
 
 
 class _Walk:
-    def __init__(
-        self,
-        graph: fx.Graph,
-        attributes: Mapping[str, Any],
-        symbols: Sequence[Any],
-        source: Source,
-        kept: Collection[fx.Node],
-    ) -> None:
+    def __init__(self, graph: NetworkGraph, symbols: Sequence[Any]) -> None:
         self.found, self._values = Followed(), dict[fx.Node, Any]()
-        self._kept, self._early = kept, self.found.early
+        # what cannot be in the prologue: parameters and buffers, and what writes in place
+        self._kept = {*graph.tensors, *(y.node for y in graph.layers if y.effects.writes)}
+        self._early = self.found.early
         self._sizes: set[fx.Node] = set()  # nodes that are a number of picked entries
-        self._attributes, self._source = attributes, source
-        self._run = Labelling(symbols)
-        examples = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
+        self._graph, self._run = graph, Labelling(symbols)
+        examples = [node.meta.get("example_value") for node in graph.place]
         fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
         self._env = fake.shape_env
         self._known = {s for e in examples for s in _symbols_of(e)} | set(symbols)
         with modes_restored(), _quiet(), fake, self._env.suppress_guards(), torch.enable_grad():
-            for node in graph.nodes:
+            for node in graph.graph.nodes:
                 if node.op != "output":
                     self._take(node)
             for node in self._values:  # again: later writes in place may have changed labels
@@ -148,7 +130,8 @@ class _Walk:
             self._values[node] = self._placeholder(node, example)
         elif node.op == "get_attr":
             is_tensor = isinstance(example, Tensor)
-            self._values[node] = example if is_tensor else self._attributes[str(node.target)]
+            attributes = self._graph.attributes
+            self._values[node] = example if is_tensor else attributes[str(node.target)]
         elif node.meta.get("scalar"):
             # (not run: `int(size)` would give the size at the capture as a plain number)
             self._values[node] = example
@@ -180,7 +163,11 @@ class _Walk:
         value = torch.empty_strided(
             example.shape, example.stride(), dtype=example.dtype, device=example.device
         )
-        self._run.set(value, self._source(node))
+        symbols = self._run.symbols
+        label: Label = None if node in self._graph.tensors else rows_of_input(node, symbols)
+        if label is None and not _symbols_of(example).isdisjoint(symbols):
+            label = MEET  # such as a matrix of samples by samples
+        self._run.set(value, label)
         return value
 
     def _compute(self, node: fx.Node, example: Any) -> None:

@@ -14,22 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from sympy import sympify
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from lightning_hybrid._torch.graphs import copy_source
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._torch.symbols import is_symbolic, symbols_in
 from lightning_hybrid.graph.annotate import Effects
 from lightning_hybrid.graph.graph import NetworkGraph, is_symbol, reached
-from lightning_hybrid.graph.graph_from_dynamo import describe_part, rows_of_input
+from lightning_hybrid.graph.graph_from_dynamo import describe_part
 from lightning_hybrid.graph.mode_regions import Open, open_at, switched
 from lightning_hybrid.graph.partition import layer_flops
 from lightning_hybrid.graph.row_proof import Followed, follow
-from lightning_hybrid.graph.rows import MEET, Label, Rows
+from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.graph.source_places import place_of
 from lightning_hybrid.graph.stage_code import GraphCode
 
@@ -116,17 +115,9 @@ def _divide(graph: NetworkGraph, draws: bool) -> _Parts:
     # Follow the samples: first with all sizes as the batch's that were equal in the first call,
     # then with that of the first input alone: an input may have the batch's size by accident
     # (weights of as many classes).
-    writing = {layer.node for layer in graph.layers if layer.effects.writes}
     found: list[_Parts] = []
     for symbols in dict.fromkeys((graph.symbols, graph.symbols[:1])):
-        followed = follow(
-            graph.graph,
-            graph.attributes,
-            symbols,
-            partial(_of_input, graph, symbols),
-            kept={*graph.tensors, *writing},
-        )
-        found.append(_Parts(graph, followed, draws))
+        found.append(_Parts(graph, follow(graph, symbols), draws))
         if found[-1].problem is None and not found[-1].tail:
             return found[-1]
     return next((parts for parts in found if parts.problem is None), found[0])
@@ -140,16 +131,6 @@ def is_running_statistic(network: nn.Module, name: str) -> bool:
     owner, _, key = name.rpartition(".")
     known = key in ("running_mean", "running_var", "num_batches_tracked")
     return known and isinstance(network.get_submodule(owner), BatchNorm)
-
-
-def _of_input(graph: NetworkGraph, symbols: Collection[Any], node: fx.Node) -> Label:
-    """The label of an input: where its samples are."""
-    example = node.meta.get("example_value")
-    if node in graph.tensors or not isinstance(example, Tensor):
-        return None
-    rows = rows_of_input(node, symbols)
-    found = {s for size in example.shape if is_symbolic(size) for s in symbols_in(size)}
-    return MEET if rows is None and not found.isdisjoint(symbols) else rows
 
 
 class _Parts:
