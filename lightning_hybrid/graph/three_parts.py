@@ -21,9 +21,8 @@ from torch import fx, nn
 
 from lightning_hybrid._torch.graphs import copy_source
 from lightning_hybrid._torch.modules import BatchNorm
-from lightning_hybrid._torch.symbols import is_symbolic, symbols_in
 from lightning_hybrid.graph.annotate import Effects
-from lightning_hybrid.graph.graph import NetworkGraph, is_symbol, reached
+from lightning_hybrid.graph.graph import NetworkGraph, reached
 from lightning_hybrid.graph.graph_from_dynamo import describe_part
 from lightning_hybrid.graph.mode_regions import Open, open_at, switched
 from lightning_hybrid.graph.partition import layer_flops
@@ -433,9 +432,9 @@ def _is_given(node: fx.Node) -> bool:
 def _heavy_part(graph: NetworkGraph, parts: _Parts) -> tuple[list[fx.Node], NetworkGraph]:
     """The nodes that the heavy part takes as inputs, in order, and its graph."""
     nodes = list(graph.graph.nodes)
-    # 1. It takes inputs (also those that tell it sizes) and results of the prologue.
+    # 1. It takes inputs (also those that tell sizes) and results of the prologue.
     inputs = {n for n in parts.heavy if n.op == "placeholder"} | {*parts.taken} & {*graph.place}
-    inputs |= _with_sizes(graph, parts.heavy, inputs)
+    inputs |= {graph.leaves[number].node for number, _ in graph.where_sizes_are.values()}
     code, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     made = [n for n in nodes if n in parts.prologue and not parts.heavy.isdisjoint(n.users)]
     order = [*(n for n in nodes if n in inputs), *made]
@@ -463,27 +462,3 @@ def _heavy_part(graph: NetworkGraph, parts: _Parts) -> tuple[list[fx.Node], Netw
     heavy.divided, before = True, {copies[node] for node in made}
     heavy.leaves = tuple(replace(leaf, made=leaf.node in before) for leaf in heavy.leaves)
     return order, heavy
-
-
-def _with_sizes(
-    graph: NetworkGraph, heavy: Iterable[fx.Node], inputs: Collection[fx.Node]
-) -> set[fx.Node]:
-    """Further inputs that tell the heavy part the sizes that it computes with."""
-    needed = {graph.symbol}
-    for node in inputs:
-        if node.meta.get("number"):
-            needed |= {*symbols_in(node.meta["example_value"])}
-    for node in heavy:
-        example = node.meta.get("example_value")
-        if is_symbolic(example):
-            needed |= {*symbols_in(example)}
-    found: set[fx.Node] = set()
-    tensors = [leaf.node for leaf in graph.leaves if not leaf.number]
-    tensors.sort(key=lambda node: node not in inputs)  # first those it takes anyway
-    known: set[Any] = set()
-    for node in tensors:
-        own = {symbols_in(s)[0] for s in node.meta["example_value"].shape if is_symbol(s)}
-        if own & needed - known:
-            known |= own
-            found.add(node)
-    return found
