@@ -674,10 +674,9 @@ _TABLE: dict[str, Rule] = {
     "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update "
     "cudnn_batch_norm miopen_batch_norm": batch_norm,
     "native_group_norm convolution _convolution": letters("input:b -> b"),
-    "mkldnn_convolution": letters("self:b -> b"),
-    "im2col pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle": letters(
-        "self:.cij -> .xyz"
-    ),
+    "mkldnn_convolution channel_shuffle native_channel_shuffle": letters("self:b -> b"),
+    "pixel_shuffle pixel_unshuffle": letters("self:.cij -> .xyz"),
+    "im2col": letters("self:.cij -> .xy"),
     "col2im": letters("self:.ij -> .xyz"),
     "grid_sampler_2d grid_sampler_3d": letters("input:bc grid:b -> bc"),
     "tril triu": letters("self:.ij -> .xy"),

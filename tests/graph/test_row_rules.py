@@ -159,6 +159,7 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), "ijhw"),
     "interpolate 1": (lambda x: F.interpolate(x, scale_factor=2.0), "ijh"),
     "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), "imhw"),
+    "channel_shuffle": (lambda x: torch.channel_shuffle(x, 3), "ilhwk"),
     "grid_sample": (lambda x, g: F.grid_sample(x, g, align_corners=False), "ijhw,ihwk"),
     "im2col": (lambda x: F.unfold(x, 2), "ijhw"),
     "nll_loss": (lambda x, t: F.cross_entropy(x, t, reduction="none"), "ij,i:5"),
