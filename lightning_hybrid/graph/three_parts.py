@@ -24,7 +24,7 @@ from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid.graph.annotate import Effects
 from lightning_hybrid.graph.graph import NetworkGraph, reached
 from lightning_hybrid.graph.graph_from_dynamo import describe_part
-from lightning_hybrid.graph.mode_regions import Open, open_at, switched
+from lightning_hybrid.graph.mode_regions import Copier
 from lightning_hybrid.graph.partition import layer_flops
 from lightning_hybrid.graph.row_proof import Followed, follow
 from lightning_hybrid.graph.rows import Rows
@@ -365,24 +365,12 @@ class Beside:
     ) -> None:
         self._returned = returned
         own = [n for n in graph.graph.nodes if n in nodes and not _is_given(n)]
-        takes = {taken for node in own for taken in node.all_input_nodes}
-        constants = [n for n in graph.graph.nodes if n in takes and n.op == "get_attr"]
-        self._taken = [n for n in graph.graph.nodes if n in takes - {*own, *constants}]
-        code, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in self._taken:
-            copies[node] = code.placeholder(node.name)
-        for node in constants:
-            copies[node] = code.node_copy(node)
-        # operations run in the modes (autocast, no_grad) that they had in the graph, and the code
-        # around the network must find its own modes again
-        number = {n: i for i, y in enumerate(graph.layers) for n in (y.node, *y.parts)}
-        now = Open(graph.differentiable)
+        takes = {n for node in own for n in node.all_input_nodes if n.op != "get_attr"}
+        self._taken = [n for n in graph.graph.nodes if n in takes.difference(own)]
+        copier = Copier(graph, self._taken)
         for node in own:
-            if node in number:
-                now = switched(code, now, open_at(graph, number[node]))
-            copies[node] = code.node_copy(node, copies.__getitem__)
-        switched(code, now, Open(graph.differentiable))
-        code.output([copies[node] for node in returned])
+            copier.add(node)
+        code = copier.finished(returned)
         self._code = GraphCode.of(code, graph.attributes, graph.device).function(graph.device)
 
     def __call__(self, found: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
