@@ -26,11 +26,16 @@ from lightning_hybrid._torch.tensors import (
     as_they_are,
     draws,
     schema,
-    storage_key,
     version,
 )
 from lightning_hybrid._trees import rebuild, tensors_in
-from lightning_hybrid.graph.annotate import FAILURES, arguments_of, called, modes_restored
+from lightning_hybrid.graph.annotate import (
+    FAILURES,
+    arguments_of,
+    called,
+    memory_of,
+    modes_restored,
+)
 from lightning_hybrid.graph.dropout_masks import MASKS
 from lightning_hybrid.graph.graph import NetworkGraph
 from lightning_hybrid.graph.graph_from_dynamo import rows_of_input
@@ -434,20 +439,20 @@ class Labelling(TorchDispatchMode):
     def set(self, tensor: Tensor, label: Label) -> None:
         if id(tensor) not in self._labels:
             self._alive.append(tensor)
-            self._views.setdefault(_memory(tensor), []).append(tensor)
+            self._views.setdefault(memory_of(tensor)[0], []).append(tensor)
         self._labels[id(tensor)] = label
 
     def spoil(self, tensor: Tensor) -> None:
         """Note that samples have met in a tensor, and in all that share its memory."""
         self.set(tensor, MEET)
-        for other in self._views[_memory(tensor)]:
+        for other in self._views[memory_of(tensor)[0]]:
             self.set(other, MEET)
 
     def _write(self, tensor: Tensor, label: Label) -> None:
         """Note a write of values with this label: samples meet if the tensor's does not agree."""
         own = self.label(tensor)
         fits = label == own or (label is None and isinstance(own, Rows) and own.places is None)
-        shown = self._views[_memory(tensor)]
+        shown = self._views[memory_of(tensor)[0]]
         for other in shown:
             if isinstance(before := self.label(other), Rows):
                 self.set(other, replace(before, is_sorted=False))
@@ -601,10 +606,3 @@ class Labelling(TorchDispatchMode):
 
 
 _OF_SIZES = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "dim", "is_contiguous"}
-
-
-def _memory(tensor: Tensor) -> int:
-    try:
-        return storage_key(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return -id(tensor)
