@@ -638,10 +638,9 @@ _SPATIAL = [letters("*:.x -> .a"), letters("*:.xy -> .ab"), letters("*:.xyz -> .
 
 _TABLE: dict[str, Rule] = {
     # (besides those that torch tags as such)
-    "clone detach _to_copy alias lift_fresh_copy lift_fresh zero native_dropout bernoulli where "
-    "masked_fill _conj _neg_view gelu softplus hardtanh hardswish glu_jvp polar complex prelu "
-    "_prelu_kernel rrelu_with_noise resolve_conj log_sigmoid_forward bitwise_and pow poisson "
-    "hardshrink softshrink": pointwise,
+    "lift_fresh_copy lift_fresh zero native_dropout bernoulli where masked_fill _conj _neg_view "
+    "gelu softplus hardtanh hardswish glu_jvp polar complex prelu _prelu_kernel rrelu_with_noise "
+    "resolve_conj log_sigmoid_forward bitwise_and pow poisson hardshrink softshrink": pointwise,
     "copy fill uniform normal random exponential log_normal cauchy geometric": fills,
     "mse_loss binary_cross_entropy binary_cross_entropy_with_logits smooth_l1_loss huber_loss "
     "soft_margin_loss": unreduced(pointwise),
@@ -710,6 +709,7 @@ _TABLE: dict[str, Rule] = {
     "_grouped_mm": grouped_matrices,
 }
 RULES = {name: rule for names, rule in _TABLE.items() for name in names.split()}
+RULES |= dict.fromkeys(KEEPS_ORDER, lambda f, call, outs: f.label(call["self"]))
 
 
 def is_grouped(operator: Any) -> bool:
