@@ -115,7 +115,7 @@ class _Walk:
         self._early = self.found.early
         self._sizes: set[fx.Node] = set()  # nodes that are a number of picked entries
         self._graph, self._run = graph, Labelling(symbols)
-        examples = [node.meta.get("example_value") for node in graph.place]
+        examples: list[Any] = [node.meta.get("example_value") for node in graph.place]
         fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
         self._env = fake.shape_env
         self._known = {s for e in examples for s in _symbols_of(e)} | set(symbols)

@@ -555,7 +555,7 @@ def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Labe
     return [Rows(0, picked=picked, is_sorted=ascending), Rows(0, 1, places, picked)]
 
 
-def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     """``places // k`` turns places among k entries of each sample into places of samples."""
     rows, by = f.label(call["self"]), call["other"]
     if not isinstance(rows, Rows) or rows.places is None:
