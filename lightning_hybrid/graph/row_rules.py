@@ -145,10 +145,12 @@ def letters(spec: str) -> Rule:
     """The rule of operators that can be written like Einstein's sums: "mat1:ij mat2:jk -> ik".
 
     A dot stands for any number of leading dimensions, and dimensions behind all letters are worked
-    along. "*" is every tensor of the call. Tensors are broadcast from the right.
+    along. "*" is every tensor of the call. Tensors are broadcast from the right. All results have
+    the dimensions of the first; behind it, "-" says that others may have no samples (seeds).
     """
-    *pairs, _, out = spec.split()
-    texts = dict(pair.split(":") for pair in pairs)
+    given_to, _, results = spec.partition(" -> ")
+    texts = dict(pair.split(":") for pair in given_to.split())
+    out, _, others = results.partition(" ")
 
     def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
         given = {
@@ -157,10 +159,9 @@ def letters(spec: str) -> Rule:
             if isinstance(value, Tensor) and ("*" in texts or name in texts)
         }
         found = moved(f, call, given, _keys(out, outs[0]))
-        if found is MEET:
-            return MEET
-        # (seeds and the like, of no sample)
-        return [found if any(map(f.depends, each.shape)) else FREE for each in outs]
+        if found is MEET or not others:
+            return found
+        return [found, *(found if any(map(f.depends, o.shape)) else FREE for o in outs[1:])]
 
     return rule
 
@@ -644,7 +645,7 @@ _TABLE: dict[str, Rule] = {
     "copy fill uniform normal random exponential log_normal cauchy geometric": fills,
     "mse_loss binary_cross_entropy binary_cross_entropy_with_logits smooth_l1_loss huber_loss "
     "soft_margin_loss": unreduced(pointwise),
-    "nll_loss_forward nll_loss2d_forward": unreduced(letters("self:b target:b -> b")),
+    "nll_loss_forward nll_loss2d_forward": unreduced(letters("self:b target:b -> b -")),
     # views
     "view _unsafe_view _reshape_alias": view,
     "expand": expand,
@@ -691,7 +692,7 @@ _TABLE: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
     "_scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable": letters(
-        "query:.hqf key:.hkf value:.hkv attn_mask:.hqk attn_bias:.hqk -> .hxv"
+        "query:.hqf key:.hkf value:.hkv attn_mask:.hqk attn_bias:.hqk -> .hxv -"
     ),
     "isin": letters("elements:. -> ."),
     "bucketize searchsorted": letters("self:. -> ."),
