@@ -14,8 +14,13 @@ from lightning_hybrid.graph.cuts import Cuts
 from lightning_hybrid.graph.dropout_masks import with_masks
 from lightning_hybrid.graph.graph import Leaf, NetworkGraph, fits, reached, why_whole
 from lightning_hybrid.graph.graph_from_dynamo import describe
-from lightning_hybrid.graph.matching_cuts import CannotFollow, follow
-from lightning_hybrid.graph.partition import NetworkPartition, find_boundary, network_partitions
+from lightning_hybrid.graph.partition import (
+    CannotFollow,
+    NetworkPartition,
+    find_boundary,
+    follow,
+    network_partitions,
+)
 from lightning_hybrid.graph.recurrent_layers import FREE_SEQUENCES
 from lightning_hybrid.graph.rows import joined, slices
 from lightning_hybrid.graph.source_places import FAILS, place_now, place_of, reason_in

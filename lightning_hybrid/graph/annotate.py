@@ -175,13 +175,13 @@ class _Run:
             return set()
         args, kwargs = arguments_of(node, self.values)
         # a write in place raises the version of a tensor, whatever the operation says of itself
-        before = [(tensor, _version(tensor)) for _, tensor in tensors_in((args, kwargs))]
+        before = [(tensor, version(tensor)) for _, tensor in tensors_in((args, kwargs))]
         try:
             self.values[node] = called(node, args, kwargs)
         except FAILURES as error:
             self.lost = _why(error)
             return set()
-        return {self._memory(t) for t, version in before if _version(t) != version}
+        return {self._memory(t) for t, number in before if version(t) != number}
 
     def _made(self, example: Any) -> Any:
         """A stand-in for an input: a fake tensor of the captured sizes, or the captured number."""
@@ -196,13 +196,18 @@ class _Run:
         return captured_value(example)
 
     def _memory(self, tensor: Tensor) -> int:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors have none
-            self.alive.append(tensor)
-            return self.numbers.setdefault(id(tensor), len(self.numbers))
+        key, storage = memory_of(tensor)
         self.alive.append(storage)  # the address of a freed storage could be given to another one
-        return self.numbers.setdefault(storage_key(storage), len(self.numbers))
+        return self.numbers.setdefault(key, len(self.numbers))
+
+
+def memory_of(tensor: Tensor) -> tuple[int, Any]:
+    """A key for the memory of a tensor, which no other has as long as the second result lives."""
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return -id(tensor), tensor
+    return storage_key(storage), storage
 
 
 def _why(error: Exception) -> str:
@@ -219,11 +224,6 @@ def _plain(number: Any) -> int:
         return int(number)
     known = captured_value(number)
     return int(value_with(number, dict.fromkeys(symbols_in(number), 1)) if known is None else known)
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often a tensor has been written to; inference tensors do not count it."""
-    return None if tensor.is_inference() else version(tensor)
 
 
 class _Watch(TorchDispatchMode):

@@ -16,7 +16,7 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph.cuts import Cuts
 from lightning_hybrid.graph.graph import NetworkGraph
-from lightning_hybrid.graph.mode_regions import Open, open_at, switched
+from lightning_hybrid.graph.mode_regions import Copier
 from lightning_hybrid.graph.partition import NetworkPartition
 from lightning_hybrid.graph.recurrent_layers import RECURRENT
 from lightning_hybrid.graph.stage_code import GraphCode
@@ -281,78 +281,26 @@ def _stage(
     (start, stop), (inputs, outputs) = span, borders
     layers = graph.layers[start:stop]
     nodes = [node for layer in layers for node in (layer.node, *layer.parts)]
-    copier = _Copier(graph, inputs, nodes, outputs)
-    copier.enter(open_at(graph, start))
+    # Arithmetic on sizes is copied into each stage that needs it: it costs nothing, and a number
+    # that crossed a cut would have to be waited for. (A tensor that only passes through is not
+    # computed here, a scalar is.)
+    needs = (graph.behind(node) for node in (*nodes, *filter(graph.is_scalar, outputs)))
+    used = set(outputs).union(*needs)
+    tensors = [node for node in graph.tensors if node in used]
+    numbers = [node for node in graph.numbers if node in used]
+    as_tensors = {leaf.node for leaf in graph.leaves if leaf.number}
+    copier = Copier(graph, [*tensors, *inputs, *numbers], as_tensors)
     for node in nodes:
         copier.add(node)
-    copier.leave(open_at(graph, stop))
     code = copier.finished(outputs)
     return StageCode(
         GraphCode.of(code, graph.attributes, device),
-        tuple(graph.tensors[node] for node in copier.tensors),
-        tuple(graph.numbers.index(node) for node in copier.numbers),
+        tuple(graph.tensors[node] for node in tensors),
+        tuple(graph.numbers.index(node) for node in numbers),
         frozenset[str]().union(*(layer.written for layer in layers)),
         (start, stop),
         checkpointed=any(map(is_region, code.nodes)),
     )
-
-
-class _Copier:
-    """Copies layers of a captured graph, and the scalars that they need, into a stage's graph."""
-
-    def __init__(
-        self,
-        graph: NetworkGraph,
-        inputs: Sequence[fx.Node],
-        nodes: Sequence[fx.Node],
-        outputs: Sequence[fx.Node],
-    ) -> None:
-        self.source, self.graph = graph, fx.Graph()
-        self._copies: dict[fx.Node, fx.Node] = {}
-        self._as_numbers: dict[fx.Node, fx.Node] = {}
-        # Arithmetic on sizes is copied into each stage that needs it: it costs nothing, and a
-        # number that crossed a cut would have to be waited for.
-        used = set(outputs)
-        # a tensor that only passes through the stage is not computed here, a scalar is
-        for node in (*nodes, *filter(graph.is_scalar, outputs)):
-            used |= graph.behind(node)
-        self.tensors = [node for node in graph.tensors if node in used]
-        self.numbers = [node for node in graph.numbers if node in used]
-        for node in (*self.tensors, *inputs, *self.numbers):
-            self._copies[node] = self.graph.placeholder(node.name)
-        self._travels_as_tensor = {leaf.node for leaf in graph.leaves if leaf.number}
-
-    def add(self, node: fx.Node) -> None:
-        """Copy one node of a layer."""
-        self._copies[node] = self.graph.node_copy(node, self._copy)
-
-    def enter(self, regions: Open) -> None:
-        """Add operations that switch to the modes (gradients, autocast) where the stage begins."""
-        now = switched(self.graph, Open(self.source.differentiable), regions)
-        self._copies |= zip(regions.autocasts, now.autocasts)  # a layer may leave such a region
-
-    def leave(self, regions: Open) -> None:
-        """Add operations that switch the modes back for the code that runs next on the rank."""
-        own = replace(regions, autocasts=tuple(self._copies[n] for n in regions.autocasts))
-        switched(self.graph, own, Open(self.source.differentiable))
-
-    def finished(self, outputs: Sequence[fx.Node]) -> fx.Graph:
-        """The stage's graph, returning copies of ``outputs``."""
-        # (a number that arrived as a tensor is passed on as that tensor)
-        self.graph.output(
-            [self._copies[n] if n in self._travels_as_tensor else self._copy(n) for n in outputs]
-        )
-        self.graph.lint()
-        return self.graph
-
-    def _copy(self, node: fx.Node) -> fx.Node:
-        if node in self._travels_as_tensor:
-            if node not in self._as_numbers:
-                self._as_numbers[node] = self.graph.call_method("item", (self._copies[node],))
-            return self._as_numbers[node]
-        if node not in self._copies:  # a constant, or arithmetic on numbers
-            self._copies[node] = self.graph.node_copy(node, self._copy)
-        return self._copies[node]
 
 
 def compute_whole(graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:

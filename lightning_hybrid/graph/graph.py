@@ -298,11 +298,11 @@ class NetworkGraph:
         """The values of the size symbols in a call or a micro-batch."""
         return {
             symbol: leaves[number].shape[dimension]
-            for symbol, (number, dimension) in self._where_sizes_are.items()
+            for symbol, (number, dimension) in self.where_sizes_are.items()
         }
 
     @cached_property
-    def _where_sizes_are(self) -> dict[Any, tuple[int, int]]:
+    def where_sizes_are(self) -> dict[Any, tuple[int, int]]:
         """Per size symbol the first leaf and dimension that it is the size of."""
         found: dict[Any, tuple[int, int]] = {}
         for number, leaf in enumerate(self.leaves):

@@ -1,12 +1,14 @@
-"""Regions without gradients, or with autocast, that a cut may lie inside of.
+"""Copy operations of a graph with the modes (no gradients, autocast) that they have there.
 
-What switches a mode is an operation of the graph like any other. Where a network is cut inside of
-such a region, the stage before the cut switches back, and the one after it switches again.
-(Regions that transform functions, ``vmap`` for one, cannot be left and entered again.)
+What switches a mode is an operation of the graph like any other. Copied are the others: where the
+next one has other modes, the copy switches, and at its end it switches back. So a network may be
+cut inside of such a region, and the driver may compute a part of it. (Regions that transform
+functions, ``vmap`` for one, cannot be left and entered again.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -34,11 +36,11 @@ class Open:
     autocasts: tuple[fx.Node, ...] = ()
 
 
-def open_at(graph: NetworkGraph, position: int) -> Open:
-    """The modes before the layer number ``position``."""
-    around = Open(graph.differentiable)
-    for layer in graph.layers[:position]:
-        node = layer.node
+def modes_of(graph: NetworkGraph) -> list[Open]:
+    """The modes before each layer, and behind the last one."""
+    found = [Open(graph.differentiable)]
+    for layer in graph.layers:
+        node, around = layer.node, found[-1]
         entered = entered_autocast(node)
         if node.target is set_gradients:
             around = replace(around, gradients=bool(node.args[0]))
@@ -47,25 +49,63 @@ def open_at(graph: NetworkGraph, position: int) -> Open:
         elif entered is not None:
             left = tuple(one for one in around.autocasts if one is not entered)
             around = replace(around, autocasts=left)
-    return around
+        found.append(around)
+    return found
 
 
-def switched(code: fx.Graph, now: Open, wanted: Open) -> Open:
-    """Append to a graph the operations that switch from the modes ``now`` to those ``wanted``.
+class Copier:
+    """Copies operations of a captured graph, and the scalars that they need, into another graph.
 
     Args:
-        code: the graph, which is being written.
-        now: the modes at its end, with nodes of this graph.
-        wanted: the modes at a place in the captured graph, with nodes of that one.
-
-    Returns:
-        The modes at its end then, with nodes of this graph.
+        graph: the captured network.
+        taken: the nodes that the other graph takes, in order.
+        as_tensors: those of them that are numbers, and come as tensors.
     """
-    if now == wanted:
-        return now
-    # (regions lie in each other, so the innermost is left first)
-    for node in reversed(now.autocasts):
-        code.call_function(exit_autocast, (node,))
-    if now.gradients != wanted.gradients:
-        code.call_function(set_gradients, (wanted.gradients,))
-    return replace(wanted, autocasts=tuple(code.node_copy(n) for n in wanted.autocasts))
+
+    def __init__(
+        self, graph: NetworkGraph, taken: Sequence[fx.Node], as_tensors: Collection[fx.Node] = ()
+    ) -> None:
+        self._graph, self._as_tensors = fx.Graph(), as_tensors
+        self._begin = self._now = Open(graph.differentiable)
+        self._copies = {node: self._graph.placeholder(node.name) for node in taken}
+        self._numbers: dict[fx.Node, fx.Node] = {}
+        pairs = zip(graph.layers, modes_of(graph))
+        self._modes = {n: modes for y, modes in pairs for n in (y.node, *y.parts)}
+
+    def add(self, node: fx.Node) -> None:
+        """Copy one operation."""
+        if node.target is set_gradients or is_enter_autocast(node) or entered_autocast(node):
+            return
+        self._switch(self._modes.get(node, self._now))
+        self._copies[node] = self._graph.node_copy(node, self._copy)
+
+    def finished(self, outputs: Sequence[fx.Node]) -> fx.Graph:
+        """The other graph, returning copies of ``outputs``."""
+        # (a number that arrived as a tensor is passed on as that tensor)
+        found = [self._copies[n] if n in self._as_tensors else self._copy(n) for n in outputs]
+        self._switch(self._begin)  # for the code that runs next
+        self._graph.output(found)
+        self._graph.lint()
+        return self._graph
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node in self._as_tensors:
+            if node not in self._numbers:
+                self._numbers[node] = self._graph.call_method("item", (self._copies[node],))
+            return self._numbers[node]
+        if node not in self._copies:  # a constant, or arithmetic on numbers
+            self._copies[node] = self._graph.node_copy(node, self._copy)
+        return self._copies[node]
+
+    def _switch(self, wanted: Open) -> None:
+        """Append what switches to these modes."""
+        before, after = self._now.autocasts, wanted.autocasts
+        # (regions lie in each other, so the innermost is left first)
+        kept = sum(1 for one, other in zip(before, after) if one is other)
+        for node in reversed(before[kept:]):
+            self._graph.call_function(exit_autocast, (self._copies[node],))
+        if self._now.gradients != wanted.gradients:
+            self._graph.call_function(set_gradients, (wanted.gradients,))
+        for node in after[kept:]:
+            self._copies[node] = self._graph.node_copy(node)
+        self._now = wanted

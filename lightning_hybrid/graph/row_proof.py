@@ -9,7 +9,7 @@ operator (:mod:`lightning_hybrid.graph.row_rules`). What is not known counts as 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,12 +26,19 @@ from lightning_hybrid._torch.tensors import (
     as_they_are,
     draws,
     schema,
-    storage_key,
     version,
 )
 from lightning_hybrid._trees import rebuild, tensors_in
-from lightning_hybrid.graph.annotate import FAILURES, arguments_of, called, modes_restored
+from lightning_hybrid.graph.annotate import (
+    FAILURES,
+    arguments_of,
+    called,
+    memory_of,
+    modes_restored,
+)
 from lightning_hybrid.graph.dropout_masks import MASKS
+from lightning_hybrid.graph.graph import NetworkGraph
+from lightning_hybrid.graph.graph_from_dynamo import rows_of_input
 from lightning_hybrid.graph.recurrent_layers import RECURRENT
 from lightning_hybrid.graph.row_rules import (
     FACTORIES,
@@ -57,9 +64,6 @@ _FOLLOWED = {
     *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
 }
 """Operators that take a graph and compute just what it does, forward and backward."""
-
-Source = Callable[[fx.Node], Label]
-"""Gives the label of the input that a placeholder stands for."""
 
 
 @dataclass
@@ -92,48 +96,31 @@ class Followed:
         return labels[0] if len(labels) == 1 else None
 
 
-def follow(
-    graph: fx.Graph,
-    attributes: Mapping[str, Any],
-    symbols: Sequence[Any],
-    source: Source,
-    *,
-    kept: Collection[fx.Node] = (),
-) -> Followed:
+def follow(graph: NetworkGraph, symbols: Sequence[Any]) -> Followed:
     """Follow the samples of a batch through a graph.
 
     Args:
-        graph: each node has its ``example_value``, as from TorchDynamo.
-        attributes: constants and nested graphs that its nodes name.
+        graph: the captured network.
         symbols: all size symbols of the number of samples; the first one is used for all.
-        source: gives the labels of the placeholders.
-        kept: nodes that cannot be in the prologue: parameters and buffers, and what writes in
-            place.
     """
     with as_they_are(), torch.inference_mode(False):
-        return _Walk(graph, attributes, symbols, source, kept).found
+        return _Walk(graph, symbols).found
 
 
 class _Walk:
-    def __init__(
-        self,
-        graph: fx.Graph,
-        attributes: Mapping[str, Any],
-        symbols: Sequence[Any],
-        source: Source,
-        kept: Collection[fx.Node],
-    ) -> None:
+    def __init__(self, graph: NetworkGraph, symbols: Sequence[Any]) -> None:
         self.found, self._values = Followed(), dict[fx.Node, Any]()
-        self._kept, self._early = kept, self.found.early
+        # what cannot be in the prologue: parameters and buffers, and what writes in place
+        self._kept = {*graph.tensors, *(y.node for y in graph.layers if y.effects.writes)}
+        self._early = self.found.early
         self._sizes: set[fx.Node] = set()  # nodes that are a number of picked entries
-        self._attributes, self._source = attributes, source
-        self._run = Labelling(symbols)
-        examples = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
+        self._graph, self._run = graph, Labelling(symbols)
+        examples: list[Any] = [node.meta.get("example_value") for node in graph.place]
         fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
         self._env = fake.shape_env
         self._known = {s for e in examples for s in _symbols_of(e)} | set(symbols)
         with modes_restored(), _quiet(), fake, self._env.suppress_guards(), torch.enable_grad():
-            for node in graph.nodes:
+            for node in graph.graph.nodes:
                 if node.op != "output":
                     self._take(node)
             for node in self._values:  # again: later writes in place may have changed labels
@@ -148,7 +135,8 @@ class _Walk:
             self._values[node] = self._placeholder(node, example)
         elif node.op == "get_attr":
             is_tensor = isinstance(example, Tensor)
-            self._values[node] = example if is_tensor else self._attributes[str(node.target)]
+            attributes = self._graph.attributes
+            self._values[node] = example if is_tensor else attributes[str(node.target)]
         elif node.meta.get("scalar"):
             # (not run: `int(size)` would give the size at the capture as a plain number)
             self._values[node] = example
@@ -180,7 +168,11 @@ class _Walk:
         value = torch.empty_strided(
             example.shape, example.stride(), dtype=example.dtype, device=example.device
         )
-        self._run.set(value, self._source(node))
+        symbols = self._run.symbols
+        label: Label = None if node in self._graph.tensors else rows_of_input(node, symbols)
+        if label is None and not _symbols_of(example).isdisjoint(symbols):
+            label = MEET  # such as a matrix of samples by samples
+        self._run.set(value, label)
         return value
 
     def _compute(self, node: fx.Node, example: Any) -> None:
@@ -447,20 +439,20 @@ class Labelling(TorchDispatchMode):
     def set(self, tensor: Tensor, label: Label) -> None:
         if id(tensor) not in self._labels:
             self._alive.append(tensor)
-            self._views.setdefault(_memory(tensor), []).append(tensor)
+            self._views.setdefault(memory_of(tensor)[0], []).append(tensor)
         self._labels[id(tensor)] = label
 
     def spoil(self, tensor: Tensor) -> None:
         """Note that samples have met in a tensor, and in all that share its memory."""
         self.set(tensor, MEET)
-        for other in self._views[_memory(tensor)]:
+        for other in self._views[memory_of(tensor)[0]]:
             self.set(other, MEET)
 
     def _write(self, tensor: Tensor, label: Label) -> None:
         """Note a write of values with this label: samples meet if the tensor's does not agree."""
         own = self.label(tensor)
         fits = label == own or (label is None and isinstance(own, Rows) and own.places is None)
-        shown = self._views[_memory(tensor)]
+        shown = self._views[memory_of(tensor)[0]]
         for other in shown:
             if isinstance(before := self.label(other), Rows):
                 self.set(other, replace(before, is_sorted=False))
@@ -564,7 +556,7 @@ class Labelling(TorchDispatchMode):
         if func.namespace == "aten" and name == "arange" and self._is_range(call, outs):
             return Rows(0, 1, Places(sympy.Integer(1), self.size(outs[0].shape[0])))
         # 2. A number that follows from the batch is another one in a micro-batch: x / len(x).
-        sizes = FACTORIES.get(name, ())
+        sizes = ("size", "stride") if name in FACTORIES else ()
         if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
             return MEET
         # 3. A result of inputs without samples is the same in all micro-batches.
@@ -614,10 +606,3 @@ class Labelling(TorchDispatchMode):
 
 
 _OF_SIZES = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "dim", "is_contiguous"}
-
-
-def _memory(tensor: Tensor) -> int:
-    try:
-        return storage_key(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return -id(tensor)

@@ -10,7 +10,7 @@ table may be incomplete, but must not be wrong.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -39,9 +39,6 @@ class Call:
 
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)
-
-    def tensors(self) -> list[Tensor]:
-        return [tensor for _, tensor in tensors_in(self.values)]
 
     def others(self, *names: str) -> list[Tensor]:
         """The tensors in all arguments but those named."""
@@ -111,21 +108,88 @@ def _dims(call: Call, name: str = "dim") -> list[int]:
     return [each % max(count, 1) for each in (dim if isinstance(dim, list | tuple) else [dim])]
 
 
-# ---------------------------------------------------------------- entry by entry
+# ---------------------------------------------------------------- dimension by dimension
 
 
-def pointwise(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    return _only([_aligned(f, tensor, outs[0].dim()) for tensor in call.tensors()])
+Keys = Sequence[Any]
+"""A key for each dimension of a tensor; ``None``: an operator works along the dimension."""
+
+
+def moved(f: Labelling, call: Call, given: Mapping[str, Keys], out: Keys) -> Label:
+    """The label of a result, if dimensions with the same key are one and the same.
+
+    In "ij, jk -> ik" all that has one i is made of what has the same i. So i may be the samples':
+    then all tensors with an i must have their rows there, and all others must be shared.
+
+    Args:
+        f: knows the labels of tensors.
+        call: the call.
+        given: the keys of tensors, by the names of arguments; all other tensors must be shared.
+        out: the keys of the result.
+    """
+    found = set()
+    for name, keys in given.items():
+        if (rows := _rows(f, call[name])) is not None:
+            size = f.size(call[name].shape[rows.dim])
+            found.add((keys[rows.dim], rows.at(0, places=True), size))
+    if len(found) != 1 or not _all_free(f, call.others(*given)):
+        return MEET
+    key, those, _ = found.pop()
+    shared = [keys for name, keys in given.items() if f.label(call[name]) is FREE]
+    if key is None or key not in out or any(key in keys for keys in shared):
+        return MEET
+    return those.at([*out].index(key), places=True)
+
+
+def letters(spec: str) -> Rule:
+    """The rule of operators that can be written like Einstein's sums: "mat1:ij mat2:jk -> ik".
+
+    A dot stands for any number of leading dimensions, and dimensions behind all letters are worked
+    along. "*" is every tensor of the call. Tensors are broadcast from the right. All results have
+    the dimensions of the first; behind it, "-" says that others may have no samples (seeds).
+    """
+    given_to, _, results = spec.partition(" -> ")
+    texts = dict(pair.split(":") for pair in given_to.split())
+    out, _, others = results.partition(" ")
+
+    def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+        given = {
+            name: _keys(texts.get(name, texts.get("*", "")), value)
+            for name, value in call.values.items()
+            if isinstance(value, Tensor) and ("*" in texts or name in texts)
+        }
+        found = moved(f, call, given, _keys(out, outs[0]))
+        if found is MEET or not others:
+            return found
+        return [found, *(found if any(map(f.depends, o.shape)) else FREE for o in outs[1:])]
+
+    return rule
+
+
+def _keys(text: str, tensor: Tensor) -> Keys:
+    """Of a tensor's dimensions, by a text of `letters`; a dimension of size 1 is broadcast."""
+    count, names = tensor.dim(), text.removeprefix(".")
+    ahead = range(len(names) - count, 0) if text != names else ()
+    keys = [*ahead, *names, *[None] * (count - len(ahead) - len(names))]
+    sizes = tensor.shape
+    return [
+        None if isinstance(size, int) and size == 1 else key
+        for key, size in zip(keys[len(keys) - count :], sizes, strict=True)
+    ]
+
+
+def unreduced(rule: Rule) -> Rule:
+    """The rule of losses: they have one only if they are not reduced."""
+    return lambda f, call, outs: rule(f, call, outs) if call["reduction"] == 0 else MEET
+
+
+pointwise = letters("*:. -> .")
 
 
 def fills(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     """Operators that overwrite ``self`` without reading it (``copy_``, ``uniform_``)."""
     label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
     return f.label(call["self"]) if label is FREE and call["self"] is not None else label
-
-
-def unreduced(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    return pointwise(f, call, outs) if call["reduction"] == 0 else MEET
 
 
 # ---------------------------------------------------------------- views
@@ -294,12 +358,11 @@ def within(mixed: Mixed, first: str = "self") -> Rule:
     """
 
     def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-        tensor, rows = call[first], f.label(call[first])
-        dims = [dim % max(tensor.dim(), 1) for dim in mixed(call)]
-        if not isinstance(rows, Rows) or rows.dim in dims or not _all_free(f, call.others(first)):
-            return MEET
-        gone = [dim for dim in dims if outs[0].dim() < tensor.dim() and dim < rows.dim]
-        return rows.at(rows.dim - len(gone))
+        count = call[first].dim()
+        dims = {dim % max(count, 1) for dim in mixed(call)}
+        keys = [None if dim in dims else dim for dim in range(count)]
+        kept = [key for key in keys if outs[0].dim() >= count or key is not None]
+        return moved(f, call, {first: keys}, kept)
 
     return rule
 
@@ -308,22 +371,11 @@ along = within(_dims)
 """The rule of sums, softmax, sorting: along the argument ``dim``."""
 
 
-def last(count: int, first: str = "self") -> Rule:
-    """The rule of operators that work along the last ``count`` dimensions of an argument."""
-    return within(lambda call: range(call[first].dim() - count, call[first].dim()), first)
-
-
 def _padded(call: Call) -> list[int]:
     """The dimensions that `constant_pad_nd` makes longer or shorter."""
     pad, count = call["pad"], call["self"].dim()
     ends = [(count - 1 - place // 2, size) for place, size in enumerate(pad)]
     return [dim for dim, size in ends if not (isinstance(size, int) and size == 0)]
-
-
-def _of_convolution(call: Call) -> range:
-    """The dimensions that a convolution works along: all but the first; without a batch all."""
-    name = "input" if call["input"] is not None else "self"
-    return range(call[name].dim() - call["weight"].dim() + 1, call[name].dim())
 
 
 def batch_norm(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
@@ -343,48 +395,12 @@ def batch_norm(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] 
     return MEET
 
 
-# ---------------------------------------------------------------- with weights
+_looked_up = letters("weight:ie indices:. -> .e")
 
 
-def matrices(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Products of two matrices or batches of them, alone or added to a third tensor."""
-    names = ("batch1", "batch2") if call["batch1"] is not None else ("mat1", "mat2")
-    if call[names[0]] is None:
-        names = ("self", "mat2")
-    one, other = call[names[0]], call[names[1]]
-    count = outs[0].dim()
-    p, q = f.label(one), f.label(other)
-    # a sample is a matrix of a batch on both sides, or some rows of the left one, or some columns
-    # of the right one; what is summed over must not be the samples'
-    each = count == 3 and isinstance(p, Rows) and p.dim == 0 and p == q
-    if isinstance(p, Rows) and (each or (p.dim == count - 2 and q is FREE)):
-        found = p
-    elif isinstance(q, Rows) and q.dim == count - 1 and p is FREE:
-        found = q
-    else:
-        return MEET
-    added = [_aligned(f, tensor, count) for tensor in call.others(*names)]
-    return _only([found, *added])
-
-
-def attention(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """Attention works on each sample and head by itself; a mask is shared or has samples too."""
-    rows = f.label(call["query"])
-    tensors = [call[name] for name in ("query", "key", "value")]
-    if not isinstance(rows, Rows) or rows.dim > 1 or any(t.dim() != 4 for t in tensors):
-        return MEET
-    if rows.dim == 1 and any(t.shape[1] != tensors[0].shape[1] for t in tensors):
-        return MEET  # (several heads of the query share one of the key)
-    masks = [_aligned(f, t, 4) for t in call.others("query", "key", "value")]
-    if any(f.label(t) != rows for t in tensors) or not {FREE, rows}.issuperset(masks):
-        return MEET
-    return [rows if any(map(f.depends, out.shape)) else FREE for out in outs]
-
-
-def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Rows of a table that samples share; with ``scale_grad_by_freq`` its gradient mixes them."""
-    shared = f.label(call["weight"]) is FREE and not call["scale_grad_by_freq"]
-    return f.label(call["indices"]) if shared else MEET
+def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
+    """Rows of a table; with ``scale_grad_by_freq`` its gradient has the numbers of all samples."""
+    return MEET if call["scale_grad_by_freq"] else _looked_up(f, call, outs)
 
 
 def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
@@ -398,53 +414,21 @@ def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
     return [rows, *[Rows(1) for _ in states]] if own else [MEET, *[MEET for _ in states]]
 
 
-# ---------------------------------------------------------------- channel by channel
-
-
-def spatial(count: int) -> Rule:
-    """The rule of operators that work on the last ``count`` dimensions, such as pooling.
-
-    All tensors of the call must have the samples in the same dimension, before those.
-    """
-
-    def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-        first = call["self"] if call["self"] is not None else call["input"]
-        rows = _only([f.label(t) for t in call.tensors()])
-        if not isinstance(rows, Rows) or any(f.label(t) is FREE for t in call.tensors()):
-            return MEET
-        return rows if rows.dim < first.dim() - count else MEET
-
-    return rule
-
-
 # ---------------------------------------------------------------- with indices
 
 
 def gather(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor, index = call["self"], call["index"]
-    rows, picked, dim = f.label(tensor), f.label(index), call["dim"] % max(tensor.dim(), 1)
-    if not isinstance(picked, Rows) or picked.places is not None:
-        return MEET
-    if rows is FREE:
-        return picked if picked.dim == dim else MEET
-    same = rows == picked and f.size(tensor.shape[picked.dim]) == f.size(index.shape[picked.dim])
-    return picked if same and picked.dim != dim else MEET
+    keys = range(call["index"].dim())
+    table = [None if key == call["dim"] % max(len(keys), 1) else key for key in keys]
+    return moved(f, call, {"self": table, "index": keys}, keys)
 
 
 def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
-    rows = f.label(tensor)
-    if not isinstance(rows, Rows) or rows.dim == dim:
-        return MEET
-    if call["value"] is not None and f.depends(call["value"]):
-        return MEET
-    # each sample writes into its own entries, and indices and values are its own too
-    for other in call.others("self"):
-        if f.label(other) != rows or f.size(other.shape[rows.dim]) != f.size(
-            tensor.shape[rows.dim]
-        ):
-            return MEET
-    return rows
+    """Each sample writes into its own entries, and indices and values are its own too."""
+    count = call["self"].dim()
+    keys = [None if key == call["dim"] % max(count, 1) else key for key in range(count)]
+    names = [name for name in ("self", "index", "src") if call[name] is not None]
+    return moved(f, call, dict.fromkeys(names, keys), keys)
 
 
 def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
@@ -572,7 +556,7 @@ def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Labe
     return [Rows(0, picked=picked, is_sorted=ascending), Rows(0, 1, places, picked)]
 
 
-def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     """``places // k`` turns places among k entries of each sample into places of samples."""
     rows, by = f.label(call["self"]), call["other"]
     if not isinstance(rows, Rows) or rows.places is None:
@@ -608,150 +592,125 @@ def grouped_matrices(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows if shared and ends == Counts(rows.picked, summed=True) else MEET
 
 
-def nll_loss(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
-    rows = f.label(call["self"])
-    good = isinstance(rows, Rows) and rows.dim == 0 and f.label(call["target"]) == rows
-    shared = _all_free(f, call.others("self", "target"))
-    good = good and shared and call["reduction"] == 0 and call["self"].dim() > 1
-    return [rows, FREE] if good else MEET
-
-
-def distances(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    """Distances between the rows of two matrices, or of batches of them."""
-    one, other = call["x1"], call["x2"]
-    p, q = f.label(one), f.label(other)
-    if isinstance(p, Rows) and p.dim < one.dim() - 2 and p == q:
-        return p
-    if isinstance(p, Rows) and p.dim == one.dim() - 2 and q is FREE:
-        return p
-    return MEET
-
-
 # ---------------------------------------------------------------- the table
 
-SHAPED = {
-    *("view", "_unsafe_view", "_reshape_alias", "expand", "repeat", "slice", "native_group_norm"),
-    *("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
-}
+
+def _names(text: str) -> set[str]:
+    return set(text.split())
+
+
+SHAPED = _names(
+    "view _unsafe_view _reshape_alias expand repeat slice split split_with_sizes unsafe_split "
+    "unsafe_split_with_sizes native_group_norm"
+)
 """Operators that take sizes which may follow from the batch; their rules look at them."""
 
-FACTORIES = {
-    **dict.fromkeys(("zeros", "ones", "empty", "rand", "randn", "empty_permuted"), ("size",)),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "full", "new_full"), ("size",)),
-    **dict.fromkeys(("randint", "empty_strided"), ("size", "stride")),
-    "new_empty_strided": ("size", "stride"),
-}
-"""Operators that make a tensor of given sizes, and the arguments that are sizes."""
+FACTORIES = _names(
+    "zeros ones empty rand randn randint full empty_permuted empty_strided new_zeros new_ones "
+    "new_empty new_full new_empty_strided"
+)
+"""Operators that make a tensor of given sizes."""
 
-LIKE = {
-    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
-    "randint_like",
-}
+LIKE = _names("zeros_like ones_like empty_like full_like rand_like randn_like randint_like")
 """Operators that make a tensor of another one's sizes, whose entries they do not read."""
 
-KEEPS_POSITION = {
-    *("view", "_unsafe_view", "unsqueeze", "slice", "expand", "_to_copy", "clone", "alias"),
-    "detach",
-}
-"""Operators whose results still are places if their input is."""
-
-TAKES_PLACES = {"index", "index_put", "index_select", "index_add", "index_copy", "floor_divide"}
-"""Operators whose rules are right for indices that are places."""
-
-TAKES_COLUMNS = {"select", "unbind", "squeeze", "view"}
-"""Operators that take the places out of what `nonzero` returns."""
-
-TAKES_COUNTS = {"cumsum", "_grouped_mm", "grouped_mm_fallback"}
-
-KEEPS_ORDER = {"_to_copy", "clone", "detach", "alias"}
+KEEPS_ORDER = _names("_to_copy clone detach alias")
 """Operators that change no value."""
 
-_ENTRY_BY_ENTRY = {
-    *("clone", "detach", "_to_copy", "alias", "lift_fresh_copy", "lift_fresh", "zero"),
-    *("native_dropout", "bernoulli", "where", "masked_fill", "_conj", "_neg_view", "gelu"),
-    *("softplus", "hardtanh", "hardswish", "glu_jvp", "logit", "polar", "complex", "prelu"),
-    *("_prelu_kernel", "rrelu_with_noise", "nan_to_num", "resolve_conj"),
-    *("log_sigmoid_forward", "bitwise_and", "pow", "poisson", "hardshrink", "softshrink"),
-}
-_NOT = {"isin", "equal", "max", "min", "copysign_", "frexp"}
-"""Operators that torch tags as pointwise and that may look at other entries too."""
+KEEPS_POSITION = KEEPS_ORDER | _names("view _unsafe_view unsqueeze slice expand")
+"""Operators whose results still are places if their input is."""
 
-_SPATIAL = {
-    "im2col": 3, "col2im": 2, "grid_sampler_2d": 3, "grid_sampler_3d": 4,
-    "pixel_shuffle": 3, "pixel_unshuffle": 3, "channel_shuffle": 3, "native_channel_shuffle": 3,
-}  # fmt: skip
+TAKES_PLACES = _names("index index_put index_select index_add index_copy floor_divide")
+"""Operators whose rules are right for indices that are places."""
+
+TAKES_COLUMNS = _names("select unbind squeeze view")
+"""Operators that take the places out of what `nonzero` returns."""
+
+TAKES_COUNTS = _names("cumsum _grouped_mm grouped_mm_fallback")
+
+_NOT = _names("isin equal max min copysign_ frexp")
+"""Operators that torch tags as pointwise and that may look at other entries too."""
 
 _OF_DIMENSIONS = re.compile(r"_?(?:\w*pool|\w*unpool|upsample_\w+|\w+_pad)([123])d\w*")
 """Names of operators that work on the last so many dimensions: pools, resizing, padding."""
 
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ENTRY_BY_ENTRY, pointwise),
-    **dict.fromkeys(("copy", "fill", "uniform", "normal", "random", "exponential"), fills),
-    **dict.fromkeys(("log_normal", "cauchy", "geometric"), fills),
-    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias"), view),
-    "expand": expand, "repeat": repeat, "unsqueeze": unsqueeze, "squeeze": squeeze,
-    **dict.fromkeys(("permute", "transpose", "t"), permute),
-    **dict.fromkeys(("split", "split_with_sizes"), split),
-    **dict.fromkeys(("unsafe_split", "unsafe_split_with_sizes"), split),
-    **dict.fromkeys(("select", "unbind"), unbind), "slice": slicing, "cat": cat, "stack": stack,
-    "unfold": within(lambda call: [call["dimension"]]), "view_as_complex": last(1),
+_SPATIAL = [letters("*:.x -> .a"), letters("*:.xy -> .ab"), letters("*:.xyz -> .abc")]
+"""The rules of these, for one, two and three dimensions."""
+
+_TABLE: dict[str, Rule] = {
+    # (besides those that torch tags as such)
+    "lift_fresh_copy lift_fresh zero native_dropout bernoulli where masked_fill _conj _neg_view "
+    "gelu softplus hardtanh hardswish glu_jvp polar complex prelu _prelu_kernel rrelu_with_noise "
+    "resolve_conj log_sigmoid_forward bitwise_and pow poisson hardshrink softshrink": pointwise,
+    "copy fill uniform normal random exponential log_normal cauchy geometric": fills,
+    "mse_loss binary_cross_entropy binary_cross_entropy_with_logits smooth_l1_loss huber_loss "
+    "soft_margin_loss": unreduced(pointwise),
+    "nll_loss_forward nll_loss2d_forward": unreduced(letters("self:b target:b -> b -")),
+    # views
+    "view _unsafe_view _reshape_alias": view,
+    "expand": expand,
+    "repeat": repeat,
+    "permute transpose t": permute,
+    "unsqueeze": unsqueeze,
+    "squeeze": squeeze,
+    "select unbind": unbind,
+    "slice": slicing,
+    "split split_with_sizes unsafe_split unsafe_split_with_sizes": split,
+    "cat": cat,
+    "stack": stack,
+    "unfold": within(lambda call: [call["dimension"]]),
     "diagonal": within(lambda call: [call["dim1"], call["dim2"]]),
-    **dict.fromkeys(
-        (
-            *("_softmax", "_log_softmax", "_safe_softmax", "cumprod"),
-            *("cummax", "cummin", "logcumsumexp", "argsort", "topk", "median", "mode"),
-            *("kthvalue", "nanmedian", "glu"),
-            *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
-        ),
-        along,
+    "view_as_real": letters("self:. -> .c"),
+    "view_as_complex": letters("self:.c -> ."),
+    # along dimensions
+    "_softmax _log_softmax _safe_softmax cumprod cummax cummin logcumsumexp argsort topk median "
+    "mode kthvalue nanmedian glu _fft_r2c _fft_c2c _fft_c2r": along,
+    "roll flip": within(lambda call: _dims(call, "dims")),
+    "constant_pad_nd": within(_padded),
+    "native_layer_norm _fused_rms_norm": within(
+        lambda call: range(-len(call["normalized_shape"]), 0), "input"
     ),
-    **dict.fromkeys(("roll", "flip"), within(lambda call: _dims(call, "dims"))),
-    **dict.fromkeys(("tril", "triu"), last(2)), "constant_pad_nd": within(_padded),
-    **dict.fromkeys(
-        ("native_layer_norm", "_fused_rms_norm"),
-        lambda f, call, outs: last(len(call["normalized_shape"]), "input")(f, call, outs),
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
+    "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update "
+    "cudnn_batch_norm miopen_batch_norm": batch_norm,
+    "native_group_norm convolution _convolution": letters("input:b -> b"),
+    "mkldnn_convolution channel_shuffle native_channel_shuffle": letters("self:b -> b"),
+    "pixel_shuffle pixel_unshuffle": letters("self:.cij -> .xyz"),
+    "im2col": letters("self:.cij -> .xy"),
+    "col2im": letters("self:.ij -> .xyz"),
+    "grid_sampler_2d grid_sampler_3d": letters("input:bc grid:b -> bc"),
+    "tril triu": letters("self:.ij -> .xy"),
+    "multinomial": letters("self:.i -> .x"),
+    # with weights, and of two tensors
+    "mm": letters("self:ij mat2:jk -> ik"),
+    "mv": letters("self:ij vec:j -> i"),
+    "bmm": letters("self:bij mat2:bjk -> bik"),
+    "addmm": letters("self:ik mat1:ij mat2:jk -> ik"),
+    "baddbmm": letters("self:bik batch1:bij batch2:bjk -> bik"),
+    "linear": letters("input:.i weight:oi bias:o -> .o"),
+    "_cdist_forward": letters("x1:.ik x2:.jk -> .ij"),
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable": letters(
+        "query:.hqf key:.hkf value:.hkv attn_mask:.hqk attn_bias:.hqk -> .hxv -"
     ),
-    **dict.fromkeys(
-        (
-            *("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"),
-            *("_batch_norm_with_update", "_native_batch_norm_legit_functional"),
-            *("_native_batch_norm_legit_no_training", "miopen_batch_norm", "_batch_norm_no_update"),
-        ),
-        batch_norm,
-    ),
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), matrices), "mv": last(1),
-    "linear": last(1, "input"),
-    **dict.fromkeys(("convolution", "_convolution"), within(_of_convolution, "input")),
-    "mkldnn_convolution": within(_of_convolution),
-    "native_group_norm": within(lambda call: range(1, call["input"].dim()), "input"),
-    **dict.fromkeys(
-        (
-            *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
-            *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-            "_scaled_dot_product_attention_math",
-            "_scaled_dot_product_fused_attention_overrideable",
-        ),
-        attention,
-    ),
-    "embedding": embedding, "gather": gather,
-    **{name: spatial(count) for name, count in _SPATIAL.items()},
-    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
-    **dict.fromkeys(("index", "index_select"), index), "nonzero": nonzero,
-    **dict.fromkeys(("index_put", "index_add", "index_copy"), index_put),
-    "sort": sort, "floor_divide": floor_divide, "histc": histogram, "cumsum": cumsum,
+    "isin": letters("elements:. -> ."),
+    "bucketize searchsorted": letters("self:. -> ."),
+    # with indices
+    "embedding": embedding,
+    "gather": gather,
+    "scatter scatter_add scatter_reduce": scatter,
+    "index index_select": index,
+    "index_put index_add index_copy": index_put,
+    "nonzero": nonzero,
+    "sort": sort,
+    "floor_divide": floor_divide,
+    "histc": histogram,
+    "cumsum": cumsum,
     "_grouped_mm": grouped_matrices,
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
-    **dict.fromkeys(
-        (
-            *("mse_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
-            *("smooth_l1_loss", "huber_loss", "soft_margin_loss"),
-        ),
-        unreduced,
-    ),
-    **dict.fromkeys(("bucketize", "searchsorted", "view_as_real"), within(lambda call: ())),
-    "isin": within(lambda call: (), "elements"),
-    "_cdist_forward": distances, "multinomial": last(1),
-}  # fmt: skip
+}
+RULES = {name: rule for names, rule in _TABLE.items() for name in names.split()}
+RULES |= dict.fromkeys(KEEPS_ORDER, lambda f, call, outs: f.label(call["self"]))
 
 
 def is_grouped(operator: Any) -> bool:
@@ -776,7 +735,7 @@ def rule_of(func: Any) -> Rule | None:
     if name in RULES:
         return RULES[name]
     if (found := _OF_DIMENSIONS.fullmatch(name)) is not None:
-        return spatial(int(found[1]))
+        return _SPATIAL[int(found[1]) - 1]
     if torch.Tag.reduction in func.tags:
         return along
     return pointwise if torch.Tag.pointwise in func.tags and name not in _NOT else None

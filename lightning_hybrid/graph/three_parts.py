@@ -14,22 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from sympy import sympify
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from lightning_hybrid._torch.graphs import copy_source
 from lightning_hybrid._torch.modules import BatchNorm
-from lightning_hybrid._torch.symbols import is_symbolic, symbols_in
 from lightning_hybrid.graph.annotate import Effects
-from lightning_hybrid.graph.graph import NetworkGraph, is_symbol, reached
-from lightning_hybrid.graph.graph_from_dynamo import describe_part, rows_of_input
-from lightning_hybrid.graph.mode_regions import Open, open_at, switched
+from lightning_hybrid.graph.graph import NetworkGraph, reached
+from lightning_hybrid.graph.graph_from_dynamo import describe_part
+from lightning_hybrid.graph.mode_regions import Copier
 from lightning_hybrid.graph.partition import layer_flops
 from lightning_hybrid.graph.row_proof import Followed, follow
-from lightning_hybrid.graph.rows import MEET, Label, Rows
+from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.graph.source_places import place_of
 from lightning_hybrid.graph.stage_code import GraphCode
 
@@ -116,17 +114,9 @@ def _divide(graph: NetworkGraph, draws: bool) -> _Parts:
     # Follow the samples: first with all sizes as the batch's that were equal in the first call,
     # then with that of the first input alone: an input may have the batch's size by accident
     # (weights of as many classes).
-    writing = {layer.node for layer in graph.layers if layer.effects.writes}
     found: list[_Parts] = []
     for symbols in dict.fromkeys((graph.symbols, graph.symbols[:1])):
-        followed = follow(
-            graph.graph,
-            graph.attributes,
-            symbols,
-            partial(_of_input, graph, symbols),
-            kept={*graph.tensors, *writing},
-        )
-        found.append(_Parts(graph, followed, draws))
+        found.append(_Parts(graph, follow(graph, symbols), draws))
         if found[-1].problem is None and not found[-1].tail:
             return found[-1]
     return next((parts for parts in found if parts.problem is None), found[0])
@@ -140,16 +130,6 @@ def is_running_statistic(network: nn.Module, name: str) -> bool:
     owner, _, key = name.rpartition(".")
     known = key in ("running_mean", "running_var", "num_batches_tracked")
     return known and isinstance(network.get_submodule(owner), BatchNorm)
-
-
-def _of_input(graph: NetworkGraph, symbols: Collection[Any], node: fx.Node) -> Label:
-    """The label of an input: where its samples are."""
-    example = node.meta.get("example_value")
-    if node in graph.tensors or not isinstance(example, Tensor):
-        return None
-    rows = rows_of_input(node, symbols)
-    found = {s for size in example.shape if is_symbolic(size) for s in symbols_in(size)}
-    return MEET if rows is None and not found.isdisjoint(symbols) else rows
 
 
 class _Parts:
@@ -385,24 +365,12 @@ class Beside:
     ) -> None:
         self._returned = returned
         own = [n for n in graph.graph.nodes if n in nodes and not _is_given(n)]
-        takes = {taken for node in own for taken in node.all_input_nodes}
-        constants = [n for n in graph.graph.nodes if n in takes and n.op == "get_attr"]
-        self._taken = [n for n in graph.graph.nodes if n in takes - {*own, *constants}]
-        code, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in self._taken:
-            copies[node] = code.placeholder(node.name)
-        for node in constants:
-            copies[node] = code.node_copy(node)
-        # operations run in the modes (autocast, no_grad) that they had in the graph, and the code
-        # around the network must find its own modes again
-        number = {n: i for i, y in enumerate(graph.layers) for n in (y.node, *y.parts)}
-        now = Open(graph.differentiable)
+        takes = {n for node in own for n in node.all_input_nodes if n.op != "get_attr"}
+        self._taken = [n for n in graph.graph.nodes if n in takes.difference(own)]
+        copier = Copier(graph, self._taken)
         for node in own:
-            if node in number:
-                now = switched(code, now, open_at(graph, number[node]))
-            copies[node] = code.node_copy(node, copies.__getitem__)
-        switched(code, now, Open(graph.differentiable))
-        code.output([copies[node] for node in returned])
+            copier.add(node)
+        code = copier.finished(returned)
         self._code = GraphCode.of(code, graph.attributes, graph.device).function(graph.device)
 
     def __call__(self, found: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
@@ -452,9 +420,9 @@ def _is_given(node: fx.Node) -> bool:
 def _heavy_part(graph: NetworkGraph, parts: _Parts) -> tuple[list[fx.Node], NetworkGraph]:
     """The nodes that the heavy part takes as inputs, in order, and its graph."""
     nodes = list(graph.graph.nodes)
-    # 1. It takes inputs (also those that tell it sizes) and results of the prologue.
+    # 1. It takes inputs (also those that tell sizes) and results of the prologue.
     inputs = {n for n in parts.heavy if n.op == "placeholder"} | {*parts.taken} & {*graph.place}
-    inputs |= _with_sizes(graph, parts.heavy, inputs)
+    inputs |= {graph.leaves[number].node for number, _ in graph.where_sizes_are.values()}
     code, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     made = [n for n in nodes if n in parts.prologue and not parts.heavy.isdisjoint(n.users)]
     order = [*(n for n in nodes if n in inputs), *made]
@@ -482,27 +450,3 @@ def _heavy_part(graph: NetworkGraph, parts: _Parts) -> tuple[list[fx.Node], Netw
     heavy.divided, before = True, {copies[node] for node in made}
     heavy.leaves = tuple(replace(leaf, made=leaf.node in before) for leaf in heavy.leaves)
     return order, heavy
-
-
-def _with_sizes(
-    graph: NetworkGraph, heavy: Iterable[fx.Node], inputs: Collection[fx.Node]
-) -> set[fx.Node]:
-    """Further inputs that tell the heavy part the sizes that it computes with."""
-    needed = {graph.symbol}
-    for node in inputs:
-        if node.meta.get("number"):
-            needed |= {*symbols_in(node.meta["example_value"])}
-    for node in heavy:
-        example = node.meta.get("example_value")
-        if is_symbolic(example):
-            needed |= {*symbols_in(example)}
-    found: set[fx.Node] = set()
-    tensors = [leaf.node for leaf in graph.leaves if not leaf.number]
-    tensors.sort(key=lambda node: node not in inputs)  # first those it takes anyway
-    known: set[Any] = set()
-    for node in tensors:
-        own = {symbols_in(s)[0] for s in node.meta["example_value"].shape if is_symbol(s)}
-        if own & needed - known:
-            known |= own
-            found.add(node)
-    return found

@@ -25,7 +25,7 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage, cut, network_partitions, why_whole
 from lightning_hybrid.graph.cut_stages import cut_at
 from lightning_hybrid.graph.cuts import Cuts
-from lightning_hybrid.graph.mode_regions import open_at
+from lightning_hybrid.graph.mode_regions import modes_of
 
 X = torch.linspace(-1, 1, 20).view(5, 4)
 Code = Callable[..., Any]
@@ -415,7 +415,8 @@ def test_a_cut_within_modes_leaves_and_enters_them() -> None:
     one = captured(network, X)
     cuts = Cuts(one.graph)
     allowed = [p for p in range(1, len(one.graph.layers)) if cuts.refusal(p) is None]
-    assert len({open_at(one.graph, position) for position in allowed}) == 5
+    modes = modes_of(one.graph)
+    assert len({modes[position] for position in allowed}) == 5
     for position in allowed:
         codes = cut_at(one.graph, [position])
 

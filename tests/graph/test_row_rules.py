@@ -159,6 +159,7 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), "ijhw"),
     "interpolate 1": (lambda x: F.interpolate(x, scale_factor=2.0), "ijh"),
     "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), "imhw"),
+    "channel_shuffle": (lambda x: torch.channel_shuffle(x, 3), "ilhwk"),
     "grid_sample": (lambda x, g: F.grid_sample(x, g, align_corners=False), "ijhw,ihwk"),
     "im2col": (lambda x: F.unfold(x, 2), "ijhw"),
     "nll_loss": (lambda x, t: F.cross_entropy(x, t, reduction="none"), "ij,i:5"),
@@ -191,6 +192,7 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "sort and back of others": (lambda i, x: _sorted_and_back(i, x, 16), "im:6,ik"),
     "sort away": (lambda x: x[x[:, 0].sort()[1]], "ij"),
     "regroup sorted": (lambda x: x.flatten().sort()[0].view(-1, 5), "ij"),
+    "times a count": (lambda i, x: x * _counted(i)[0], "ik:5,im"),
     "grouped": (lambda i, x, w: _grouped(i, x, w), "ik:5,im:f,jmm:f"),
     "grouped by others": (lambda i, x, w: _grouped(i, x, w, i.flip(1) // 2), "ik:5,im:f,jmm:f"),
 }  # fmt: skip
@@ -238,11 +240,16 @@ def _sorted_and_back(of: Tensor, x: Tensor, several: int | None = None) -> Tenso
     return some[back].view(x.shape[0], -1, x.shape[1]).sum(1)
 
 
+def _counted(of: Tensor) -> Tensor:
+    """How many there are of each number."""
+    return torch.histc(of.reshape(-1).sort()[0].double(), 5, 0, 4).clone()
+
+
 def _grouped(of: Tensor, x: Tensor, w: Tensor, counted: Tensor | None = None) -> Tensor:
     """Each sample by matrices that it has chosen."""
     numbers, order = of.reshape(-1).sort()
     numbers = numbers if counted is None else counted.reshape(-1)
-    ends = torch.histc(numbers.float(), 5, 0, 4).cumsum(0, dtype=torch.int32)
+    ends = torch.histc(numbers.float(), 5, 0, 4).clone().cumsum(0, dtype=torch.int32)
     some = F.grouped_mm(x[order // of.shape[1]], w, offs=ends)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.shape[0])
