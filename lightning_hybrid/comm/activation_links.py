@@ -206,7 +206,7 @@ class Dealt:
 
     def at(self, microbatch: int) -> Links:
         """The links for a micro-batch that this copy of the stage computes."""
-        return self.rings[self.ring(microbatch)]
+        return self.rings[microbatch % self.count]
 
     def __iter__(self) -> Iterator[Links]:
         return iter(self.rings.values())

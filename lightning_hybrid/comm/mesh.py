@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from lightning_hybrid.comm.connections import (
     UNKNOWN_PEER,
     ConnectionLost,
     Group,
+    GroupHandle,
     GroupWire,
     Wire,
     start,
@@ -40,52 +40,6 @@ WORLD_TIMEOUT = timedelta(days=1)
 _LEAVING_S = 2.0
 _TAGS_OF_A_PLACEMENT = 2**12
 """Number of wire tags reserved for each placement; those below it are for channels of words."""
-
-
-class GroupHandle:
-    """A process group that can be closed while other objects still refer to this handle.
-
-    Closing drops the only reference to the group. For gloo it is this that matters: its shutdown
-    and abort wake no peer, but destroying the group closes its sockets, which wakes all of them.
-    NCCL waits for its peers in a shutdown; an abort ends operations that wait on the device.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._lost: ConnectionLost | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if self._lost is not None:
-            raise self._lost
-        if self._group is None:
-            raise RuntimeError("This rank has left the run, which has failed: it talks to nobody.")
-        return getattr(self._group, name)
-
-    def replace(self, other: "GroupHandle") -> None:
-        """Become another group; this one is dropped, whose operations may be under way."""
-        dropped, self._group = [self._group], other._group
-
-        # in a thread: it waits for them until the peers, which do the same, have closed theirs
-        BackgroundThread(dropped.clear, "hybrid-drop", awaited=True).start()
-
-    def close(self) -> None:
-        """Shut the group down and drop it; all its ranks call this together."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.shutdown()
-
-    def abort(self, lost: ConnectionLost | None = None) -> None:
-        """Abort the group's operations and drop it, without waiting; may be called from any thread.
-
-        Args:
-            lost: error that later operations of the group raise.
-        """
-        if self._group is not None:
-            # later callers get the reason, not the error of an aborted group
-            self._lost = lost
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
 
 
 def make_group(

@@ -396,7 +396,7 @@ class ReplicaGroup:
                 self._sent.append(self._survivors.start(self._group, bucket.flat))
                 continue
             work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
-            if self._trace.on and bucket.flat.device.type == "cpu":
+            if self._trace.records and bucket.flat.device.type == "cpu":
                 work.get_future().add_done_callback(self._recorder(number))
             self._sent.append(work)
 
