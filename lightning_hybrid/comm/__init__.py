@@ -5,8 +5,10 @@ from lightning_hybrid.comm.activation_links import (
     Dealt,
     Devices,
     Links,
+    connect,
     copies_of,
     link_copies,
+    stages_of,
 )
 from lightning_hybrid.comm.collectives import (
     broadcast_object,

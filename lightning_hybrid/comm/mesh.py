@@ -106,6 +106,7 @@ class Mesh(Lines):
         device: device of this rank's stages.
 
     Attributes:
+        device: device of this rank's stages.
         backend: backend of the links and the data-parallel groups, ``"gloo"`` or ``"nccl"``.
         world: gloo group over all ranks, for barriers before and after a run. It exists before any
             rank has coordinates, and :meth:`shutdown` does not close it.
@@ -133,7 +134,7 @@ class Mesh(Lines):
         self.backend, self.timeout = backend_on(device, backend), timeout
         self._named = backend
         self._store, self._name = dist.PrefixStore(name, store), name
-        self._device = device
+        self.device = device
         self._groups: list[GroupHandle] = []
         self._on_device: list[GroupHandle] = []
         self._statistics: Group = None
@@ -184,7 +185,7 @@ class Mesh(Lines):
 
     def _meet(self, wires: EdgeWires, *, sends_activations: bool) -> None:
         """Exchange a byte with the rank at the other end of an edge, over both its groups."""
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         forth, back = wires.activations, wires.gradients
         for wire, sends in ((forth, sends_activations), (back, not sends_activations)):
             (wire.send(byte) if sends else wire.receive(byte)).wait()
@@ -212,7 +213,7 @@ class Mesh(Lines):
 
     def _meet_all(self, group: Group) -> None:
         # (of a type that does not depend on the default one, which a training step may have set)
-        met = torch.zeros(1, dtype=torch.float32, device=self._device)
+        met = torch.zeros(1, dtype=torch.float32, device=self.device)
         wait(start(group.allreduce, [met], peer=UNKNOWN_PEER), UNKNOWN_PEER)
 
     def statistics(self) -> Group:
@@ -271,7 +272,7 @@ class Mesh(Lines):
                 world_size=size,
                 timeout=self.timeout,
                 # without it NCCL would guess the device from the rank
-                device_id=None if self._device.type == "cpu" else self._device,
+                device_id=None if self.device.type == "cpu" else self._device,
             )
 
     def survive(self, *, survives: bool) -> None:

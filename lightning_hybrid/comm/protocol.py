@@ -196,8 +196,6 @@ class Cut(NetworkCommand):
         name: the network's dotted name in the LightningModule; empty for the LightningModule.
         stages: code of the rank's stages, by number of the stage.
         placement: ranks of all stages.
-        borrowed: names in the network of parameters that this rank uses and another one owns.
-        lent: names in the network of parameters that this rank owns and the driver uses too.
         seed: seed of the random numbers inside the network.
         vacates: whether the memory of parameters that this rank does not use is freed.
     """
@@ -206,8 +204,6 @@ class Cut(NetworkCommand):
     name: str
     stages: Mapping[int, StageCode]
     placement: Placement
-    borrowed: frozenset[str]
-    lent: frozenset[str]
     seed: int
     vacates: bool
 

@@ -150,9 +150,7 @@ class DriverSession:
 
         def follow(before: "Driver | None") -> "tuple[Driver, Discovery]":
             watch = run.stopwatch
-            driver = Driver(
-                run.module, mesh, run.device, driver_options, watch, batches, before=before
-            )
+            driver = Driver(run.module, mesh, driver_options, watch, batches, before=before)
             try:
                 return driver, Discovery(run.module, driver, mesh, network_options, run.plans)
             # a name that the user has given; the workers serve already
@@ -636,7 +634,7 @@ class WorkerSession:
 
         def follow(before: "Worker | None") -> "Worker":
             return Worker(
-                *(run.module, run.world.mesh, run.device, options, watch, reports),
+                *(run.module, run.world.mesh, options, watch, reports),
                 shards=shards,
                 before=before,
             )

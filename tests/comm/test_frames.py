@@ -55,7 +55,7 @@ OTHERS = [
     Skip(0, 1, 2, 3, True, True, True, KEY),
     Step(0, [{"lr": 0.1, "params": ["a"]}]),
     ClipValues(0, 0.5),
-    Cut(0, "net", {}, PLACEMENT, frozenset("a"), frozenset("b"), 2**64 - 1, False),
+    Cut(0, "net", {}, PLACEMENT, 2**64 - 1, False),
     Answer(value={"a": 1}),
     Header([SPEC], uses_rng=True),
     Status(Failure("text")),
