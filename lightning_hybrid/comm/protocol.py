@@ -209,8 +209,8 @@ class Cut(NetworkCommand):
 
 
 @dataclass(frozen=True)
-class ForwardCommand(CallCommand):
-    """A command about the forward pass of a call.
+class Forward(CallCommand):
+    """Run the forward pass of a call.
 
     Attributes:
         draw: number from which the seeds of random layers are derived; see
@@ -226,27 +226,13 @@ class ForwardCommand(CallCommand):
 
     in_frame = True
     joint = True
+    outdates = frozenset({Kind.BUFFER})
     draw: int
     key: int
     exchange: bool
     uses_rng: bool
     ahead: bool
     new_key: CallKey | None = None
-
-
-@dataclass(frozen=True)
-class Forward(ForwardCommand):
-    """Run the forward pass of a call."""
-
-    outdates = frozenset({Kind.BUFFER})
-
-
-@dataclass(frozen=True)
-class Skip(ForwardCommand):
-    """Discard an early forward that this stage and those after it have not begun.
-
-    The activations that the stage before this one has sent are received and dropped.
-    """
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,8 @@ class DrivenNetwork(StagedNetwork):
             self._commands.remote.flush()
             # (after the flush, which brings gradients that were set by hand to their owners)
             self._commands.remote.gradients.refuse_parts()
-        reduce = parameters and not self.weight_hooks.held and self._gradients.overlap()
+        overlap = self._gradients.overlap(self._step_calls.count)
+        reduce = parameters and overlap and not self.weight_hooks.held
         was, now = call.key.trainable, self.trainable()
         # (what was frozen in the forward is not part of its graph, and gets no gradient either)
         trainable = None if now == was else tuple([a and b for a, b in zip(was, now)])

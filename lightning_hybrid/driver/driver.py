@@ -126,8 +126,7 @@ class Driver:
             *(module, known, here, self.commands, self._ownership, self._replicated, files)
         )
         self.gradients = ReplicaGradients(
-            *(self.commands, self._borrowing, self._replicated, self.calls, unsettled),
-            survivors=mesh.survivors,
+            self.commands, self._borrowing, self._replicated, unsettled, mesh.survivors
         )
         self.optimizers = DrivenOptimizers(
             *(module, self._names, mesh, self.commands, self._ownership, self.gradients, files),

@@ -221,7 +221,7 @@ class Engine:
             links.at(microbatch).next.send(values, specs)
 
     def discard(self, call: Call) -> None:
-        """Receive and drop what the stage before this rank's has sent for a call."""
+        """On the driver: receive and drop what the stage before its own sends for a call."""
         # shapes from these headers are not kept: this stage has sent no headers of its own
         scratch = [Traffic() for _ in self.owned] if call.exchange else call.traffic
         work = ForwardPass(self, 0, replace(call, traffic=scratch), ())

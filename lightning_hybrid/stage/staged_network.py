@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import CallKey
-from lightning_hybrid.comm.protocol import ForwardCommand
+from lightning_hybrid.comm.protocol import Forward
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
@@ -57,7 +57,7 @@ class StagedNetwork:
         """Whether a stage up to the last one of this rank draws random numbers."""
         return self._traffic[key][-1].uses_rng
 
-    def open(self, command: ForwardCommand) -> Call:
+    def open(self, command: Forward) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
         saved: list[dict[int, tuple[Values, list[Any]] | Recipe]] = [{} for _ in self.engine.owned]
         key, traffic = self.keys[command.key], self._traffic[command.key]

@@ -220,7 +220,8 @@ class Worker:
     def _forward(self, command: protocol.Forward) -> None:
         """Run the forward pass of a call; an error in it is raised on the driver, at the end."""
         network = self._networks[command.network]
-        self._hear_key(network, command)
+        if command.new_key is not None and command.key not in network.keys:
+            network.add_key(command.new_key, command.key)
         opened = network.open(command)
         # (after an error the engine still sends the messages that the next stages wait for)
         before, key = self._failure, opened.key
@@ -253,11 +254,6 @@ class Worker:
             network.set_trainable(flags)
             self._trainable = (network.number, flags)
 
-    def _hear_key(self, network: StagedNetwork, command: protocol.ForwardCommand) -> None:
-        """Register the key that a command brings, unless an earlier call has brought it."""
-        if command.new_key is not None and command.key not in network.keys:
-            network.add_key(command.new_key, command.key)
-
     def _free(self, command: protocol.Free) -> None:
         self._networks[command.network].calls.pop(command.call, None)
 
@@ -268,14 +264,6 @@ class Worker:
     def _drop(self, command: protocol.Drop) -> None:
         network = self._networks[command.network]
         network.engine.drop(network.calls.pop(command.call))
-
-    def _skip(self, command: protocol.Skip) -> None:
-        """Take what the stage before has sent for a call off the link, and drop it."""
-        network = self._networks[command.network]
-        self._hear_key(network, command)
-        call = network.open(command)
-        del network.calls[command.call]
-        network.engine.discard(call)
 
     def _reduce(self, command: protocol.Reduce) -> None:
         self._networks[command.network].engine.replica_group.reduce()
