@@ -6,8 +6,8 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 
-PARTS = 8
-"""Of the slow tier; each takes about a quarter of an hour on two cores."""
+PARTS = 12
+"""Of the slow tier; each takes about ten minutes on two cores."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
