@@ -272,7 +272,7 @@ class Mesh(Lines):
                 world_size=size,
                 timeout=self.timeout,
                 # without it NCCL would guess the device from the rank
-                device_id=None if self.device.type == "cpu" else self._device,
+                device_id=None if self.device.type == "cpu" else self.device,
             )
 
     def survive(self, *, survives: bool) -> None:

@@ -133,13 +133,13 @@ class _Bucket:
         # gradient has its place in the buffer, and the counts tell afterwards who had one.
         gradients = [parameter.grad for parameter in self.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
-        for gradient in present:
-            if gradient.is_sparse:
-                raise HybridError(
-                    "Replicas average dense gradients, and here is a sparse one, of shape "
-                    f"{tuple(gradient.shape)} (nn.Embedding(sparse=True)). Leave sparse=True out, "
-                    "or take one replica (data_parallel_size=1)."
-                )
+        sparse = next((gradient for gradient in present if gradient.is_sparse), None)
+        if sparse is not None:
+            raise HybridError(
+                "Replicas average dense gradients, and here is a sparse one, of shape "
+                f"{tuple(sparse.shape)} (nn.Embedding(sparse=True)). Leave sparse=True out, or "
+                "take one replica (data_parallel_size=1)."
+            )
         if len(present) == len(gradients):
             copy_each(self.views, present)  # one call: networks may have hundreds of small ones
             self.counts.fill_(1.0)
