@@ -106,11 +106,16 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 early."""
 
 
+_SPARSE = 256.0
+"""What a sparse gradient counts as (a dense one: 1): more than all replicas together."""
+
+
 class _Bucket:
     """Gradients of some parameters in one flat tensor, kept between steps.
 
     After the gradients the tensor has one count per parameter: how many replicas had a gradient for
-    it. A parameter that no replica used keeps ``grad is None``, as on one device.
+    it, and whether that is sparse (`_SPARSE`). A parameter that no replica used keeps ``grad is
+    None``, as on one device.
     """
 
     def __init__(self, parameters: list[Parameter]) -> None:
@@ -121,52 +126,55 @@ class _Bucket:
         self.numbers, self.counts = self.flat.split([numbers, len(parameters)])
         views = self.numbers.split([p.numel() for p in parameters])
         self.views = [view.view_as(p) for view, p in zip(views, parameters)]
-        self.missing: set[int] = set()
+        self.missing = set(range(len(parameters)))
 
     def fill(self, scale: float) -> None:
-        """Copy the gradients of the parameters, times ``scale``, into the flat tensor.
-
-        Raises:
-            HybridError: one is sparse.
-        """
+        """Copy the gradients of the parameters, times ``scale``, into the flat tensor."""
         # Replicas must agree on what travels although each may have used other parameters: every
         # gradient has its place in the buffer, and the counts tell afterwards who had one.
         gradients = [parameter.grad for parameter in self.parameters]
-        present = [gradient for gradient in gradients if gradient is not None]
-        sparse = next((gradient for gradient in present if gradient.is_sparse), None)
-        if sparse is not None:
-            raise HybridError(
-                "Replicas average dense gradients, and here is a sparse one, of shape "
-                f"{tuple(sparse.shape)} (nn.Embedding(sparse=True)). Leave sparse=True out, or "
-                "take one replica (data_parallel_size=1)."
-            )
-        if len(present) == len(gradients):
-            copy_each(self.views, present)  # one call: networks may have hundreds of small ones
+        dense = [g for g in gradients if g is not None and not g.is_sparse]
+        if len(dense) == len(gradients):
+            copy_each(self.views, dense)  # one call: networks may have hundreds of small ones
             self.counts.fill_(1.0)
         else:
             for index, (view, gradient) in enumerate(zip(self.views, gradients)):
                 if gradient is None:
                     view.zero_()
+                    self.counts[index] = 0.0
                 else:
-                    view.copy_(gradient)
-                self.counts[index] = float(gradient is not None)
+                    view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                    self.counts[index] = _SPARSE if gradient.is_sparse else 1.0
         if scale != 1:
             # before the sum and not after it: in float16 a sum of many may be too large
             self.numbers.mul_(scale)
 
-    def empty(self) -> None:
-        """Hand the averages back to the parameters."""
+    def empty(self, *, kept: bool = True) -> list[tuple[Parameter, Tensor]]:
+        """Hand the averages back to the parameters.
+
+        Args:
+            kept: whether this rank uses them; if not, dense gradients stay what they are.
+
+        Returns:
+            The parameters whose gradients are sparse, with the averages; on all replicas the same.
+        """
         # written into existing gradients, which an optimizer or the user may hold references to
+        sparse = []
+        self.missing = set(range(len(self.parameters)))
         gradients = [parameter.grad for parameter in self.parameters]
-        present = [gradient for gradient in gradients if gradient is not None]
-        if len(present) == len(gradients):
-            copy_each(present, self.views)
-            return
+        dense = [g for g in gradients if g is not None and not g.is_sparse]
+        if len(dense) == len(gradients):
+            if kept:
+                copy_each(dense, self.views)
+            return []
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views)):
-            if parameter.grad is not None:
+            if parameter.grad is not None and not parameter.grad.is_sparse:
                 parameter.grad.copy_(view)
-            elif self.counts[index] > 0:  # asks the device, but only for unused parameters
+            elif self.counts[index] >= _SPARSE:  # asks the device, but only for unused parameters
+                sparse.append((parameter, view))
+            elif self.counts[index] > 0:
                 parameter.grad = view.clone()
+        return sparse
 
 
 class ReplicaGroup:
@@ -253,8 +261,6 @@ class ReplicaGroup:
                 self._make_buckets([p for p in self._parameters if self._trains(p)])
         self._armed = True
         self._sent.clear()
-        for bucket in self._buckets:
-            bucket.missing = set(range(len(bucket.parameters)))
         for parameter in final:
             if parameter in self._place:
                 self._gradient_ready(parameter)
@@ -276,8 +282,8 @@ class ReplicaGroup:
             for bucket, work in zip(self._buckets, self._sent):
                 assert work is not None
                 wait(work, ANOTHER_REPLICA)
-                if self._owns:
-                    bucket.empty()
+                for parameter, average in bucket.empty(kept=self._owns):
+                    self._hand_out_rows(parameter, average)
         self._sent.clear()  # (a reference to a transfer would keep its group from closing)
         self._whole = True
         if not self._owns:
@@ -300,6 +306,9 @@ class ReplicaGroup:
 
         Args:
             scale: what they are multiplied with.
+
+        Raises:
+            HybridError: a gradient is sparse.
         """
         if not self._waits:
             return
@@ -307,13 +316,29 @@ class ReplicaGroup:
         with as_they_are():
             for bucket in self._buckets:
                 bucket.numbers.mul_(scale)
-                bucket.empty()
+                if bucket.empty():
+                    raise HybridError(
+                        "lost_replica='continue' averages dense gradients, and here is a sparse "
+                        "one (nn.Embedding(sparse=True)). Leave one of them out."
+                    )
         self._sent.clear()
 
     @property
     def _size(self) -> int:
         size: int = self._group.size()
         return size
+
+    def _hand_out_rows(self, parameter: Parameter, average: Tensor) -> None:
+        """Set a sparse gradient: the rows of the average that any replica has used."""
+        used = average.new_zeros(len(average))
+        if parameter.grad is not None:
+            used[parameter.grad.coalesce().indices()[0]] = 1
+        work = start(self._group.allreduce, [used], peer=ANOTHER_REPLICA)
+        wait(work, ANOTHER_REPLICA)
+        [rows] = used.nonzero(as_tuple=True)
+        parameter.grad = torch.sparse_coo_tensor(
+            rows[None], average[rows], average.shape, is_coalesced=True
+        )
 
     def reduce(self) -> None:
         """Average the gradients that have accumulated, without overlap with a backward."""

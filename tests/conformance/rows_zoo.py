@@ -692,7 +692,7 @@ class ResizesABuffer(_Net):
 class HasSparseGradients(_Net):
     """`nn.Embedding(sparse=True)`, stepped by SGD without momentum."""
 
-    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+    shapes = EVERY
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.third"]}
 
     class Net(nn.Module):
@@ -719,13 +719,6 @@ class RefusedReadOfASparseGradient(HasSparseGradients):
 
     def on_after_backward(self) -> None:
         self.seen.append(self.net.first.weight.grad.norm().item())
-
-
-class RefusedSparseGradientsInReplicas(HasSparseGradients):
-    """`nn.Embedding(sparse=True)` and several replicas: use `sparse=False`, or one replica."""
-
-    shapes = (TWO_OF_TWO,)
-    refused = ("a sparse one, of shape (16, 8)", "data_parallel_size=1")
 
 
 class HasSparseGradientsAndTwoOptimizers(HasSparseGradients):

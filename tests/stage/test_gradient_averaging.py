@@ -4,7 +4,6 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_hybrid.comm.connections import ConnectionLost
-from lightning_hybrid.errors import HybridError
 from lightning_hybrid.stage import gradient_averaging
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, broadcast_module
 from lightning_hybrid.stage.trace import Trace
@@ -274,12 +272,3 @@ def test_a_lost_replica_is_named_as_such(act: str) -> None:
     group = ReplicaGroup(layer.parameters(), layer.buffers, lost, Trace(0, "test"))
     with pytest.raises(ConnectionLost, match="another replica"):
         getattr(group, act)()
-
-
-def test_replicas_refuse_a_sparse_gradient() -> None:
-    table = nn.Embedding(3, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    two: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    group = ReplicaGroup(table.parameters(), tuple, two, Trace(0, "test"))
-    with pytest.raises(HybridError, match=r"a sparse one, of shape \(3, 2\).*data_parallel_size=1"):
-        group.reduce()
