@@ -1,4 +1,4 @@
-"""Autograd: the state of the running backward, and what the code around a call has set."""
+"""Autograd: the running backward, what the code around a call has set, and the profiler."""
 
 import inspect
 import sys
@@ -31,6 +31,8 @@ _functional_call = find("torch.nn.utils.stateless:_functional_call")
 _function_modes = find("torch.overrides:_get_current_function_mode_stack")
 _dispatch_modes = find("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
 _DeviceContext = find("torch.utils._device:DeviceContext")
+_knows_profilers = find("torch.autograd.profiler:_is_profiler_enabled") is not None
+_record = find("torch:_C._autograd._enable_record_function")
 _OURS = __name__.partition(".")[0] + "."
 
 
@@ -194,3 +196,25 @@ def fails_apart(node: Node) -> bool:
         return False
     saved: Tensor = node._saved_input  # type: ignore[attr-defined]
     return not saved.is_contiguous()
+
+
+def unrecorded() -> AbstractContextManager[None]:
+    """A context in which torch's profiler does not record the transfers that begin.
+
+    If a transfer on a group beside torch's default one is unfinished when the profiler ends, the
+    process crashes later, in the garbage collection (torch 2.13). There is no public switch for
+    recording. It is left alone unless a profiler is on in some thread, which
+    ``torch._C._autograd._profiler_enabled`` does not tell of one that profiles all threads.
+    """
+    if _knows_profilers and _record is not None and torch.autograd.profiler._is_profiler_enabled:
+        return _recording_off()
+    return nullcontext()
+
+
+@contextmanager
+def _recording_off() -> Iterator[None]:
+    _record(False)
+    try:
+        yield
+    finally:
+        _record(True)

@@ -5,8 +5,10 @@ from lightning_hybrid.comm.activation_links import (
     Dealt,
     Devices,
     Links,
+    connect,
     copies_of,
     link_copies,
+    stages_of,
 )
 from lightning_hybrid.comm.collectives import (
     broadcast_object,
@@ -19,6 +21,7 @@ from lightning_hybrid.comm.connections import (
     UNKNOWN_PEER,
     ConnectionLost,
     Group,
+    GroupHandle,
     GroupWire,
     connection_lost,
     start,
@@ -34,7 +37,7 @@ from lightning_hybrid.comm.link_probe import (
     probe_flops,
     probe_pair,
 )
-from lightning_hybrid.comm.mesh import GroupHandle, Mesh, backend_on, make_world
+from lightning_hybrid.comm.mesh import Mesh, backend_on, make_world
 from lightning_hybrid.comm.nccl_guard import Guard
 from lightning_hybrid.comm.network_interface import bound_to, choose_interface, chosen_interface
 from lightning_hybrid.comm.protocol import Answer, Header, Pattern, Status, Tensors

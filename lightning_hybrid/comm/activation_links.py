@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.connections import Transfer, Wire
+from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.protocol import Word
 from lightning_hybrid.comm.replica_channels import Lines
@@ -206,7 +207,7 @@ class Dealt:
 
     def at(self, microbatch: int) -> Links:
         """The links for a micro-batch that this copy of the stage computes."""
-        return self.rings[self.ring(microbatch)]
+        return self.rings[microbatch % self.count]
 
     def __iter__(self) -> Iterator[Links]:
         return iter(self.rings.values())
@@ -217,6 +218,11 @@ def copies_of(device: int | tuple[int, ...]) -> tuple[int, ...]:
     return device if isinstance(device, tuple) else (device,)
 
 
+def stages_of(devices: Devices, pp_rank: int) -> list[int]:
+    """Numbers of the stages that a rank has, or has a copy of, in rising order."""
+    return [stage for stage, device in enumerate(devices) if pp_rank in copies_of(device)]
+
+
 def rings_of(devices: Devices) -> list[tuple[int, ...]]:
     """All rings that micro-batches pass in turn: each has the ``pp_rank`` of one copy per stage."""
     stages = [copies_of(device) for device in devices]
@@ -224,8 +230,23 @@ def rings_of(devices: Devices) -> list[tuple[int, ...]]:
     return [tuple([copies[ring % len(copies)] for copies in stages]) for ring in range(count)]
 
 
+def connect(mesh: Mesh, devices: Devices) -> None:
+    """Make what ranks with these stages send by, if they have not; all ranks call this together.
+
+    Args:
+        mesh: the process groups of this rank.
+        devices: ranks of each stage.
+    """
+    for ring in rings_of(devices):
+        mesh.wires(ring)
+    first, *_ = stages_of(devices, mesh.coordinates.pp_rank)
+    mesh.owners(copies_of(devices[first]))
+
+
 def link_copies(lines: Lines, devices: Devices, device: torch.device) -> dict[int, Dealt]:
-    """Link the stages of this rank, which may be copies; all ranks of the replica call it together.
+    """Link the stages of this rank, which may be copies.
+
+    All ranks of the replica call it together, but after :func:`connect` each when it likes.
 
     Args:
         lines: this rank's wires and channels.

@@ -1,18 +1,31 @@
-"""Point-to-point transfers of tensors between two ranks, the layer below channels and links.
+"""Process groups, and transfers of tensors over them, the layer below channels and links.
 
 A :class:`Wire` joins this rank to one peer. :class:`GroupWire` is the real one, over a process
 group of ``torch.distributed``; tests have one between two threads, with the same guarantees.
+
+gloo forgets some sends whose peer is gone: the thread that finds a connection broken fails all
+transfers that wait on it, and only then adds the one that it was writing itself. That one waits for
+its time-out, half an hour by default. No call of torch wakes it, but a new transfer on the
+connection raises at once. So :class:`StuckSends` has another thread probe the connection of every
+send that takes more than a second; if the peer is gone and the send still waits after some seconds,
+the process is killed.
 """
 
-from contextlib import nullcontext
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Lock, Thread
+from time import monotonic
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid._torch.distributed import unrecorded
-from lightning_hybrid.comm.stuck_sends import SENDS
+from lightning_hybrid._torch.autograd import unrecorded
+from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.comm.travelling_errors import is_late
 from lightning_hybrid.errors import HybridError, RemoteError
 
@@ -25,6 +38,9 @@ UNKNOWN_PEER = "a rank of the group"
 _UNKNOWN = (ANOTHER_REPLICA, UNKNOWN_PEER)
 _PROBED = 2**20
 """Tag of the receives that only probe a connection: nobody sends with it."""
+GRACE_S = 8.0
+"""How long a send may go on waiting for a peer that is known to be gone."""
+_LOOK_EVERY_S = 1.0
 
 
 class ConnectionLost(RemoteError):
@@ -39,6 +55,52 @@ class ConnectionLost(RemoteError):
     def __init__(self, text: str, peer: str | None = None, *, late: bool = False) -> None:
         super().__init__(text)
         self.peer, self.late = peer, late
+
+
+class GroupHandle:
+    """A process group that can be closed while other objects still refer to this handle.
+
+    Closing drops the only reference to the group. For gloo it is this that matters: its shutdown
+    and abort wake no peer, but destroying the group closes its sockets, which wakes all of them.
+    NCCL waits for its peers in a shutdown; an abort ends operations that wait on the device.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._lost: ConnectionLost | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._lost is not None:
+            raise self._lost
+        if self._group is None:
+            raise RuntimeError("This rank has left the run, which has failed: it talks to nobody.")
+        return getattr(self._group, name)
+
+    def replace(self, other: "GroupHandle") -> None:
+        """Become another group; this one is dropped, whose operations may be under way."""
+        dropped, self._group = [self._group], other._group
+
+        # in a thread: it waits for them until the peers, which do the same, have closed theirs
+        BackgroundThread(dropped.clear, "hybrid-drop", awaited=True).start()
+
+    def close(self) -> None:
+        """Shut the group down and drop it; all its ranks call this together."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+    def abort(self, lost: ConnectionLost | None = None) -> None:
+        """Abort the group's operations and drop it, without waiting; may be called from any thread.
+
+        Args:
+            lost: error that later operations of the group raise.
+        """
+        if self._group is not None:
+            # later callers get the reason, not the error of an aborted group
+            self._lost = lost
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
 
 class Transfer(Protocol):
@@ -78,6 +140,90 @@ class Wire(Protocol):
         Raises:
             ConnectionLost: the peer is known to be gone.
         """
+
+
+Probe = Callable[[], object]
+"""A function that raises a ``RuntimeError`` if the peer of a send is gone."""
+
+
+class StuckSends:
+    """Watches the sends that threads of this process wait for.
+
+    Args:
+        end: called with the reason when a send is stuck.
+    """
+
+    def __init__(self, end: Callable[[str], None]) -> None:
+        self._end = end
+        self._waiting: dict[int, tuple[float, Probe]] = {}
+        self._lock = Lock()
+        self._thread: Thread | None = None
+        self._over = Event()
+
+    @contextmanager
+    def watched(self, probe: Probe) -> Iterator[None]:
+        """Inside, the caller waits for a send, which is watched.
+
+        Args:
+            probe: tests whether the peer of the send is gone.
+        """
+        if self._thread is None:
+            self._begin()
+        key = id(probe)
+        self._waiting[key] = monotonic(), probe
+        try:
+            yield
+        finally:
+            self._waiting.pop(key, None)
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._over = Event()
+                self._thread = BackgroundThread(self._run, "hybrid-sends", self._over)
+                self._thread.start()
+
+    def close(self) -> None:
+        """End the watching thread; the next :meth:`watched` begins another one."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._over.set()
+        if thread is not None:
+            thread.join()
+
+    def _run(self, over: Event) -> None:
+        gone: dict[int, tuple[float, str]] = {}
+        while not over.wait(_LOOK_EVERY_S):
+            now, waiting = monotonic(), dict(self._waiting)
+            # forget sends that have ended: the id of a probe may be used again for another peer
+            gone = {key: seen for key, seen in gone.items() if key in waiting}
+            for key, (since, probe) in waiting.items():
+                # only sends that last: each probe begins a transfer
+                if key not in gone and now - since > _LOOK_EVERY_S:
+                    try:
+                        probe()
+                    except RuntimeError as error:
+                        gone[key] = now, str(error)
+            for since, reason in gone.values():
+                if now - since > GRACE_S:
+                    self._end(reason)
+                    return
+
+
+def _kill(reason: str) -> None:
+    print(
+        f"Process {os.getpid()} is killed: a send of it would wait for ever. {reason}",
+        file=sys.stderr,
+        flush=True,
+    )
+    # an exception cannot wake a thread that waits inside of gloo
+    os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+
+
+SENDS = StuckSends(_kill)
+"""The watched sends of this process."""
+if hasattr(os, "register_at_fork"):  # a forked child has none of its parent's threads
+    os.register_at_fork(after_in_child=lambda: SENDS.__init__(_kill))  # type: ignore[misc]
 
 
 class GroupWire:
@@ -120,7 +266,10 @@ class _GroupTransfer:
         self._work, self._wire, self._sends = work, wire, sends
 
     def wait(self) -> None:
-        with SENDS.watched(self._wire.probe) if self._sends else nullcontext():
+        if not self._sends:
+            wait(self._work, self._wire.peer)
+            return
+        with SENDS.watched(self._wire.probe):
             wait(self._work, self._wire.peer)
 
 

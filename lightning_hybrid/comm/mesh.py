@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from lightning_hybrid.comm.connections import (
     UNKNOWN_PEER,
     ConnectionLost,
     Group,
+    GroupHandle,
     GroupWire,
     Wire,
     start,
@@ -40,52 +40,6 @@ WORLD_TIMEOUT = timedelta(days=1)
 _LEAVING_S = 2.0
 _TAGS_OF_A_PLACEMENT = 2**12
 """Number of wire tags reserved for each placement; those below it are for channels of words."""
-
-
-class GroupHandle:
-    """A process group that can be closed while other objects still refer to this handle.
-
-    Closing drops the only reference to the group. For gloo it is this that matters: its shutdown
-    and abort wake no peer, but destroying the group closes its sockets, which wakes all of them.
-    NCCL waits for its peers in a shutdown; an abort ends operations that wait on the device.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._lost: ConnectionLost | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if self._lost is not None:
-            raise self._lost
-        if self._group is None:
-            raise RuntimeError("This rank has left the run, which has failed: it talks to nobody.")
-        return getattr(self._group, name)
-
-    def replace(self, other: "GroupHandle") -> None:
-        """Become another group; this one is dropped, whose operations may be under way."""
-        dropped, self._group = [self._group], other._group
-
-        # in a thread: it waits for them until the peers, which do the same, have closed theirs
-        BackgroundThread(dropped.clear, "hybrid-drop", awaited=True).start()
-
-    def close(self) -> None:
-        """Shut the group down and drop it; all its ranks call this together."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.shutdown()
-
-    def abort(self, lost: ConnectionLost | None = None) -> None:
-        """Abort the group's operations and drop it, without waiting; may be called from any thread.
-
-        Args:
-            lost: error that later operations of the group raise.
-        """
-        if self._group is not None:
-            # later callers get the reason, not the error of an aborted group
-            self._lost = lost
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
 
 
 def make_group(
@@ -152,6 +106,7 @@ class Mesh(Lines):
         device: device of this rank's stages.
 
     Attributes:
+        device: device of this rank's stages.
         backend: backend of the links and the data-parallel groups, ``"gloo"`` or ``"nccl"``.
         world: gloo group over all ranks, for barriers before and after a run. It exists before any
             rank has coordinates, and :meth:`shutdown` does not close it.
@@ -179,7 +134,7 @@ class Mesh(Lines):
         self.backend, self.timeout = backend_on(device, backend), timeout
         self._named = backend
         self._store, self._name = dist.PrefixStore(name, store), name
-        self._device = device
+        self.device = device
         self._groups: list[GroupHandle] = []
         self._on_device: list[GroupHandle] = []
         self._statistics: Group = None
@@ -230,7 +185,7 @@ class Mesh(Lines):
 
     def _meet(self, wires: EdgeWires, *, sends_activations: bool) -> None:
         """Exchange a byte with the rank at the other end of an edge, over both its groups."""
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         forth, back = wires.activations, wires.gradients
         for wire, sends in ((forth, sends_activations), (back, not sends_activations)):
             (wire.send(byte) if sends else wire.receive(byte)).wait()
@@ -258,7 +213,7 @@ class Mesh(Lines):
 
     def _meet_all(self, group: Group) -> None:
         # (of a type that does not depend on the default one, which a training step may have set)
-        met = torch.zeros(1, dtype=torch.float32, device=self._device)
+        met = torch.zeros(1, dtype=torch.float32, device=self.device)
         wait(start(group.allreduce, [met], peer=UNKNOWN_PEER), UNKNOWN_PEER)
 
     def statistics(self) -> Group:
@@ -317,7 +272,7 @@ class Mesh(Lines):
                 world_size=size,
                 timeout=self.timeout,
                 # without it NCCL would guess the device from the rank
-                device_id=None if self._device.type == "cpu" else self._device,
+                device_id=None if self.device.type == "cpu" else self.device,
             )
 
     def survive(self, *, survives: bool) -> None:

@@ -196,8 +196,6 @@ class Cut(NetworkCommand):
         name: the network's dotted name in the LightningModule; empty for the LightningModule.
         stages: code of the rank's stages, by number of the stage.
         placement: ranks of all stages.
-        borrowed: names in the network of parameters that this rank uses and another one owns.
-        lent: names in the network of parameters that this rank owns and the driver uses too.
         seed: seed of the random numbers inside the network.
         vacates: whether the memory of parameters that this rank does not use is freed.
     """
@@ -206,15 +204,13 @@ class Cut(NetworkCommand):
     name: str
     stages: Mapping[int, StageCode]
     placement: Placement
-    borrowed: frozenset[str]
-    lent: frozenset[str]
     seed: int
     vacates: bool
 
 
 @dataclass(frozen=True)
-class ForwardCommand(CallCommand):
-    """A command about the forward pass of a call.
+class Forward(CallCommand):
+    """Run the forward pass of a call.
 
     Attributes:
         draw: number from which the seeds of random layers are derived; see
@@ -230,27 +226,13 @@ class ForwardCommand(CallCommand):
 
     in_frame = True
     joint = True
+    outdates = frozenset({Kind.BUFFER})
     draw: int
     key: int
     exchange: bool
     uses_rng: bool
     ahead: bool
     new_key: CallKey | None = None
-
-
-@dataclass(frozen=True)
-class Forward(ForwardCommand):
-    """Run the forward pass of a call."""
-
-    outdates = frozenset({Kind.BUFFER})
-
-
-@dataclass(frozen=True)
-class Skip(ForwardCommand):
-    """Discard an early forward that this stage and those after it have not begun.
-
-    The activations that the stage before this one has sent are received and dropped.
-    """
 
 
 @dataclass(frozen=True)

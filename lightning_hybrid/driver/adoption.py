@@ -319,9 +319,8 @@ def refuse_streaming(
     schedule = STREAMED.get(plan.schedule)
     if schedule is None:
         return
-    reason, parameters = None, dict(graph.network.named_parameters())
-    owned = [[name for name in names if name in parameters] for names in placement.owned]
-    tied = frozenset[str]().union(*borrowed_parameters(owned, placement.devices))
+    reason = None
+    tied = frozenset[str]().union(*borrowed_parameters(graph.network, placement))
     checkpointed = schedule.delayed and graph.is_checkpointed
     if not first:
         reason = "another network is cut, too"

@@ -20,7 +20,7 @@ from lightning_hybrid.comm import (
     TensorSpec,
     signals_deferred,
 )
-from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free, Placement
+from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches, Stream
@@ -108,13 +108,12 @@ class DrivenNetwork(StagedNetwork):
         name: dotted name of the network in the LightningModule.
         module: the network.
         engine: runs this rank's stages.
-        borrowed: names in the network of parameters that this rank uses and another one owns.
-        placement: which ranks have which stages, and the schedule.
         parts: the parts of the driver that it uses.
         continues: whether the network draws its random numbers from the generators of the code
             around a call.
 
     Attributes:
+        placement: which ranks have which stages, and the schedule.
         leaf: a tensor that stands for the parameters in autograd's graph.
         stream: its calls that were launched early; ``None``: its schedule launches none.
     """
@@ -125,15 +124,13 @@ class DrivenNetwork(StagedNetwork):
         name: str,
         module: nn.Module,
         engine: Engine,
-        borrowed: frozenset[str],
-        placement: Placement,
         parts: PartsOfDriver,
         *,
         continues: bool,
     ) -> None:
-        super().__init__(number, name, module, engine, borrowed)
-        self.placement, self._continues = placement, continues
-        self._has_copy = placement.collects
+        super().__init__(number, name, module, engine)
+        self.placement, self._continues = engine.placement, continues
+        self._has_copy = self.placement.collects
         self._commands, self._borrowing = parts.commands, parts.borrowing
         self._gradients, self._step_calls = parts.gradients, parts.calls
         self._specializations = 0
@@ -151,7 +148,7 @@ class DrivenNetwork(StagedNetwork):
         self._anchor = self.leaf.view_as(self.leaf)
         self._early_numbers: dict[CallKey, int] = {}  # numbers of new keys of launched calls
         self.stream: Stream | None = None
-        if placement.schedule in STREAMED:
+        if self.placement.schedule in STREAMED:
             self.stream = Stream(self, parts.commands, parts.batches)
 
     def specialize(self, graph: NetworkGraph, parts: int) -> Specialization:
@@ -275,7 +272,8 @@ class DrivenNetwork(StagedNetwork):
             self._commands.remote.flush()
             # (after the flush, which brings gradients that were set by hand to their owners)
             self._commands.remote.gradients.refuse_parts()
-        reduce = parameters and not self.weight_hooks.held and self._gradients.overlap()
+        overlap = self._gradients.overlap(self._step_calls.count)
+        reduce = parameters and overlap and not self.weight_hooks.held
         was, now = call.key.trainable, self.trainable()
         # (what was frozen in the forward is not part of its graph, and gets no gradient either)
         trainable = None if now == was else tuple([a and b for a, b in zip(was, now)])

@@ -35,7 +35,7 @@ from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.ownership import Ownership, Unsettled
-from lightning_hybrid.driver.stage_distribution import Distributed, Distribution
+from lightning_hybrid.driver.stage_distribution import Distribution
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.driver.tied_weights import Borrowing
@@ -49,6 +49,8 @@ from lightning_hybrid.stage import (
     ReplicaGroup,
     Stopwatch,
     Trace,
+    borrowed_parameters,
+    lent_parameters,
     state_buffers,
     tensors_of,
 )
@@ -69,7 +71,6 @@ class Driver:
     Args:
         module: the LightningModule.
         mesh: the process groups and channels of this rank.
-        device: the device of this rank.
         options: what the run has decided.
         watch: adds up the time in which this rank computes.
         batches: the training batches, the current one and those after it that are known.
@@ -91,14 +92,13 @@ class Driver:
         self,
         module: nn.Module,
         mesh: Mesh,
-        device: torch.device,
         options: DriverOptions,
         watch: Stopwatch | None = None,
         batches: Batches | None = None,
         before: "Driver | None" = None,
     ) -> None:
         here = mesh.coordinates
-        self._module, self._mesh, self.device, self._options = module, mesh, device, options
+        self._module, self._mesh, self.device, self._options = module, mesh, mesh.device, options
         # names of the parameters that stay with their owners after the run, for lack of room
         self._apart: frozenset[str] = frozenset()
         new_trace = partial(Trace, here.rank, str(here), watch)
@@ -109,22 +109,21 @@ class Driver:
         # and the parts after these send commands only
         self._workers, unsettled = Workers(mesh), Unsettled()
         self._ownership = Ownership(self._workers, unsettled)
-        self.remote = RemoteTensors(self._ownership, device)
+        self.remote = RemoteTensors(self._ownership, self.device)
         self.commands = Commands(self._workers, self.remote)
         self._files = files = FilesOfWorkers(self.commands, options.folder, here)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
         self._replicated = Replicated(
-            module, mesh.data_parallel, device, self._trace, mesh.survivors
+            module, mesh.data_parallel, self.device, self._trace, mesh.survivors
         )
         new_calls = partial(StepCalls, options.seed, here.dp_rank, follows=options.follows)
-        self.calls: StepCalls = before.calls if before else new_calls(device)
+        self.calls: StepCalls = before.calls if before else new_calls(self.device)
         self.distribution = Distribution(module, mesh, options, self.commands, self._trace)
         self.weights = Weights(
             *(module, known, here, self.commands, self._ownership, self._replicated, files)
         )
         self.gradients = ReplicaGradients(
-            *(self.commands, self._borrowing, self._replicated, self.calls, unsettled),
-            survivors=mesh.survivors,
+            self.commands, self._borrowing, self._replicated, unsettled, mesh.survivors
         )
         self.optimizers = DrivenOptimizers(
             *(module, mesh, self.commands, self._ownership, self.gradients, files, options)
@@ -172,18 +171,15 @@ class Driver:
         """
         # before weights are sent: a message that is being sent would be found as a view of them
         number, views = len(self._networks), views_of(network)
-        made = self.distribution.distribute(number, name, network, codes, placement)
-        driven = DrivenNetwork(
-            *(number, name, network, made.engine, made.borrowed[0], placement, self._parts),
-            continues=continues,
-        )
+        engine, remote = self.distribution.distribute(number, name, network, codes, placement)
+        driven = DrivenNetwork(number, name, network, engine, self._parts, continues=continues)
         if placement.schedule in STREAMED:
             self.optimizers.streamed_by = placement.schedule
             # under an exact schedule no batch runs ahead across a step, unless the window of
             # gradient accumulation has become shorter since it was launched
             if not STREAMED[placement.schedule].delayed:
                 self.optimizers.before_step = self.interrupt
-        self._take_charge(driven, made, views)
+        self._take_charge(driven, remote, views)
         self._workers.before_weights_change = self.interrupt
         return driven
 
@@ -246,31 +242,38 @@ class Driver:
         self._replicated.settle()
         self.optimizers.stay_here()
 
-    def _take_charge(self, driven: DrivenNetwork, made: Distributed, views: Sequence[View]) -> None:
+    def _take_charge(
+        self,
+        driven: DrivenNetwork,
+        remote: Mapping[int, tuple[str, ...]],
+        views: Sequence[View],
+    ) -> None:
         """Tell the parts of the driver which rank owns which tensors of a distributed network.
 
         Args:
-            driven: the network.
-            made: its stages, which all ranks have by now.
+            driven: the network, whose stages all ranks have by now.
+            remote: by ``pp_rank`` of each worker, names in the LightningModule of what it owns.
             views: tensors of the user's that show the memory of its weights.
         """
         replica_group = driven.engine.replica_group
         self._networks.append(driven)
         copied = self._copied(driven)
         # before optimizers are sent: a state goes to the owner of its parameter
-        self._ownership.add(driven.number, made.remote, copied)
+        self._ownership.add(driven.number, remote, copied)
         self._replicated.add(replica_group, driven.full_names(driven.owned_names))
         self.optimizers.ship()
         tensors = tensors_of(self._module)
-        owned_there = (name for names in made.remote.values() for name in names)
+        owned_there = (name for names in remote.values() for name in names)
         stages = [own.specializations[0] for own in driven.engine.owned]
         used_here = driven.full_names(name for stage in stages for name in stage.buffer_names)
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
         self.remote.add(self._module, proxies, used_here, views)
-        for owner, lent in zip(self._workers.ranks, made.lent[1:]):
+        placed = driven.module, driven.placement
+        for owner, lent in zip(self._workers.ranks, lent_parameters(*placed)[1:]):
             names = driven.full_names(sorted(lent))
             self._ownership.lend(owner, {name: tensors[name] for name in names})
-        self._borrowing.add([driven.full_names(sorted(names)) for names in made.borrowed])
+        borrowed = borrowed_parameters(*placed)
+        self._borrowing.add([driven.full_names(sorted(names)) for names in borrowed])
         if self._options.trains:
             self._workers.flush()  # messages that are being sent use the memory of the weights
             self.remote.vacate(self._ownership.lent)

@@ -1,11 +1,10 @@
 """Distributes the stages of a network to the ranks of a replica: code, weights, links."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from lightning_hybrid.comm import Dealt, Devices, Mesh, copies_of, link_copies, signals_deferred
+from lightning_hybrid.comm import Devices, Mesh, connect, copies_of, signals_deferred, stages_of
 from lightning_hybrid.comm.protocol import Command, Cut, Placement, TakeWeights
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork
@@ -16,7 +15,6 @@ from lightning_hybrid.stage import (
     Engine,
     Trace,
     borrowed_parameters,
-    lent_parameters,
     tensors_of,
 )
 from lightning_hybrid.state import (
@@ -25,26 +23,6 @@ from lightning_hybrid.state import (
     refuse_tied,
     to_send,
 )
-
-
-@dataclass(frozen=True)
-class Distributed:
-    """A network whose stages are on their ranks.
-
-    Attributes:
-        engine: runs the driver's stages.
-        remote: by ``pp_rank`` of each worker, names in the LightningModule of the tensors that it
-            owns.
-        borrowed: per rank of the replica, names in the network of parameters that it uses and
-            another rank owns.
-        lent: per rank of the replica, names in the network of parameters that it owns and the
-            driver uses too.
-    """
-
-    engine: Engine
-    remote: dict[int, tuple[str, ...]]
-    borrowed: list[frozenset[str]]
-    lent: list[frozenset[str]]
 
 
 class Distribution:
@@ -77,7 +55,7 @@ class Distribution:
         network: nn.Module,
         codes: Sequence[StageCode],
         placement: Placement,
-    ) -> Distributed:
+    ) -> tuple[Engine, dict[int, tuple[str, ...]]]:
         """Have all ranks make their stages of a network.
 
         Args:
@@ -87,24 +65,24 @@ class Distribution:
             codes: the code of each of its stages.
             placement: which ranks get which stage, and under which schedule they run.
 
+        Returns:
+            What runs this rank's stages, and by ``pp_rank`` of each worker, the names in the
+            LightningModule of the tensors that it owns.
+
         Raises:
             NetworkError: code of a stage cannot be sent to its rank, or its stages cannot be shared
                 or copied as the placement says.
             Exception: a worker cannot make its stages.
             DeferredError: stages share a weight that is made in ``configure_model``.
         """
-        parameters = dict(network.named_parameters())
-        names = [[n for n in code.owned if n in parameters] for code in codes]
-        borrowed = borrowed_parameters(names, placement.devices)
-        lent = lent_parameters(names, placement.devices, borrowed)
+        borrowed = borrowed_parameters(network, placement)
         refuse_tied(name, tensors_of(self._module), borrowed)
         self._refuse_compiled(name, borrowed[0])
         _refuse_copies(name, network, codes, placement.devices)
-        links = self._order(number, name, codes, placement, borrowed, lent, linked=False)
+        self._order(number, name, codes, placement)
         prefix = f"{name}." if name else ""
         remote = self._hand_out_weights(prefix, codes, placement.devices, borrowed)
-        engine = self._make_engine(prefix, network, codes, placement, links, borrowed[0])
-        return Distributed(engine, remote, borrowed, lent)
+        return self._make_engine(prefix, network, codes, placement), remote
 
     def distribute_again(self, network: DrivenNetwork, codes: Sequence[StageCode]) -> None:
         """Have all ranks make their stages of another graph of a network.
@@ -118,11 +96,7 @@ class Distribution:
             Exception: a worker cannot make its stages.
         """
         _refuse_copies(network.name, network.module, codes, network.placement.devices)
-        # (who borrows which parameter was decided by the first graph of the network)
-        nobody = [frozenset[str]() for _ in (0, *self._workers.ranks)]
-        self._order(
-            *(network.number, network.name, codes, network.placement, nobody, nobody), linked=True
-        )
+        self._order(network.number, network.name, codes, network.placement)
         here = [own.number for own in network.engine.owned]
         stages = make_stages([codes[n] for n in here], network.module, self._device)
         network.engine.add_specialization(dict(zip(here, stages)))
@@ -146,48 +120,29 @@ class Distribution:
 
     @signals_deferred
     def _order(
-        self,
-        number: int,
-        name: str,
-        codes: Sequence[StageCode],
-        placement: Placement,
-        borrowed: Sequence[frozenset[str]],
-        lent: Sequence[frozenset[str]],
-        *,
-        linked: bool,
-    ) -> dict[int, Dealt]:
-        """Have the workers make their stages, and make the links between the stages of all ranks.
+        self, number: int, name: str, codes: Sequence[StageCode], placement: Placement
+    ) -> None:
+        """Have the workers make their stages, and make what all ranks send by.
 
         Args:
             number: number of the network.
             name: dotted name of the network in the LightningModule.
             codes: the code of each stage.
             placement: which ranks get which stage.
-            borrowed: per rank, names in the network of parameters that another rank owns.
-            lent: per rank, names in the network of parameters that it owns and the driver uses too.
-            linked: whether the links are there already.
-
-        Returns:
-            By number of the stage, the links of this rank's stages; empty if ``linked``.
         """
         for code in codes:
             # (checked here, where an error can name the function that workers cannot import)
             code.code.check()
         orders: dict[int, Command] = {}
         for worker in self._workers.ranks:
-            ranks = enumerate(map(copies_of, placement.devices))
-            theirs = {n: codes[n] for n, owners in ranks if worker in owners}
+            theirs = {n: codes[n] for n in stages_of(placement.devices, worker)}
             orders[worker] = Cut(
-                *(number, name, theirs, placement, borrowed[worker], lent[worker]),
-                *(self._options.seed, self._options.trains),
+                *(number, name, theirs, placement, self._options.seed, self._options.trains)
             )
         self._commands.tell_each(orders)
-        # (before their answers, since the workers make their ends of the links before they answer)
-        links = {} if linked else link_copies(self._mesh, placement.devices, self._device)
-        if links:
-            self._mesh.owners(copies_of(placement.devices[next(iter(links))]))
+        # (before their answers, since the workers do the same before they answer)
+        connect(self._mesh, placement.devices)
         self._workers.hear(self._workers.ranks)
-        return links
 
     def _hand_out_weights(
         self,
@@ -226,27 +181,18 @@ class Distribution:
         return remote
 
     def _make_engine(
-        self,
-        prefix: str,
-        network: nn.Module,
-        codes: Sequence[StageCode],
-        placement: Placement,
-        links: Mapping[int, Dealt],
-        borrowed: frozenset[str],
+        self, prefix: str, network: nn.Module, codes: Sequence[StageCode], placement: Placement
     ) -> Engine:
         """Make this rank's stages, on its device, and the engine that runs them."""
-        stages = dict(zip(links, make_stages([codes[n] for n in links], network, self._device)))
-        here = [*stages.values()]
+        own = stages_of(placement.devices, self._mesh.coordinates.pp_rank)
+        here = make_stages([codes[number] for number in own], network, self._device)
         mine = [prefix + n for part in here for n in part.tensor_names]
         Takeover(self._module, mine, (), self._mesh.coordinates).settle(())
         for part in here:
             part.move(self._device)
         return Engine(
-            *(network, stages, placement, self._options.stages),
+            *(network, dict(zip(own, here)), placement, self._options.stages),
             mesh=self._mesh,
-            links=links,
-            borrowed=borrowed,
-            device=self._device,
             seed=self._options.seed,
             trace=self._trace,
         )

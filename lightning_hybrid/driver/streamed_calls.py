@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lightning_hybrid._torch.tensors import version as version_of
 from lightning_hybrid.comm import CallKey, copies_of
-from lightning_hybrid.comm.protocol import Command, Drop, Forward, Skip
+from lightning_hybrid.comm.protocol import Drop, Forward
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Leaf, NetworkGraph
@@ -227,8 +227,8 @@ class Stream:
     def drop(self) -> None:
         """Give up all launched calls.
 
-        The first stage that has not got the command yet takes off its link what the stage before it
-        has sent.
+        The stages that have not begun them yet run them now, so that no activation stays on a link;
+        the driver receives and drops what arrives in the end.
 
         Raises:
             NetworkError: a pass through the stages is under way.
@@ -243,18 +243,11 @@ class Stream:
             entry = self._pending.popleft()
             forward = entry.command
             self._network.calls.pop(entry.call.number)
-            commands: dict[int, Command] = {
-                rank: Drop(forward.network, forward.call) for rank in self._devices[: entry.told]
-            }
-            # stages that have the command have begun, or will; the next one has to take the
-            # activations that arrive for it off its link
-            next_rank = self._devices[entry.told]
-            if entry.told < len(self._devices) - 1:
-                commands[next_rank] = Skip(**vars(forward))
-            for rank, command in commands.items():
-                self._commands.workers.send(rank, command)
-            if entry.told == len(self._devices) - 1:
-                self._network.engine.discard(entry.call)
+            for stage, rank in enumerate(self._devices[:-1]):
+                if stage >= entry.told:
+                    self._commands.workers.send(rank, forward)
+                self._commands.workers.send(rank, Drop(forward.network, forward.call))
+            self._network.engine.discard(entry.call)
 
     def _tell(self) -> None:
         """Send each stage the commands of the launched calls up to its look-ahead, in order."""

@@ -8,7 +8,6 @@ owns, are kept equal on all replicas.
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -192,9 +191,8 @@ class Replicated:
         if self.here:
             for tensor in (*parameters, *self._buffers_of_the_rest()):
                 tensor.data = tensor.data.to(self._device)
-        state = partial(state_buffers, self._module)
         return ReplicaGroup(
-            *(parameters, self._buffers_of_the_rest, self._group, self._trace, state),
+            *(parameters, self._buffers_of_the_rest, self._group, self._trace),
             survivors=self._survivors,
         )
 
@@ -396,10 +394,11 @@ class Weights:
             state: whether only the buffers that training steps read are sent.
         """
         self._commands.tell(SynchronizeBuffers(state))
+        among = state_buffers(self._module) if state else None
         for replica_group in self._replicated.networks:
-            replica_group.broadcast_buffers(state=state)
+            replica_group.broadcast_buffers(among)
         if self._replicated.here or not self._commands.workers.ranks:
-            self._replicated.rest.broadcast_buffers(state=state)
+            self._replicated.rest.broadcast_buffers(among)
 
 
 def present_bytes(module: nn.Module, device: torch.device) -> int:

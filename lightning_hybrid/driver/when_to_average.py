@@ -8,7 +8,6 @@ from lightning_hybrid.comm import Survivors, signals_deferred
 from lightning_hybrid.comm.protocol import AwaitSums, Reduce, SumAgain, TakeAverages
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Unsettled
-from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.weights import Replicated
 
@@ -22,7 +21,6 @@ class ReplicaGradients:
         commands: sends commands to the workers.
         borrowing: brings gradients of tied parameters to their owners.
         replicated: the data-parallel groups of what this rank owns.
-        calls: counts the calls of networks in the current step.
         unsettled: notes which gradients are not averaged yet.
         survivors: the replicas that go on if one is lost.
 
@@ -35,24 +33,26 @@ class ReplicaGradients:
         commands: Commands,
         borrowing: Borrowing,
         replicated: Replicated,
-        calls: StepCalls,
         unsettled: Unsettled,
         survivors: Survivors | None = None,
     ) -> None:
         self._commands, self._borrowing, self._replicated = commands, borrowing, replicated
-        self._calls, self._unsettled, self._survivors = calls, unsettled, survivors
+        self._unsettled, self._survivors = unsettled, survivors
         self.synchronize = True
 
-    def overlap(self) -> bool:
+    def overlap(self, calls: int) -> bool:
         """Whether a backward may average gradients while it runs, overlapped with computation.
 
         That is so if the step has made a single call of a network. With several calls it is not
         known which backward is the last; and gradients of penalties on workers' parameters, and of
         tied weights, come later. In these cases gradients are averaged when `loss.backward()` is
         over. All replicas get the same answer.
+
+        Args:
+            calls: how many calls of networks the step has made.
         """
         alone = not self._commands.remote.in_graph and not self._borrowing
-        return self.synchronize and self._calls.count == 1 and alone
+        return self.synchronize and calls == 1 and alone
 
     def note(self, network: int, *, averaged: bool) -> None:
         """Note that a backward has added to the gradients of a network.

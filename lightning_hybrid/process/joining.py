@@ -241,7 +241,7 @@ def join(
         capacity: relative speeds that the user has given to the survey; with others a new mesh is
             made.
     """
-    key = (coordinates, backend, timeout, survey is None, capacity)
+    key = (coordinates, backend, timeout, device, survey is None, capacity)
     if _Process.joined is not None and _Process.key == key:
         return _Process.joined
     _leave_mesh()

@@ -33,24 +33,26 @@ class Hollow:
     Args:
         module: the module with these parameters and buffers.
         device: where the network runs.
+
+    Attributes:
+        needed: whether there may be such tensors. Once all are on the device, they stay there.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self._device = module, device
         self._kept: dict[int, tuple[Any, Tensor]] = {}
         self._shown: list[tuple[Tensor, Before]] = []
-        self._needed = True
+        self.needed = True
 
     def __enter__(self) -> None:
-        if not self._needed:
+        if not self.needed:
             return
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             with as_they_are():
                 waits = is_deferred(tensor) or tensor.device != self._device
             if waits:
                 self._shown.append((tensor, show(tensor, self._empty(tensor))))
-        # (once all tensors are here, they stay here)
-        self._needed = bool(self._shown)
+        self.needed = bool(self._shown)
 
     def __exit__(self, *_: object) -> None:
         while self._shown:

@@ -128,7 +128,7 @@ class DriverSession:
         """
         run, mesh = self._run, self._run.world.mesh
         driver = Driver(
-            *(run.module, mesh, run.device, self._options, run.stopwatch, self._batches),
+            *(run.module, mesh, self._options, run.stopwatch, self._batches),
             before=before,
         )
         try:
@@ -589,7 +589,7 @@ class WorkerSession:
         run, watch = self._run, self._run.stopwatch
         reports = {} if watch is None else {BUSY: watch.read}
         return Worker(
-            *(run.module, run.world.mesh, run.device, self._options, watch, reports),
+            *(run.module, run.world.mesh, self._options, watch, reports),
             shards=run.config.shard_optimizer_states,
             before=before,
         )

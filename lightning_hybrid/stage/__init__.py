@@ -19,7 +19,11 @@ from lightning_hybrid.stage.gradient_averaging import (
     state_buffers,
 )
 from lightning_hybrid.stage.lent_weights import LendingLine
-from lightning_hybrid.stage.rank_stages import StageOptions
+from lightning_hybrid.stage.rank_stages import (
+    StageOptions,
+    borrowed_parameters,
+    lent_parameters,
+)
 from lightning_hybrid.stage.split_backward import input_part
 from lightning_hybrid.stage.stage_check import (
     check,
@@ -31,8 +35,6 @@ from lightning_hybrid.stage.stage_check import (
 )
 from lightning_hybrid.stage.staged_network import (
     StagedNetwork,
-    borrowed_parameters,
-    lent_parameters,
     names_of,
     tensors_of,
     write_tensors,

@@ -21,10 +21,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_hybrid.comm import CallKey, Dealt, Failure, Mesh, Status, copies_of
+from lightning_hybrid.comm import CallKey, Failure, Mesh, Status, copies_of, link_copies
 from lightning_hybrid.comm.protocol import Backward, Placement
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import STREAMED
@@ -33,8 +32,14 @@ from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import Call, Gradients, Traffic, Values
 from lightning_hybrid.stage.early_forwards import EarlyForwards
 from lightning_hybrid.stage.forward_pass import ForwardPass
-from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, state_buffers
-from lightning_hybrid.stage.rank_stages import OwnedStage, StageOptions, Todo, lists_of
+from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
+from lightning_hybrid.stage.rank_stages import (
+    OwnedStage,
+    StageOptions,
+    Todo,
+    borrowed_parameters,
+    lists_of,
+)
 from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
 from lightning_hybrid.stage.trace import Trace
 
@@ -44,17 +49,15 @@ class Engine:
 
     Args:
         network: the network.
-        stages: this rank's stages of it, by number.
+        stages: this rank's stages of it, by number, in rising order.
         placement: where all of its stages are, and how they run.
         options: how stages compute.
-        mesh: the groups of ranks.
-        links: links of each stage that is here, in their order.
-        borrowed: names in the network of parameters that this rank uses and another one owns.
-        device: where the stages live.
+        mesh: the groups of ranks; all have been through :func:`connect` for this placement.
         seed: of the random numbers inside the network.
         trace: where to record.
 
     Attributes:
+        borrowed: names in the network of parameters that this rank uses and another one owns.
         replica_group: averages the gradients of this rank's stages over the replicas.
         replayed: keeps the running statistics of a stage that has copies.
         owned: the stages of this rank, in their order.
@@ -71,23 +74,20 @@ class Engine:
         options: StageOptions,
         *,
         mesh: Mesh,
-        links: Mapping[int, Dealt],
-        borrowed: frozenset[str],
-        device: torch.device,
         seed: int,
         trace: Trace,
     ) -> None:
-        self.coordinates = mesh.coordinates
-        self.device, self.seed, self.trace = device, seed, trace
-        here = [stages[number] for number in links]
+        self.coordinates, self.placement = mesh.coordinates, placement
+        self.device, self.seed, self.trace = mesh.device, seed, trace
+        here, links = stages.values(), link_copies(mesh, placement.devices, mesh.device)
         copies, driver = copies_of(placement.devices[next(iter(links))]), 0
+        self.borrowed = borrowed_parameters(network, placement)[self.coordinates.pp_rank]
         named = {name: value for stage in here for name, value in stage.named_parameters()}
         self.replica_group = ReplicaGroup(
-            [value for name, value in named.items() if name not in borrowed],
+            [value for name, value in named.items() if name not in self.borrowed],
             lambda: dict(pair for stage in here for pair in stage.named_buffers()).values(),
             mesh.owners(copies),
             trace,
-            partial(state_buffers, network),
             len(copies),
             # if the driver has a copy beside workers, these own and step the parameters
             owns=not self.coordinates.is_driver or driver not in copies[1:],
@@ -122,7 +122,6 @@ class Engine:
         # to have its gradients; when its last backward begins, those of its others are final.
         first, *others = (dict.fromkeys(own.specializations[0].parameters()) for own in self.owned)
         self.done_before = [p for other in others for p in other if p not in first]
-        self._placement = placement
         self._compiled = options.compiled
         self._statistics = options.statistics and Synchronised(options.statistics)
 
@@ -222,7 +221,7 @@ class Engine:
             links.at(microbatch).next.send(values, specs)
 
     def discard(self, call: Call) -> None:
-        """Receive and drop what the stage before this rank's has sent for a call."""
+        """On the driver: receive and drop what the stage before its own sends for a call."""
         # shapes from these headers are not kept: this stage has sent no headers of its own
         scratch = [Traffic() for _ in self.owned] if call.exchange else call.traffic
         work = ForwardPass(self, 0, replace(call, traffic=scratch), ())
@@ -262,7 +261,7 @@ class Engine:
     def lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
         """This rank's instructions for the forward and for the backward of a call with this key."""
         here, microbatches = self.coordinates.pp_rank, key.microbatches
-        return lists_of(self._placement, here, microbatches, input_gradient)
+        return lists_of(self.placement, here, microbatches, input_gradient)
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
         """The code of a stage for a call with this key, compiled if that is asked for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,7 +82,8 @@ class Pass:
         """Inside, the stage computes: the time is recorded; an error is noted, and not raised."""
         # (other ranks wait for what this list still has to send)
         try:
-            with self.engine.trace.span(f"{self.own.label}{what}", microbatch):
+            trace = self.engine.trace
+            with trace.span(f"{self.own.label}{what} {microbatch}") if trace.on else nullcontext():
                 yield
         except Exception as error:
             self.error = error

@@ -189,7 +189,6 @@ class ReplicaGroup:
         buffers: gives those that the stages have now (one may be replaced), likewise.
         group: the group of these ranks.
         trace: where the all-reduces are recorded.
-        state: gives buffers that training steps read; see :func:`state_buffers`.
         copies: how many ranks of each replica have the stages. Each has a part of the gradients of
             its replica, so that those of a replica are summed, and those sums averaged.
         owns: whether this rank steps the parameters; if not, it has no gradient after a sum.
@@ -207,7 +206,6 @@ class ReplicaGroup:
         buffers: Callable[[], Iterable[Tensor]],
         group: Group,
         trace: Trace,
-        state: Callable[[], Iterable[Tensor]] = tuple,
         copies: int = 1,
         *,
         owns: bool = True,
@@ -215,7 +213,7 @@ class ReplicaGroup:
     ) -> None:
         self.trainable: Collection[Tensor] | None = None
         self._owns = owns
-        self._parameters, self._buffers, self._state = list(parameters), buffers, state
+        self._parameters, self._buffers = list(parameters), buffers
         self._group, self._trace = group, trace
         self._copies, self._survivors = copies, survivors
         self._armed, self._whole = False, True
@@ -347,18 +345,18 @@ class ReplicaGroup:
         self.arm()
         self.finish()
 
-    def broadcast_buffers(self, *, state: bool = False) -> None:
+    def broadcast_buffers(self, among: Iterable[Tensor] | None = None) -> None:
         """Give every replica the buffers of replica 0, as DDP does with those of rank 0.
 
         Args:
-            state: whether to give only those that training steps read.
+            among: to give only those that are among these; ``None``: all.
         """
         if self._size == 1:
             return
         buffers = list(self._buffers())
-        if state:
-            read = {id(buffer) for buffer in self._state()}
-            buffers = [buffer for buffer in buffers if id(buffer) in read]
+        if among is not None:
+            wanted = set(map(id, among))
+            buffers = [buffer for buffer in buffers if id(buffer) in wanted]
         with as_they_are():
             Broadcasts(self._group).send(buffers)
 
@@ -396,7 +394,7 @@ class ReplicaGroup:
                 self._sent.append(self._survivors.start(self._group, bucket.flat))
                 continue
             work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
-            if self._trace.on and bucket.flat.device.type == "cpu":
+            if self._trace.records and bucket.flat.device.type == "cpu":
                 work.get_future().add_done_callback(self._recorder(number))
             self._sent.append(work)
 

@@ -1,14 +1,18 @@
-"""A rank's stages, how they compute, and their lists of instructions.
+"""A rank's stages: how they compute, their lists of instructions, and weights that ranks share.
 
-Lists are made once per number of micro-batches.
+All of this follows from the placement, which all ranks know, so that no message is needed.
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lightning_hybrid.comm import Dealt, Group, copies_of
+from torch import nn
+
+from lightning_hybrid.comm import Dealt, Group, copies_of, stages_of
 from lightning_hybrid.comm.protocol import Placement
+from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import (
     Copy,
@@ -90,9 +94,8 @@ def lists_of(
         input_gradient=input_gradient,
         split=placement.split,
     )
-    # Every rank makes the lists of all, and takes its own: they follow from the placement alone,
-    # which all ranks know, so that no message is needed.
-    own = [stage for stage, owners in enumerate(ranks) if here in owners]
+    # every rank makes the lists of all, and takes its own
+    own = stages_of(placement.devices, here)
     if max(map(len, ranks)) > 1:
         dealt = deal(schedule, [*map(len, ranks)])
         places = [Copy(stage, ranks[stage].index(here)) for stage in own]
@@ -105,3 +108,60 @@ def lists_of(
         tuple([(own.index(stage), i.kind, i.microbatch) for stage, i in each]) for each in steps
     )
     return forward, backward
+
+
+def borrowed_parameters(network: nn.Module, placement: Placement) -> list[frozenset[str]]:
+    """Per rank of a replica, names in the network of parameters that it uses and another one owns.
+
+    Their values come from there, and their gradients go there. The owner is the rank of the
+    earliest stage that uses a parameter, but the driver only if no other rank uses it: it has
+    proxies for parameters that it borrows. Copies of a stage borrow nothing from each other.
+
+    Raises:
+        NetworkError: a stage that has copies shares a parameter with another stage.
+    """
+    stages = _parameters_of_stages(network, placement)
+    ranks = [copies_of(device) for device in placement.devices]
+    _refuse_tied_copies(stages, ranks)
+    used: list[set[str]] = [set() for _ in range(max(map(max, ranks)) + 1)]
+    owner: dict[str, int] = {}
+    for names, (device, *_) in zip(stages, ranks):
+        used[device] |= names
+        for name in names:
+            # (`or`, so that the driver, rank 0, gives way to any later rank)
+            owner[name] = owner.get(name) or device
+    return [
+        frozenset(name for name in names if owner[name] != rank) for rank, names in enumerate(used)
+    ]
+
+
+def lent_parameters(network: nn.Module, placement: Placement) -> list[frozenset[str]]:
+    """Per rank of a replica, names of the parameters that it owns and the driver uses too."""
+    driver = 0
+    # (without the parameters of a stage that the driver has a copy of, all of which the rank with
+    # the first copy lends the driver)
+    borrowed = borrowed_parameters(network, placement)
+    lent: list[set[str]] = [set() for _ in borrowed]
+    for names, device in zip(_parameters_of_stages(network, placement), placement.devices):
+        owner, *others = copies_of(device)
+        tied = borrowed[driver] - borrowed[owner]
+        lent[owner] |= names if driver in others else names & tied
+    return [frozenset(names) for names in lent]
+
+
+def _parameters_of_stages(network: nn.Module, placement: Placement) -> list[frozenset[str]]:
+    """Of each stage, the names of the parameters that it uses."""
+    parameters = {name for name, _ in network.named_parameters()}
+    return [names & parameters for names in placement.owned]
+
+
+def _refuse_tied_copies(stages: Sequence[frozenset[str]], ranks: Sequence[tuple[int, ...]]) -> None:
+    for number, (names, copies) in enumerate(zip(stages, ranks)):
+        others = {name for k, each in enumerate(stages) if k != number for name in each}
+        if len(copies) > 1 and (tied := sorted(others & names)):
+            raise NetworkError(
+                f"stage {number} has {len(copies)} copies, and shares parameter {tied[0]!r} with "
+                "another stage: a stage with copies has its weights to itself. Cut elsewhere (the "
+                "strategy's allocation=[...]), so that one stage has all uses, or give it one copy "
+                "(pipeline_parallel_size)."
+            )

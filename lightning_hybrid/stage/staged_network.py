@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid.comm import CallKey, Devices, copies_of
-from lightning_hybrid.comm.protocol import ForwardCommand
-from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.comm import CallKey
+from lightning_hybrid.comm.protocol import Forward
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, Traffic, Values
@@ -25,23 +24,13 @@ class StagedNetwork:
         name: dotted name in the LightningModule; empty for the LightningModule itself.
         module: the whole network. Only the tensors of this rank's stages are up to date.
         engine: runs this rank's stages.
-        borrowed: names in the network of parameters that another rank owns and this one uses too:
-            their values come from there, and their gradients go there.
 
     Attributes:
         weight_hooks: the user's hooks on the gradients of weights.
     """
 
-    def __init__(
-        self,
-        number: int,
-        name: str,
-        module: nn.Module,
-        engine: Engine,
-        borrowed: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, number: int, name: str, module: nn.Module, engine: Engine) -> None:
         self.number, self.name, self.module, self.engine = number, name, module, engine
-        self.borrowed = borrowed
         self.calls: dict[int, Call] = {}
         self.keys: dict[int, CallKey] = {}
         self._traffic: dict[int, list[Traffic]] = {}
@@ -68,7 +57,7 @@ class StagedNetwork:
         """Whether a stage up to the last one of this rank draws random numbers."""
         return self._traffic[key][-1].uses_rng
 
-    def open(self, command: ForwardCommand) -> Call:
+    def open(self, command: Forward) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
         saved: list[dict[int, tuple[Values, list[Any]] | Recipe]] = [{} for _ in self.engine.owned]
         key, traffic = self.keys[command.key], self._traffic[command.key]
@@ -91,7 +80,7 @@ class StagedNetwork:
     def owned(self) -> list[str]:
         """Names, in the LightningModule, of the tensors that this rank owns."""
         names = names_of([own.specializations[0] for own in self.engine.owned])
-        return self.full_names(name for name in names if name not in self.borrowed)
+        return self.full_names(name for name in names if name not in self.engine.borrowed)
 
     def full_names(self, names: Iterable[str]) -> list[str]:
         """Names in the LightningModule of tensors that have these names in the network."""
@@ -102,66 +91,6 @@ def names_of(stages: Sequence[Stage]) -> list[str]:
     """Names in the network of the parameters and buffers that these stages use."""
     named = (pair for s in stages for pair in (*s.named_parameters(), *s.named_buffers()))
     return list(dict.fromkeys(name for name, _ in named))
-
-
-def borrowed_parameters(stages: Sequence[Sequence[str]], devices: Devices) -> list[frozenset[str]]:
-    """Per rank of a replica, the names of the parameters that it uses and another one owns.
-
-    The owner is the rank of the earliest stage that uses a parameter, but the driver only if no
-    other rank uses it: it has proxies for parameters that it borrows. Copies of a stage borrow
-    nothing from each other.
-
-    Args:
-        stages: of each stage of the network, the names of the parameters that it uses.
-        devices: of each of them the ``pp_rank`` of its rank, or of all its copies.
-
-    Raises:
-        NetworkError: a stage that has copies shares a parameter with another stage.
-    """
-    _refuse_tied_copies(stages, devices)
-    # all ranks compute this from the plan alone, and so agree without a message
-    ranks = [copies_of(device) for device in devices]
-    used: list[set[str]] = [set() for _ in range(max(map(max, ranks)) + 1)]
-    owner: dict[str, int] = {}
-    for names, (device, *_) in zip(stages, ranks):
-        used[device] |= {*names}
-        for name in names:
-            # (`or`, so that the driver, rank 0, gives way to any later rank)
-            owner[name] = owner.get(name) or device
-    return [
-        frozenset(name for name in names if owner[name] != rank) for rank, names in enumerate(used)
-    ]
-
-
-def lent_parameters(
-    stages: Sequence[Sequence[str]], devices: Devices, borrowed: Sequence[frozenset[str]]
-) -> list[frozenset[str]]:
-    """Per rank of a replica, the names of the parameters that it owns and the driver uses too.
-
-    Args:
-        stages: as for :func:`borrowed_parameters`.
-        devices: likewise.
-        borrowed: what that returns. (It does not have the parameters of a stage that the driver has
-            a copy of, all of which the rank with the first copy lends the driver.)
-    """
-    driver = 0
-    lent: list[set[str]] = [set() for _ in borrowed]
-    for names, (owner, *others) in zip(stages, map(copies_of, devices)):
-        tied = borrowed[driver] - borrowed[owner]
-        lent[owner] |= {name for name in names if driver in others or name in tied}
-    return [frozenset(names) for names in lent]
-
-
-def _refuse_tied_copies(stages: Sequence[Sequence[str]], devices: Devices) -> None:
-    for number, (names, device) in enumerate(zip(stages, devices)):
-        others = {name for k, each in enumerate(stages) if k != number for name in each}
-        if len(copies_of(device)) > 1 and (tied := sorted(others & {*names})):
-            raise NetworkError(
-                f"stage {number} has {len(copies_of(device))} copies, and shares parameter "
-                f"{tied[0]!r} with another stage: a stage with copies has its weights to itself. "
-                "Cut elsewhere (the strategy's allocation=[...]), so that one stage has all "
-                "uses, or give it one copy (pipeline_parallel_size)."
-            )
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

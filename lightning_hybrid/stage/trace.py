@@ -2,7 +2,7 @@
 
 Switched on by ``LIGHTNING_HYBRID_TRACE=DIR`` in the environment: each rank then writes
 ``DIR/rank<N>.json`` when its run ends, in the format that ``chrome://tracing`` and Perfetto show.
-Off, a span costs one comparison. On a GPU a span is the time in which the host queues the work, and
+Off, a span costs nothing. On a GPU a span is the time in which the host queues the work, and
 not that of the work itself, which ``torch.profiler`` shows; all-reduces are left out there.
 
 :class:`Stopwatch` adds up computing time for ``HybridGabraStrategy(log_performance=True)``.
@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -101,6 +101,10 @@ class Trace:
         rank: number of the rank, the "process" of the trace.
         name: the name of the rank in the trace.
         watch: adds up the time of all spans, if that is asked for.
+
+    Attributes:
+        records: whether spans are written to a file.
+        on: whether they are written, or their times added up.
     """
 
     def __init__(self, rank: int, name: str, watch: Stopwatch | None = None) -> None:
@@ -109,18 +113,12 @@ class Trace:
         self._path = Path(folder) / f"rank{rank}.json" if folder else None
         self._rank, self._name = rank, name
         self._events: list[dict[str, object]] = []
-
-    @property
-    def on(self) -> bool:
-        return self._path is not None
-
-    def span(self, name: str, microbatch: int) -> AbstractContextManager[None]:
-        """Record the time spent inside, on the row "compute"."""
-        off = self._path is None and self._watch is None
-        return nullcontext() if off else self._recorded(f"{name} {microbatch}")
+        self.records = self._path is not None
+        self.on = self.records or watch is not None
 
     @contextmanager
-    def _recorded(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> Iterator[None]:
+        """Record the time spent inside, on the row "compute"."""
         # two clocks: the watch's is exact, the trace's is the same for all ranks of a host
         mark = self._watch.start() if self._watch else None
         start = time.time()
@@ -129,7 +127,7 @@ class Trace:
         finally:
             if self._watch and mark is not None:
                 self._watch.stop(mark)
-            if self.on:
+            if self.records:
                 self.add(name, "compute", start, time.time())
 
     def add(self, name: str, row: str, start: float, end: float) -> None:

@@ -14,13 +14,11 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import (
     Answer,
     ConnectionLost,
-    Dealt,
     Failure,
     Guard,
     Heartbeat,
     Mesh,
-    copies_of,
-    link_copies,
+    connect,
     protocol,
     signals_ignored,
 )
@@ -35,7 +33,9 @@ from lightning_hybrid.stage import (
     StageOptions,
     Stopwatch,
     Trace,
+    lent_parameters,
     names_of,
+    state_buffers,
 )
 from lightning_hybrid.state import FilesOfWorker, Takeover
 from lightning_hybrid.worker.worker_optimizers import WorkerOptimizers
@@ -53,7 +53,6 @@ class Worker:
         module: the LightningModule of this rank. Its ``requires_grad`` flags and weights follow the
             driver's for the stages that this rank owns.
         mesh: the process groups and channels of this rank.
-        device: the device of the stages.
         options: how the stages compute.
         watch: adds up the time in which this rank computes.
         reports: by name, functions whose results the driver may ask for.
@@ -65,7 +64,6 @@ class Worker:
         self,
         module: nn.Module,
         mesh: Mesh,
-        device: torch.device,
         options: StageOptions,
         watch: Stopwatch | None = None,
         reports: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
@@ -74,11 +72,14 @@ class Worker:
         before: "Worker | None" = None,
     ) -> None:
         self._options = options
-        self._module, self._mesh, self._device = module, mesh, device
+        self._module, self._mesh, self._device = module, mesh, mesh.device
         self._channel = mesh.channel(DRIVER)
         new_trace = partial(Trace, mesh.coordinates.rank, str(mesh.coordinates), watch)
         self._trace: Trace = before._trace if before else new_trace()
-        self._reports: dict[str, Callable[[], Any]] = {"free": partial(free_on, device), **reports}
+        self._reports: dict[str, Callable[[], Any]] = {
+            "free": partial(free_on, mesh.device),
+            **reports,
+        }
         self._networks: list[StagedNetwork] = []
         # (a tied weight is there under each of its names, since commands may use any)
         parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -189,17 +190,13 @@ class Worker:
     def _cut(self, order: protocol.Cut) -> None:
         """Make this rank's stages of a network, or of another graph of a known network."""
         # (links first of all: the other ranks wait for this one while they link their stages)
-        known = order.network < len(self._networks)
-        links: Mapping[int, Dealt] = {}
-        if not known:
-            links = link_copies(self._mesh, order.placement.devices, self._device)
-            self._mesh.owners(copies_of(order.placement.devices[next(iter(links))]))
+        connect(self._mesh, order.placement.devices)
         network = self._module.get_submodule(order.name)
         stages = {n: Stage(code, network, self._device) for n, code in order.stages.items()}
-        if known:
+        if order.network < len(self._networks):
             self._networks[order.network].engine.add_specialization(stages)
             return
-        mine = [stages[number] for number in links]
+        mine = [*stages.values()]
         prefix = f"{order.name}." if order.name else ""
         names = [prefix + n for n in names_of(mine)]
         whole = [*network.named_parameters(), *network.named_buffers()]
@@ -213,21 +210,18 @@ class Worker:
         engine = Engine(
             *(network, stages, order.placement, self._options),
             mesh=self._mesh,
-            links=links,
-            borrowed=order.borrowed,
-            device=self._device,
             seed=order.seed,
             trace=self._trace,
         )
-        self._weights.lent += [prefix + name for name in sorted(order.lent)]
-        self._networks.append(
-            StagedNetwork(order.network, order.name, network, engine, order.borrowed)
-        )
+        lent = lent_parameters(network, order.placement)[self._mesh.coordinates.pp_rank]
+        self._weights.lent += [prefix + name for name in sorted(lent)]
+        self._networks.append(StagedNetwork(order.network, order.name, network, engine))
 
     def _forward(self, command: protocol.Forward) -> None:
         """Run the forward pass of a call; an error in it is raised on the driver, at the end."""
         network = self._networks[command.network]
-        self._hear_key(network, command)
+        if command.new_key is not None and command.key not in network.keys:
+            network.add_key(command.new_key, command.key)
         opened = network.open(command)
         # (after an error the engine still sends the messages that the next stages wait for)
         before, key = self._failure, opened.key
@@ -260,11 +254,6 @@ class Worker:
             network.set_trainable(flags)
             self._trainable = (network.number, flags)
 
-    def _hear_key(self, network: StagedNetwork, command: protocol.ForwardCommand) -> None:
-        """Register the key that a command brings, unless an earlier call has brought it."""
-        if command.new_key is not None and command.key not in network.keys:
-            network.add_key(command.new_key, command.key)
-
     def _free(self, command: protocol.Free) -> None:
         self._networks[command.network].calls.pop(command.call, None)
 
@@ -275,14 +264,6 @@ class Worker:
     def _drop(self, command: protocol.Drop) -> None:
         network = self._networks[command.network]
         network.engine.drop(network.calls.pop(command.call))
-
-    def _skip(self, command: protocol.Skip) -> None:
-        """Take what the stage before has sent for a call off the link, and drop it."""
-        network = self._networks[command.network]
-        self._hear_key(network, command)
-        call = network.open(command)
-        del network.calls[command.call]
-        network.engine.discard(call)
 
     def _reduce(self, command: protocol.Reduce) -> None:
         self._networks[command.network].engine.replica_group.reduce()
@@ -309,8 +290,9 @@ class Worker:
         hooks.release(command.chosen, late=command.late)
 
     def _synchronize_buffers(self, command: protocol.SynchronizeBuffers) -> None:
+        among = state_buffers(self._module) if command.state else None
         for network in self._networks:
-            network.engine.replica_group.broadcast_buffers(state=command.state)
+            network.engine.replica_group.broadcast_buffers(among)
 
     def _share(self, command: protocol.Share) -> None:
         self._networks[command.network].engine.replica_group.broadcast_weights()

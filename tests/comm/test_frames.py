@@ -22,7 +22,6 @@ from lightning_hybrid.comm.protocol import (
     Pattern,
     Placement,
     Reduce,
-    Skip,
     Status,
     Step,
     StillAlive,
@@ -39,7 +38,6 @@ PLACEMENT = Placement((1, 0), (frozenset("a"), frozenset()), "zero_bubble", (1,)
 STEADY = [
     Forward(0, 10**12, -5, 2, False, True, False),
     Drop(0, 3),
-    Skip(0, 3, -5, 2, False, True, True),
     Backward(1, 7, 0, False, True, False, True, False),
     Free(0, 3),
     Commit(0, 3),
@@ -52,10 +50,10 @@ STEADY = [
 ]
 OTHERS = [
     Forward(0, 1, 2, 3, True, True, True, KEY),
-    Skip(0, 1, 2, 3, True, True, True, KEY),
+    Forward(0, 1, 2, 3, True, True, True, KEY),
     Step(0, [{"lr": 0.1, "params": ["a"]}]),
     ClipValues(0, 0.5),
-    Cut(0, "net", {}, PLACEMENT, frozenset("a"), frozenset("b"), 2**64 - 1, False),
+    Cut(0, "net", {}, PLACEMENT, 2**64 - 1, False),
     Answer(value={"a": 1}),
     Header([SPEC], uses_rng=True),
     Status(Failure("text")),

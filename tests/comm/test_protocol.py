@@ -12,7 +12,7 @@ from lightning_hybrid.remote.proxy import Kind
 
 FAMILIES = {
     *(Message, Command, messages.Word),
-    *(protocol.NetworkCommand, protocol.CallCommand, protocol.ForwardCommand),
+    *(protocol.NetworkCommand, protocol.CallCommand),
     protocol.OptimizerCommand,
 }
 DEFINED = {

@@ -5,8 +5,7 @@ import torch
 from in_memory import MemoryReplica
 
 from lightning_hybrid.comm.activation_links import link_stages
-from lightning_hybrid.comm.connections import GroupWire
-from lightning_hybrid.comm.mesh import GroupHandle
+from lightning_hybrid.comm.connections import GroupHandle, GroupWire
 from lightning_hybrid.comm.protocol import Answer, Check, Message, Status
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import RemoteError

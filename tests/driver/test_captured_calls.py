@@ -50,7 +50,7 @@ class Calls:
             reason="it prints",
             shown="'net' (Linear)",
             driven=True,
-            hollow=nullcontext(),
+            hollow=SimpleNamespace(needed=False),
             read_between=set(),
             capture=capture,
         )
@@ -77,12 +77,6 @@ class Calls:
         self.at_hand = names
         yield
         self.notes.append("weights put back")
-
-
-class Lifted(nullcontext[None]):
-    """A network that is hollow for nobody."""
-
-    lifted = staticmethod(nullcontext)
 
 
 def cannot(*_: Any) -> Any:
@@ -147,7 +141,6 @@ def test_what_is_not_cut_yet_takes_its_batch_statistics_with_the_other_replicas(
     monkeypatch.setattr(captured_calls, "compute_whole", compute_whole)
     graph: Any = object()
     calls = Calls(lambda args, _: calls.calls.run(calls.found, graph, args))
-    calls.found.hollow = Lifted()
     calls.found.calls, calls.found.network_of = {}, lambda _: None
     group: Any = None
     with Synchronised(group) as replicas:

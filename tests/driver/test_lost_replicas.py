@@ -45,9 +45,8 @@ class Replica:
         )
         borrowing: Any = SimpleNamespace(settle=lambda: None)
         replicated: Any = SimpleNamespace(networks=[], rest=self.group)
-        calls: Any = None
         self.gradients = ReplicaGradients(
-            commands, borrowing, replicated, calls, Unsettled(), self.survivors
+            commands, borrowing, replicated, Unsettled(), self.survivors
         )
 
     def step(self) -> None:

@@ -5,13 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from crew import Crew
 
 from lightning_hybrid.comm.protocol import Free, Reduce
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Unsettled
-from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 
 
@@ -50,10 +48,8 @@ class Step:
                 self.notes.append("settle")
 
         borrowing: Any = Borrows()
-        self.calls = StepCalls(0, 0, torch.device("cpu"))
         commands = Commands(self.crew.workers, remote)
-        self.gradients = ReplicaGradients(commands, borrowing, replicated, self.calls, Unsettled())
-        self.calls.begin(0)
+        self.gradients = ReplicaGradients(commands, borrowing, replicated, Unsettled())
 
 
 @pytest.fixture
@@ -71,23 +67,19 @@ def step() -> Iterator[Any]:
 
 def test_the_backward_of_the_only_call_may_average(step: Any) -> None:
     one = step(1)
-    assert not one.gradients.overlap()
-    one.calls.count += 1
-    assert one.gradients.overlap()
-    one.calls.count += 1
-    assert not one.gradients.overlap()  # which backward is the last, nobody knows
+    assert not one.gradients.overlap(0)
+    assert one.gradients.overlap(1)
+    assert not one.gradients.overlap(2)  # which backward is the last, nobody knows
 
 
 def test_a_penalty_tied_weights_and_accumulation_forbid_it(step: Any) -> None:
     one, tied = step(1), step(1, borrows=True)
-    for made in (one, tied):
-        made.calls.count += 1
-    assert not tied.gradients.overlap()
+    assert not tied.gradients.overlap(1)
     one.remote.in_graph = True
-    assert not one.gradients.overlap()
+    assert not one.gradients.overlap(1)
     one.remote.in_graph = False
     one.gradients.synchronize = False
-    assert not one.gradients.overlap()
+    assert not one.gradients.overlap(1)
 
 
 def test_networks_that_no_backward_has_averaged_are_averaged_in_order(step: Any) -> None:

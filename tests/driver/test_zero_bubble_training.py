@@ -173,11 +173,11 @@ def whole_backwards(replica: Replica, value: Tensor) -> int:
     for rank in engines(replica):
         span = rank.trace.span
 
-        def counted(name: str, microbatch: int, span: Any = span) -> Any:
-            count.extend([name] * (name == "weight"))
-            return span(name, microbatch)
+        def counted(name: str, span: Any = span) -> Any:
+            count.extend([name] * name.startswith("weight "))
+            return span(name)
 
-        rank.trace.span = counted
+        rank.trace.span, rank.trace.on = counted, True
     train(replica, value)
     replica.end()
     return len(count)

@@ -183,15 +183,14 @@ class Ranks:
         self._groups: dict[tuple[str | int, ...], MemoryGroup] = {}
         self._members: dict[tuple[str | int, ...], Any] = {}
         self.workers = {
-            rank: Worker(module, self.mesh(rank), on(rank), options)
-            for rank, module in self.modules.items()
+            rank: Worker(module, self.mesh(rank), options) for rank, module in self.modules.items()
         }
         self._start()
         nothing: Any = None
         self._options = DriverOptions(
             seed=0, stages=options, planner=nothing, progress=nothing, trains=trains
         )
-        self.driver = Driver(model, self.mesh(0), on(0), self._options, batches=batches)
+        self.driver = Driver(model, self.mesh(0), self._options, batches=batches)
 
     def _start(self) -> None:
         self._threads = [Thread(target=self._serve, args=(rank,)) for rank in self.modules]
@@ -210,15 +209,14 @@ class Ranks:
             rank: Worker(
                 self.modules[rank],
                 self.mesh(rank),
-                self._on(rank),
                 self._options.stages,
                 before=old,
             )
             for rank, old in self.workers.items()
         }
         self._start()
-        before, here = self.driver, self._on(0)
-        self.driver = Driver(self.model, self.mesh(0), here, self._options, before=before)
+        before = self.driver
+        self.driver = Driver(self.model, self.mesh(0), self._options, before=before)
         self.driver.optimizers.connect(before.optimizers.optimizers)
 
     def end(self, results: Any = None) -> None:
@@ -239,6 +237,7 @@ class Ranks:
         lines = self.ranks.lines[rank]
         return SimpleNamespace(
             coordinates=lines.coordinates,
+            device=self._on(rank),
             channel=lines.channel,
             wires=lines.wires,
             say_goodbye=lines.say_goodbye,

@@ -19,7 +19,7 @@ from in_memory import MemoryGroup, MemoryGroupOfRank, MemoryLines, MemoryReplica
 from torch import Tensor
 
 from lightning_hybrid.comm import mesh
-from lightning_hybrid.comm.connections import Transfer, connection_lost
+from lightning_hybrid.comm.connections import GroupHandle, Transfer, connection_lost
 from lightning_hybrid.comm.replica_channels import EdgeWires
 
 CPU = torch.device("cpu")
@@ -252,10 +252,10 @@ class StrictGroup:
         return getattr(self._group, kind)(*arguments)
 
 
-def strict(make_group: Callable[..., mesh.GroupHandle]) -> Callable[..., mesh.GroupHandle]:
+def strict(make_group: Callable[..., GroupHandle]) -> Callable[..., GroupHandle]:
     """`mesh.make_group` whose groups for tensors on devices are strict."""
 
-    def make(store: Any, name: str, *arguments: Any) -> mesh.GroupHandle:
+    def make(store: Any, name: str, *arguments: Any) -> GroupHandle:
         handle = make_group(store, name, *arguments)
         if name.startswith(
             ("activations", "gradients", "data", "statistics", "owners", "siblings")

@@ -9,7 +9,6 @@ import torch
 from nccl_rules import StrictReplica
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.activation_links import link_copies
 from lightning_hybrid.comm.protocol import Backward, Placement
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
 from lightning_hybrid.stage.calls import Call, Traffic
@@ -76,7 +75,10 @@ class Pipeline:
             mesh: Any = SimpleNamespace(
                 survivors=None,
                 coordinates=self.replica.lines[rank].coordinates,
+                channel=self.replica.lines[rank].channel,
+                wires=self.replica.lines[rank].wires,
                 owners=lambda _: ALONE,
+                device=device,
             )
             self.engines[rank] = Engine(
                 nn.Module(),
@@ -84,9 +86,6 @@ class Pipeline:
                 Placement(tuple(devices), (), schedule, tuple(split)),
                 StageOptions(),
                 mesh=mesh,
-                links=link_copies(self.replica.lines[rank], devices, device),
-                borrowed=frozenset(),
-                device=device,
                 seed=0,
                 trace=Trace(rank, ""),
             )

@@ -8,8 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from in_memory import MemoryWire
 
-from lightning_hybrid.comm.connections import GroupWire, Wire
-from lightning_hybrid.comm.mesh import GroupHandle
+from lightning_hybrid.comm.connections import GroupHandle, GroupWire, Wire
 
 NAMES = ("rank 0", "rank 1")
 

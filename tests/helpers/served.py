@@ -30,12 +30,13 @@ class Service:
         self.module: Any = module or nn.Linear(3, 2)
         mesh: Any = SimpleNamespace(
             coordinates=Coordinates(1, 1, 2),
+            device=torch.device("cpu"),
             channel=lambda _: there,
             timeout=timedelta(minutes=1),
             backend="gloo",
         )
         reports = {"name": lambda: "said", "broken": lambda: 1 / 0}
-        self.worker = Worker(self.module, mesh, torch.device("cpu"), StageOptions(), None, reports)
+        self.worker = Worker(self.module, mesh, StageOptions(), None, reports)
         self.results: list[Any] = []
         self._thread = Thread(target=self._serve)
         self._thread.start()

@@ -57,7 +57,9 @@ def test_a_second_run_of_the_same_sizes_uses_the_same_groups() -> None:
     assert joined() is joined()
 
 
-@pytest.mark.parametrize("how", [{"timeout": 2 * SECONDS}, {"capacity": (1.0,)}])
+@pytest.mark.parametrize(
+    "how", [{"timeout": 2 * SECONDS}, {"capacity": (1.0,)}, {"device": torch.device("cpu", 0)}]
+)
 def test_another_setting_makes_new_groups(how: dict[str, Any]) -> None:
     first = joined()
     second = joined(**how)

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from ranks import gloo_groups, together
 
-from lightning_hybrid.comm.mesh import GroupHandle
+from lightning_hybrid.comm.connections import GroupHandle
 from lightning_hybrid.process import look_around
 
 CPU = torch.device("cpu")

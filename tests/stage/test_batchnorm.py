@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.comm.mesh import GroupHandle
+from lightning_hybrid.comm.connections import GroupHandle
 from lightning_hybrid.stage.batchnorm import Synchronised
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {

@@ -10,7 +10,7 @@ from capturing import graph_of
 from ranks import gloo_groups, together
 from torch import nn
 
-from lightning_hybrid.comm.mesh import GroupHandle
+from lightning_hybrid.comm.connections import GroupHandle
 from lightning_hybrid.graph import cut_at, make_stages
 from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
 

@@ -3,32 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from lightning_hybrid.comm.protocol import Forward
-from lightning_hybrid.stage.staged_network import StagedNetwork, borrowed_parameters, write_tensors
-
-
-@pytest.mark.parametrize(
-    ("names", "devices", "borrowed"),
-    [
-        # a chain: the earliest stage owns
-        (("ab", "ac", "ad"), (1, 2, 0), ["a", "", "a"]),
-        # both uses on one rank: nothing to borrow
-        (("ab", "c", "ad", "e"), (1, 0, 1, 0), ["", ""]),
-        # the driver borrows, though its stage comes first
-        (("ab", "ac", "d"), (0, 1, 0), ["a", ""]),
-        (("a", "b", "c", "a"), (0, 1, 2, 0), ["", "", ""]),
-        (("a", "a", "a", "b"), (0, 2, 1, 0), ["a", "a", ""]),
-    ],
-)
-def test_the_earliest_worker_owns_what_several_ranks_use(
-    names: tuple[str, ...], devices: tuple[int, ...], borrowed: list[str]
-) -> None:
-    found = borrowed_parameters([[*each] for each in names], devices)
-    assert found == [frozenset(each) for each in borrowed]
+from lightning_hybrid.stage.staged_network import StagedNetwork, write_tensors
 
 
 def network(module: nn.Module) -> StagedNetwork:
