@@ -108,7 +108,7 @@ def test_gradients_that_autograd_makes_as_parts_of_one_tensor_are_added_to(world
 def test_an_assigned_part_is_refused_by_a_backward_until_it_is_cleared(world: World) -> None:
     world.here[0].bias.grad = torch.ones(8)[:4]
     world.remote.flush()
-    with pytest.raises(NetworkError, match="'0.bias' was made a part of a larger tensor"):
+    with pytest.raises(NetworkError, match=r"'0\.bias' was made a part of a larger tensor"):
         world.remote.gradients.refuse_parts()
     world.remote.release_gradients(["0.weight", "0.bias"])  # as `optimizer.zero_grad()` does
     world.remote.gradients.refuse_parts()
