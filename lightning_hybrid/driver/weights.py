@@ -240,7 +240,7 @@ class Weights:
         self._shared = frozenset(shared)
         # (a parameter that replaces one of these in the middle of a run is this rank's alone)
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
-        self._before: dict[int, int] = {}
+        self._before: dict[int, tuple[Tensor, int]] = {}
 
     def remember(self) -> None:
         """Note the versions of this rank's weights and buffers, for :attr:`changed`."""
@@ -252,15 +252,19 @@ class Weights:
 
         (A change through ``data`` is not seen: it stays on this rank.)
         """
+        before = {identity: count for identity, (_, count) in self._before.items()}
         now = self._versions().items()
-        here = any(self._before.get(identity) != count for identity, count in now)
+        here = any(before.get(identity) != count for identity, (_, count) in now)
         return here or self._remote.changed
 
-    def _versions(self) -> dict[int, int]:
-        """By ``id``, the version counter of each tensor that is no proxy and has memory."""
+    def _versions(self) -> dict[int, tuple[Tensor, int]]:
+        """By ``id``, each tensor that is no proxy and has memory, and its version counter.
+
+        (The tensor is kept: one that replaces it could have its ``id`` else.)
+        """
         with as_they_are():
             plain = (t for t in tensors_of(self._module).values() if type(t) in (Tensor, Parameter))
-            return {id(t): version(t) for t in plain if not t.is_meta}
+            return {id(t): (t, version(t)) for t in plain if not t.is_meta}
 
     @signals_deferred
     def gather(self, *, but: Collection[str] = ()) -> None:

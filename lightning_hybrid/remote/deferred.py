@@ -99,7 +99,7 @@ class _Deferred(Intercepted):
         if any(tensor._maker is not None and tensor._maker.active for tensor in deferred):
             with as_they_are():
                 return func(*args, **kwargs)
-        if func in GRADIENTS and args[0]._gradients is not None:
+        if func in GRADIENTS and is_offloaded(args[0]) and args[0]._gradients is not None:
             return _gradient_elsewhere(func, *args)
         if func in GRADIENTS:
             with as_they_are():
@@ -310,7 +310,8 @@ def _elsewhere(tensor: Any) -> DeferredError:
     """The error for a read of a tensor that another rank owns."""
     if not tensor._where.startswith("on "):
         return DeferredError(
-            f"{tensor._full_name!r} is {tensor._where}. Load a checkpoint into the module."
+            f"{tensor._full_name!r} is {tensor._where}. Make the module anew, and load a "
+            "checkpoint into it."
         )
     return DeferredError(
         f"{tensor._full_name!r} is {tensor._where}: a network that is made in "

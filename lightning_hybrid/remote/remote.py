@@ -484,7 +484,7 @@ class RemoteTensors:
         Args:
             names: names of the parameters.
         """
-        names = [name for name in names if name in self._tensors[Kind.GRADIENT]]
+        names = list(names)
         if self.gradients.kept(names):
             self.flush()
             with torch.no_grad(), as_they_are():

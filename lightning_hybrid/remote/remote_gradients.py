@@ -126,8 +126,8 @@ class RemoteGradients:
             if remote.value.grad is not None:
                 found[name], remote.value.grad = remote.value.grad, None
         if found:
+            # (autograd makes parts of a larger tensor for `torch.cat`: nobody refers to that)
             self._owners.take(Kind.GRADIENT, found, add=True)
-            self._note_parts(found)
         return bool(found)
 
     def send_assigned(self) -> Collection[str]:

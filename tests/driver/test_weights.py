@@ -86,3 +86,14 @@ def test_a_change_of_what_this_rank_owns_is_seen(replicas: Any) -> None:
     with torch.no_grad():
         replica.model.scale.mul_(2)
     assert weights.changed
+
+
+def test_a_buffer_that_is_replaced_in_each_batch_is_seen(replicas: Any) -> None:
+    replica = replicas(model(), (1, 0))
+    replica.model.register_buffer("count", torch.zeros(1))
+    weights = replica.driver.weights
+    weights.remember()
+    for _ in range(4):  # every second tensor may be where the first one was
+        with torch.inference_mode():
+            replica.model.count = replica.model.count + 1
+        assert weights.changed

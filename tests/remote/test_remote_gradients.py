@@ -5,7 +5,7 @@ import torch
 from owned_elsewhere import World
 from torch import nn
 
-from lightning_hybrid.errors import DeferredError
+from lightning_hybrid.errors import DeferredError, NetworkError
 from lightning_hybrid.remote.deferred import offload
 
 
@@ -95,6 +95,23 @@ def test_a_penalty_adds_its_gradient_to_the_owners(world: World) -> None:
     for seen, old, theirs in zip(gradients, before, world.there.parameters()):
         assert torch.equal(seen, old + 2 * theirs)
         assert torch.equal(theirs.grad, seen)  # type: ignore[arg-type]
+
+
+def test_gradients_that_autograd_makes_as_parts_of_one_tensor_are_added_to(world: World) -> None:
+    torch.cat([p.flatten() for p in world.here.parameters()]).square().sum().backward()
+    world.remote.flush()
+    world.remote.gradients.refuse_parts()  # as the next backward does
+    for theirs in world.there.parameters():
+        assert torch.equal(theirs.grad, 2 * theirs)  # type: ignore[arg-type]
+
+
+def test_an_assigned_part_is_refused_by_a_backward_until_it_is_cleared(world: World) -> None:
+    world.here[0].bias.grad = torch.ones(8)[:4]
+    world.remote.flush()
+    with pytest.raises(NetworkError, match=r"'0\.bias' was made a part of a larger tensor"):
+        world.remote.gradients.refuse_parts()
+    world.remote.release_gradients(["0.weight", "0.bias"])  # as `optimizer.zero_grad()` does
+    world.remote.gradients.refuse_parts()
 
 
 def test_gradients_of_what_is_whole_on_no_rank_are_cleared_and_not_read(world: World) -> None:
