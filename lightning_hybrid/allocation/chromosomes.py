@@ -127,7 +127,7 @@ class Labels:
             genes[order[len(choices) - 1]] = choices[-1].pop()
         raise AllocationError(
             f"found no assignment of {problem.n} partitions to {problem.m} devices within their "
-            "limits: use more or larger devices, or method='exact', which decides it"
+            "limits: use more or larger devices, or smaller partitions"
         )
 
     def _places(self, genes: Ints, partition: int, rng: np.random.Generator) -> list[int]:

@@ -303,9 +303,12 @@ class NetworkGraph:
 
     @cached_property
     def where_sizes_are(self) -> dict[Any, tuple[int, int]]:
-        """Per size symbol the first leaf and dimension that it is the size of."""
+        """Per size symbol a leaf and dimension that it is the size of: the first that is split.
+
+        If none is, the first one. (Of a micro-batch a matrix of samples by samples is still whole.)
+        """
         found: dict[Any, tuple[int, int]] = {}
-        for number, leaf in enumerate(self.leaves):
+        for number, leaf in sorted(enumerate(self.leaves), key=lambda each: each[1].rows is None):
             example = leaf.node.meta.get("example_value")
             if isinstance(example, Tensor):
                 for dimension, size in enumerate(example.shape):

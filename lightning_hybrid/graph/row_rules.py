@@ -459,6 +459,8 @@ def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor
     rows, own = f.label(tensor), f.label(masks[0])
     if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
         return False
+    if own.places is not None:  # whether a place is 0 is another thing in a micro-batch
+        return False
     same = f.size(tensor.shape[rows.dim]) == f.size(masks[0].shape[own.dim])
     return same and rows == own.at(own.dim + at[0])
 
@@ -559,6 +561,8 @@ def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Labe
 def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     """``places // k`` turns places among k entries of each sample into places of samples."""
     rows, by = f.label(call["self"]), call["other"]
+    if isinstance(by, Tensor) and _has_places(f, by):
+        return MEET
     if not isinstance(rows, Rows) or rows.places is None:
         return pointwise(f, call, outs)
     if isinstance(by, Tensor):

@@ -145,7 +145,7 @@ def _read(path: Path, what: dict[str, Any], partitions: int) -> PartitionTable |
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         profile = PartitionTable.from_record(record["profile"])
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
     return profile if record["of"] == what and len(profile.names) == partitions else None
 

@@ -382,3 +382,17 @@ def test_what_is_added_to_other_numbers_is_no_place(adds: bool) -> None:
         return x[order // of.shape[1]][back]
 
     assert (MEET in labels_of(sorted_and_back, "ik:5,im", "i", 1, 1)) is adds
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: _put(x, torch.arange(x.shape[0]).bool()),
+        lambda x: x[3 // torch.arange(x.shape[0])],
+    ],
+    ids=["as a mask", "as a divisor"],
+)
+def test_places_are_good_to_index_with_and_for_nothing_else(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    assert labels_of(function, "ij", "i", 1, 1) == [MEET]

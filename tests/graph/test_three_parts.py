@@ -222,6 +222,19 @@ def test_what_needs_all_samples_is_computed_beside_the_micro_batches(code: Code)
     assert parts.counted == 2
 
 
+def among_neighbours(net: Any, near: Tensor, x: Tensor) -> Tensor:
+    return near @ net.body(x.view(near.shape[0], -1))
+
+
+def test_sizes_of_a_micro_batch_are_those_of_inputs_that_are_split() -> None:
+    network = Net(among_neighbours).double()
+    twin, parts = deepcopy(network), InParts(network)
+    for size in (BATCH, BATCH - 1):
+        near = torch.randn(size, size, dtype=torch.float64)
+        compared_once(network, twin, parts, near, inputs()[0][:size])
+    assert parts.counted == 2
+
+
 # ---------------------------------------------------------------- split by proof alone
 
 
