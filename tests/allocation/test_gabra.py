@@ -241,5 +241,5 @@ def test_more_memory_never_lengthens_the_optimum(seed: int, which: int, more: fl
 def test_a_search_that_gives_up_asks_for_nothing_that_is_refused() -> None:
     sizes, limits = [3.0] * 30, [31.0, 31.0, 28.0]  # 10, 10 and 9 of the 30 fit
     problem = problem_of(sizes, [1] * 3, memory=sizes, memory_limits=limits, contiguous=False)
-    with pytest.raises(AllocationError, match="larger devices, or smaller partitions$"):
+    with pytest.raises(AllocationError, match=r"larger devices, or smaller partitions$"):
         allocate(problem)

@@ -223,7 +223,8 @@ def test_what_needs_all_samples_is_computed_beside_the_micro_batches(code: Code)
 
 
 def among_neighbours(net: Any, near: Tensor, x: Tensor) -> Tensor:
-    return near @ net.body(x.view(near.shape[0], -1))
+    count = near.shape[0]  # (read first, so that it is the first input of the graph)
+    return near @ net.body(x.view(count, -1))
 
 
 def test_sizes_of_a_micro_batch_are_those_of_inputs_that_are_split() -> None:

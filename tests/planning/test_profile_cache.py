@@ -114,7 +114,16 @@ def test_another_number_of_threads_device_or_version_is_measured_anew(
 
 
 @pytest.mark.parametrize(
-    "broken", ["", "{", "[]", "{}", '{"of": {}, "profile": {"forward_s": [3]}}', "\x00\xff"]
+    "broken",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"of": {}, "profile": {"forward_s": [3]}}',
+        '{"profile": []}',
+        "\x00\xff",
+    ],
 )
 def test_a_broken_file_is_measured_and_written_anew(folder: Path, broken: str) -> None:
     profile = Counter()
