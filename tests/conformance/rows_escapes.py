@@ -788,6 +788,7 @@ class StopsInTheMiddle(Row):
 
     sampled = True
     equal_or_refused = ("Enough",)
+    works = EVERY
 
     class Enough(Exception):
         pass
