@@ -2,7 +2,7 @@
 
 Switched on by ``LIGHTNING_HYBRID_TRACE=DIR`` in the environment: each rank then writes
 ``DIR/rank<N>.json`` when its run ends, in the format that ``chrome://tracing`` and Perfetto show.
-Off, a span costs nothing. On a GPU a span is the time in which the host queues the work, and
+Off, no span is opened. On a GPU a span is the time in which the host queues the work, and
 not that of the work itself, which ``torch.profiler`` shows; all-reduces are left out there.
 
 :class:`Stopwatch` adds up computing time for ``HybridGabraStrategy(log_performance=True)``.
