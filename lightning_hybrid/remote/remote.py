@@ -130,7 +130,11 @@ class RemoteTensors:
             refuse_larger(view, value, remotes[id(value)].name)
             make_proxy(view, remotes[id(value)])
         # (this step may have computed with any of them already, when they were ordinary tensors)
-        self.gradients.in_graph |= self._tensors[Kind.PARAMETER]
+        parameters = self._tensors[Kind.PARAMETER]
+        self.gradients.in_graph |= parameters
+        with as_they_are():
+            gradients = {name: remote.value.grad for name, remote in parameters.items()}
+            self.gradients.note_parts({n: g for n, g in gradients.items() if g is not None})
         self.in_graph = True
 
     def _open(self, name: str, place: dict[str, Any], key: str) -> Remote:

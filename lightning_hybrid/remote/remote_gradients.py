@@ -141,7 +141,7 @@ class RemoteGradients:
             self._owners.take(Kind.GRADIENT, values)
         for name in assigned:
             self.release(name)
-        self._note_parts(values)
+        self.note_parts(values)
         return assigned.keys()
 
     def refuse_parts(self) -> None:
@@ -161,7 +161,7 @@ class RemoteGradients:
                 "clear it before the backward (`optimizer.zero_grad()`)."
             )
 
-    def _note_parts(self, gradients: Mapping[str, Tensor]) -> None:
+    def note_parts(self, gradients: Mapping[str, Tensor]) -> None:
         """Note which of these gradients are parts of larger tensors, for :meth:`refuse_parts`."""
         for name, value in gradients.items():
             if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():

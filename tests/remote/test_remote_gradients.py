@@ -114,6 +114,16 @@ def test_an_assigned_part_is_refused_by_a_backward_until_it_is_cleared(world: Wo
     world.remote.gradients.refuse_parts()
 
 
+def test_a_part_that_was_a_gradient_before_its_parameter_moved_is_refused_by_a_backward() -> None:
+    def one_tensor(module: nn.Sequential) -> None:
+        module[0].bias.grad = torch.ones(8)[:4]
+
+    world = World(one_tensor)
+    world.remote.flush()
+    with pytest.raises(NetworkError, match=r"'0\.bias' was made a part of a larger tensor"):
+        world.remote.gradients.refuse_parts()
+
+
 def test_gradients_of_what_is_whole_on_no_rank_are_cleared_and_not_read(world: World) -> None:
     later = nn.Linear(3, 4)
     world.owner.parameters["later.weight"] = theirs = nn.Parameter(torch.zeros(4, 3))
