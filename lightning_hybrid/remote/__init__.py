@@ -26,7 +26,6 @@ from lightning_hybrid.remote.remote_gradients import RemoteGradients
 from lightning_hybrid.remote.unread import (
     Unread,
     is_unread,
-    leave_unread,
     left_unread,
     place_of,
     streaming,
