@@ -195,16 +195,6 @@ def materialize(tensors: Iterable[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def materialized(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, deferred tensors have memory and numbers; changes of them are lost at the end."""
-    with contextlib.ExitStack() as stack:
-        for tensor in tensors:
-            if isinstance(tensor, _Deferred):
-                stack.enter_context(materialized_with(tensor, tensor.numbers()))
-        yield
-
-
-@contextlib.contextmanager
 def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
     """Inside, a deferred tensor is an ordinary one in the memory of ``value``."""
     before = show(tensor, value)

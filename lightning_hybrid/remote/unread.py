@@ -100,21 +100,19 @@ def is_unread(tensor: Any) -> bool:
 
 
 def unread(
-    size: Any, stride: Any, dtype: torch.dtype, read: Callable[[], Tensor], place: object = None
+    tensor: Tensor, read: Callable[[], Tensor], *, place: object = None, name: str = ""
 ) -> Tensor:
-    """A new unread tensor.
+    """Make an unread tensor of a tensor on the meta device, which is returned.
 
     Args:
-        size: its size.
-        stride: its strides.
-        dtype: its type.
+        tensor: has the size, strides and type.
         read: reads its numbers; see :class:`Unread`.
         place: tells where the numbers are; :func:`place_of` returns it.
+        name: its name in errors.
     """
-    tensor = torch.empty_strided(size, stride, dtype=dtype, device="meta")
     maker = Unread(read)
     maker.whole = (place, *_form(tensor))
-    maker.open(tensor, "")
+    maker.open(tensor, name)
     return tensor
 
 

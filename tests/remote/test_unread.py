@@ -27,7 +27,7 @@ class Reads:
 
 
 def made(reads: Callable[[], Tensor] | None = None) -> Any:
-    return unread(VALUE.shape, VALUE.stride(), VALUE.dtype, reads or Reads())
+    return unread(torch.empty_like(VALUE, device="meta"), reads or Reads())
 
 
 def test_looking_reads_nothing_and_each_use_reads_once() -> None:
@@ -69,7 +69,7 @@ def test_outside_a_tensor_has_the_memory_that_it_had() -> None:
 def test_a_stream_is_the_file_of_ordinary_tensors(dtype: torch.dtype) -> None:
     value = VALUE.to(dtype)
     reads = Reads(value)
-    tensor = unread(value.shape, value.stride(), dtype, reads)
+    tensor = unread(torch.empty_like(value, device="meta"), reads)
     files = io.BytesIO(), io.BytesIO()
     with streaming():
         torch.save({"all": tensor, "part": tensor[1:], "more": torch.ones(2)}, files[0])
