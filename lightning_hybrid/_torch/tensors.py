@@ -66,6 +66,12 @@ def is_shared(tensor: Tensor) -> bool:
     return owners > 2  # the tensor, and the storage object of this function
 
 
+def has_tensors(storage: torch.UntypedStorage) -> bool:
+    """Whether any tensor lies in a storage, of which there is one storage object of Python's."""
+    owners: int = _owners(storage._cdata)
+    return owners > 1
+
+
 def is_held(tensor: Tensor) -> bool:
     """Whether something beside Python holds a tensor itself: an autograd graph that has it as leaf.
 

@@ -195,16 +195,6 @@ def materialize(tensors: Iterable[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def materialized(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, deferred tensors have memory and numbers; changes of them are lost at the end."""
-    with contextlib.ExitStack() as stack:
-        for tensor in tensors:
-            if isinstance(tensor, _Deferred):
-                stack.enter_context(materialized_with(tensor, tensor.numbers()))
-        yield
-
-
-@contextlib.contextmanager
 def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
     """Inside, a deferred tensor is an ordinary one in the memory of ``value``."""
     before = show(tensor, value)
@@ -501,8 +491,8 @@ def give_up(tensor: Tensor, name: str) -> None:
         offload(tensor, name, _LOST)
 
 
-def refuse_lost(tensors: Iterable[Tensor]) -> None:
+def refuse_lost(module: nn.Module) -> None:
     """Raise DeferredError before a run for a tensor that :func:`give_up` was called for."""
-    for tensor in tensors:
+    for tensor in (*module.parameters(), *module.buffers()):
         if isinstance(tensor, _Deferred) and tensor._where == _LOST:
             raise _elsewhere(tensor)

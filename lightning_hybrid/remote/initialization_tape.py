@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid._torch.tensors import schema, storage_key, version
+from lightning_hybrid._torch.tensors import has_tensors, schema, storage_key, version
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferred import is_deferred, like, value_of
@@ -146,7 +146,8 @@ class Tape:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._steps: list[Step] = []
+        self._steps: dict[int, Step] = {}
+        self._count = 0
         self._writers: dict[int, list[int]] = {}
         # (kept, since a key is unique only while its storage exists)
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -220,6 +221,20 @@ class Tape:
             )
         )  # fmt: skip
 
+    def forget(self) -> None:
+        """Drop what no living tensor is made of, such as what a later load has overwritten."""
+        living = {key for key, storage in self._storages.items() if has_tensors(storage)}
+        needed = {number: self._steps[number] for number in self._needed(living)}
+        kept = living.union(*(step.reads | step.writes for step in needed.values()))
+        self._steps = needed
+        self._storages = {k: s for k, s in self._storages.items() if k in kept}
+        self.marked &= kept
+        self._writers = {
+            key: [number for number in numbers if number in needed]
+            for key, numbers in self._writers.items()
+            if key in kept
+        }
+
     def _covers(self, view: View) -> bool:
         """Whether a view has as many bytes as its storage."""
         numbers = torch.Size(view.size).numel()
@@ -229,8 +244,9 @@ class Tape:
         if self.marking:
             self.marked |= step.writes
         for key in step.writes:
-            self._writers.setdefault(key, []).append(len(self._steps))
-        self._steps.append(step)
+            self._writers.setdefault(key, []).append(self._count)
+        self._steps[self._count] = step
+        self._count += 1
 
     # ------------------------------------------------------------------ playing
 
@@ -243,12 +259,12 @@ class Tape:
             return [self._look(view, memory) for view in views]
 
     def _needed(self, keys: set[int]) -> list[int]:
-        """Positions of the steps whose results some storages depend on, in order.
+        """Numbers of the steps whose results some storages depend on, in order.
 
         Args:
             keys: keys of the storages.
         """
-        waiting: list[int] = []  # negative positions, so that the heap gives the latest step first
+        waiting: list[int] = []  # negative numbers, so that the heap gives the latest step first
         found: list[int] = []
 
         def want(key: int, before: int) -> None:
@@ -259,7 +275,7 @@ class Tape:
                 heapq.heappush(waiting, -writers[place - 1])
 
         for key in keys:
-            want(key, len(self._steps))
+            want(key, self._count)
         while waiting:
             number = -heapq.heappop(waiting)
             # (it is there several times if several later steps depend on it)

@@ -1,9 +1,7 @@
 """Unread tensors: their numbers are in a file, or on another rank, and are read when needed.
 
-Where the address space of a process is limited, it may be impossible to map a whole file, but
-possible to map a part. So these tensors are deferred (:mod:`lightning_hybrid.remote.deferred`):
-each one is read into temporary memory when its numbers are used, and for good when it is written to
-or enters autograd's graph.
+They are deferred tensors (:mod:`lightning_hybrid.remote.deferred`): each one is read into temporary
+memory when its numbers are used, and for good when it is written to or enters autograd's graph.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.serialization import reduced
 from lightning_hybrid._torch.tensors import as_they_are, without_dispatch_modes
 from lightning_hybrid.remote.deferred import (
-    Before,
     Maker,
     defer,
     exchange,
@@ -92,15 +89,9 @@ def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def _become(tensor: Any, value: Tensor) -> None:
-    """Make an ordinary tensor of an unread one, in the memory of ``value``, with its gradient."""
-    before = make_ordinary(tensor, value).memory
+    """Make an ordinary tensor of an unread one, in the memory of ``value``."""
+    make_ordinary(tensor, value)
     vars(tensor).pop("_was_deferred", None)  # (it is not a tensor that other ranks lack)
-    with as_they_are():
-        gradient = before.grad
-    if gradient is not None:
-        if is_deferred(gradient):
-            gradient._maker.make(gradient)  # type: ignore[attr-defined]
-        tensor.grad = gradient
 
 
 def is_unread(tensor: Any) -> bool:
@@ -109,21 +100,19 @@ def is_unread(tensor: Any) -> bool:
 
 
 def unread(
-    size: Any, stride: Any, dtype: torch.dtype, read: Callable[[], Tensor], place: object = None
+    tensor: Tensor, read: Callable[[], Tensor], *, place: object = None, name: str = ""
 ) -> Tensor:
-    """A new unread tensor.
+    """Make an unread tensor of a tensor on the meta device, which is returned.
 
     Args:
-        size: its size.
-        stride: its strides.
-        dtype: its type.
+        tensor: has the size, strides and type.
         read: reads its numbers; see :class:`Unread`.
         place: tells where the numbers are; :func:`place_of` returns it.
+        name: its name in errors.
     """
-    tensor = torch.empty_strided(size, stride, dtype=dtype, device="meta")
     maker = Unread(read)
     maker.whole = (place, *_form(tensor))
-    maker.open(tensor, "")
+    maker.open(tensor, name)
     return tensor
 
 
@@ -140,27 +129,18 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
-def leave_unread(tensor: Any, name: str, value: Any) -> Before:
-    """Free a tensor's memory, and make it an unread tensor named ``name`` with numbers of another.
+@contextmanager
+def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, a tensor has no memory and reads ``value`` when it is used; after it, as before.
 
     Args:
         tensor: the tensor; it stays the same object.
         name: its name.
         value: an unread tensor of equal form.
-
-    Returns:
-        What :func:`restore` needs to undo it.
     """
     with as_they_are(), torch.no_grad():
         before = exchange(tensor, ordinary(tensor, like(value, "meta")))
         value._maker.open(tensor, name)
-    return before
-
-
-@contextmanager
-def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a tensor has no memory and reads ``value`` when it is used; after it, as before."""
-    before = leave_unread(tensor, name, value)
     try:
         yield
     finally:

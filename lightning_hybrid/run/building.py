@@ -25,7 +25,7 @@ from lightning_hybrid._lightning_private import set_module_device
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import Failure
 from lightning_hybrid.planning import gigabytes
-from lightning_hybrid.remote import Deferral, is_deferred, is_unread, materialize
+from lightning_hybrid.remote import Deferral, is_deferred
 from lightning_hybrid.run.world import NoWorld, World
 from lightning_hybrid.stage import with_room_for
 from lightning_hybrid.state import (
@@ -222,7 +222,6 @@ def have_on_device(
     away = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
     try:
         if away <= _OF_WHAT_IS_FREE * torch.cuda.mem_get_info(device)[0]:
-            materialize(filter(is_unread, tensors))
             _move_with_states(module, optimizers, device)
             return
     except torch.OutOfMemoryError:  # the run has gone well all the same

@@ -40,7 +40,6 @@ from lightning_hybrid.driver import (
     Driver,
     DriverOptions,
     Planner,
-    bring_here,
 )
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import place_now
@@ -390,7 +389,6 @@ class DriverSession:
         self._driver.close()
         self._release()
         self._driver.end_stages()
-        bring_here(self._run.module)
         self._run.plans.update(plans)
         for watcher in self._watchers:
             watcher.begin_anew()

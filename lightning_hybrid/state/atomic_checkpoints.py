@@ -1,11 +1,10 @@
 """Writes checkpoints so that a kill in the middle of it leaves the previous one whole.
 
-A file is replaced by a rename. If one of the two is a folder, their paths are exchanged in one
-step, where the system can: after a kill both are as before, or both exchanged. Asynchronous
-checkpoints are written by jobs that run beside training (:class:`Background`).
+A checkpoint is written beside the one that it replaces, as ``.NAME.part``, and gets its name when
+it is on the disk. Asynchronous checkpoints are written by jobs that run beside training
+(:class:`Background`).
 """
 
-import ctypes
 import errno
 import os
 import shutil
@@ -29,13 +28,7 @@ from lightning_hybrid.state.sharded_checkpoint import (
     named_disk_errors,
     read_sharded,
 )
-from lightning_hybrid.state.tensor_file import (
-    PIECE_BYTES,
-    let_go,
-    load_unread,
-    may_be_mapped,
-    remember_mapped,
-)
+from lightning_hybrid.state.tensor_file import PIECE_BYTES, let_go, remember_mapped
 
 
 class Background:
@@ -85,20 +78,6 @@ class Background:
             raise error
 
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange two files or folders. Returns whether this system and file system can do it."""
-    try:
-        # `os` has no call that exchanges two names
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError, TypeError):
-        return False
-    paths = [os.fsencode(path) for path in (one, other)]
-    return not rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE)
-
-
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a new file in the checkpoint's folder, which replaces the old one when it is complete.
 
@@ -122,14 +101,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         with (
-            _Beside(target) as file,
+            _becoming(_new(target), target) as new,
+            named_disk_errors(path),
+            new.open("wb") as file,
             # weights of other ranks are fetched one by one as they are written: all may not fit
             streaming(),
-            named_disk_errors(path),
         ):
             torch.save(checkpoint, cast(BinaryIO, _LettingGo(file)))
+            file.flush()
+            # contents first: a name without them would be an empty file after a power cut
+            os.fsync(file.fileno())
 
     def load_checkpoint(
         self,
@@ -149,64 +131,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         # files of the format before torch 1.6 cannot be mapped
         if "://" in str(path) or not is_zipfile(path):
             return super().load_checkpoint(path, map_location, weights_only)
-        with Path(path).open("rb") as file:
-            if not may_be_mapped(file):
-                return load_unread(path, weights_only)
         # mapped, since a rank needs only some of it: pages that are not read take no memory
         loaded: dict[str, Any] = torch.load(
             path, map_location=map_location, weights_only=weights_only, mmap=True
         )
         remember_mapped(path)
         return loaded
-
-
-class _Beside:
-    """Context with a new file, which replaces another one if the block ends without an error.
-
-    Until then it has no name, so that a kill leaves nothing. On file systems without such files it
-    has a name, always the same, so that the next attempt overwrites it.
-
-    Args:
-        target: the path of the file to replace.
-    """
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-        self._named = target.with_name(f".{target.name}.part")
-        self._has_name = False
-
-    def __enter__(self) -> BinaryIO:
-        self._file = self._open()
-        return self._file
-
-    def _open(self) -> BinaryIO:
-        if hasattr(os, "O_TMPFILE"):
-            with suppress(OSError):
-                # a file without a name vanishes with its process, whatever ends that
-                flags = os.O_TMPFILE | os.O_WRONLY
-                return os.fdopen(os.open(self._target.parent, flags, 0o666), "wb")
-        self._has_name = True
-        return self._named.open("wb")
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._file.flush()
-                # contents first: a name without them would be an empty file after a power cut
-                os.fsync(self._file.fileno())
-                if not self._has_name:
-                    self._give_name()
-                _refuse_other_folder(self._target)
-                _put_in_place(self._named, self._target)
-        finally:
-            with suppress(OSError):  # (after an error closing tries to write once more)
-                self._file.close()
-            self._named.unlink(missing_ok=True)
-
-    def _give_name(self) -> None:
-        self._named.unlink(missing_ok=True)
-        # (`src_dir_fd`, which has no effect on an absolute path, makes Python follow the link)
-        os.link(f"/proc/self/fd/{self._file.fileno()}", self._named, src_dir_fd=0)
 
 
 class Stager(Protocol):
@@ -259,7 +189,8 @@ class ShardedSaves:
         try:
             write = stager.stage_shards(checkpoint, folder, self._given_up)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                _remove(folder)
             raise
 
         def become() -> None:
@@ -293,32 +224,43 @@ class ShardedSaves:
         self._given_up.set()
 
 
+def _new(target: Path) -> Path:
+    """The path where what replaces ``target`` is written: nothing is there, and its folder is."""
+    if target.is_dir() and not is_sharded(target):
+        raise IsADirectoryError(
+            errno.EISDIR, "a checkpoint cannot take the place of a folder", str(target)
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = _beside(target, "part")
+    _remove(new)
+    return new
+
+
 def _new_folder(target: Path) -> Path:
-    _refuse_other_folder(target)
-    folder = _beside(target, "part")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder = _new(target)
+    folder.mkdir()
     return folder
 
 
 @contextmanager
-def _becoming(folder: Path, target: Path) -> Iterator[Path]:
-    """Inside, a folder is filled. Then it replaces ``target``; after an error it is removed.
+def _becoming(new: Path, target: Path) -> Iterator[Path]:
+    """Inside, a file or folder is filled. Then it replaces ``target``; after an error it goes.
 
     A kill leaves it, under a name that begins with a dot, and the next attempt removes it.
     """
     try:
-        yield folder
-        _put_in_place(folder, target)
+        yield new
+        _put_in_place(new, target)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # (a rank of a failed run may still write to a folder)
+            _remove(new)
         raise
 
 
 def _remove_checkpoint(target: Path) -> None:
     if is_sharded(target):  # renamed first: a kill must not leave a part under its name
         gone = _beside(target, "gone")
-        shutil.rmtree(gone, ignore_errors=True)
+        _remove(gone)
         target.rename(gone)
         _remove(gone)
     elif target.is_file():
@@ -329,25 +271,15 @@ def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}")
 
 
-def _refuse_other_folder(target: Path) -> None:
-    if target.is_dir() and not is_sharded(target):
-        raise IsADirectoryError(
-            errno.EISDIR, "a checkpoint cannot take the place of a folder", str(target)
-        )
-
-
 def _put_in_place(new: Path, target: Path) -> None:
     """Move a file or folder to ``target``, and remove what was there."""
-    if not (target.is_dir() or (new.is_dir() and target.exists())):
-        new.replace(target)
-    elif exchange(new, target):
-        _remove(new)
-    else:  # (a kill in between leaves the old one, as `.NAME.before`)
-        before = _beside(target, "before")
+    before = _beside(target, "before")
+    # (a folder is not replaced in one step: a kill in between leaves the old one, `.NAME.before`)
+    if target.is_dir() or (new.is_dir() and target.exists()):
         _remove(before)
         target.rename(before)
-        new.rename(target)
-        _remove(before)
+    new.replace(target)
+    _remove(before)
     # a rename is on the disk when the folder is
     folder = os.open(target.parent, os.O_RDONLY)
     with suppress(OSError):  # not every file system can

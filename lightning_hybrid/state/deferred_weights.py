@@ -28,11 +28,11 @@ from lightning_hybrid.remote import (
     left_unread,
     materialize,
     materialize_here,
-    materialized,
     materialized_with,
     occupy,
     offload,
     vacate,
+    value_of,
 )
 from lightning_hybrid.stage import tensors_of
 from lightning_hybrid.state.divided_optimizer_states import gather_states
@@ -168,12 +168,9 @@ def whole(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
                     else materialized_with(tensors[name], value)
                 )
                 stack.enter_context(shown)
-        rest = {
-            id(t): t
-            for t in tensors_of(module).values()
-            if is_deferred(t) and not (is_offloaded(t) or is_unread(t))
-        }
-        stack.enter_context(materialized(rest.values()))
+        for tensor in tensors_of(module).values():  # (a tied one is not deferred the second time)
+            if is_deferred(tensor) and not (is_offloaded(tensor) or is_unread(tensor)):
+                stack.enter_context(materialized_with(tensor, value_of(tensor)))
         yield
 
 

@@ -39,7 +39,7 @@ from lightning_hybrid._torch.tensors import as_they_are, storage_key
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import TensorSpec, bytes_of
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.remote import Unread, is_deferred, materialize, place_of, streaming, unread
+from lightning_hybrid.remote import is_deferred, materialize, place_of, streaming, unread
 
 META = "meta.pt"
 """The file with the rest of the checkpoint, named as by Lightning."""
@@ -147,7 +147,7 @@ def unread_there(spec: TensorSpec, owned: Owned | None, read: Callable[[], Tenso
     def numbers() -> Tensor:
         return bytes_of(spec.laid_out(read())).cpu()
 
-    return unread(form.shape, form.stride(), form.dtype, numbers, owned)
+    return unread(form, numbers, place=owned)
 
 
 def _key(part: str, steps: Sequence[Any]) -> Key:
@@ -353,7 +353,7 @@ def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[s
             key = ".".join(_key(part, [step for _, step in steps]))
             # a tied weight stands in the outline twice, and is opened once
             if tensor.is_meta and id(tensor) not in seen and key in stored:
-                Unread(stored.reader(key, tensor)).open(tensor, key)
+                unread(tensor, stored.reader(key, tensor), name=key)
                 # small ones now: there are many, and a read of each by itself takes long
                 if tensor.nbytes <= _SMALL_BYTES:
                     materialize([tensor])
@@ -377,7 +377,7 @@ class _Stored:
         return key in self._metadata.state_dict_metadata
 
     def reader(self, key: str, outline: Tensor) -> Callable[[], Tensor]:
-        """A function for :class:`Unread` that reads a tensor of this form, as bytes."""
+        """A function for :func:`unread` that reads a tensor of this form, as bytes."""
         size, stride, dtype = outline.shape, outline.stride(), outline.dtype
 
         def read() -> Tensor:

@@ -26,7 +26,7 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._lightning_private import let_fabric_clear_gradients
 from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import Config, Count, Rng, Shape
-from lightning_hybrid.driver import StartProgress, bring_here
+from lightning_hybrid.driver import StartProgress
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import (
@@ -250,7 +250,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         """Part: workers leave from here and serve; drivers go on as under DDP."""
         self._require_launch()
         self._refuse(module)
-        bring_here(module)
         if not self.coordinates.is_driver:
             module.cpu()  # Fabric has moved it, of which this device is to have its stages
         run = self._begin(module)

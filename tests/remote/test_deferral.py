@@ -9,6 +9,7 @@ from monai.networks.nets import DenseNet, SwinUNETR, UNet, ViT, resnet18
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from lightning_hybrid._torch.tensors import is_shared
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferral import has_loaded
 from lightning_hybrid.remote.deferred import (
@@ -175,12 +176,27 @@ def test_what_is_loaded_from_a_file_is_read_when_its_rank_makes_it() -> None:
         reads.append(True)
         return value.clone().view(-1).view(torch.uint8)
 
-    state = {"0.weight": unread(value.shape, value.stride(), value.dtype, read)}
+    state = {"0.weight": unread(torch.empty_like(value, device="meta"), read)}
     with deferral.loading(network, alone=True):
         network.load_state_dict(state, strict=False)
     assert reads == []
     assert has_loaded(network[0].weight)
     assert torch.equal(value_of(network[0].weight), value)
+
+
+def test_what_a_later_load_overwrites_is_forgotten() -> None:
+    network, deferral = build(lambda: nn.Linear(800, 700))
+    values = [torch.full((700, 800), float(number)) for number in range(3)]
+    for value in values:
+        with deferral.loading(network, alone=False):
+            network.load_state_dict({"weight": value}, strict=False)
+    assert [is_shared(value) for value in values] == [False, False, True]
+    assert torch.equal(value_of(network.weight), values[-1])
+    assert torch.equal(value_of(network.bias), made(lambda: nn.Linear(800, 700)).bias)
+    materialize(network.parameters())
+    with deferral.loading(network, alone=False):
+        pass
+    assert not is_shared(values[-1])
 
 
 def test_an_initialisation_that_needs_numbers_to_go_on_is_refused_by_name() -> None:

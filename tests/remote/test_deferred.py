@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from lightning_hybrid.remote.deferred import (
     is_deferred,
     is_offloaded,
     materialize_here,
-    materialized,
     materialized_with,
     offload,
     value_of,
@@ -82,6 +82,8 @@ def test_a_tensor_of_another_rank_says_where_it_is() -> None:
 
 def test_changes_inside_of_made_are_lost() -> None:
     net, expected = build(pair)[0], made(pair)
-    with materialized(net.parameters()), torch.no_grad():
+    with ExitStack() as stack, torch.no_grad():
+        for parameter in net.parameters():
+            stack.enter_context(materialized_with(parameter, value_of(parameter)))
         net[0].weight.zero_()
     assert torch.equal(value_of(net[0].weight), expected[0].weight)
