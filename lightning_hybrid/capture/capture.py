@@ -48,7 +48,6 @@ from lightning_hybrid.graph import (
     describe,
     held_by,
     reason_in,
-    with_masks,
 )
 
 _LOCK = "_hook_installation_lock"
@@ -168,8 +167,7 @@ class Capture:
         divides: whether to divide a graph in which samples meet into prologue, heavy part and tail
             (:mod:`lightning_hybrid.graph.three_parts`); ``run`` gets the heavy part alone.
         draws: whether each micro-batch may draw random numbers by itself. Else a graph is divided
-            only if all random numbers, also the masks of dropout, can be drawn for the whole batch
-            (:mod:`lightning_hybrid.graph.dropout_masks`).
+            only if prologue and tail draw all of its random numbers, for the whole batch.
 
     Attributes:
         reason: if the last call was captured anew, the value in the user's code that required it;
@@ -304,22 +302,9 @@ class Capture:
         self, module: fx.GraphModule, names: Sequence[str | None], values: Sequence[Any]
     ) -> Divided:
         shared = frozenset(self._shared)
-
-        def described(module: fx.GraphModule) -> NetworkGraph:
-            return describe(
-                module, self.network, names, self._given, values, shared, self._batch_dim
-            )
-
-        # Masks are drawn beforehand only if that changes the numbers: they cost a byte per element.
-        graph = described(module)
+        graph = describe(module, self.network, names, self._given, values, shared, self._batch_dim)
         _refuse_one_region(graph)
-        if self._draws or not self._divides or graph.is_static or not graph.uses_rng:
-            return Divided(graph, divides=self._divides)
-        divided = Divided(described(with_masks(module)), divides=True, draws=False)
-        if divided.heavy.meets is None:
-            return divided
-        graph.meets = divided.heavy.meets
-        return Divided(graph, divides=False)
+        return Divided(graph, divides=self._divides, draws=self._draws)
 
     def _find_batch(self, graph: NetworkGraph, values: Sequence[Any]) -> None:
         """If batches cannot be split, and layers have them in dimension 1, ask to try that, once.

@@ -11,7 +11,6 @@ from lightning_hybrid.graph.cut_stages import (
     make_stages,
 )
 from lightning_hybrid.graph.cuts import Cuts
-from lightning_hybrid.graph.dropout_masks import with_masks
 from lightning_hybrid.graph.graph import Leaf, NetworkGraph, fits, reached, why_whole
 from lightning_hybrid.graph.graph_from_dynamo import describe
 from lightning_hybrid.graph.partition import (

@@ -36,7 +36,6 @@ from lightning_hybrid.graph.annotate import (
     memory_of,
     modes_restored,
 )
-from lightning_hybrid.graph.dropout_masks import MASKS
 from lightning_hybrid.graph.graph import NetworkGraph
 from lightning_hybrid.graph.graph_from_dynamo import rows_of_input
 from lightning_hybrid.graph.recurrent_layers import RECURRENT
@@ -310,7 +309,7 @@ class _Walk:
 
     def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
         """Whether the driver can compute a node for all samples, and split what it returns."""
-        labels = [self._drawn(node, tensor) for tensor in tensors]
+        labels = list(map(self._run.by_shape, tensors))
         is_tensor = isinstance(self._values[node], Tensor)  # (else ask its parts)
         if node not in self._early or not is_tensor or MEET in labels:
             return False
@@ -318,13 +317,6 @@ class _Walk:
             self._run.set(tensor, label)
         self.found.prologue.add(node)
         return True
-
-    def _drawn(self, node: fx.Node, tensor: Tensor) -> Label:
-        """The label of a result of a node, by its shape; a mask of dropout has its tensor's."""
-        label = self.found.label(node.meta[MASKS]) if MASKS in node.meta else None
-        if isinstance(label, Rows) and label.plain and self._run.borne_out(label, tensor) is label:
-            return label
-        return self._run.by_shape(tensor)
 
 
 @contextmanager

@@ -280,7 +280,7 @@ class _Parts:
         random = [node for node in self.order if self._is_random(node)]
         own = [node for node in random if node in self.heavy and node not in self.early]
         if own and not self._draws:
-            return f"{self._at(own[0])} draws random numbers that are not made of sizes alone"
+            return f"{self._at(own[0])} draws random numbers, in the order of one device"
         late = next((node for node in random if node in self.tail), None)
         first = [self.order[node] for node in random if node in self.early]
         if late is not None and max(first, default=-1) > self.order[late]:
