@@ -23,10 +23,9 @@ Encoders of eight layers, like BERT with a padding mask and like Llama, in four 
     python benchmarks/against_ddp.py --networks bert,llama \\
         --peers "one thread;ddp;hybrid 1x2, 1;hybrid 1x2, 4;pipelining, 4" --rounds 5
 
-The latter with dropout, drawn by each micro-batch and as on one device:
+The latter with dropout, drawn by each micro-batch:
 
-    python benchmarks/against_ddp.py --networks dropout \
-        --peers "one thread;hybrid 1x2, 4;hybrid 1x2, 4, rng=device" --rounds 5
+    python benchmarks/against_ddp.py --networks dropout --peers "one thread;hybrid 1x2, 4"
 """
 
 import argparse
@@ -193,7 +192,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "hybrid 1x2, 2": fixed(1, 2, 2),
     "hybrid 1x2, 3": fixed(1, 2, 3),
     "hybrid 1x2, 4": fixed(1, 2, 4),
-    "hybrid 1x2, 4, rng=device": fixed(1, 2, 4, rng="device"),
     "hybrid 2x1, 1": fixed(2, 1, 1),
     "automatic": HybridGabraStrategy,
 }

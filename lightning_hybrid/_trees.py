@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,30 +58,11 @@ def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
         items = {key: rebuild(part, leaf) for key, part in value.items()}
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, tuple):
-        return with_parts(value, [rebuild(part, leaf) for part in value])
+        parts = [rebuild(part, leaf) for part in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*parts)
+        # a torch.Size holds numbers only; what torch.max returns is a tuple class of its own
+        return tuple(parts) if isinstance(value, torch.Size) else type(value)(parts)
     if isinstance(value, list):
         return [rebuild(part, leaf) for part in value]
     return leaf(value)
-
-
-def with_parts(value: tuple[Any, ...], parts: Iterable[Any]) -> Any:
-    """A tuple of the class of ``value`` with other parts."""
-    if hasattr(value, "_fields"):
-        return type(value)(*parts)
-    # a torch.Size holds numbers only; what torch.max returns is a tuple class of its own
-    return tuple(parts) if isinstance(value, torch.Size) else type(value)(parts)
-
-
-def get(container: Any, step: Step) -> Any:
-    """A part of a container."""
-    kind, key = step
-    return getattr(container, key) if kind == "attr" else container[key]
-
-
-def put(container: Any, step: Step, part: Any) -> None:
-    """Exchange a part of a container; of a frozen dataclass too."""
-    kind, key = step
-    if kind == "attr":
-        object.__setattr__(container, key, part)
-    else:
-        container[key] = part

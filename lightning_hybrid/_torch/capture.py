@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pkgutil import resolve_name
 from types import CodeType
@@ -74,30 +74,18 @@ _CAPTURE: dict[str, Any] = {
 _SHAPES = {"use_duck_shape": False}
 
 
-def _patch(place: str, settings: dict[str, Any]) -> Callable[[], Callable[[], object]]:
-    """A function that changes settings of a module of torch, and returns one that puts them back.
-
-    A setting that this torch does not have is left out.
-    """
-    there = {k: v for k, v in settings.items() if find(f"{place}:{k}", _ABSENT) is not _ABSENT}
-    # `patch` makes a class and looks up each setting in every step; torch's fast way does not
-    fast = find(f"{place}:_make_closure_patcher")
-    if fast is not None:
-        patcher: Callable[[], Callable[[], object]] = fast(**there)
-        return patcher
-
-    def slowly() -> Callable[[], object]:
-        stack = ExitStack()
-        stack.enter_context(resolve_name(place).patch(**there))
-        return stack.close
-
-    return slowly
-
-
 _ABSENT = object()
-_PATCHES = (
-    _patch("torch._dynamo.config", _CAPTURE),
-    _patch("torch.fx.experimental._config", _SHAPES),
+
+
+def _there(place: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A module of settings, and those of these settings that this torch has."""
+    known = {k: v for k, v in settings.items() if find(f"{place}:{k}", _ABSENT) is not _ABSENT}
+    return resolve_name(place), known
+
+
+_SETTINGS = (
+    _there("torch._dynamo.config", _CAPTURE),
+    _there("torch.fx.experimental._config", _SHAPES),
 )
 
 
@@ -183,14 +171,14 @@ def capture_settings() -> Iterator[None]:
     _ignore_repeated_warnings()
     # (settings are of this thread alone; the depth tells replaced functions, which all threads
     # call, that this one captures)
-    reverts = [patch() for patch in _PATCHES]
-    _capturing.depth = getattr(_capturing, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _capturing.depth -= 1
-        for revert in reverts:
-            revert()
+    with ExitStack() as stack:
+        for config, settings in _SETTINGS:
+            stack.enter_context(config.patch(**settings))
+        _capturing.depth = getattr(_capturing, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            _capturing.depth -= 1
 
 
 def free_sizes(tensors: Iterable[Tensor], dimensions: int) -> None:

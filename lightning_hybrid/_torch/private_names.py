@@ -39,8 +39,6 @@ OPTIONAL = {
     "torch._dynamo.config:allow_unspec_int_on_nn_module": (
         "a network that counts its calls is captured again in each of them"
     ),
-    "torch._dynamo.config:_make_closure_patcher": "each step takes 0.1 ms more",
-    "torch.fx.experimental._config:_make_closure_patcher": "each step takes 0.1 ms more",
     "torch._dynamo:maybe_mark_dynamic": "the first graph of a network does not split batches",
     "torch._dynamo:OptimizedModule": "it is not said that a compiled part is compiled by stages",
     "torch._dynamo.utils:get_compilation_metrics": "no reason is told for another capture",

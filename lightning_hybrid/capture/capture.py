@@ -40,7 +40,7 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.capture.own_classes import Plain, is_followed, refused_class
+from lightning_hybrid.capture.own_classes import is_followed, like, plain, refused_class
 from lightning_hybrid.capture.rewritten_functions import PACKS, captured_functions
 from lightning_hybrid.graph import (
     Divided,
@@ -48,7 +48,6 @@ from lightning_hybrid.graph import (
     describe,
     held_by,
     reason_in,
-    with_masks,
 )
 
 _LOCK = "_hook_installation_lock"
@@ -133,6 +132,17 @@ def _refuse_classes(tensors: Iterable[Tensor]) -> None:
             raise NotCaptured(reason)
 
 
+def _refuse_inside(given: Iterable[Tensor]) -> None:
+    """Refuse tensors of a class of their own in containers, to which the network may write."""
+    kind = next((type(tensor) for tensor in given if is_followed(type(tensor))), None)
+    if kind is not None:
+        raise NotCaptured(
+            f"a list or dictionary that it takes has a {kind.__name__} inside",
+            advice="Give it as an argument of its own, or as an ordinary tensor "
+            "(tensor.as_subclass(torch.Tensor)).",
+        )
+
+
 def _refuse_optimizers(module: fx.GraphModule) -> None:
     """Refuse code that looks at an optimizer: the graph would hold its weights as constants."""
     if any(isinstance(value, nn.Parameter) for value in held_by(module).values()):
@@ -168,8 +178,7 @@ class Capture:
         divides: whether to divide a graph in which samples meet into prologue, heavy part and tail
             (:mod:`lightning_hybrid.graph.three_parts`); ``run`` gets the heavy part alone.
         draws: whether each micro-batch may draw random numbers by itself. Else a graph is divided
-            only if all random numbers, also the masks of dropout, can be drawn for the whole batch
-            (:mod:`lightning_hybrid.graph.dropout_masks`).
+            only if prologue and tail draw all of its random numbers, for the whole batch.
 
     Attributes:
         reason: if the last call was captured anew, the value in the user's code that required it;
@@ -222,17 +231,24 @@ class Capture:
         Raises:
             NotCaptured: TorchDynamo cannot follow; nothing has happened.
         """
-        given = [tensor for _, tensor in tensors_in((args, kwargs))]
-        if not any(type(tensor) is not Tensor and is_followed(type(tensor)) for tensor in given):
-            return self._called(args, kwargs, given)
-        with Plain(args, kwargs) as plain:
-            given = [tensor for _, tensor in tensors_in((plain.args, plain.kwargs))]
-            return plain.as_on_one_device(self._called(plain.args, plain.kwargs, given))
+        values = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        own = {id(value): value for value in values if is_followed(type(value))}
+        if not own:
+            return self._called(args, kwargs)
+        stands = {number: plain(value) for number, value in own.items()}
+        result = self._called(
+            tuple(stands.get(id(value), value) for value in args),
+            {name: stands.get(id(value), value) for name, value in kwargs.items()},
+        )
+        first, *_ = own.values()
+        return like(result, first, {id(stands[number]): own[number] for number in own})
 
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # 1. Before TorchDynamo looks: what it would fail on, and which sizes are to stay free.
         #    Without a mark it captures for the sizes of the first call, and again for others.
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
         _refuse_classes(given)
+        _refuse_inside(given)
         self._given = [id(tensor) for tensor in given]
         free_sizes(given, 1 + self._batch_dim)
         # 2. The call. Its guards choose a graph, or `_take` gets a new one; then the graph runs.
@@ -244,7 +260,7 @@ class Capture:
             forget_compiled(self, self._code)
             self._batch_dim, self._captured = 1 - self._batch_dim, 0
             self._looks_behind = self._batch_dim == 1  # once each way, and then the first again
-            return self._called(args, kwargs, given)
+            return self._called(args, kwargs)
         except (
             TorchDynamoException,
             FailOnRecompileLimitHit,
@@ -253,7 +269,7 @@ class Capture:
             if PACKS in str(error):
                 raise NotCaptured(PACKS, by_its_kind=True) from error
             if installs_hooks(str(error), self.network):
-                return self._called(args, kwargs, given)
+                return self._called(args, kwargs)
             raise NotCaptured(reason_in(str(error))) from error
         except AssertionError as error:
             if not str(error).startswith(FAILED_AT_ONCE):
@@ -304,22 +320,9 @@ class Capture:
         self, module: fx.GraphModule, names: Sequence[str | None], values: Sequence[Any]
     ) -> Divided:
         shared = frozenset(self._shared)
-
-        def described(module: fx.GraphModule) -> NetworkGraph:
-            return describe(
-                module, self.network, names, self._given, values, shared, self._batch_dim
-            )
-
-        # Masks are drawn beforehand only if that changes the numbers: they cost a byte per element.
-        graph = described(module)
+        graph = describe(module, self.network, names, self._given, values, shared, self._batch_dim)
         _refuse_one_region(graph)
-        if self._draws or not self._divides or graph.is_static or not graph.uses_rng:
-            return Divided(graph, divides=self._divides)
-        divided = Divided(described(with_masks(module)), divides=True, draws=False)
-        if divided.heavy.meets is None:
-            return divided
-        graph.meets = divided.heavy.meets
-        return Divided(graph, divides=False)
+        return Divided(graph, divides=self._divides, draws=self._draws)
 
     def _find_batch(self, graph: NetworkGraph, values: Sequence[Any]) -> None:
         """If batches cannot be split, and layers have them in dimension 1, ask to try that, once.

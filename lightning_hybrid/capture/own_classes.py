@@ -3,17 +3,18 @@
 Stages compute with ordinary tensors. Two kinds of classes change no number: those with torch's
 default ``__torch_function__``, which only gives results the class, and MONAI's, which also keeps a
 description. For these the network is called on ordinary tensors in the same memory, and what it
-returns gets the class that it has on one device. Any other ``__torch_function__`` may do anything,
-and TorchDynamo does not follow all of it, so such a class is refused.
+returns gets the class that it has on one device. Inside of containers they are refused, since the
+network may write to these. Any other ``__torch_function__`` may do anything, and TorchDynamo does
+not follow all of it, so such a class is refused.
 """
 
-from collections.abc import Callable
-from typing import Any, Self, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid._trees import Step, children, get, put, rebuild, with_parts
+from lightning_hybrid._trees import rebuild
 from lightning_hybrid.remote import Intercepted
 
 _CARRIES_A_DESCRIPTION = "monai.data.meta_tensor.MetaTensor"
@@ -40,60 +41,25 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
-class Plain:
-    """The arguments of a call, with ordinary tensors in place of those of classes of their own.
+def like(result: Any, first: Tensor, given: Mapping[int, Tensor]) -> Any:
+    """What a network has returned for ordinary tensors, in the classes that it has without stages.
 
-    The network's Python may write into lists, dictionaries and dataclasses that it is given, so
-    these stay the same objects. As a context, it puts the given tensors back into them on exit.
-
-    Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments.
+    Args:
+        result: containers with tensors.
+        first: the first argument of a class of its own.
+        given: all of these arguments, by the identity of the ordinary tensor in their place.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given: dict[int, tuple[Tensor, Tensor]] = {}  # by identity of the given one
-        self._undo: list[tuple[Any, Step, Any, Any]] = []
-        self.args = tuple(map(self._plain, args))
-        self.kwargs = {name: self._plain(value) for name, value in kwargs.items()}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for container, step, inside, given in self._undo:
-            if get(container, step) is inside:  # else it was written to
-                put(container, step, given)
-
-    def as_on_one_device(self, result: Any) -> Any:
-        """The results of the network, in the classes that they have without stages."""
+    def followed(part: Any) -> Any:
+        if id(part) in given:
+            return given[id(part)]
+        if type(part) is not Tensor:
+            return part
         # (of an operation on several tensors torch gives the result the class of the first)
-        first, _ = next(iter(self._given.values()))
-        back = {id(other): given for given, other in self._given.values()}
+        kind: Any = type(first)
+        return kind.__torch_function__(_second, (kind,), (first, part))
 
-        def followed(part: Any) -> Any:
-            if id(part) in back:
-                return back[id(part)]
-            if type(part) is not Tensor:
-                return part
-            kind: Any = type(first)
-            return kind.__torch_function__(_second, (kind,), (first, part))
-
-        return rebuild(result, followed)
-
-    def _plain(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if not is_followed(type(value)):
-                return value
-            return self._given.setdefault(id(value), (value, plain(value)))[1]
-        if isinstance(value, tuple):
-            return with_parts(value, map(self._plain, value))
-        for step, part in children(value) or ():
-            inside = self._plain(part)
-            if inside is not part:
-                put(value, step, inside)
-                self._undo.append((value, step, inside, part))
-        return value
+    return rebuild(result, followed)
 
 
 def _second(_: Tensor, second: Tensor) -> Tensor:

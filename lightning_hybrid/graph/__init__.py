@@ -11,7 +11,6 @@ from lightning_hybrid.graph.cut_stages import (
     make_stages,
 )
 from lightning_hybrid.graph.cuts import Cuts
-from lightning_hybrid.graph.dropout_masks import with_masks
 from lightning_hybrid.graph.graph import Leaf, NetworkGraph, fits, reached, why_whole
 from lightning_hybrid.graph.graph_from_dynamo import describe
 from lightning_hybrid.graph.partition import (
@@ -25,4 +24,4 @@ from lightning_hybrid.graph.recurrent_layers import FREE_SEQUENCES
 from lightning_hybrid.graph.rows import joined, slices
 from lightning_hybrid.graph.source_places import FAILS, place_now, place_of, reason_in
 from lightning_hybrid.graph.stage_code import held_by
-from lightning_hybrid.graph.three_parts import Divided, is_running_statistic, views_of_inputs
+from lightning_hybrid.graph.three_parts import Divided, is_running_statistic

@@ -28,7 +28,7 @@ from lightning_hybrid._torch.tensors import (
     schema,
     version,
 )
-from lightning_hybrid._trees import rebuild, tensors_in
+from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.graph.annotate import (
     FAILURES,
     arguments_of,
@@ -36,7 +36,6 @@ from lightning_hybrid.graph.annotate import (
     memory_of,
     modes_restored,
 )
-from lightning_hybrid.graph.dropout_masks import MASKS
 from lightning_hybrid.graph.graph import NetworkGraph
 from lightning_hybrid.graph.graph_from_dynamo import rows_of_input
 from lightning_hybrid.graph.recurrent_layers import RECURRENT
@@ -73,7 +72,8 @@ class Followed:
     Attributes:
         labels: per node, those of its tensors in order; of a number none.
         why: per node in which samples meet first, the operator that makes them meet.
-        tried: nodes that no rule covers (custom operators), and that have passed a trial.
+        tried: nodes that no rule covers, and that have passed a trial: custom operators, and calls
+            of an ``autograd.Function``.
         prologue: nodes that are computed from the inputs alone, and must be for all samples.
         numbers: nodes that are numbers read from the values of samples.
         early: nodes that are computed from the inputs alone.
@@ -185,7 +185,7 @@ class _Walk:
         is_unknown = _is_unknown(node) and any(run.label(t) is not None for t in given)
         try:
             self._values[node] = self._value(node, args, kwargs, example)
-            why = self._of_unknown(node, (args, kwargs)) if is_unknown else run.why
+            why = "an operation that may do anything, also backward" if is_unknown else run.why
         except FAILURES as error:
             # a comparison in an operation that fails may have fixed the batch's size for good
             for symbol in run.symbols:
@@ -194,9 +194,8 @@ class _Walk:
             self._values[node] = example
             for tensor in given if node in self._kept else ():
                 run.spoil(tensor)
-        # 2. Of an operator that the rules cannot know a trial may say that samples stay apart.
-        is_operator = is_unknown and is_custom_operator(node.target)
-        if is_operator and self._passes(node, (args, kwargs), given):
+        # 2. Of an operation that the rules cannot know a trial may say that samples stay apart.
+        if is_unknown and self._passes(node, (args, kwargs), given):
             self.found.tried.add(node)
             return
         # 3. Else the rules decide, or the prologue takes it.
@@ -211,54 +210,17 @@ class _Walk:
         plain = all(one is None or (isinstance(one, Rows) and one.plain) for one in labels)
         if not plain or MEET in results or run.draws or node in self._kept:
             return False
+        # (operators that take graphs may decide by values, as `while_loop` does)
+        if higher_order_name(node.target) not in (None, "autograd_function_apply"):
+            return False
+        # the trial has no incoming gradients for results that all samples share
+        if any(label is None and t.is_floating_point() for label, t in zip(results, tensors)):
+            return False
         trial = Trial(lambda values: called(node, *values), arguments, labels, results, run.symbols)
         passed = trial.passes()
         for tensor, label in zip(tensors, results if passed else ()):
             run.set(tensor, label)
         return passed
-
-    def _of_unknown(self, node: fx.Node, arguments: Any) -> str | None:
-        """Why samples meet in an operation whose backward need not be that of its forward.
-
-        A custom operator may do anything. Of an ``autograd.Function`` TorchDynamo has captured both
-        directions, so that the rules can follow its backward, too: from gradients with the samples
-        of the results to gradients with those of the inputs.
-        """
-        run, leaves = self._run, dict[Tensor, Label]()
-        if is_custom_operator(node.target):
-            return "an operator that is not torch's own"
-
-        def leaf(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            copy = value.detach()
-            run.set(copy, run.label(unwrapped(value)))
-            if value.is_floating_point() or value.is_complex():
-                leaves[copy.requires_grad_()] = run.label(copy)
-            return copy
-
-        given = rebuild(arguments, leaf)
-        with run:
-            results = [tensor for _, tensor in tensors_in(called(node, *given))]
-        ends = [result for result in results if result.requires_grad]
-        starts = [torch.empty_like(end) for end in ends]
-        for end, start in zip(ends, starts):
-            # the gradient of what all samples share is a sum over them
-            run.set(start, MEET if run.label(end) is None else run.label(end))
-        drew, run.draws = run.draws, False
-        with run:
-            found = torch.autograd.grad(ends, [*leaves], starts, allow_unused=True) if ends else ()
-        if run.draws:
-            return "random numbers in its backward"
-        run.draws = drew
-        # (of what all samples share, the gradients of micro-batches are added: is it such a sum?)
-        apart = all(
-            gradient is None or (label is not None and run.label(gradient) == label)
-            for gradient, label in zip(found, leaves.values())
-        )
-        if run.why is None and apart:
-            return None
-        return f"{run.why or 'what all samples share'}, in its forward or backward"
 
     def _settle(self, node: fx.Node, why: str | None) -> None:
         """Decide whether the prologue computes a node, or else whether samples have met in it.
@@ -310,7 +272,7 @@ class _Walk:
 
     def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
         """Whether the driver can compute a node for all samples, and split what it returns."""
-        labels = [self._drawn(node, tensor) for tensor in tensors]
+        labels = list(map(self._run.by_shape, tensors))
         is_tensor = isinstance(self._values[node], Tensor)  # (else ask its parts)
         if node not in self._early or not is_tensor or MEET in labels:
             return False
@@ -318,13 +280,6 @@ class _Walk:
             self._run.set(tensor, label)
         self.found.prologue.add(node)
         return True
-
-    def _drawn(self, node: fx.Node, tensor: Tensor) -> Label:
-        """The label of a result of a node, by its shape; a mask of dropout has its tensor's."""
-        label = self.found.label(node.meta[MASKS]) if MASKS in node.meta else None
-        if isinstance(label, Rows) and label.plain and self._run.borne_out(label, tensor) is label:
-            return label
-        return self._run.by_shape(tensor)
 
 
 @contextmanager

@@ -565,9 +565,6 @@ def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label
         return MEET
     if not isinstance(rows, Rows) or rows.places is None:
         return pointwise(f, call, outs)
-    if isinstance(by, Tensor):
-        by = getattr(by, "constant", None)
-        by = None if by is None or by.dim() else int(by)
     divides = isinstance(by, int) and by > 0 and rows.places.column is None
     size = divided(rows.places.size, by) if divides else None
     if size is None or divided(size, rows.places.outer * f.batch) is None or rows.places.picked:

@@ -101,20 +101,14 @@ def slices(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
 
     Args:
         tensor: of the whole batch.
-        rows: where its samples are.
+        rows: where its samples are; ``outer`` is 1.
         sizes: how many samples each micro-batch has.
 
     Returns:
-        Views, if ``rows.outer`` is 1.
+        Views.
     """
-    batch, outer, dim = sum(sizes), int(rows.outer), rows.dim
-    each = tensor.shape[dim] // (outer * batch)
-    if outer == 1:
-        return list(tensor.split([size * each for size in sizes], dim))
-    # each repetition has its own part of every micro-batch
-    apart = tensor.unflatten(dim, (outer, batch * each))
-    parts = apart.split([size * each for size in sizes], dim + 1)
-    return [part.flatten(dim, dim + 1) for part in parts]
+    each = tensor.shape[rows.dim] // sum(sizes)
+    return list(tensor.split([size * each for size in sizes], rows.dim))
 
 
 def joined(parts: Sequence[Tensor], rows: Rows) -> Tensor:
@@ -122,11 +116,7 @@ def joined(parts: Sequence[Tensor], rows: Rows) -> Tensor:
 
     Its dimensions have the order in memory that those of the first part have.
     """
-    outer, dim = int(rows.outer), rows.dim
-    if outer != 1:
-        apart = [part.unflatten(dim, (outer, part.shape[dim] // outer)) for part in parts]
-        return torch.cat(apart, dim + 1).flatten(dim, dim + 1)
-    first = parts[0]
+    first, dim = parts[0], rows.dim
     if first.is_contiguous() or first.layout is not torch.strided:
         return torch.cat(list(parts), dim)
     strides = first.stride()

@@ -8,7 +8,7 @@ from monai.data import MetaTensor
 from torch import Tensor, nn
 
 from lightning_hybrid.capture.capture import Capture, NotCaptured
-from lightning_hybrid.capture.own_classes import Plain, refused_class
+from lightning_hybrid.capture.own_classes import refused_class
 from lightning_hybrid.graph.graph import NetworkGraph
 
 
@@ -28,9 +28,9 @@ class Net(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 2)
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        batch["noted"] = batch["x"] + 1
-        return {"y": self.layer(batch["x"]), "x": batch["x"]}
+    def forward(self, x: Tensor, noted: dict[str, Tensor]) -> dict[str, Tensor]:
+        noted["noted"] = x + 1
+        return {"y": self.layer(x), "x": x}
 
 
 def captured(network: nn.Module, *args: Any) -> tuple[Any, list[type]]:
@@ -51,13 +51,12 @@ def described(x: Tensor) -> MetaTensor:
 @pytest.mark.parametrize("made", [described, lambda x: x.as_subclass(Named)])
 def test_a_network_returns_the_class_that_it_is_given(made: Any) -> None:
     network, x = Net(), torch.rand(3, 4)
-    here, there = {"x": made(x)}, {"x": made(x)}
-    given = there["x"]
-    expected = network(here)
-    found, classes = captured(network, there)
+    given, noted = made(x), dict[str, Tensor]()
+    expected = network(made(x), {})
+    found, classes = captured(network, given, noted)
     assert set(classes) == {Tensor, nn.Parameter}
-    assert found["x"] is given is there["x"]
-    assert type(there["noted"]) is Tensor  # what the Python inside writes down is ordinary
+    assert found["x"] is given
+    assert type(noted["noted"]) is Tensor  # what the Python inside writes down is ordinary
     assert type(found["y"]) is type(expected["y"]) is type(given)
     assert torch.equal(found["y"], expected["y"])
     if made is described:
@@ -85,18 +84,22 @@ def test_such_a_class_is_refused_outside_of_the_arguments_too() -> None:
         captured(Shifts(), torch.rand(3, 4))
 
 
-def test_tensors_in_any_container_are_stood_in_for() -> None:
-    x = torch.rand(2).as_subclass(Named)
-    inner = [x, (x, {"deep": x})]
-    with Plain((inner, x), {"more": (x,)}) as found:
-        first = found.args[1]
-        assert type(first) is Tensor
-        assert found.args[0] is inner
-        assert inner[0] is first
-        assert inner[1][0] is first
-        assert inner[1][1]["deep"] is first
-        assert found.kwargs["more"][0] is first
-        first.zero_()
-    assert inner[0] is x
-    assert not x.any()
+def test_such_a_class_inside_of_a_container_is_refused() -> None:
+    x = torch.rand(3, 4).as_subclass(Named)
+    with pytest.raises(NotCaptured, match="a list or dictionary that it takes has a Named inside"):
+        captured(Net(), x, {"x": x})
+
+
+def test_two_arguments_that_are_one_tensor_stay_one() -> None:
+    seen = []
+
+    class Same(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            seen.append(x is y)
+            return super().forward(x, {})
+
+    x = torch.rand(3, 4).as_subclass(Named)
+    found, _ = captured(Same(), x, x)
+    assert seen == [True]
+    assert found["x"] is x
     assert refused_class(x) is None

@@ -294,7 +294,9 @@ class TakesTimeFirstInAnyNumber(TakesTimeFirst):
 
 
 class DropsAsOnOneDevice(Row):
-    """Dropout with `rng="device"`: one device's masks, between draws of the user's own."""
+    """Dropout with `rng="device"`: one device's masks, between draws of the user's own. Batches go
+    whole, and the generator's state with them.
+    """
 
     control = False  # random numbers
     arguments: ClassVar = {"rng": "device"}
@@ -308,16 +310,6 @@ class DropsAsOnOneDevice(Row):
         loss = super().loss(x + 0.1 * torch.randn_like(x), y)
         self.seen.append(torch.get_rng_state())
         return loss
-
-
-class DropsAsOnOneDeviceInThree(_InThree, DropsAsOnOneDevice):
-    """Dropout with `rng="device"`: three micro-batches have the rows of one mask."""
-
-
-class DropsAsOnOneDeviceWhole(DropsAsOnOneDevice):
-    """Dropout with `rng="device"` in one micro-batch: the generator's state travels."""
-
-    microbatches = 1
 
 
 class DropsAsOnOneDeviceAndRecomputes(DropsAsOnOneDevice):

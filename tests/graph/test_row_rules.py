@@ -331,8 +331,14 @@ def in_parts(
     for tensor, text in zip(tensors, spec.split(",")):
         dim = text.partition(":")[0].find(letter)
         same = [tensor] * len(sizes)
-        columns.append(same if dim < 0 else slices(tensor, Rows(dim, outer), sizes))
+        columns.append(same if dim < 0 else repeated_slices(tensor, dim, outer, sizes))
     return zip(*columns)
+
+
+def repeated_slices(tensor: Tensor, dim: int, outer: int, sizes: list[int]) -> list[Tensor]:
+    """The micro-batches' parts of a dimension that has all samples ``outer`` times."""
+    parts = slices(tensor.unflatten(dim, (outer, -1)), Rows(dim + 1), sizes)
+    return [part.flatten(dim, dim + 1) for part in parts]
 
 
 def letters(spec: str) -> list[str]:
@@ -367,7 +373,11 @@ def test_a_rule_is_right_and_knows_samples_that_stay_apart(
 
 
 def check(label: Label, whole: Tensor, parts: list[Tensor], what: str) -> None:
-    together = joined(parts, label) if isinstance(label, Rows) else parts[0]
+    together = parts[0]
+    if isinstance(label, Rows):
+        apart = [part.unflatten(label.dim, (int(label.outer), -1)) for part in parts]
+        rows = Rows(label.dim + 1)
+        together = joined(apart, rows).flatten(label.dim, label.dim + 1)
     assert together.shape == whole.shape, what
     exact = 1e-12 if whole.dtype != torch.bfloat16 else 0.05
     assert torch.allclose(together, whole, rtol=exact, atol=exact, equal_nan=True), what

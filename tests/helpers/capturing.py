@@ -18,7 +18,6 @@ from lightning_hybrid.graph import (
     NetworkPartition,
     StageCode,
     cut,
-    joined,
     make_stages,
     network_partitions,
     why_whole,
@@ -139,9 +138,7 @@ class InParts:
 
 def _together(parts: Sequence[Any], rows: Rows | None) -> Any:
     """What the micro-batches have returned, in autograd's graph."""
-    if rows is None or rows.outer != 1:
-        return parts[0] if rows is None else joined(parts, rows)
-    return torch.cat(list(parts), rows.dim)
+    return parts[0] if rows is None else torch.cat(list(parts), rows.dim)
 
 
 @dataclass(frozen=True)

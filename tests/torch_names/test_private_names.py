@@ -97,25 +97,6 @@ def sizes_that_happen_to_be_equal_are_told_apart(value: bool) -> None:
     assert len(sizes) == 2
 
 
-@relied_on("torch._dynamo.config:_make_closure_patcher")
-def settings_change_and_change_back(make: Any) -> None:
-    before = torch._dynamo.config.recompile_limit
-    back = make(recompile_limit=before + 1)()
-    assert torch._dynamo.config.recompile_limit == before + 1
-    back()
-    assert torch._dynamo.config.recompile_limit == before
-
-
-@relied_on("torch.fx.experimental._config:_make_closure_patcher")
-def settings_of_shapes_too(make: Any) -> None:
-    import torch.fx.experimental._config as config
-
-    back = make(use_duck_shape=False)()
-    assert config.use_duck_shape is False
-    back()
-    assert config.use_duck_shape is True
-
-
 @relied_on("torch._dynamo.decorators:graph_break", "torch._dynamo.exc:TorchDynamoException")
 def python_says_why_it_cannot_be_captured(stop: Any, error: Any) -> None:
     def network(x: Tensor) -> Tensor:
@@ -630,7 +611,7 @@ def test_each_name_that_is_looked_up_has_a_check_and_no_other_one() -> None:
         ("torch._dynamo.config", capture._CAPTURE),
         ("torch.fx.experimental._config", capture._SHAPES),
     ):
-        found |= {f"{place}:{name}" for name in (*settings, "_make_closure_patcher")}
+        found |= {f"{place}:{name}" for name in settings}
     assert found == CHECKS.keys()
     assert OPTIONAL.keys() <= found
 
