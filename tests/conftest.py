@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from zlib import crc32
@@ -27,7 +28,11 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
+    # torch describes each step of a capture to the handlers of this logger, if it has some; it does
+    # not propagate, and to such loggers pytest gives its own
+    logging.getLogger("torch.__trace").propagate = True
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # captures make many objects, and few cycles of them
     gc.enable()
 
 

@@ -229,7 +229,7 @@ class ChangesData(Row):
 class ReadsWeights(Row):
     """Reads the weights in every step: by `state_dict()`, `copy.deepcopy` and `torch.save`."""
 
-    fast = True
+    sampled = True
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen.append([p.sum().item() for p in self.parameters()])
@@ -570,7 +570,7 @@ class ChangesWeightsInAnEvaluation(_Evaluates):
     as they are then.
     """
 
-    fast = True
+    sampled = True
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.loss(*batch), sync_dist=True)

@@ -159,7 +159,7 @@ class ReadsTheBatchNumber(UpdatesAMetricFirst):
 class FreezesWhenTrainingStarts(Row):
     """Freezes layers in `on_train_start`, after the workers have begun to serve."""
 
-    fast = True
+    sampled = True
     idle = True
 
     def on_train_start(self) -> None:

@@ -230,7 +230,7 @@ class ClampsGradientsInHooks(HooksWeights):
     micro-batches.
     """
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     def build(self) -> None:

@@ -211,7 +211,7 @@ class OneImageWithoutABatch(_Net):
 class PartsOfUnequalSize(_Sizes):
     """Batches that cannot be divided by the number of micro-batches."""
 
-    fast = True
+    sampled = True
     microbatches = 3
     sizes = (5, 4, 7, 3, 5, 2)
 

@@ -24,7 +24,7 @@ class CallsForward(Row):
 class ReturnsTuple(Row):
     """The network returns a tuple."""
 
-    fast = True
+    sampled = True
 
     class Net(Layers):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,7 @@ class MixesUp(Row):
 class LearnsLossWeights(Row):
     """Two heads, whose losses are weighted by learned uncertainties outside of the network."""
 
-    fast = True
+    sampled = True
     cuts: ClassVar = {2: ["net.heads"]}
 
     class Net(nn.Module):

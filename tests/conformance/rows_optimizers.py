@@ -496,7 +496,7 @@ class SelectiveLangevin(Langevin):
 class PerturbsWeights(_Optimized):
     """SAM: the closure runs twice in a step. It steps on the driver."""
 
-    fast = True
+    sampled = True
 
     def make(self) -> Optimizer:
         return SharpnessAware(self.parameters(), rho=0.2, base=SGD, lr=0.1, momentum=0.9)
@@ -615,7 +615,7 @@ class HasStepHooks(_Optimized):
     parameters.
     """
 
-    fast = True
+    sampled = True
 
     def make(self) -> Optimizer:
         optimizer = Adam(self.parameters(), lr=0.05)

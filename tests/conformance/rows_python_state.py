@@ -68,7 +68,7 @@ class _Scaled(Row):
 class ReadsTheEpoch(_Whole):
     """The network reads `self.current_epoch`."""
 
-    fast = True
+    sampled = True
     shapes = EVERY
 
     def scale(self) -> float:

@@ -256,7 +256,7 @@ class RefusedOtherMemoryOfABuffer(Row):
 class RefusedSingleLayer(Row):
     """More stages than the network has partitions."""
 
-    fast = True
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     cuts: ClassVar = {2: ["net.0"]}
     refused = ("'net'", "has 1 network partition, fewer than pipeline_parallel_size=2", "1 stage,")
@@ -310,7 +310,7 @@ class RefusedWeightBetweenGraphs(Row):
 class RefusedCreateGraph(Row):
     """`create_graph=True` through a network that is cut: use `ddp`."""
 
-    fast = True
+    sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("create_graph=True", "ddp")
 

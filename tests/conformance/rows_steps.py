@@ -187,7 +187,7 @@ class OnlyTests(_Evaluated):
 class FitsTwice(_Evaluated):
     """Two Trainers after one another; the second goes on with the weights of the first."""
 
-    fast = True
+    sampled = True
 
     def exercise(self, run: Run) -> Any:
         run.trainer().fit(self)

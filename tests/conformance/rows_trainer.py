@@ -99,7 +99,7 @@ class _Scheduled(_Evaluated):
 class SchedulesByEpoch(_Scheduled):
     """A scheduler that steps once per epoch."""
 
-    fast = True
+    sampled = True
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
         return lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -192,7 +192,7 @@ class StepsAScheduleItself(_Scheduled):
 class RunsEpochs(_Evaluated):
     """`max_epochs` with validation."""
 
-    fast = True
+    sampled = True
     options: ClassVar = EPOCHS
 
 

@@ -22,7 +22,7 @@ class Plain(Row):
 class CallsItself(Row):
     """Calls `self(x)`: the LightningModule is the network."""
 
-    fast = True
+    sampled = True
     cuts: ClassVar = {2: ["second"]}
 
     def build(self) -> None:
@@ -276,7 +276,7 @@ class StepsByHand(Row):
 class LastBatchIsSmaller(Row):
     """The last batch is smaller."""
 
-    fast = True
+    sampled = True
     samples = 11
 
 

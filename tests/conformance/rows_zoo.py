@@ -179,7 +179,7 @@ class MixesExperts(_Net):
     loss balances them.
     """
 
-    fast = True
+    sampled = True
     equal_or_refused = ("rows_zoo.py",)
     cuts: ClassVar = {2: ["net.layers.1"]}
 

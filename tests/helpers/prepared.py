@@ -32,7 +32,12 @@ from ports import free_port
 
 LONGEST = 1 << 18
 """Of the requests, in bytes."""
-IMPORTED = ("torch._dynamo", "torchmetrics", "{package}", "lightning_hybrid.run.session")
+IMPORTED = (
+    *("torch._dynamo", "torchmetrics", "{package}", "lightning_hybrid.run.session"),
+    # which the first capture of a process imports
+    *("torch._dynamo.repro.after_dynamo", "torch.distributed.tensor.experimental._func_map"),
+    "sympy.tensor.tensor",
+)
 
 
 @cache
