@@ -71,8 +71,7 @@ class Problem:
         last_device: device that must hold the last partition in a free placement; None: any.
 
     Raises:
-        AllocationError: the numbers are wrong (negative, not finite, of unequal count), or no
-            assignment can satisfy them.
+        AllocationError: the numbers are wrong (negative, not finite, of unequal count).
     """
 
     loads: Floats
@@ -99,8 +98,6 @@ class Problem:
             ("memory_limits", numbers("memory_limits", self.memory_limits, count=self.m * limited)),
         ):
             object.__setattr__(self, name, values)
-        for name, weights, limits in self._limited:
-            _check_limit(name, weights, limits)
 
     def _check_devices(self) -> None:
         n, m, last = self.n, self.m, self.last_device
@@ -130,22 +127,22 @@ class Problem:
         return len(self.capacities)
 
     @property
-    def _limited(self) -> list[tuple[str, Floats, Floats]]:
-        """The quantities that are limited: name, amounts of partitions, limits of devices."""
-        limited = [("load", self.loads, self.capacities)] if self.objective == "profit" else []
+    def _limited(self) -> list[tuple[Floats, Floats]]:
+        """The quantities that are limited: amounts of partitions, limits of devices."""
+        limited = [(self.loads, self.capacities)] if self.objective == "profit" else []
         if len(self.memory):
-            limited.append(("memory", self.memory, self.memory_limits))
+            limited.append((self.memory, self.memory_limits))
         return limited
 
     @cached_property
     def weights(self) -> Floats:
         """(k, n) the k quantities of each partition that are limited: loads (`profit`), memory."""
-        return np.array([weights for _, weights, _ in self._limited]).reshape(-1, self.n)
+        return np.array([weights for weights, _ in self._limited]).reshape(-1, self.n)
 
     @cached_property
     def ceilings(self) -> Floats:
         """(k, m) limit of each device for each quantity, with a tolerance for rounding errors."""
-        limits = np.array([limits for _, _, limits in self._limited]).reshape(-1, self.m)
+        limits = np.array([limits for _, limits in self._limited]).reshape(-1, self.m)
         return limits * (1 + SLACK)
 
     @cached_property
@@ -227,28 +224,3 @@ def numbers(
             f"{name}[{wrong[0]}] is {array[wrong[0]]}: a finite number of {least} is needed"
         )
     return array
-
-
-def _check_limit(name: str, weights: Floats, limits: Floats) -> None:
-    """Refuse partitions that obviously do not fit within the limits of devices."""
-    largest = int(weights.argmax())
-    if weights[largest] > limits.max() * (1 + SLACK):
-        raise AllocationError(
-            f"partition {largest} has {name} {weights[largest]:g}, more than any device takes "
-            f"({limits.max():g}): cut it further or use a larger device"
-        )
-    if weights.sum() > limits.sum() * (1 + SLACK):
-        raise AllocationError(
-            f"the partitions have {name} {weights.sum():g} in all, the devices take "
-            f"{limits.sum():g}: use more or larger devices"
-        )
-    # no device stays empty, so the m smallest partitions must fit, sorted, on the sorted devices
-    order, smallest = limits.argsort(), np.sort(weights)[: len(limits)]
-    tight = np.flatnonzero(smallest > limits[order] * (1 + SLACK))
-    if tight.size:
-        device = order[tight[0]]
-        raise AllocationError(
-            f"device {device} takes {name} {limits[device]:g}, the smallest partition left for it "
-            f"has {smallest[tight[0]]:g}, and no device may stay empty: leave this device out, use "
-            "a larger one, or cut the network into smaller partitions"
-        )

@@ -15,7 +15,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules import STREAMED, check_copies
 
 VERSION = 2
-"""Version of the JSON format. Version 1, in which no stage has copies, can be read too."""
+"""Version of the JSON format."""
 _OF_GABRA = "(found by its descents: crossover is not shown to help, docs/allocation.md)"
 
 
@@ -313,10 +313,7 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
         if isinstance(record, dict):
-            for name in ("delays", "data_parallel_sizes"):  # they follow from others
-                record.pop(name, None)
-            if record.get("version") == 1:
-                record["version"] = VERSION
+            record.pop("delays", None)  # they follow from the schedule
         _check_keys(cls, record, "the plan")
         rows = []
         try:
@@ -345,13 +342,6 @@ class Plan:
             raise PlanError(f"no plan can be read from {str(path)!r}: {error}") from error
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
-
-    def to_html(self, path: str | Path) -> None:
-        """Write the plan as an HTML page with the picture of a step, in one file."""
-        # here, since that module imports this one
-        from lightning_hybrid.planning.plan_page import plan_page
-
-        Path(path).write_text(plan_page(self), encoding="utf-8")
 
     def table(self) -> list[dict[str, str | int | float]]:
         """A table with a line per stage, as dictionaries; without rows only devices, replicas."""

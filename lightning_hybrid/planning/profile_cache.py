@@ -1,9 +1,8 @@
 """Cache of profiles on disk: later runs of a network on the same machine plan with the same ones.
 
-A file holds a description of all that the profile depends on (`describe`) and the profile; its name
-is a hash of the description. Files are replaced whole, so processes do not disturb each other. If
-one cannot be read, the profile is measured and written again; if it cannot be written, none is
-kept.
+The name of a file is a hash of all that the profile depends on (`describe`). Files are replaced
+whole, so processes do not disturb each other. If one cannot be read, the profile is measured and
+written again; if it cannot be written, none is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lightning_hybrid.graph import NetworkGraph, NetworkPartition
 from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.partition_table import PartitionTable
 
-FORMAT = 5
+FORMAT = 6
 """Number to increase when what is measured, or how, changes within a version of this package."""
 
 
@@ -59,12 +58,12 @@ def cached(
     # a missing home folder, a file in the way or a full disk must not end the run
     with suppress(OSError, RuntimeError):
         path = cache_folder() / "profiles" / f"{name}.json"
-        known = _read(path, what, len(partitions))
+        known = _read(path, len(partitions))
         if known is not None:
             return known
     profile = measured()
     with suppress(OSError, RuntimeError):
-        _write(path, {"of": what, "profile": profile.record()})
+        _write(path, profile.record())
     return profile
 
 
@@ -84,7 +83,8 @@ def describe(
         "device": _device(device),
         # torch chooses kernels by these settings
         "precision": {
-            "autocast": str(autocast_dtype(device)),
+            "autocast": torch.is_autocast_enabled(device.type)
+            and str(torch.get_autocast_dtype(device.type)),
             "matmul": torch.get_float32_matmul_precision(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "cudnn": [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark],
@@ -134,20 +134,13 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The type in which autocast computes on this device now; None: it is off."""
-    kind = device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _read(path: Path, what: dict[str, Any], partitions: int) -> PartitionTable | None:
-    """The profile in a file; None: there is no file, it is broken, or has another description."""
+def _read(path: Path, partitions: int) -> PartitionTable | None:
+    """The profile in a file; None: there is no file, or it is broken."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        profile = PartitionTable.from_record(record["profile"])
+        profile = PartitionTable.from_record(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return profile if record["of"] == what and len(profile.names) == partitions else None
+    return profile if len(profile.names) == partitions else None
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
