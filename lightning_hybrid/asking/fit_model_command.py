@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from lightning_hybrid.asking.performance import PerformanceModel, fit
-from lightning_hybrid.asking.terminal import terminal
+from lightning_hybrid.asking.terminal import terminal, write
 from lightning_hybrid.errors import PlanError
 
 EXTRINSIC = ("replicas", "stages", "stages_per_device", "microbatches", "devices")
@@ -15,7 +15,6 @@ EXTRINSIC = ("replicas", "stages", "stages_per_device", "microbatches", "devices
 (what is computed)."""
 PREDICTED = "predicted_s"
 """A column of predictions, which may have gaps. It is a factor only if an option names it."""
-_TIME = "step_s"
 _FOLDS = 5
 Run = dict[str, float]
 
@@ -28,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="CSV files with a line for each run and a head of names, such as those named "
         "hybrid_runs.csv that log_performance=True writes",
     )
+    parser.add_argument("--time", default="step_s", help="column of the seconds; default: step_s")
     parser.add_argument(
         "--extrinsic",
         metavar="NAMES",
@@ -43,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strength", type=float, default=1e-3, help="of the regulariser; default: 0.001"
     )
+    parser.add_argument("--out", metavar="FILE", help="write the model as JSON")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -54,13 +55,13 @@ def run(options: argparse.Namespace) -> None:
     if options.strength < 0:
         raise PlanError(f"--strength {options.strength}: 0 or more is needed")
     rows = _read(options.runs)
-    _check_columns(rows, [_TIME], "the column of seconds")
-    others = [name for name in rows[0] if name not in (_TIME, PREDICTED)]
+    _check_columns(rows, [options.time], "--time")
+    others = [name for name in rows[0] if name not in (options.time, PREDICTED)]
     names = [name for name in others if _varies(rows, name)]
     extrinsic = _names(rows, options.extrinsic, "--extrinsic", [n for n in names if n in EXTRINSIC])
     rest = [name for name in names if name not in EXTRINSIC and name not in extrinsic]
     intrinsic = _names(rows, options.intrinsic, "--intrinsic", rest)
-    times = [row[_TIME] for row in rows]
+    times = [row[options.time] for row in rows]
 
     def fit_to(rows: Sequence[Run], times: Sequence[float]) -> PerformanceModel:
         return fit(rows, times, intrinsic=intrinsic, extrinsic=extrinsic, strength=options.strength)
@@ -69,6 +70,8 @@ def run(options: argparse.Namespace) -> None:
     console = terminal()
     console.print(model.describe())
     console.print(_held_out(rows, times, [*intrinsic, *extrinsic], fit_to))
+    if options.out:
+        write(options.out, model.to_json(), "model")
 
 
 def _held_out(

@@ -16,8 +16,11 @@ factors that explain nothing to zero, if it is strong enough for the noise; with
 (`strength=0`) they fit the noise. A factor that does not vary cannot be told from c: it is refused.
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
 
 import numpy as np
 from scipy.optimize import differential_evolution, least_squares, minimize
@@ -25,6 +28,8 @@ from scipy.optimize import differential_evolution, least_squares, minimize
 from lightning_hybrid.allocation import Floats
 from lightning_hybrid.errors import PlanError
 
+VERSION = 2
+"""Version of the JSON format."""
 _POWERS = (0.0, 3.0)
 _EXPONENTS = (-3.0, 3.0)
 _NEGLIGIBLE = 0.01
@@ -61,6 +66,7 @@ class PerformanceModel:
             sum.
         strength: weight of the regulariser in the fit; 0: none.
         error: mean absolute relative error on the runs that it was fitted to.
+        version: version of the JSON format.
     """
 
     mean_s: float
@@ -69,6 +75,7 @@ class PerformanceModel:
     extrinsic: tuple[Factor, ...]
     strength: float
     error: float
+    version: int = VERSION
 
     def predict_s(self, run: Mapping[str, float]) -> float:
         """Predict the seconds of a step from factors by name, in the units of the fit.
@@ -112,6 +119,31 @@ class PerformanceModel:
             )
         lines.append(f"{self.constant:.0%} of the time depends on none of them.")
         return "\n".join(lines)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a model from a file with what `to_json` gives.
+
+        Raises:
+            PlanError: the file cannot be read, is no JSON object, or has other fields than a model
+                of this version.
+        """
+        try:
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+            if record["version"] != VERSION:
+                raise ValueError(f"it has version {record['version']}, not {VERSION}")
+            factors = {
+                kind: tuple(Factor(**factor) for factor in record[kind])
+                for kind in ("intrinsic", "extrinsic")
+            }
+            return cls(**(record | factors))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PlanError(
+                f"no performance model can be read from {str(path)!r} ({error}): fit it anew"
+            ) from error
 
 
 def fit(

@@ -83,9 +83,14 @@ def _left_out(study: Study, used: Sequence[int], count: int) -> list[str]:
 
 
 def _count(asked: int | None, study: Study) -> int:
-    """Number of devices to plan for: by the option, else those of the cluster."""
+    """Number of devices to plan for: by the option, else the configuration, else the cluster."""
     if asked is not None and asked < 1:
         raise PlanError(f"--devices {asked}: at least 1 is needed")
+    configured = study.target.trainer.get("devices")
+    # the number of devices of the run that the configuration is for
+    if asked is None and isinstance(configured, int) and configured > 0:
+        nodes = study.target.trainer.get("num_nodes") or 1
+        return configured * int(nodes)
     return len(study.cluster.devices) if asked is None else asked
 
 

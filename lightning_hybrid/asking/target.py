@@ -4,7 +4,7 @@ import argparse
 import ast
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,17 +29,20 @@ class Target:
         name: name of the network, as the user has given it.
         make: function that builds the network.
         inputs: shapes and types of the inputs of a call; empty: those of its `example_input_array`.
+        trainer: arguments of the Trainer in the configuration; empty if there is none.
     """
 
     name: str
     make: Callable[[], nn.Module]
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    trainer: Mapping[str, Any]
 
 
 def add_target_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a network and its inputs to a parser."""
     parser.add_argument(
         "network",
+        nargs="?",
         help="package.module:Name of a class or a function that makes the network, with arguments "
         "if it needs any: models:ResAttNet3D or 'models:ResAttNet3D(depth=34)'",
     )
@@ -50,18 +54,37 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
         help="sizes of an input of the network, the batch of one replica first: 6,1,91,109,91 or, "
         "for tokens, 8,128:int64; once for each input",
     )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="configuration of a LightningCLI: its model and number of devices; where the model "
+        "has no class_path, name the class as NETWORK",
+    )
 
 
 def read_target(options: argparse.Namespace) -> Target:
     """Find the network that the options name.
 
     Raises:
-        PlanError: it does not exist.
+        PlanError: they name none, or it does not exist.
     """
     # so that the user's modules can be imported, as with `python -m`
     sys.path.insert(0, str(Path.cwd()))
+    config = _read_config(options.config) if options.config else {}
     inputs = tuple(_shape(text) for text in options.input)
-    return Target(options.network, _maker(options.network), inputs)
+    trainer = config.get("trainer") or {}
+    if options.network and not options.config:
+        return Target(options.network, _maker(options.network), inputs, {})
+    if not options.config:
+        raise PlanError("name a network, such as models:ResAttNet3D, or give --config FILE")
+    model = _with_class(config.get("model"), options.network, f"{options.config}: model")
+    name = str(model["class_path"]).rpartition(".")[2]
+    return Target(
+        name,
+        lambda: _network(_instance(model, f"{options.config}: model"), name),
+        inputs,
+        trainer,
+    )
 
 
 def call_on_paper(target: Target) -> tuple[Any, list[Tensor]]:
@@ -226,6 +249,45 @@ def _arguments(
     if isinstance(example, dict):
         return (), example
     return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    try:
+        record = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PlanError(f"no configuration can be read from {path!r}: {_said(error)}") from error
+    if not isinstance(record, dict) or "model" not in record:
+        raise PlanError(f"{path} is no configuration of a LightningCLI: it has no 'model'")
+    return record
+
+
+def _with_class(section: Any, network: str | None, where: str) -> dict[str, Any]:
+    """A section of a configuration, with the command line's class if it has no `class_path`."""
+    if isinstance(section, dict) and "class_path" in section:
+        return section
+    if not network:
+        raise PlanError(
+            f"{where} has no class_path: name the class before --config, as "
+            "models:ResAttNetClassifier"
+        )
+    return {"class_path": network.replace(":", "."), "init_args": section or {}}
+
+
+def _instance(value: Any, where: str) -> Any:
+    """Make the object of a section with `class_path` and `init_args`; nested ones too."""
+    if isinstance(value, list):
+        return [_instance(one, where) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if "class_path" not in value:
+        return {key: _instance(one, where) for key, one in value.items()}
+    module, _, name = str(value["class_path"]).rpartition(".")
+    made = _attribute(module, name)
+    arguments = _instance(value.get("init_args") or {}, where)
+    try:
+        return made(**arguments)
+    except TypeError as error:
+        raise PlanError(f"{where}: {_said(error)}") from error
 
 
 def _said(error: BaseException) -> str:

@@ -2,8 +2,8 @@
 
 import csv
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,9 +39,6 @@ class Module(LightningModule):
 
     def forward(self, x):
         return self.net(x)
-
-def made():
-    return Module(width=32)
 """
 CLUSTER = """
 name: slow links
@@ -88,10 +85,17 @@ def test_tokens_have_a_type_of_their_own() -> None:
     assert sum(row.parameters for row in Plan.load("p.json").rows) == 80 + 18
 
 
-def test_a_function_without_arguments_makes_the_module_of_a_project() -> None:
-    options = ("--devices", "2", "--json", "p.json")
-    assert plan(*options, network="nets_of_the_user:made") == 0
-    assert Plan.load("p.json").rows[0].partitions[0] == "net.0"
+def test_a_configuration_names_the_module_and_the_number_of_devices(folder: Path) -> None:
+    (folder / "run.yaml").write_text(
+        "trainer: {devices: 2}\n"
+        "model: {class_path: nets_of_the_user.Module, init_args: {width: 32}}\n"
+    )
+    assert main(["plan", "--config", "run.yaml", "--cluster", "slow.yaml", "--json", "p.json"]) == 0
+    found = Plan.load("p.json")
+    assert found.world_size == 2
+    assert found.rows[0].partitions[0] == "net.0"
+    (folder / "short.yaml").write_text("model: {width: 32}\n")
+    assert plan("--config", "short.yaml", network="nets_of_the_user:Module") == 0
 
 
 def test_measured_times_are_seconds_of_this_machine(
@@ -126,6 +130,7 @@ def test_how_many_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--input", "8,64", "--optimizer", "SGD(mass=1)"], "unexpected keyword argument 'mass'"),
         (["--input", "8,64", "--cluster", "none.yaml"], "no cluster can be read from 'none.yaml'"),
         (["--input", "8,64", "--json", "none/p.json"], "'none/p.json' cannot be written"),
+        (["--config", "none.yaml"], "no configuration can be read from 'none.yaml'"),
         (["--input", "9000000,64"], "the network does not fit in any shape"),
     ],
 )
@@ -192,16 +197,10 @@ def write_runs(path: Path, runs: int = 9) -> None:
 def test_a_model_is_fitted_from_a_table(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found: list[PerformanceModel] = []
-
-    def noted(*runs: Any, **factors: Any) -> PerformanceModel:
-        found.append(fit(*runs, **factors, generations=50))
-        return found[-1]
-
-    monkeypatch.setattr(fit_model_command, "fit", noted)
+    monkeypatch.setattr(fit_model_command, "fit", partial(fit, generations=50))
     write_runs(folder / "runs.csv")
-    assert main(["fit-model", "runs.csv", "--strength", "0"]) == 0
-    (model,) = found
+    assert main(["fit-model", "runs.csv", "--strength", "0", "--out", "model.json"]) == 0
+    model = PerformanceModel.load("model.json")
     # the batch is the same in all runs, the name is no number
     assert [f.name for f in model.intrinsic] == ["flops"]
     assert [f.name for f in model.extrinsic] == ["devices"]
@@ -213,7 +212,7 @@ def test_a_model_is_fitted_from_a_table(
     ("options", "message"),
     [
         (["none.csv"], "no table can be read from 'none.csv'"),
-        (["untimed.csv"], "the column of seconds step_s: there is no such column"),
+        (["runs.csv", "--time", "seconds"], "--time seconds: there is no such column"),
         (["runs.csv", "--extrinsic", "hosts"], "--extrinsic hosts: there is no such column"),
         (["runs.csv", "--strength", "-1"], "0 or more is needed"),
         (["few.csv"], "runs cannot fix the"),
@@ -225,7 +224,6 @@ def test_a_table_that_is_wrong_is_said_in_one_line(
 ) -> None:
     write_runs(folder / "runs.csv")
     write_runs(folder / "few.csv", 2)
-    (folder / "untimed.csv").write_text("flops\n1\n")
     (folder / "holes.csv").write_text("flops,step_s\n1,1\n,2\n")
     assert main(["fit-model", *options]) == 2
     said = capsys.readouterr().err

@@ -1,11 +1,12 @@
 """The generic performance model finds what timings were made of."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_hybrid.asking.performance import fit
+from lightning_hybrid.asking.performance import PerformanceModel, fit
 from lightning_hybrid.errors import PlanError
 
 INTRINSIC = ["flops", "bytes"]
@@ -88,6 +89,21 @@ def test_it_says_which_factor_matters() -> None:
     assert text.index("bytes accounts for") < text.index("flops accounts for")  # 39 and 17 %
     assert "twice as much takes 2.30 times as long" in text
     assert "Twice as much of devices multiplies what depends on factors by 0.57" in text
+
+
+def test_a_model_survives_a_file(tmp_path: Path) -> None:
+    model = fitted(runs(12), generations=5)
+    (tmp_path / "model.json").write_text(model.to_json())
+    assert PerformanceModel.load(tmp_path / "model.json") == model
+    with pytest.raises(PlanError, match=r"nowhere\.json"):
+        PerformanceModel.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"version": 2}', '{"version": 9}'])
+def test_what_is_no_model_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(PlanError, match=r"no performance model can be read from .*model\.json"):
+        PerformanceModel.load(tmp_path / "model.json")
 
 
 def test_the_same_seed_gives_the_same_model() -> None:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hybrid.asking import fit_model_command
 from lightning_hybrid.asking.performance import PerformanceModel
-from lightning_hybrid.asking.performance import fit as fit_model
 from lightning_hybrid.cli import main
 from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.planning import Plan
@@ -86,16 +84,7 @@ def test_a_table_with_other_columns_is_kept_and_the_fit_ends(
     assert "the columns stages,step_s" in said[0]
 
 
-def test_a_model_is_fitted_to_the_tables_of_several_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[PerformanceModel] = []
-
-    def noted(*runs: Any, **factors: Any) -> PerformanceModel:
-        found.append(fit_model(*runs, **factors))
-        return found[-1]
-
-    monkeypatch.setattr(fit_model_command, "fit", noted)
+def test_a_model_is_fitted_to_the_tables_of_several_folders(tmp_path: Path) -> None:
     for number in range(9):
         samples, devices = 4.0 * (1 + number % 3), 1 + number // 3
         line = {
@@ -104,9 +93,9 @@ def test_a_model_is_fitted_to_the_tables_of_several_folders(
         }  # fmt: skip
         append_line(tmp_path / f"version_{number % 2}" / "hybrid_runs.csv", line)
     tables = [str(tmp_path / f"version_{k}" / "hybrid_runs.csv") for k in (0, 1)]
-    options = ["--extrinsic", "devices", "--strength", "0"]
+    options = ["--extrinsic", "devices", "--strength", "0", "--out", str(tmp_path / "model.json")]
     assert main(["fit-model", *tables, *options]) == 0
-    (model,) = found
+    model = PerformanceModel.load(tmp_path / "model.json")
     # parameters are the same in all runs, and predictions are no factor
     assert [factor.name for factor in model.intrinsic] == ["batch_samples"]
     predicted = model.predict_s({"batch_samples": 8.0, "devices": 2.0})
