@@ -27,7 +27,9 @@ from rich.table import Table
 
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
-from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
+from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.step_time import StepCosts
+from lightning_hybrid.schedules.gpipe import gpipe
 
 NETWORK = "resattnet18"
 BANDWIDTH = BANDWIDTH_BYTES_PER_S["gloo"]
@@ -46,7 +48,8 @@ def loop(chain: Chain) -> Plan:
     )
     send_s = [chain.cut_bytes[end - 1] / BANDWIDTH for end in ends[:-1]]
     costs = StepCosts(forward_s, backward_s, placed.devices, send_s)
-    return replace(placed, predicted_step_s=fill_drain_s(costs, MICROBATCHES))
+    timeline = simulate(gpipe(4, MICROBATCHES), costs)
+    return replace(placed, predicted_step_s=timeline.makespan_s)
 
 
 def run(path: str, steps: int, out: str) -> None:

@@ -4,7 +4,8 @@
   choice among all shapes (at most 10 s);
 * a chain of 1,000 partitions of uneven cost on 1,024 devices, 8 a host, likewise (at most 60 s);
 * a chain of 12 and of 38 partitions on 8 and on 64 devices of four speeds and two sizes of memory,
-  whose shape, order, cuts, copies and shares are searched together (at most 10 s).
+  whose shape, order, cuts, copies and shares are searched together (at most 10 s);
+* one simulation with every event: 1,024 devices, 64 micro-batches (at most 10 s).
 
     python benchmarks/planning_speed.py
 """
@@ -25,6 +26,9 @@ from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import optimizer_bytes
 from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.step_time import StepCosts
+from lightning_hybrid.schedules.gpipe import gpipe
 from models import ResAttNet3D
 
 VOLUMES = (6, 1, 91, 109, 91)
@@ -105,6 +109,17 @@ def main() -> None:
         what = f"{partitions} partitions planned for {count} unlike devices, batches of 12"
         ranked = timed(what, lambda c=costs_of, on=cluster: rank_shapes(c, on, 12))
         print(f"    {len(ranked)} shapes, fastest: {ranked[0]}")
+    schedule = gpipe(1024, 64)
+    costs = StepCosts(
+        forward_s=[1e-3] * 1024,
+        backward_s=[2e-3] * 1024,
+        devices=range(1024),
+        send_s=[1e-4] * 1023,
+        latency_s=[1e-5] * 1023,
+        step_s=[1e-3] * 1024,
+    )
+    what = "one simulation of 1,024 devices and 64 micro-batches"
+    timed(what, lambda: simulate(schedule, costs))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ from lightning_hybrid.asking.study import Study, add_study_options, make_study
 from lightning_hybrid.asking.terminal import short, show_table, terminal, write
 from lightning_hybrid.asking.units import spell
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import Plan
+from lightning_hybrid.planning import Plan, plan_page
+from lightning_hybrid.report import table
 
+_SHAPES = "Shapes, the fastest first"
 _SHOWN = 8
 """Number of shapes in the table."""
 
@@ -25,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_study_options(parser)
     parser.add_argument("--devices", type=int, help="how many of the cluster's; default: all")
     parser.add_argument("--json", metavar="FILE", help="write the plan, for HybridGabraStrategy")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -55,9 +58,13 @@ def run(options: argparse.Namespace) -> None:
     for fact in facts:
         console.print(fact)
     rows = _rows(study, shapes)
-    show_table(console, "Shapes, the fastest first", list(rows[0]), (row.values() for row in rows))
+    show_table(console, _SHAPES, list(rows[0]), (row.values() for row in rows))
     if options.json:
         write(options.json, plan.to_json(), "plan")
+    if options.html:
+        title = f"{study.target.name} on {count} of {study.cluster.name}"
+        page = plan_page(plan, title=title, notes=facts, more=[(_SHAPES, table(rows))])
+        write(options.html, page, "page")
 
 
 def _alone(study: Study, best: Shape) -> list[str]:

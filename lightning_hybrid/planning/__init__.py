@@ -26,6 +26,7 @@ from lightning_hybrid.planning.memory_free import free_bytes, free_of_host, free
 from lightning_hybrid.planning.memory_needed import ASSUMED_TENSORS, optimizer_bytes
 from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.plan import Plan, check_fields
+from lightning_hybrid.planning.plan_page import plan_page
 from lightning_hybrid.planning.planner import Site, make_plan, plan_again
 from lightning_hybrid.planning.search import AUTO, Method, Objective, PlanSettings
 from lightning_hybrid.planning.shares import batch_sizes, deal, without_the_slowest

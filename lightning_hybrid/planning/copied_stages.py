@@ -12,8 +12,9 @@ from math import comb
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.chains import fair_ends
-from lightning_hybrid.planning.dealt_time import DealtCosts, Edge, dealt_s
+from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.looped_placements import improved
+from lightning_hybrid.planning.simulate import DealtCosts, Edge
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import Copy

@@ -1,78 +1,16 @@
-"""The step time of fill-drain with copies of stages, by a recurrence over the micro-batches.
+"""The step time of fill-drain with copies of stages: that of `simulate_dealt`, computed faster."""
 
-A device that sends to several copies sends one message at a time, to whichever copy; and the
-all-reduce of a stage's gradients begins when the last of its copies has begun its last backward.
-"""
-
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-from lightning_hybrid.planning.step_time import StepCosts
+from lightning_hybrid.planning.simulate import DealtCosts
 from lightning_hybrid.schedules import Copy
 
-Edge = tuple[Copy, Copy]
 _NOTHING = 0.0, 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DealtCosts:
-    """Times of the parts of a step whose stages have copies, in seconds.
-
-    Attributes:
-        forward_s: by stage and copy, forward of one micro-batch.
-        backward_s: by stage and copy, backward of one micro-batch; if it is split, the input part.
-        weight_s: by stage and copy, the weight part of a split backward; 0: not split.
-        step_s: by stage and copy, the optimizer step.
-        reduce_s: by stage, the all-reduce of its gradients over its copies in all replicas.
-        edges: by the copies at both ends, in the direction of the forward pass: for how long the
-            message of a micro-batch occupies the sender's link, and how much later it arrives.
-            Gradients take the same times on their way back. Inputs go from the driver to copies of
-            stage 0, outputs from copies of the last stage to the driver. Edges that are left out
-            take no time.
-    """
-
-    forward_s: Sequence[Sequence[float]]
-    backward_s: Sequence[Sequence[float]]
-    weight_s: Sequence[Sequence[float]]
-    step_s: Sequence[Sequence[float]]
-    reduce_s: Sequence[float]
-    edges: Mapping[Edge, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def copies(self) -> tuple[int, ...]:
-        """Number of copies of each stage."""
-        return tuple(map(len, self.forward_s))
-
-    @classmethod
-    def alike(cls, costs: StepCosts, copies: Sequence[int]) -> "DealtCosts":
-        """Costs in which the copies of a stage have equal times, from those of the stages.
-
-        `costs.reduce_s` must be the all-reduces over the copies in all replicas.
-        """
-
-        def each(seconds: Sequence[float]) -> list[list[float]]:
-            return [[value] * count for value, count in zip(seconds, copies)]
-
-        return cls(
-            forward_s=each(costs.forward_s),
-            backward_s=each(costs.backward_s),
-            weight_s=each(costs.weight_s),
-            step_s=each(costs.step_s),
-            reduce_s=costs.reduce_s,
-            edges={
-                (Copy(stage, i), Copy(stage + 1, j)): link
-                for stage, link in enumerate(zip(costs.send_s, costs.latency_s))
-                for i in range(copies[stage])
-                for j in range(copies[stage + 1])
-            },
-        )
 
 
 def dealt_s(costs: DealtCosts, microbatches: int) -> float:
     """Seconds of one step of fill-drain, from the first forward to the last optimizer step.
 
-    Equal to that of the instruction lists run on clocks, but fast enough to be called thousands of
-    times. Messages go between neighbouring stages, and between copies
+    Equal to that of `simulate_dealt`, but computed by a recurrence, without a simulation of events:
+    searches call it thousands of times. Messages go between neighbouring stages, and between copies
     of the last one and the driver; inputs take no time.
     """
     copies, edges, last = costs.copies, costs.edges, len(costs.copies) - 1

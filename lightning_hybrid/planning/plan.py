@@ -343,6 +343,13 @@ class Plan:
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
 
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as an HTML page with the picture of a step, in one file."""
+        # here, since that module imports this one
+        from lightning_hybrid.planning.plan_page import plan_page
+
+        Path(path).write_text(plan_page(self), encoding="utf-8")
+
     def table(self) -> list[dict[str, str | int | float]]:
         """A table with a line per stage, as dictionaries; without rows only devices, replicas."""
         devices = [d if isinstance(d, int) else ", ".join(map(str, d)) for d in self.devices]

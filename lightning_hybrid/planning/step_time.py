@@ -1,4 +1,4 @@
-"""Compute the time of a step of fill-drain by a formula.
+"""Compute the time of a step of fill-drain by a formula, as `simulate` does by events, but faster.
 
 Letters: S stages, M micro-batches, f_k and b_k seconds of forward and backward of stage k for one
 micro-batch, c_k seconds in which such a message occupies the link after stage k, l_k its latency.
@@ -86,8 +86,8 @@ TIMES = ("forward_s", "backward_s", *_MAY_BE_EMPTY)
 def fill_drain_s(costs: StepCosts, microbatches: int) -> float:
     """Seconds of one step of fill-drain, from the first forward to the last optimizer step.
 
-    Equal to that of the instruction lists of `gpipe`, or with `weight_s` of `zero_bubble` with
-    these stages split, run on clocks; but fast enough to be called thousands of times.
+    Equal to `simulate(gpipe(S, M), costs).makespan_s`, or with `weight_s` to that of `zero_bubble`
+    with these stages split; but fast enough to be called thousands of times.
     """
     if len(set(costs.devices)) == len(costs.devices):
         return _chain_s(costs, microbatches)
@@ -198,7 +198,8 @@ def batch_s(schedule: LookAhead, costs: StepCosts, microbatches: int) -> float:
     its look-ahead a_k. So of what goes from stage k to stage j and back, without others before or
     behind, only a_k - a_j + 1 batches are under way at once: as many take at least the time of the
     way there and back. The slowest of these cycles is the pace of all (its maximum cycle mean; j =
-    k is a stage that is always busy). Messages do not wait for each other.
+    k is a stage that is always busy). Messages do not wait for each other, as they do in
+    `simulate`.
 
     All-reduce and optimizer step are counted for each batch, which is too much for 1F1B: it steps
     once per accumulation window.

@@ -3,11 +3,13 @@
 from lightning_hybrid.schedules.by_name import SCHEDULES, make_schedule
 from lightning_hybrid.schedules.dealt import (
     Copy,
+    DealtSchedule,
     check_copies,
+    collected,
     deal,
     together,
 )
-from lightning_hybrid.schedules.instructions import Kind
+from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, execute_merged
 from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order
 from lightning_hybrid.schedules.merged import merge
 from lightning_hybrid.schedules.streamed import STREAMED, DelayedWeights, LookAhead

@@ -15,12 +15,12 @@ Both ends of a link know the order of its messages: the micro-batches that both 
 the forward pass and falling in the backward pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule
+from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, exchange
 
 DEALS = ("gpipe", "zero_bubble")
 """Names of the schedules whose stages may have copies."""
@@ -60,6 +60,32 @@ class DealtSchedule:
     forward: DealtLists
     backward: DealtLists
 
+    def execute(
+        self, lists: DealtLists, *, collects: bool = False
+    ) -> Iterator[tuple[Copy, Instruction]]:
+        """Simulate `forward` or `backward` on all devices, as `instructions.execute` does.
+
+        Args:
+            lists: `forward` or `backward`.
+            collects: Whether the last stage and the last copy of the one before are on one device.
+
+        Yields:
+            Copies and their instructions, in an order in which they may be run.
+
+        Raises:
+            PlanError: see `instructions.execute`.
+        """
+        places = [Copy(s, n) for s, copies in enumerate(lists) for n in range(len(copies))]
+        devices = [*([place] for place in places[:-2]), places[-2:]] if collects else None
+        yield from exchange(
+            [together(lists, at) for at in devices or ([place] for place in places)], self.peer, str
+        )
+
+    def peer(self, place: Copy, step: Instruction) -> Copy:
+        """The copy at the other end of a send or receive."""
+        stage = step.peer(place.stage, len(self.copies))
+        return Copy(stage, step.microbatch % self.copies[stage])
+
 
 def together(lists: DealtLists, places: Sequence[Copy]) -> list[tuple[Copy, Instruction]]:
     """Merge the instruction lists of one device.
@@ -75,6 +101,14 @@ def together(lists: DealtLists, places: Sequence[Copy]) -> list[tuple[Copy, Inst
     before = [each for steps in collects for each in steps if each[1].kind in _BEFORE]
     after = [each for steps in collects for each in steps if each[1].kind not in _BEFORE]
     return [*before, *own, *after]
+
+
+def collected(copies: Sequence[int]) -> tuple[int, ...]:
+    """Add the stage that collects outputs to the numbers of copies, if the last stage has several.
+
+    It has no layers, and is on the device of the last of those copies, the driver.
+    """
+    return (*copies, 1) if copies[-1] > 1 else tuple(copies)
 
 
 def deal(schedule: Schedule, copies: Sequence[int]) -> DealtSchedule:

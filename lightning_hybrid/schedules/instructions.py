@@ -155,9 +155,17 @@ def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[Step]:
         PlanError: a stage expects another message than the next one on the link, all stages wait
             (deadlock), or messages are never received.
     """
-    of_stages = [[(k, step) for step in steps] for k, steps in enumerate(lists)]
-    count = len(of_stages)
-    yield from exchange(of_stages, lambda k, step: step.peer(k, count), "stage {}".format)
+    yield from execute_merged([[(k, step) for step in steps] for k, steps in enumerate(lists)])
+
+
+def execute_merged(lists: Sequence[Sequence[Step]]) -> Iterator[Step]:
+    """As `execute`, for one list per device with the instructions of one stage or several.
+
+    Raises:
+        PlanError: see `execute`.
+    """
+    stages = 1 + max((stage for steps in lists for stage, _ in steps), default=0)
+    yield from exchange(lists, lambda stage, step: step.peer(stage, stages), "stage {}".format)
 
 
 def exchange(
@@ -165,7 +173,7 @@ def exchange(
     peer: Callable[[P, Instruction], P],
     shown: Callable[[P], str],
 ) -> Iterator[tuple[P, Instruction]]:
-    """As `execute`, for places of any type (stages, or copies of them), several on a device.
+    """As `execute_merged`, for places of any type (stages, or copies of them).
 
     There is one queue of messages from each place to each other one.
 

@@ -196,6 +196,7 @@ class ClassifierCLI(LightningCLI):
             plan = getattr(self.trainer.strategy, "plan", None)
             if plan is not None:
                 plan.save(Path(log_dir) / "plan.json")
+                plan.to_html(Path(log_dir) / "plan.html")
             save_environment(Path(log_dir))
             self._keep_cohort(Path(log_dir))
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")

@@ -227,7 +227,8 @@ def plan(run: Path) -> str:
     text = html.note(f"{head}; schedule {record.get('schedule', 'unknown')}.") + html.table(rows)
     if delays:
         text += html.note("delay: by how many steps the weights of a stage are too old.")
-    return text
+    page = path.with_suffix(".html")
+    return text + (html.note(f"The page of the plan: {page.name}") if page.is_file() else "")
 
 
 def again(run: Path) -> str:

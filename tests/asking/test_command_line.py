@@ -63,7 +63,7 @@ def plan(*options: str, network: str = "nets_of_the_user:perceptron") -> int:
 
 
 def test_a_plan_is_shown_and_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--input", "8,64", "--json", "plan.json") == 0
+    assert plan("--input", "8,64", "--json", "plan.json", "--html", "plan.html") == 0
     found = Plan.load(folder / "plan.json")
     # gradients of 100 kB over 1 MB/s bind, so that replicas do not pay
     assert (found.replicas, found.world_size, found.schedule) == (1, 4, "gpipe")
@@ -71,6 +71,9 @@ def test_a_plan_is_shown_and_written(folder: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert "Not measured: counted operations" in shown
     assert "Shapes, the fastest first" in shown
+    page = (folder / "plan.html").read_text()
+    assert page.count('class="lane"') == found.world_size
+    assert "Shapes, the fastest first" in page
 
 
 def test_an_argument_of_the_network_and_fewer_devices(folder: Path) -> None:

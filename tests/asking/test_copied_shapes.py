@@ -11,8 +11,9 @@ from lightning_hybrid.asking.cluster_description import ClusterDescription, Devi
 from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes
 from lightning_hybrid.asking.step_problems import CostsOf, ring_s
 from lightning_hybrid.planning import owners_of
-from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
+from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
+from lightning_hybrid.planning.simulate import DealtCosts
 from lightning_hybrid.schedules import Copy
 
 HOST = Level(name="host", devices=2, bandwidth_bytes_per_s=8e9, latency_s=0.0)

@@ -1,19 +1,11 @@
 """What every schedule must obey, and its drawing."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Copy, Kind, together
-from lightning_hybrid.schedules.dealt import DealtLists, DealtSchedule
-from lightning_hybrid.schedules.instructions import (
-    Instruction,
-    Lists,
-    Schedule,
-    Step,
-    exchange,
-    execute,
-)
+from lightning_hybrid.schedules import Instruction, Kind, Schedule
+from lightning_hybrid.schedules.instructions import Lists, execute
 
 
 def check(schedule: Schedule) -> None:
@@ -98,42 +90,3 @@ def _clock_table(lists: Lists, width: int) -> list[str]:
     return [
         " ".join(f"{row.get(tick, '.'):>{width}}" for tick in range(max(clock))) for row in cells
     ]
-
-
-def execute_merged(lists: Sequence[Sequence[Step]]) -> Iterator[Step]:
-    """As `execute`, for one list per device with the instructions of one stage or several."""
-    stages = 1 + max((stage for steps in lists for stage, _ in steps), default=0)
-    yield from exchange(lists, lambda stage, step: step.peer(stage, stages), "stage {}".format)
-
-
-def execute_dealt(
-    dealt: DealtSchedule, lists: DealtLists, *, collects: bool = False
-) -> Iterator[tuple[Copy, Instruction]]:
-    """As `execute`, for the lists of one pass of a schedule whose stages have copies.
-
-    Args:
-        dealt: The schedule.
-        lists: Its `forward` or `backward`.
-        collects: Whether the last stage and the last copy of the one before are on one device.
-    """
-    places = [Copy(s, n) for s, copies in enumerate(lists) for n in range(len(copies))]
-    devices = [*([place] for place in places[:-2]), places[-2:]] if collects else None
-    yield from exchange(
-        [together(lists, at) for at in devices or ([place] for place in places)],
-        lambda place, step: peer_of(dealt, place, step),
-        str,
-    )
-
-
-def peer_of(dealt: DealtSchedule, place: Copy, step: Instruction) -> Copy:
-    """The copy at the other end of a send or receive."""
-    stage = step.peer(place.stage, len(dealt.copies))
-    return Copy(stage, step.microbatch % dealt.copies[stage])
-
-
-def collected(copies: Sequence[int]) -> tuple[int, ...]:
-    """Add the stage that collects outputs to the numbers of copies, if the last stage has several.
-
-    It has no layers, and is on the device of the last of those copies, the driver.
-    """
-    return (*copies, 1) if copies[-1] > 1 else tuple(copies)

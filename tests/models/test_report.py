@@ -120,7 +120,7 @@ def test_what_was_typed_is_what_to_type_again(tmp_path) -> None:
     assert "--truth &#x27;a cohort/truth/planted&#x27;" in again(tmp_path)
 
 
-def test_the_plan_has_its_table(tmp_path) -> None:
+def test_the_plan_has_its_table_and_names_its_page(tmp_path) -> None:
     row = {"layers": 7, "parameters": 1_000_000, "load": 0.5, "partitions": ["stem.conv"]}
     rows = [row | {"device": device} for device in (0, 1)]
     record = {"replicas": 1, "stages": 2, "microbatches": 3, "schedule": "gpipe", "rows": rows}
@@ -128,6 +128,9 @@ def test_the_plan_has_its_table(tmp_path) -> None:
     shown = plan(tmp_path)
     for text in ("1,000,000", "50%", "stem.conv", "1 replica,", "3 micro-batches"):
         assert text in shown
+    assert "plan.html" not in shown
+    (tmp_path / "plan.html").touch()
+    assert "plan.html" in plan(tmp_path)
 
 
 def test_the_delays_of_the_stages_are_in_the_table_of_the_plan(tmp_path) -> None:

@@ -11,9 +11,11 @@ from planned import planned
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import copied_stages
 from lightning_hybrid.planning.copied_stages import CopiedStages, best_cuts, owners_of
-from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
+from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.plan_page import predicted_lanes
+from lightning_hybrid.planning.simulate import DealtCosts
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import Copy
@@ -162,6 +164,11 @@ def test_a_plan_says_the_devices_of_the_copies_and_their_step() -> None:
     assert found.world_size == 8
     # three copies hand over every 9 s what the driver takes in 9 s
     assert found.predicted_step_s == 2 * (9 + 9 + 9)
+    lanes = predicted_lanes(found)
+    assert [*lanes] == ["device 1", "device 2", "device 3", "device 0 (driver)"]
+    forwards = [span.label for span in lanes["device 2"] if span.kind == "forward"]
+    assert forwards == ["1", "4"]
+    assert max(span.end_s for spans in lanes.values() for span in spans) == 2 * (9 + 9 + 9)
     with pytest.raises(PlanError, match="planned with schedule 'gpipe', not 'zero_bubble'"):
         planned(**arguments, copies=(3, 1), schedule="zero_bubble")
 
@@ -183,6 +190,10 @@ def test_a_plan_gives_the_driver_a_copy_of_the_last_stage() -> None:
     assert Plan.from_json(found.to_json()) == found
     # the last of six leaves the first stage after 18 s
     assert found.predicted_step_s == 2 * (18 + 9)
+    lanes = predicted_lanes(found)
+    assert [*lanes] == ["device 1", "device 2", "device 3", "device 0 (driver)"]
+    forwards = [s.label for s in lanes["device 0 (driver)"] if s.kind == "forward"]
+    assert forwards == ["2", "5"]
 
 
 def test_each_pair_of_copies_has_the_link_of_its_devices() -> None:

@@ -4,13 +4,12 @@ import random
 from functools import lru_cache
 
 import pytest
-from schedule_rules import collected
-from simulation import simulate, simulate_dealt
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.dealt_time import DealtCosts, dealt_s
+from lightning_hybrid.planning.dealt_time import dealt_s
+from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
-from lightning_hybrid.schedules import Copy, Kind, deal, make_schedule
+from lightning_hybrid.schedules import Copy, Kind, collected, deal, make_schedule
 
 SHAPES = [(1,), (1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (1, 3), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
 

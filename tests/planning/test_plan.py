@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned import made_plan
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan, StagePlan
@@ -223,9 +222,3 @@ def test_copies_that_cannot_be_are_refused(changes: dict[str, Any], message: str
     }
     with pytest.raises(PlanError, match=message):
         Plan(**fields)
-
-
-def test_traffic_is_activations_gradients_and_the_ring() -> None:
-    # two micro-batches of 8 bytes, and with two replicas as much as the gradients
-    assert made_plan().traffic_bytes == (2 * 8 + 200, 2 * 8 + 200)
-    assert made_plan(replicas=1).traffic_bytes == (16, 16)

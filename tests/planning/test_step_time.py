@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import simulate
 
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 from lightning_hybrid.schedules.zero_bubble import zero_bubble
 

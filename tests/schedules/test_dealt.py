@@ -5,12 +5,18 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 import pytest
-from schedule_rules import execute_dealt
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Copy, Kind, deal, make_schedule, together
-from lightning_hybrid.schedules.dealt import DealtSchedule
-from lightning_hybrid.schedules.instructions import Instruction, Schedule
+from lightning_hybrid.schedules import (
+    Copy,
+    DealtSchedule,
+    Instruction,
+    Kind,
+    Schedule,
+    deal,
+    make_schedule,
+    together,
+)
 
 NAMES = ("gpipe", "zero_bubble")
 
@@ -155,9 +161,7 @@ def test_every_copy_reduces_once_beside_its_own_last_backward() -> None:
 def test_the_lists_pass_the_check_of_all_schedules() -> None:
     for _, dealt in everything():
         for lists in (dealt.forward, dealt.backward):
-            assert len([*execute_dealt(dealt, lists)]) == sum(
-                len(s) for copies in lists for s in copies
-            )
+            assert len([*dealt.execute(lists)]) == sum(len(s) for copies in lists for s in copies)
 
 
 def test_single_copies_leave_a_schedule_as_it_is() -> None:
@@ -176,9 +180,7 @@ def test_the_driver_may_have_a_copy_of_the_stage_before_its_own(copies: tuple[in
         schedule = make_schedule("gpipe", len(copies), microbatches, input_gradient=True)
         dealt = deal(schedule, copies)
         for lists in (dealt.forward, dealt.backward):
-            assert Counter(execute_dealt(dealt, lists, collects=True)) == Counter(
-                execute_dealt(dealt, lists)
-            )
+            assert Counter(dealt.execute(lists, collects=True)) == Counter(dealt.execute(lists))
     places = [Copy(len(copies) - 2, copies[-2] - 1), Copy(len(copies) - 1, 0)]
     stages = [place.stage for place, step in together(dealt.backward, places) if step.kind.computes]
     assert stages == sorted(stages, reverse=True)
@@ -189,9 +191,9 @@ def test_a_list_that_breaks_the_order_of_a_link_is_refused_by_its_copies() -> No
     (first, second), *others = dealt.forward
     swapped = (*first[:1], first[3], *first[1:3], *first[4:])
     with pytest.raises(PlanError, match=r"stage 0, copy 0 expects receive_activation\(2\).*\(0\)"):
-        [*execute_dealt(dealt, ((swapped[1:] + swapped[:1], second), *others))]
+        [*dealt.execute(((swapped[1:] + swapped[:1], second), *others))]
     with pytest.raises(PlanError, match=r"deadlock.*stage 1, copy 0 at receive_activation\(1\)"):
-        [*execute_dealt(dealt, ((first, second[:1]), *others))]
+        [*dealt.execute(((first, second[:1]), *others))]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from schedule_rules import check, draw
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Kind
+from lightning_hybrid.schedules import Instruction, Kind, Schedule
 from lightning_hybrid.schedules.gpipe import gpipe
-from lightning_hybrid.schedules.instructions import Instruction, Schedule, execute
+from lightning_hybrid.schedules.instructions import execute
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 9))
 

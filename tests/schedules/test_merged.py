@@ -5,11 +5,10 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_rules import execute_merged
 
-from lightning_hybrid.schedules import Kind, merge
+from lightning_hybrid.schedules import Instruction, Kind, Schedule, execute_merged, merge
 from lightning_hybrid.schedules.gpipe import gpipe
-from lightning_hybrid.schedules.instructions import Instruction, Schedule, Step
+from lightning_hybrid.schedules.instructions import Step
 
 
 @st.composite

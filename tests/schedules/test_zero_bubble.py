@@ -7,9 +7,8 @@ from planned import simulate
 from schedule_rules import check, draw
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Kind
+from lightning_hybrid.schedules import Instruction, Kind
 from lightning_hybrid.schedules.gpipe import gpipe
-from lightning_hybrid.schedules.instructions import Instruction
 from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 9))

@@ -6,19 +6,24 @@ copies has begun its last backward.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
-from schedule_rules import collected, execute_dealt, execute_merged, peer_of
-
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.dealt_time import DealtCosts, Edge
 from lightning_hybrid.planning.step_time import StepCosts
-from lightning_hybrid.schedules import Copy, Kind, merge
-from lightning_hybrid.schedules.dealt import DealtSchedule
-from lightning_hybrid.schedules.instructions import Instruction, Schedule
+from lightning_hybrid.schedules import (
+    Copy,
+    DealtSchedule,
+    Instruction,
+    Kind,
+    Schedule,
+    collected,
+    execute_merged,
+    merge,
+)
 
+Edge = tuple[Copy, Copy]
 Order = Iterable[tuple[Copy, Instruction, Copy]]
 """Instructions in an order in which they may run: each with the copy of a stage that runs it, and
 the copy at the other end if it is a message."""
@@ -57,6 +62,60 @@ class Timeline:
 
     events: tuple[Event, ...]
     makespan_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DealtCosts:
+    """Times of the parts of a step whose stages have copies, in seconds.
+
+    Attributes:
+        forward_s: by stage and copy, forward of one micro-batch.
+        backward_s: by stage and copy, backward of one micro-batch; if it is split, the input part.
+        weight_s: by stage and copy, the weight part of a split backward; 0: not split.
+        step_s: by stage and copy, the optimizer step.
+        reduce_s: by stage, the all-reduce of its gradients over its copies in all replicas.
+        edges: by the copies at both ends, in the direction of the forward pass: for how long the
+            message of a micro-batch occupies the sender's link, and how much later it arrives.
+            Gradients take the same times on their way back. Inputs go from the driver to copies of
+            stage 0, outputs from copies of the last stage to the driver. Edges that are left out
+            take no time.
+    """
+
+    forward_s: Sequence[Sequence[float]]
+    backward_s: Sequence[Sequence[float]]
+    weight_s: Sequence[Sequence[float]]
+    step_s: Sequence[Sequence[float]]
+    reduce_s: Sequence[float]
+    edges: Mapping[Edge, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Number of copies of each stage."""
+        return tuple(map(len, self.forward_s))
+
+    @classmethod
+    def alike(cls, costs: StepCosts, copies: Sequence[int]) -> "DealtCosts":
+        """Costs in which the copies of a stage have equal times, from those of the stages.
+
+        `costs.reduce_s` must be the all-reduces over the copies in all replicas.
+        """
+
+        def each(seconds: Sequence[float]) -> list[list[float]]:
+            return [[value] * count for value, count in zip(seconds, copies)]
+
+        return cls(
+            forward_s=each(costs.forward_s),
+            backward_s=each(costs.backward_s),
+            weight_s=each(costs.weight_s),
+            step_s=each(costs.step_s),
+            reduce_s=costs.reduce_s,
+            edges={
+                (Copy(stage, i), Copy(stage + 1, j)): link
+                for stage, link in enumerate(zip(costs.send_s, costs.latency_s))
+                for i in range(copies[stage])
+                for j in range(copies[stage + 1])
+            },
+        )
 
 
 def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
@@ -113,14 +172,12 @@ def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
     if collected(copies) != dealt.copies:
         raise PlanError(f"copies{dealt.copies} of the lists are not copies{copies} of the costs")
     lists, collects = (dealt.forward, dealt.backward), copies != dealt.copies
-    steps = chain.from_iterable(execute_dealt(dealt, each, collects=collects) for each in lists)
+    steps = chain.from_iterable(dealt.execute(each, collects=collects) for each in lists)
     places = [Copy(stage, number) for stage, count in enumerate(copies) for number in range(count)]
     devices = {place: device for device, place in enumerate(places)}
     # the stage that collects the outputs is on the driver, as is the last copy
     devices[Copy(len(copies), 0)] = len(places) - 1
-    return _Run(costs, devices, one_way_out=True).timeline(
-        _order(steps, lambda place, step: peer_of(dealt, place, step))
-    )
+    return _Run(costs, devices, one_way_out=True).timeline(_order(steps, dealt.peer))
 
 
 def _order(
