@@ -169,11 +169,15 @@ class CapturedCalls:
         # (where it uses weights of other ranks, their proxies fetch them)
         if why_on_driver() is not None:
             return found.forward(*arguments, **keywords)
+        learns = torch.is_grad_enabled()
         try:
+            if not found.whole and self._options.trains and not learns:
+                # (an evaluation may follow other graphs, of which parts would have run by then)
+                raise CannotFollow("an evaluation may be other graphs than a training step")
             return self.captured(found, arguments, keywords)
         except NotCaptured as error:
             reason = f"it cannot be captured as one graph:\n{indented(error.reason)}"
-            if error.by_its_kind and torch.is_grad_enabled():
+            if error.by_its_kind and learns:
                 # (nor can it run on the driver: torch decides by the class of weights, and those
                 # of other ranks are proxies)
                 raise NetworkError(

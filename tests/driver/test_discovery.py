@@ -120,31 +120,6 @@ def test_a_call_before_training_leaves_the_modules_inside_watched() -> None:
         part(X)
 
 
-class PrintsInTraining(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self[0](x)
-        if self.training:
-            print("hidden")
-        return self[2](self[1](y))
-
-
-@pytest.mark.parametrize("automatic", [False, True])
-def test_what_is_one_graph_in_evaluations_alone_is_not_cut_in_its_first_step(
-    automatic: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    watched = Watched(automatic=automatic, net=PrintsInTraining(*large()))
-    with torch.no_grad():
-        watched.module.eval()["net"](X)
-    assert watched.module.train()["net"](X).requires_grad
-    assert capsys.readouterr().out == "hidden\n"
-    assert all(part.training for part in watched.module.modules())
-    if automatic:
-        watched.networks.require()
-        return
-    with pytest.raises(NetworkNotFoundError, match=r"(?s)in an evaluation, and not here.*print"):
-        watched.networks.require()
-
-
 def test_a_call_on_other_weights_computes_with_these_and_is_not_taken_for_the_networks() -> None:
     network = large()
     made = {name: p.detach() * 2 for name, p in network.named_parameters()}
