@@ -107,15 +107,6 @@ class LoggingLater:
         for name, args, kwargs in calls:
             getattr(self._module, name)(*args, **kwargs)
 
-    @contextmanager
-    def unheard(self) -> Iterator[None]:
-        """Inside, calls of `log` are dropped, and not recorded."""
-        count = len(self._kept)
-        try:
-            yield
-        finally:
-            del self._kept[count:]
-
 
 Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None]
 """Cuts a network by a graph and its arguments; ``None``: the driver computes the graph."""
@@ -259,11 +250,11 @@ class CapturedCalls:
                 # the graphs and the Python between them draw from the same generators
                 stack.enter_context(self._driver.calls.one_stream())
                 if check is not None:
-                    with found.hollow.lifted(), self._logging_later.unheard():
+                    with found.hollow.lifted():
                         check.begin_chain()
                 result = self._chain(found, arguments, keywords)
             if check is not None:
-                with found.hollow.lifted(), self._logging_later.unheard():
+                with found.hollow.lifted():
                     check.compare(result)
             return result
 
@@ -336,8 +327,7 @@ class CapturedCalls:
             if call is not None:
                 if running.check is not None and found.whole:
                     synchronised = isinstance(running.statistics, Synchronised)
-                    with self._logging_later.unheard():
-                        running.check.begin(call, values, synchronised=synchronised)
+                    running.check.begin(call, values, synchronised=synchronised)
                 return call(values)
             self._driver.have_here(found.module, whole=True)
             with running.statistics:

@@ -75,6 +75,8 @@ def undone(root: nn.Module, module: nn.Module) -> Iterator[None]:
             noted.function(kind.forward)
     for hook in hooks_of(module):
         noted.function(hook)
+    for name in ("log", "log_dict"):  # (they keep what is logged when the call is over)
+        noted.function(vars(root).get(name))
     try:
         yield
     finally:
