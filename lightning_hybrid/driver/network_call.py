@@ -8,7 +8,6 @@ tensor of the call.
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lightning_hybrid._torch.autograd import (
 from lightning_hybrid._torch.tensors import storage_key
 from lightning_hybrid.driver.driven_network import DrivenNetwork, Specialization
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph import NetworkGraph, joined, place_now, slices, views_of_inputs
+from lightning_hybrid.graph import NetworkGraph, joined, place_now, slices
 from lightning_hybrid.stage import Gradients
 
 
@@ -37,7 +36,6 @@ class NetworkCall:
 
     def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
         self.network, self.specialization = network, specialization
-        self._views = views_of_inputs(specialization.graph)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Run the pipeline in the place of the graph.
@@ -59,14 +57,6 @@ class NetworkCall:
             outputs = _join(parts, graph)
         if graph.written_leaves:
             _write_back(graph, leaves, outputs)
-        if self._views is not None:
-            outputs = list(outputs)
-            learns = any(leaf.requires_grad for leaf in leaves)
-            # (captured without gradients: they are to have none here)
-            with torch.no_grad() if learns else nullcontext():
-                views = self._views(graph.given(values))
-            for node, view in views.items():
-                outputs[graph.tensor_outputs.index(node)] = view
         numbers: Sequence[Any] = ()
         if graph.returns_numbers:
             numbers = graph.values_of_numbers(graph.sizes(leaves))

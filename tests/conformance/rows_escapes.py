@@ -678,39 +678,6 @@ class ReturnsItsWeights(Row):
         return cross_entropy(output, y) + 0.01 * weight.square().sum() + bias.square().sum()
 
 
-class ChangesAViewOfItsInput(Row):
-    """The network changes a view of its argument in place; what it returns beside the output shows
-    the same memory.
-    """
-
-    sampled = True
-
-    class Net(Layers):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), x.detach()[:, : x.shape[1] // 2]
-
-    def build(self) -> None:
-        self.net = self.Net()
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            _, half = self.net(x)
-            half.mul_(0.5)
-        self.seen.append(x.clone())
-        output, half = self.net(x)
-        other, again = self.net(x.clone().requires_grad_())
-        self.seen.append((half.requires_grad, again.requires_grad))
-        return cross_entropy(output + other, y) + 0.1 * half.square().mean()
-
-
-class ChangesAPartOfItsInput(ChangesAViewOfItsInput):
-    """The network changes in place one of several views that one operation has returned."""
-
-    class Net(Layers):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), x.detach().chunk(2, 1)[0]
-
-
 # ---------------------------------------------------------------- other `forward`s
 
 
