@@ -12,13 +12,11 @@ calls on other weights than the network's own, are handled by
 :mod:`lightning_hybrid.driver.captured_calls`.
 """
 
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
@@ -222,7 +220,8 @@ class Discovery:
         if (aside := why_on_driver()) is not None:
             return self._call_aside(this, State.ASIDE, aside, watched, call)
         if self._is_too_early(module):
-            return self._call_aside(this, State.EARLY, _why_without_gradients(), watched, call)
+            early = f"was called without gradients only ({place_now()})"
+            return self._call_aside(this, State.EARLY, early, watched, call)
         this.put(State.UNSEEN)
         if self._is_kept_unseen(this):
             return call()
@@ -410,18 +409,6 @@ class Discovery:
             for other in self._watched.values()
             if not inside(other.name, name) and not inside(name, other.name)
         )
-
-
-def _why_without_gradients() -> str:
-    """The reason why a network is not cut that is called without gradients only."""
-    reason = f"was called without gradients only ({place_now()})"
-    frames = (frame for frame, _ in traceback.walk_stack(None))
-    if any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame in frames):
-        reason += (
-            ", by activation checkpointing around it: checkpoint parts of it inside of its "
-            "forward, or give the strategy recompute=True"
-        )
-    return reason
 
 
 def _hooks_first(module: nn.Module, reason: str) -> str:
