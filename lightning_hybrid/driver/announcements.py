@@ -32,13 +32,6 @@ class Announcements:
         """
         self._options.progress.doing(f"{what} {found.name or 'self'!r}")
 
-    def captured(self, found: FoundNetwork) -> None:
-        """End the progress once a graph is captured and has its stages, if it was to be cut."""
-        if found.whole:
-            self._options.progress.over()
-        else:  # (another graph of the chain may follow)
-            self.doing(found, "capturing")
-
     def say(self, found: FoundNetwork, text: str) -> None:
         """Print a line about a network, unless the same line was printed before."""
         if (found.name, text) not in self._said:

@@ -242,8 +242,7 @@ class CapturedCalls:
             stack.enter_context(backwards_as_ever())
             # TorchDynamo cannot follow proxies, whose class intercepts operations
             stack.enter_context(remote.suspended())
-            if found.hollow.needed:
-                stack.enter_context(found.hollow)
+            stack.enter_context(found.hollow)
             if found.whole:
                 result = found.capture(arguments, keywords)
             else:
@@ -315,15 +314,14 @@ class CapturedCalls:
             What the graph returns.
         """
         running = self._running
-        hollow = found.hollow
-        with self._in_graph(found), hollow.lifted() if hollow.needed else nullcontext():
+        with self._in_graph(found), found.hollow.lifted():
             call = found.calls.get(graph)
             known = found.network_of(graph) if call is None else None
             if known is not None:
                 call = self._adoption.add(found, known, graph, values)
             elif call is None:
                 call = self._adopt(found, graph, values)
-                self._announcements.captured(found)
+                self._announcements.doing(found, "calling")
             if call is not None:
                 if running.check is not None and found.whole:
                     synchronised = isinstance(running.statistics, Synchronised)

@@ -16,6 +16,7 @@ from lightning_hybrid.driver.captured_calls import CapturedCalls
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import CannotFollow
+from lightning_hybrid.remote.hollow_network import Hollow
 from lightning_hybrid.remote.proxy import Kind
 from lightning_hybrid.stage import Synchronised
 
@@ -50,12 +51,12 @@ class Calls:
             reason="it prints",
             shown="'net' (Linear)",
             driven=True,
-            hollow=SimpleNamespace(needed=False),
+            hollow=Hollow(self.module, X.device),
             read_between=set(),
             capture=capture,
         )
         announcements: Any = SimpleNamespace(
-            say=lambda _, line: self.notes.append(line), captured=lambda _: None
+            say=lambda _, line: self.notes.append(line), doing=lambda *_: None
         )
         options: Any = SimpleNamespace(progress=StartProgress(None), verify=False, trains=True)
         adoption: Any = SimpleNamespace(driver=driver, options=options, announcements=announcements)
