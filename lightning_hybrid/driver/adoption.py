@@ -29,7 +29,6 @@ from lightning_hybrid.graph import (
     cut_at,
     find_boundary,
     follow,
-    place_of,
     why_whole,
 )
 from lightning_hybrid.planning import CalledNetwork, Plan
@@ -270,8 +269,7 @@ class Adoption:
                 f"{found.shown} has {count(len(partitions), 'network partition')}, fewer than "
                 f"pipeline_parallel_size={stages}. Use at most "
                 f"{count(len(partitions), 'stage')}, or name another network: "
-                f"the strategy's network='...'.{_why_not_more(graph, partitions, leaves)}"
-                f"{'' if is_part else _part_of_another(found.name)}"
+                f"the strategy's network='...'.{_why_not_more(partitions)}"
             )
         wanted = self.options.microbatches or _microbatches(graph, leaves, devices)
         # the planner measures partitions on one micro-batch
@@ -420,32 +418,10 @@ def _named(found: FoundNetwork) -> Iterator[None]:
         ) from error
 
 
-def _why_not_more(
-    graph: NetworkGraph, partitions: Sequence[NetworkPartition], leaves: Sequence[Tensor]
-) -> str:
-    """Lines for an error: why a network was not cut at more places, or where its weights are."""
-    empty = [list(leaf.shape) for leaf in leaves if leaf.dim() and not len(leaf)]
-    if empty:
-        return f"\nIts first training call is without samples (input of shape {empty[0]})."
+def _why_not_more(partitions: Sequence[NetworkPartition]) -> str:
+    """Lines for an error: why a network was not cut at more places."""
     places = [place for partition in partitions for place in partition.refused]
-    lines = [f"\nIt cannot be cut before {name!r}: {reason}." for name, reason in places[:3]]
-    if not lines:
-        users = [layer for layer in graph.layers if layer.parameters]
-        places_of_users = ((y.module or y.name, place_of(y.node)) for y in users[:3])
-        names = [f"{name!r} ({place})" if place else f"{name!r}" for name, place in places_of_users]
-        lines = [f"\nIt has weights in {', '.join(names)}{', ...' * (len(users) > 3)}."]
-    return "".join(lines)
-
-
-def _part_of_another(name: str) -> str:
-    """A line for an error: what to do if a module is part of a container that was not called."""
-    outer = name.rpartition(".")[0]
-    if not outer:
-        return ""
-    return (
-        f"\nIt was called by itself, and {outer!r}, of which it is a part, was not: a slice of a "
-        f"module (self.{outer}[:2]) is no part of the LightningModule. Call self.{outer} whole."
-    )
+    return "".join(f"\nIt cannot be cut before {name!r}: {why}." for name, why in places[:3])
 
 
 def _is_normalised(module: nn.Module) -> bool:

@@ -32,13 +32,6 @@ class Announcements:
         """
         self._options.progress.doing(f"{what} {found.name or 'self'!r}")
 
-    def captured(self, found: FoundNetwork) -> None:
-        """End the progress once a graph is captured and has its stages, if it was to be cut."""
-        if found.whole:
-            self._options.progress.over()
-        else:  # (another graph of the chain may follow)
-            self.doing(found, "capturing")
-
     def say(self, found: FoundNetwork, text: str) -> None:
         """Print a line about a network, unless the same line was printed before."""
         if (found.name, text) not in self._said:
@@ -55,14 +48,10 @@ class Announcements:
 
     def runs_its_own_python(self, found: FoundNetwork, reason: str) -> None:
         """Say that the modules which a network calls are cut in its place, and why."""
-        # (modules inside of each other mostly fail by the same line of code: it is shown once)
-        known = ("", reason) in self._said
-        self._said.add(("", reason))
-        why = ", for the same reason" if known else f":\n{reason}"
         self.say(
             found,
             "runs its own Python on the driver, and the modules that it calls are cut in its "
-            f"place, since it cannot be captured as one graph{why}",
+            f"place, since it cannot be captured as one graph:\n{reason}",
         )
 
     def takes_batches_whole(self, found: FoundNetwork, reason: str) -> None:

@@ -107,15 +107,6 @@ class LoggingLater:
         for name, args, kwargs in calls:
             getattr(self._module, name)(*args, **kwargs)
 
-    @contextmanager
-    def unheard(self) -> Iterator[None]:
-        """Inside, calls of `log` are dropped, and not recorded."""
-        count = len(self._kept)
-        try:
-            yield
-        finally:
-            del self._kept[count:]
-
 
 Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None]
 """Cuts a network by a graph and its arguments; ``None``: the driver computes the graph."""
@@ -169,11 +160,15 @@ class CapturedCalls:
         # (where it uses weights of other ranks, their proxies fetch them)
         if why_on_driver() is not None:
             return found.forward(*arguments, **keywords)
+        learns = torch.is_grad_enabled()
         try:
+            if not found.whole and self._options.trains and not learns:
+                # (an evaluation may follow other graphs, of which parts would have run by then)
+                raise CannotFollow("an evaluation may be other graphs than a training step")
             return self.captured(found, arguments, keywords)
         except NotCaptured as error:
             reason = f"it cannot be captured as one graph:\n{indented(error.reason)}"
-            if error.by_its_kind and torch.is_grad_enabled():
+            if error.by_its_kind and learns:
                 # (nor can it run on the driver: torch decides by the class of weights, and those
                 # of other ranks are proxies)
                 raise NetworkError(
@@ -247,19 +242,18 @@ class CapturedCalls:
             stack.enter_context(backwards_as_ever())
             # TorchDynamo cannot follow proxies, whose class intercepts operations
             stack.enter_context(remote.suspended())
-            if found.hollow.needed:
-                stack.enter_context(found.hollow)
+            stack.enter_context(found.hollow)
             if found.whole:
                 result = found.capture(arguments, keywords)
             else:
                 # the graphs and the Python between them draw from the same generators
                 stack.enter_context(self._driver.calls.one_stream())
                 if check is not None:
-                    with found.hollow.lifted(), self._logging_later.unheard():
+                    with found.hollow.lifted():
                         check.begin_chain()
                 result = self._chain(found, arguments, keywords)
             if check is not None:
-                with found.hollow.lifted(), self._logging_later.unheard():
+                with found.hollow.lifted():
                     check.compare(result)
             return result
 
@@ -320,20 +314,18 @@ class CapturedCalls:
             What the graph returns.
         """
         running = self._running
-        hollow = found.hollow
-        with self._in_graph(found), hollow.lifted() if hollow.needed else nullcontext():
+        with self._in_graph(found), found.hollow.lifted():
             call = found.calls.get(graph)
             known = found.network_of(graph) if call is None else None
             if known is not None:
                 call = self._adoption.add(found, known, graph, values)
             elif call is None:
                 call = self._adopt(found, graph, values)
-                self._announcements.captured(found)
+                self._announcements.doing(found, "calling")
             if call is not None:
                 if running.check is not None and found.whole:
                     synchronised = isinstance(running.statistics, Synchronised)
-                    with self._logging_later.unheard():
-                        running.check.begin(call, values, synchronised=synchronised)
+                    running.check.begin(call, values, synchronised=synchronised)
                 return call(values)
             self._driver.have_here(found.module, whole=True)
             with running.statistics:

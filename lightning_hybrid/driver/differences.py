@@ -14,9 +14,7 @@ from lightning_hybrid.capture import plain
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
-def differences(
-    found: Any, expected: Any, epsilon: float, *, part: bool = False, bits: bool = False
-) -> list[str]:
+def differences(found: Any, expected: Any, epsilon: float, *, part: bool = False) -> list[str]:
     """Describes where two results differ, a text for each place; empty: nowhere.
 
     Sums in another order are rounded otherwise, so numbers may differ by the square root of
@@ -29,15 +27,13 @@ def differences(
         epsilon: the precision in which both were computed, as in `torch.finfo`.
         part: whether ``expected`` is the result for the first samples only, which its sizes tell.
             Numbers that are not in tensors may depend on how many there are, and are not compared.
-        bits: whether both were computed with the same sizes, and so are rounded in the same way:
-            then 16 epsilons are allowed.
     """
     one, other = dict(_leaves(found)), dict(_leaves(expected))
     largest = max((_largest(v) for v in other.values() if isinstance(v, Tensor)), default=0.0)
     reasons = [f"{path} is missing" for path in other.keys() - one.keys()]
     reasons += [f"{path} should not be there" for path in one.keys() - other.keys()]
     for path in one.keys() & other.keys():
-        reason = _difference(one[path], other[path], epsilon, largest, part=part, bits=bits)
+        reason = _difference(one[path], other[path], epsilon, largest, part=part)
         if reason is not None:
             reasons.append(f"{path} {reason}")
     return sorted(reasons)
@@ -71,8 +67,7 @@ def changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     return {
         path: value
         for path, value in now.items()
-        if path not in before
-        or _difference(before[path], value, 0.0, 0.0, part=False, bits=False) is not None
+        if path not in before or _difference(before[path], value, 0.0, 0.0, part=False) is not None
     }
 
 
@@ -126,9 +121,7 @@ def _after(path: str, step: Step) -> str:
     return f"{path}.{key}" if kind == "attr" else f"{path}[{key!r}]"
 
 
-def _difference(
-    one: Any, other: Any, epsilon: float, largest: float, *, part: bool, bits: bool
-) -> str | None:
+def _difference(one: Any, other: Any, epsilon: float, largest: float, *, part: bool) -> str | None:
     """How a leaf differs from the expected one (``other``), in words; ``None``: it does not.
 
     For the arguments see :func:`differences`; ``largest`` is the largest number of all tensors.
@@ -151,8 +144,6 @@ def _difference(
             count = int((one != other).sum())
             return f"of shape {shape} differs in {count} of {other.numel()} numbers"
         rtol, atol = epsilon**0.5, epsilon**0.5 * max(_largest(other), epsilon**0.5 * largest)
-        if bits:
-            rtol, atol = 16 * epsilon, 0.0
         if torch.allclose(one, other, rtol, atol, equal_nan=True):
             return None
         apart = (one.double() - other.double()).abs()

@@ -12,13 +12,11 @@ calls on other weights than the network's own, are handled by
 :mod:`lightning_hybrid.driver.captured_calls`.
 """
 
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.modules import drop_hooks, has_backward_hooks
@@ -56,10 +54,6 @@ from lightning_hybrid.remote import Hollow, hook_refused
 from lightning_hybrid.stage import is_of_the_user, tensors_of
 
 
-class _IsCaptured(Exception):
-    """A capture that was tried has succeeded; nothing of it is computed."""
-
-
 class Discovery:
     """Finds the networks of one LightningModule during one run, on a driver.
 
@@ -94,7 +88,6 @@ class Discovery:
         self._calls = CapturedCalls(module, self._adoption, self._adopt)
         self._watched: dict[str, Watched] = {}
         self._captures: list[Capture] = []
-        self._tried: FoundNetwork | None = None  # of which a capture alone is wanted
         self._ranks = mesh.coordinates.ranks_per_replica
         wanted = self._ranks > 1 or options.stages.compiled
         # (an evaluation may have no network, as one that computes metrics of files)
@@ -227,8 +220,8 @@ class Discovery:
         if (aside := why_on_driver()) is not None:
             return self._call_aside(this, State.ASIDE, aside, watched, call)
         if self._is_too_early(module):
-            return self._call_aside(this, State.EARLY, _why_without_gradients(), watched, call)
-        early = this.state is State.EARLY
+            early = f"was called without gradients only ({place_now()})"
+            return self._call_aside(this, State.EARLY, early, watched, call)
         this.put(State.UNSEEN)
         if self._is_kept_unseen(this):
             return call()
@@ -245,10 +238,6 @@ class Discovery:
         inner.remove(this)
         if any(len(layers(part.module)) >= self._ranks for part in inner):
             self._open(this, found, inner)
-            return call()
-        # (its evaluations would not go with stages of these graphs: better said before the step)
-        if early and self._is_whole_in_evaluations(this, forward, arguments, keywords):
-            self._keep(this, f"can be captured in an evaluation, and not here:\n{this.several}")
             return call()
         found = self._prepare(this, forward, whole=False)
         self._announcements.becomes_several_graphs(found)
@@ -271,32 +260,6 @@ class Discovery:
         a network is whole on the driver, if its weights have memory there.
         """
         return self._options.trains and not torch.is_grad_enabled() and is_materialized(module)
-
-    def _is_whole_in_evaluations(
-        self,
-        this: Watched,
-        forward: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> bool:
-        """Whether a network that is several graphs in training is one in evaluation mode."""
-        found = self._prepare(this, forward, whole=True)
-        self._tried = found
-        training = [part for part in this.module.modules() if part.training]
-        try:
-            for part in training:
-                part.training = False
-            with torch.no_grad():
-                self._calls.captured(found, arguments, keywords)
-        except _IsCaptured:
-            return True
-        except Exception:  # (whatever its Python says to arguments of a training step)
-            return False
-        finally:
-            self._tried = None
-            for part in training:
-                part.training = True
-        return False
 
     def _watch_calls(self, found: FoundNetwork) -> None:
         """Have later calls of a network go through its capture."""
@@ -395,8 +358,6 @@ class Discovery:
         Returns:
             What calls its stages; ``None``: the driver computes the graph.
         """
-        if found is self._tried:
-            raise _IsCaptured
         name = found.name
         refusal = why_not_cut(graph)
         partitions = network_partitions(graph)
@@ -448,18 +409,6 @@ class Discovery:
             for other in self._watched.values()
             if not inside(other.name, name) and not inside(name, other.name)
         )
-
-
-def _why_without_gradients() -> str:
-    """The reason why a network is not cut that is called without gradients only."""
-    reason = f"was called without gradients only ({place_now()})"
-    frames = (frame for frame, _ in traceback.walk_stack(None))
-    if any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame in frames):
-        reason += (
-            ", by activation checkpointing around it: checkpoint parts of it inside of its "
-            "forward, or give the strategy recompute=True"
-        )
-    return reason
 
 
 def _hooks_first(module: nn.Module, reason: str) -> str:

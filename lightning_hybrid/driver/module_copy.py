@@ -19,7 +19,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -75,6 +75,8 @@ def undone(root: nn.Module, module: nn.Module) -> Iterator[None]:
             noted.function(kind.forward)
     for hook in hooks_of(module):
         noted.function(hook)
+    for name in ("log", "log_dict"):  # (they keep what is logged when the call is over)
+        noted.function(vars(root).get(name))
     try:
         yield
     finally:
@@ -291,21 +293,13 @@ class ModuleCopy:
         made: nn.Module = self._made[0]
         return made
 
-    def missing_bytes(self, device: torch.device) -> int:
-        """Bytes of the weights that are not on a device."""
-        return sum(p.nbytes for p in self._weights if p.device != device)
-
     def call(
-        self,
-        device: torch.device,
-        draws: AbstractContextManager[Any],
-        rows: Rows | None = None,
+        self, device: torch.device, rows: Rows | None = None
     ) -> tuple[nn.Module, Any, tuple[Any, ...]]:
         """Run the module's Python on a copy of the copy; nothing is kept for a backward.
 
         Args:
             device: where it runs.
-            draws: a context in which torch draws the random numbers that the call is to get.
             rows: chooses samples of the batch; ``None``: all of them.
 
         Returns:
@@ -337,7 +331,6 @@ class ModuleCopy:
             # (a module that the user has compiled would be compiled anew in each call of a copy)
             if is_compiled(module):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(draws)
             result = module.forward(*arguments, **keywords)
         if before != [version(p) for p in weights]:
             raise WritesWeights("it writes into its parameters")

@@ -127,15 +127,10 @@ class Launched:
         given = self.graph.leaves[number]
         if self.leaves[number].dim() == 0:
             return _is_number(given)
-        if version_of(self.leaves[number]) == self.versions[number]:
-            return (
-                f"input {given.name!r} of the network is another tensor than the one of the batch "
-                "that it was in earlier steps. Choose or compute it in the dataset "
-                "or inside the network"
-            )
         return (
-            "training_step has changed the inputs of the network, as augmentation does, after "
-            "their batch was sent to the first stage. Do it in the dataset"
+            f"input {given.name!r} of the network is not what was sent of its batch: another "
+            "tensor, or changed by training_step (as by augmentation). Choose or compute it in the "
+            "dataset or inside the network"
         )
 
 

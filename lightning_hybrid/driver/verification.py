@@ -10,9 +10,7 @@ the results are compared:
 * on the whole batch, where results do not depend on how it is split. This shows samples that meet
   too.
 * else (in training with dropout or batch normalisation) on the first micro-batch, with its random
-  numbers. With dropout alone the Python also runs twice on a whole batch, the second time with
-  samples of the first micro-batch in the places of all others: the results of the first micro-batch
-  must be the same in both.
+  numbers. Samples that meet are then seen in evaluations.
 
 The Python runs before the stages do, so that the effects which remain are those of the call itself.
 """
@@ -71,8 +69,7 @@ class Verification:
         root: see above.
         driver: see above.
         verify: see above.
-        has_run: pairs of a kind of calls and of whether its Python has run without an error on the
-            whole batch (True) or on chosen samples (False).
+        counts: how many calls of each kind there were since the network was cut.
     """
 
     def __init__(
@@ -80,9 +77,8 @@ class Verification:
     ) -> None:
         self.root, self.driver, self.verify = root, driver, verify
         self._announcements = announcements
-        self._counts = Counter[Kind]()
+        self.counts = Counter[Kind]()
         self._off = set[Kind]()
-        self.has_run = set[tuple[Kind, bool]]()
 
     def begin(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -100,8 +96,8 @@ class Verification:
         if kind in self._off or not (found.whole or found.driven):
             return None
         if found.driven:
-            self._counts[kind] += 1
-        number = self._counts[kind] or 1  # (the network may be cut in the middle of this call)
+            self.counts[kind] += 1
+        number = self.counts[kind] or 1  # (the network may be cut in the middle of this call)
         if not self._is_due(number):
             return None
         return Check(self, found, kind, number, arguments, keywords)
@@ -110,10 +106,6 @@ class Verification:
         if self.verify == "auto":
             return number & (number - 1) == 0
         return (number - 1) % self.verify == 0
-
-    def count(self, check: "Check") -> None:
-        """Count a checked call, whose network is cut by now."""
-        self._counts[check.kind] = check.number
 
     def give_up(self, check: "Check", reason: str) -> None:
         """Check no more calls of this kind, and tell the user why."""
@@ -157,14 +149,9 @@ class Check:
         self._random, self._before = RandomStates(), random_state(self._device)
         self._copy: ModuleCopy | None = None
         self._start: Callable[[], AbstractContextManager[None]]
-        self._divided = False
-        self._end: list[Tensor] = []
+        self._divided = self._draws = False
         self._parts = self._first = 1
-        self._splits = True
-        self._whole: Made = None
-        self._part: Made = None
-        self._others: Made = None
-        self._raised: Exception | None = None
+        self._expected: Made = None  # on the first micro-batch if the network draws, else on all
 
     # ------------------------------------------------------------------ before the stages run
 
@@ -176,7 +163,7 @@ class Check:
         self._before, self._start = random_state(self._device), self._own_draws
         with self._or_give_up():
             self._take((), writes=True)  # (the Python between the graphs may write to weights)
-            self._run(draws=False)
+            self._expected = self._python()
 
     def begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
         """Run the Python of a network that is one graph, before its stages run.
@@ -186,7 +173,7 @@ class Check:
             values: the arguments of its graph.
             synchronised: whether batch statistics are those of all replicas.
         """
-        self._of.count(self)
+        self._of.counts[self.kind] = self.number  # (the network is cut by now)
         with self._or_give_up():
             self._begin(call, values, synchronised=synchronised)
 
@@ -211,7 +198,7 @@ class Check:
                 "a part of it needs all samples, and another one draws, or takes statistics, for "
                 "each micro-batch by itself"
             )
-        self._splits = self._parts > 1 and not mixes and not graph.divided
+        self._draws = self._parts > 1 and (mixes or graph.uses_rng)
         draw = self._driver.calls.expect(call.learns(graph.bind(values)))
         self._start = partial(self._driver.calls.generators_of, draw)
         # (then the network draws from this rank's own generators)
@@ -223,7 +210,7 @@ class Check:
             if leaf.rows is not None and leaf.rows.dim == 0 and not leaf.made
         ]
         self._take(batched, writes=graph.writes_parameters)
-        self._run(draws=mixes or graph.uses_rng)
+        self._expected = self._python(self._first_part if self._draws else None)
 
     def _take(self, batched: Sequence[Tensor], *, writes: bool) -> None:
         """Fetch the network's weights, and copy the module and the arguments as they are now.
@@ -252,47 +239,6 @@ class Check:
         except Exception as error:  # (copying an object may raise any error)
             raise _Inconclusive(f"it cannot be copied ({_told(error)})") from error
 
-    def _run(self, *, draws: bool) -> None:
-        """Run the network's own Python on the copy, and keep its results or its error.
-
-        Args:
-            draws: whether the results of a call depend on how the batch is split.
-
-        Raises:
-            _Inconclusive: the Python does not run on a copy, or lacks memory.
-        """
-        assert self._copy is not None
-        missing, room = self._copy.missing_bytes(self._device), _free_bytes(self._device)
-        if room is not None and missing > room:
-            raise _Inconclusive(
-                f"the weights of the other stages have {missing} bytes, and {room} are free on "
-                f"{self._device}"
-            )
-        try:
-            # results that do not depend on the split are compared on all samples, which shows
-            # samples that meet
-            if self._parts == 1 or not draws:
-                self._whole, _ = self._python()
-                return
-            self._part, _ = self._python(self._first_part)
-            if self._splits:
-                self._try_to_split()
-        except _Inconclusive:
-            raise
-        except Exception as error:
-            self._raised = error
-
-    def _try_to_split(self) -> None:
-        """Run the Python on the whole batch, and on one of samples of the first micro-batch.
-
-        :meth:`_compare` requires equal results for the first micro-batch, unless the runs have
-        drawn different amounts of random numbers.
-        """
-        self._whole, states = self._python()
-        others, same = self._python(self._among_copies)
-        if all(map(torch.equal, states, same)):  # else what is drawn depends on values
-            self._others = others
-
     @contextmanager
     def _or_give_up(self) -> Iterator[None]:
         """Inside, an `_Inconclusive` error ends this check and all checks of calls of this kind."""
@@ -311,12 +257,10 @@ class Check:
             result: what the call of the stages has returned.
 
         Raises:
-            NetworkError: the results differ, the Python raises an error, or samples meet.
+            NetworkError: the results differ, or samples meet.
         """
         if self._copy is None:
             return
-        if self._raised is not None:
-            raise self._stale([f"its Python raises {_told(self._raised)}"]) from self._raised
         found = _given(result, (self._arguments, self._keywords))
         with self._or_give_up():
             self._compare(found | self._attributes(self.found.module))
@@ -332,26 +276,33 @@ class Check:
         """
         weights = dict(self.found.module.named_parameters())
         epsilon = epsilon_of((found, weights), self._device)
-        if self._part is None:
-            apart = _differences(found, self._whole, epsilon)
-            if not apart:
-                return
-            # the split cannot be the cause: the graph does not hold any more
-            if self._parts == 1 or self._divided:
-                raise self._stale(apart)
+        apart = _differences(found, self._expected, epsilon, part=self._draws)
+        # (else the split cannot be the cause)
+        if apart and self._parts > 1 and not self._draws and not self._divided:
             # the cause may be rounding in parts, a graph that does not hold, or samples that meet
-            self._part, _ = self._python(self._first_part)
-            self._try_to_split()
-        apart = _differences(found, self._part, epsilon, part=True)
-        if self._whole is not None:
-            apart = apart or _differences(numbers_in(found), numbers_in(self._whole), epsilon)
+            part = self._python(self._first_part)
+            numbers = numbers_in(found), numbers_in(self._expected)
+            apart = _differences(found, part, epsilon, part=True) or _differences(*numbers, epsilon)
+            if not apart:
+                self._refuse_meeting(part, epsilon)
         if apart:
             raise self._stale(apart)
-        if self._others is not None:
-            one, other = (first_samples(x, self._part) for x in (self._whole, self._others))
-            # (bit for bit on CPUs alone: GPUs may add up in another order each time)
-            apart = differences(one, other, epsilon, bits=self._device.type == "cpu")
-        if apart:
+
+    def _refuse_meeting(self, part: Made, epsilon: float) -> None:
+        """Refuse results of the first micro-batch that depend on the other samples of the batch.
+
+        Args:
+            part: the results of the first micro-batch by itself.
+            epsilon: the precision in which all was computed.
+
+        Raises:
+            NetworkError: they do.
+        """
+        others = self._python(self._among_copies)
+        one, other = (first_samples(x, part) for x in (self._expected, others))
+        # (as good as bit for bit on CPUs alone: GPUs may add up in another order each time)
+        strict = (16 * epsilon) ** 2 if self._device.type == "cpu" else epsilon
+        if apart := differences(one, other, strict):
             raise self._meet(apart)
 
     def _first_part(self, tensor: Tensor) -> Tensor:
@@ -363,44 +314,33 @@ class Check:
         order = torch.arange(len(tensor), device=tensor.device) % self._first
         return tensor.index_select(0, order)
 
-    def _python(self, rows: Rows | None = None) -> tuple[Made, list[Tensor]]:
-        """Call the network's own Python on the copy.
+    def _python(self, rows: Rows | None = None) -> Made:
+        """Call the network's own Python on the copy, and give its results by name.
 
         Args:
             rows: chooses samples of the batch; ``None``: all of them.
 
-        Returns:
-            The results by name, and the states of torch's generators after the call.
-
         Raises:
             _Inconclusive: the Python does not run on a copy, or lacks memory.
-            Exception: the Python has run before and raises an error now, or writes to parameters.
+            NetworkError: the Python raises an error only now, or writes to parameters.
         """
         assert self._copy is not None
         if rows is not None and not self._copy.is_complete:
             raise _Inconclusive("a tensor with the size of the batch is none of its arguments")
-        way = self.kind, rows is None
         try:
-            module, result, given = self._copy.call(self._device, self._draws(), rows)
+            with self._random.again(), self._start():
+                module, result, given = self._copy.call(self._device, rows)
         except Exception as error:  # (by the user's code, or for lack of memory)
             memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
             # if it has run before, the code behaves otherwise now: a difference to report
-            if isinstance(error, WritesWeights) or (way in self._of.has_run and not memory):
-                raise
+            if isinstance(error, WritesWeights) or (self.number > 1 and not memory):
+                raise self._stale([f"its Python raises {_told(error)}"]) from error
             reason = f"its Python does not run on a copy of it ({_told(error)})"
             raise _Inconclusive(reason) from error
-        self._of.has_run.add(way)
         # (attributes that the call of the copy has not set are not compared: hooks may set those
         # of the original module instead)
         set_here = changed(self._attributes(module), self._attributes(self._copy.module))
-        return _given(result, given) | set_here, self._end
-
-    @contextmanager
-    def _draws(self) -> Iterator[None]:
-        """Inside, random numbers are drawn as in the call, or as in its first micro-batch."""
-        with self._random.again(), self._start():
-            yield
-            self._end = random_state(self._device)
+        return _given(result, given) | set_here
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
@@ -479,14 +419,6 @@ def _mixes_samples(module: nn.Module, graph: NetworkGraph) -> bool:
         and node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
         for node in graph.graph.nodes
     )
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Bytes that this rank can still take on its GPU; ``None``: its device is the CPU."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _listed(found: Sequence[str]) -> str:

@@ -22,6 +22,6 @@ from lightning_hybrid.graph.partition import (
 )
 from lightning_hybrid.graph.recurrent_layers import FREE_SEQUENCES
 from lightning_hybrid.graph.rows import joined, slices
-from lightning_hybrid.graph.source_places import FAILS, place_now, place_of, reason_in
+from lightning_hybrid.graph.source_places import FAILS, place_now, reason_in
 from lightning_hybrid.graph.stage_code import held_by
 from lightning_hybrid.graph.three_parts import Divided, is_running_statistic

@@ -136,20 +136,12 @@ def test_a_plan_from_an_earlier_run_is_used(ranks: Any) -> None:
     assert "net.second.weight" in driven.remote
 
 
-def test_with_fewer_partitions_than_stages_the_error_says_where_the_weights_are(
-    ranks: Any,
-) -> None:
+def test_fewer_partitions_than_stages_are_refused_with_their_number(ranks: Any) -> None:
     driven = Driven(ranks, Chooses(), 3)
     with pytest.raises(
         PlanError, match=r"3 network partitions, fewer than pipeline.*=4\. Use at m"
     ):
         driven.module.net(batches(1)[0])
-
-
-def test_a_first_call_without_samples_is_named(ranks: Any) -> None:
-    driven = Driven(ranks, Chooses(), 3)
-    with pytest.raises(PlanError, match=r"call is without samples \(input of shape \[0, \d+\]\)"):
-        driven.module.net(batches(1)[0][:0])
 
 
 def test_an_error_in_the_first_run_of_a_stage_names_the_network(

@@ -19,23 +19,18 @@ class Told:
 
     def __init__(self, *, training: bool = True, compiled: bool = False) -> None:
         self.lines: list[str] = []
-        self.progress: list[str] = []
-        progress = SimpleNamespace(
-            doing=self.progress.append, over=lambda: self.progress.append("over")
-        )
         options: Any = SimpleNamespace(
             say=self.lines.append,
             trains=training,
-            progress=progress,
             stages=SimpleNamespace(compiled=compiled),
         )
         self.announcements = Announcements(options)
 
 
-def found(module: nn.Module, name: str = "net", *, whole: bool = True) -> FoundNetwork:
+def found(module: nn.Module, name: str = "net") -> FoundNetwork:
     capture: Any = SimpleNamespace(reason=None)
     nothing: Any = None
-    found = FoundNetwork(name, module, module.forward, nothing, whole, "")
+    found = FoundNetwork(name, module, module.forward, nothing, True, "")
     found.capture = capture
     return found
 
@@ -130,13 +125,6 @@ def test_a_network_that_stays_is_told_with_its_reason(reason: str, alone: bool, 
     told = Told()
     told.announcements.stays("net", nn.Linear(2, 2), reason, alone=alone)
     assert told.lines == [line]
-
-
-def test_progress_ends_with_the_only_graph_and_goes_on_in_a_chain() -> None:
-    told = Told()
-    told.announcements.captured(found(nn.Linear(2, 2)))
-    told.announcements.captured(found(nn.Linear(2, 2), whole=False))
-    assert told.progress == ["over", "capturing 'net'"]
 
 
 def compiled_in_place() -> nn.Module:

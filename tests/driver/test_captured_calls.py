@@ -16,6 +16,7 @@ from lightning_hybrid.driver.captured_calls import CapturedCalls
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import CannotFollow
+from lightning_hybrid.remote.hollow_network import Hollow
 from lightning_hybrid.remote.proxy import Kind
 from lightning_hybrid.stage import Synchronised
 
@@ -50,14 +51,14 @@ class Calls:
             reason="it prints",
             shown="'net' (Linear)",
             driven=True,
-            hollow=SimpleNamespace(needed=False),
+            hollow=Hollow(self.module, X.device),
             read_between=set(),
             capture=capture,
         )
         announcements: Any = SimpleNamespace(
-            say=lambda _, line: self.notes.append(line), captured=lambda _: None
+            say=lambda _, line: self.notes.append(line), doing=lambda *_: None
         )
-        options: Any = SimpleNamespace(progress=StartProgress(None), verify=False)
+        options: Any = SimpleNamespace(progress=StartProgress(None), verify=False, trains=True)
         adoption: Any = SimpleNamespace(driver=driver, options=options, announcements=announcements)
         self.calls = CapturedCalls(self.module, adoption, self.adopt)
 
@@ -111,6 +112,14 @@ def test_where_nothing_is_learned_the_networks_weights_are_ordinary_tensors() ->
         assert isinstance(calls(), Tensor)
     assert calls.at_hand == ["net.weight"]
     assert calls.notes[-1] == "weights put back"
+
+
+def test_an_evaluation_of_a_chain_that_trains_runs_on_the_driver() -> None:
+    calls = Calls(cannot_follow, whole=False)
+    with torch.no_grad():
+        assert torch.equal(calls(), calls.module(X))
+    assert "an evaluation may be other graphs" in calls.notes[0]
+    assert calls.at_hand == ["net.weight"]
 
 
 def test_a_kind_of_call_that_proxies_would_change_is_refused_where_something_is_learned() -> None:

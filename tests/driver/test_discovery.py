@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid.comm.coordinates import Coordinates
@@ -118,31 +117,6 @@ def test_a_call_before_training_leaves_the_modules_inside_watched() -> None:
             run.module["net"](X)
     with pytest.raises(PlanError, match=r"asked for a plan of net\.0$"):  # which training calls
         part(X)
-
-
-class PrintsInTraining(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self[0](x)
-        if self.training:
-            print("hidden")
-        return self[2](self[1](y))
-
-
-@pytest.mark.parametrize("automatic", [False, True])
-def test_what_is_one_graph_in_evaluations_alone_is_not_cut_in_its_first_step(
-    automatic: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    watched = Watched(automatic=automatic, net=PrintsInTraining(*large()))
-    with torch.no_grad():
-        watched.module.eval()["net"](X)
-    assert watched.module.train()["net"](X).requires_grad
-    assert capsys.readouterr().out == "hidden\n"
-    assert all(part.training for part in watched.module.modules())
-    if automatic:
-        watched.networks.require()
-        return
-    with pytest.raises(NetworkNotFoundError, match=r"(?s)in an evaluation, and not here.*print"):
-        watched.networks.require()
 
 
 def test_a_call_on_other_weights_computes_with_these_and_is_not_taken_for_the_networks() -> None:
@@ -270,23 +244,15 @@ def test_a_network_that_is_prepared_for_quantisation_is_refused_for_its_observer
     line = refusal(torch.ao.quantization.prepare_qat(network.train()), lambda net: net(X))
     assert line.startswith("'net' cannot be captured as one graph: TorchDynamo does not follow 'F")
     assert f"FakeQuantize.forward' (called in {__file__}:" in line
-    assert "recompute" not in line
 
 
-def test_only_a_checkpoint_is_told_to_be_inside_of_the_network() -> None:
-    def without_gradients(net: nn.Module) -> None:
+def test_a_network_that_is_called_without_gradients_only_is_refused_with_the_line() -> None:
+    def call(net: nn.Module) -> None:
         with torch.no_grad():
             net(X)
 
-    def in_a_checkpoint(net: nn.Module) -> None:
-        checkpoint(net, X.clone().requires_grad_(), use_reentrant=True)
-
     said = f"'net' was called without gradients only ({__file__}:"
-    plain, of_checkpoint = refusal(large(), without_gradients), refusal(large(), in_a_checkpoint)
-    assert plain.startswith(said)
-    assert "recompute" not in plain
-    assert of_checkpoint.startswith(said)
-    assert "recompute=True" in of_checkpoint
+    assert refusal(large(), call).startswith(said)
 
 
 def test_a_large_network_that_is_never_called_is_missed() -> None:

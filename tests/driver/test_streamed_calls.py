@@ -501,14 +501,14 @@ def test_an_input_that_is_not_of_the_batch_is_refused(streamed: Streamed) -> Non
 def test_an_input_that_is_changed_in_place_is_refused(streamed: Streamed) -> None:
     """Under a delayed schedule: an input of the network that is changed in place."""
     replica, coming = streamed(model(), "fdg", 2, values(4))
-    with pytest.raises(NetworkError, match="training_step has changed the inputs"):
+    with pytest.raises(NetworkError, match="is not what was sent of its batch"):
         first_step(replica, coming, lambda x: replica(x.add_(1)))
 
 
 def test_an_input_that_is_computed_in_later_steps_only_is_refused(streamed: Streamed) -> None:
     """Under a delayed schedule: an input of the network that is computed in later steps only."""
     replica, coming = streamed(model(), "fdg", 2, values(4))
-    with pytest.raises(NetworkError, match="is another tensor than the one of the batch"):
+    with pytest.raises(NetworkError, match="is not what was sent of its batch"):
         first_step(replica, coming, lambda x: replica(x + 1 if coming.now else x))
 
 

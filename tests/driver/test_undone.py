@@ -106,3 +106,12 @@ def test_it_is_put_back_after_an_error() -> None:
         root.net(torch.ones(0))
     assert root.plain == Counts.calls == 0
     assert Counts.sizes == []
+
+
+def test_what_a_forward_logs_is_dropped() -> None:
+    root, kept = Root(), list[str]()
+    root.log = lambda name: kept.append(name)  # type: ignore[assignment]
+    kept.append("before")
+    with undone(root, root.net):
+        root.log("inside")  # type: ignore[operator]
+    assert kept == ["before"]

@@ -37,7 +37,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     own = ModuleCopy.call
 
     def call(self: ModuleCopy, *args: Any, **kwargs: Any) -> Any:
-        rows = args[2] if len(args) > 2 else None
+        rows = args[1] if len(args) > 1 else None
         made.append("all" if rows is None else rows.__name__)
         return own(self, *args, **kwargs)
 
@@ -463,11 +463,16 @@ def test_a_network_that_is_whole_on_no_rank_is_not_verified(
 def test_without_room_for_the_other_weights_a_network_is_not_verified(
     ranks: Any, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "_free_bytes", lambda _: 95)
-    monkeypatch.setattr(ModuleCopy, "missing_bytes", lambda *_: 96)
+    def no_room(self: ModuleCopy, *args: Any) -> Any:
+        if len(runs) == 2:
+            raise torch.OutOfMemoryError("no room on the GPU")
+        return own(self, *args)
+
+    own = ModuleCopy.call
+    monkeypatch.setattr(ModuleCopy, "call", no_room)
     line = not_verified(Driven(ranks, Scaled(), verify=1))
-    assert "the weights of the other stages have 96 bytes, and 95 are free on cpu" in line
-    assert not runs
+    assert "does not run on a copy of it (OutOfMemoryError: no room on the GPU)" in line
+    assert len(runs) == 2
 
 
 class Delayed(Driven):
