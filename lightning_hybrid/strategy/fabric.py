@@ -264,8 +264,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         run.share_weights()
         planner = partial(run.plan_network, optimizers=self._optimizers)
         self._session = DriverSession(run, planner)
-        if self.is_distributed:
-            self._session.refuse_other_backwards()
         run.world.defer_signals()
         return StagedModule(module, self._call_begins)
 
