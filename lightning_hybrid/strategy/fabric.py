@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,7 +22,10 @@ from lightning_hybrid._lightning import (
     FabricDDPStrategy,
     rank_zero_info,
 )
-from lightning_hybrid._lightning_private import let_fabric_clear_gradients
+from lightning_hybrid._lightning_private import (
+    disable_module_memory_sharing,
+    let_fabric_clear_gradients,
+)
 from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import Config, Count, Rng, Shape
 from lightning_hybrid.driver import StartProgress, bring_here
@@ -45,7 +47,7 @@ from lightning_hybrid.run import (
     Phase,
     Run,
     WorkerSession,
-    have_on_device,
+    leave_on_cpu,
     move_module,
     scalers_of,
 )
@@ -211,7 +213,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         """In each process: run what is given to ``fabric.launch``."""
         if self._start_method in ("spawn", "forkserver"):
             # torch gives all processes the same memory, in which each replica would step
-            args, kwargs = apply_to_collection((args, kwargs), nn.Module, _with_own_memory)
+            args, kwargs = disable_module_memory_sharing((args, kwargs))
         self._launched = True
         try:
             return function(*args, **kwargs)
@@ -311,7 +313,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def _serve(self, session: WorkerSession) -> Results:
         """On a worker: obey the driver until the run is over. Returns its results."""
         results = session.serve()
-        have_on_device(session.module, (), self.root_device)
+        leave_on_cpu(session.module, ())
         self._rest()
         self._ranks.joined.end_run()
         return results
@@ -331,7 +333,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._leave()
         if isinstance(self._session, DriverSession):
             self._session.end(returned)
-            have_on_device(self._session.module, self._optimizers, self.root_device)
+            leave_on_cpu(self._session.module, self._optimizers)
         self._rest()
         self._ranks.joined.end_run()
 
@@ -516,13 +518,6 @@ class StagedModule(nn.Module):
         """What the model returns."""
         self._call_begins(self.module)
         return self.module(*args, **kwargs)
-
-
-def _with_own_memory(module: nn.Module) -> nn.Module:
-    """The same module, whose tensors no other process has."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data.clone()
-    return module
 
 
 def _own(module: nn.Module) -> nn.Module:

@@ -64,7 +64,6 @@ from lightning_hybrid.run import (
     Phase,
     Run,
     WorkerSession,
-    announce_averages,
     move_module,
     scalers_of,
 )
@@ -383,8 +382,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
                 refuse_asynchronous(run, self.optimizers)
                 if ranks.replicas > 1:  # else there is nobody to be ahead of
                     self._session.start_asynchronous(self.optimizers)
-            if ranks.stages > 1:
-                announce_averages(trainer, self._module)
             scaled = bool(scalers_of(self.precision_plugin))
             refuse_optimizers(self.optimizers, *ranks.shape, scaled=scaled)
             if self._config.streamed is not None and self._config.streamed.plain_sgd:
