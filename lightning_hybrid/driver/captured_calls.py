@@ -121,7 +121,7 @@ Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None
 """Cuts a network by a graph and its arguments; ``None``: the driver computes the graph."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Running:
     """A call of a network that is under way.
 
@@ -129,10 +129,12 @@ class _Running:
         statistics: the mode around the call that computes batch statistics over all replicas, if
             there is one; entered where the driver computes layers.
         check: what compares the call with the network's own Python, if this call is checked.
+        begun: whether a graph of it has been computed.
     """
 
     statistics: AbstractContextManager[Any]
     check: Check | None
+    begun: bool = False
 
 
 class CapturedCalls:
@@ -283,7 +285,9 @@ class CapturedCalls:
                 "it inside a module, or let the network be one graph. It is none because of\n"
                 f"{found.reason}"
             ) from error
-        except CannotFollow as error:  # parts of it have run
+        except CannotFollow as error:
+            if not self._running.begun and not torch.is_grad_enabled():
+                raise  # an evaluation of which nothing has run
             raise NetworkError(
                 f"{found.shown} was captured as several graphs, and one that was not among them "
                 f"when it was cut does not go with its stages: {error}. Compute before the fit "
@@ -329,6 +333,7 @@ class CapturedCalls:
             elif call is None:
                 call = self._adopt(found, graph, values)
                 self._announcements.captured(found)
+            running.begun = True
             if call is not None:
                 if running.check is not None and found.whole:
                     synchronised = isinstance(running.statistics, Synchronised)

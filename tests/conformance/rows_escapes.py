@@ -523,6 +523,16 @@ class PrintsInTrainingAlone(Row):
         self.log("val", self.loss(*batch), sync_dist=True)
 
 
+class PrintsInTrainingWithoutASanityCheck(PrintsInTrainingAlone):
+    """Prints from the network in training alone, without a sanity check: the first validation,
+    which could be one graph, comes when the stages suit the graphs of the training.
+    """
+
+    equal_or_refused = ()
+    shapes = (ONE_OF_TWO, TWO_OF_TWO)
+    options: ClassVar = {"num_sanity_val_steps": 0}
+
+
 class Prints(Row):
     """Prints lines of text from within the network, as often as on one device."""
 
