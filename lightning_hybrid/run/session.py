@@ -45,7 +45,7 @@ from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches
-from lightning_hybrid.run.device_times import BUSY, BusyMeter, StepWatcher
+from lightning_hybrid.run.device_times import BUSY, StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog
 from lightning_hybrid.run.replanning import Replanning
 from lightning_hybrid.run.run import Run, scalers_of
@@ -143,19 +143,22 @@ class DriverSession:
 
     def _watch_steps(self) -> None:
         """Let those who look at steps do so."""
-        run, watch = self._run, self._run.stopwatch
+        run = self._run
         self._watchers: list[StepWatcher] = []
         if run.fitting and run.config.replan == "epoch" and run.cuts_stay and not self._shares:
             rank_zero_info(f"replan='epoch' changes nothing in this run: {run.cuts_stay}.")
-        if watch is None or not run.fitting:
+        if not run.fitting:
             return
-        # (of whichever driver there is then)
-        meter = BusyMeter(lambda: [*self._driver.reports(BUSY), watch.read()]).read
         if run.config.log_performance and run.is_global_zero:
-            self._watchers.append(PerformanceLog(run, meter))
+            self._watchers.append(PerformanceLog(run, self._busy_s))
         if run.changes_cuts:
-            self._replanning = Replanning(run, meter, rank_zero_info)
+            self._replanning = Replanning(run, self._busy_s, rank_zero_info)
             self._watchers.append(self._replanning)
+
+    def _busy_s(self) -> list[float]:
+        """What devices have computed; see :data:`lightning_hybrid.run.device_times.Meter`."""
+        watch = self._run.stopwatch
+        return [*self._driver.reports(BUSY), watch.read()] if watch is not None else []
 
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
