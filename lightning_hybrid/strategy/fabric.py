@@ -343,17 +343,9 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         Returns:
             The failure that came first, on another rank; ``None``: it is this one.
         """
-        rank, world = str(self.coordinates), self._ranks.world
-        if world.phase is Phase.TOGETHER and self.global_rank >= self.num_replicas:
-            error.add_note(
-                "(The code before fabric.setup runs on workers too. To them fabric.global_rank, "
-                f"here {self.global_rank}, is not below fabric.world_size, {self.num_replicas}: "
-                "shard data behind fabric.setup, which drivers alone run.)"
-            )
-        first = world.fail(error, rank)
-        self._session.fail(first or Failure.of(error, rank), error)
+        first = self._tell(error, "The code before fabric.setup", "fabric", "behind fabric.setup")
         self._session.abort()
-        world.leave()
+        self._ranks.world.leave()
         with suppress(Exception):  # what has failed may fail again; the first error counts
             self._leave()
         self._ranks.world = NoWorld()

@@ -417,16 +417,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         Returns:
             The failure that came first, on another rank; ``None``: it is this one.
         """
-        rank = str(self.coordinates)
-        ours = self._ranks.world.phase is Phase.TOGETHER and isinstance(error, Exception)
-        if ours and self.global_rank >= self.num_replicas:
-            error.add_note(
-                "(Hooks before the training run on workers too. To them trainer.global_rank, here "
-                f"{self.global_rank}, is not below trainer.world_size, {self.num_replicas}: shard "
-                "data by these in train_dataloader, which drivers alone run.)"
-            )
-        first = self._ranks.world.fail(error, rank)
-        self._session.fail(first or Failure.of(error, rank), error)
+        first = self._tell(error, "A hook before the training", "trainer", "in train_dataloader")
         if self._start_method != "popen":
             self._abort()
         return first
