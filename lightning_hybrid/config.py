@@ -40,7 +40,7 @@ KEEPS_CUTS = (
 PAIRS: dict[str, tuple[tuple[str, ...], str]] = {
     "free": (
         ("zero_bubble", "cuts"),
-        "lets GABRA give a device several stages (or plan=Plan(..., devices=...) says which)",
+        "lets GABRA give a device several stages, which cut points do not (plan=Plan(...) can)",
     ),
     "recompute": (
         # (a batch of a stream is under way while later ones begin: its weights may be gone)
