@@ -23,6 +23,11 @@ from lightning_hybrid._lightning import (
 _get_dataloader_init_args_and_kwargs = pytorch.utilities.data._get_dataloader_init_args_and_kwargs
 _reinstantiate_wrapped_cls = fabric.utilities.data._reinstantiate_wrapped_cls
 
+# gives a process its own memory of modules that torch has sent to it
+disable_module_memory_sharing = (
+    fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing
+)
+
 # shares the cores among the processes of a node, as Lightning's launchers do
 set_num_threads = fabric.utilities.distributed._set_num_threads_if_needed
 

@@ -31,6 +31,47 @@ Replan = Literal["never", "epoch"]
 GradientSync = Literal["allreduce", "asgd"]
 LostReplica = Literal["end", "continue"]
 
+KEEPS_CUTS = (
+    *("one stage", "asgd", "plan", "copies", "cuts", "free", "streamed", "looped", "compiled"),
+    "divided",
+)
+"""What says where stages are cut, or keeps them as they are, by the names of :data:`PAIRS`."""
+
+PAIRS: dict[str, tuple[tuple[str, ...], str]] = {
+    "free": (
+        ("zero_bubble", "cuts"),
+        "lets GABRA give a device several stages, which cut points do not (plan=Plan(...) can)",
+    ),
+    "recompute": (
+        # (a batch of a stream is under way while later ones begin: its weights may be gone)
+        ("streamed", "one stage"),
+        "is done by stages that finish a batch before the next one (the delayed schedules have "
+        "delayed_weights='recompute')",
+    ),
+    "device": (("streamed",), "draws in the order of one device"),
+    "sharded_async": (("divided",), "makes copies on replica 0"),
+    "new cuts": (
+        KEEPS_CUTS,
+        "cuts stages anew where a device turns out slower (or, with balance='speed' and several "
+        "replicas, gives these other parts of each batch)",
+    ),
+    "copies": (
+        ("streamed", "looped", "zero_bubble", "free", "speed", "divided", "sharded", "device"),
+        "gives stages copies",
+    ),
+    # (the driver's copy of the last stage borrows its weights)
+    "copies of the last": (("compiled",), "gives the last stage copies"),
+    "asgd": (
+        ("stages", "speed", "streamed", "divided", "sharded"),
+        "is for replicas of one stage that do not wait for each other",
+    ),
+    "continue": (
+        ("asgd", "epoch", "divided", "sharded", "streamed"),
+        "averages gradients once for each batch, and keeps weights and states whole",
+    ),
+}
+"""What does not go together with what, each by a name of :meth:`Config._said`; and why."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -123,15 +164,14 @@ class Config:
         if self.plan is not None and self.plan.shares:
             object.__setattr__(self, "balance", "speed")
         self._check_schedule()
-        self._check_placement()
-        self._check_recompute()
+        self._check_pairs()
         if self.plan is not None and self.recompute != "auto":
             object.__setattr__(self, "plan", replace(self.plan, recompute=self.recompute))
-        self._check_sharding()
-        self._check_replan()
-        self._check_copies()
-        self._check_asynchronous()
-        self._check_lost_replica()
+        if self.lost_replica == "continue" and self.balance != "speed":
+            raise PlanError(
+                "lost_replica='continue' deals the samples of a lost replica to the others, which "
+                f"balance={self.balance!r} does not. Use balance='speed'."
+            )
 
     @property
     def copies(self) -> tuple[int, ...]:
@@ -286,19 +326,7 @@ class Config:
     @property
     def cuts_stay(self) -> str:
         """The argument for which stages keep their cuts for a whole run; empty: there is none."""
-        schedule = self._scheduled
-        arguments = {
-            "pipeline_parallel_size=1": self._asked_stages == 1,
-            "gradient_sync='asgd'": self.gradient_sync == "asgd",
-            "plan=...": self.plan is not None,
-            f"pipeline_parallel_size={self.copies}": bool(self.copies),
-            f"allocation={self.allocation}": not isinstance(self.allocation, str),
-            "contiguous=False": not self.contiguous,
-            f"schedule={schedule!r}": schedule in STREAMED or schedule == "looped",
-            "compile_stages=True": self.compile_stages,
-            "shard_optimizer_states=True": self.shard_optimizer_states,
-        }
-        return next((argument for argument, given in arguments.items() if given), "")
+        return next(filter(None, map(self._said, KEEPS_CUTS)), "")
 
     def needs_survey(self, replicas: int, stages: int) -> bool:
         """Whether there is anything to decide for which the devices must be known.
@@ -344,38 +372,48 @@ class Config:
         if not 0 < shrink <= 1:
             raise PlanError(f"gradient_shrinking={shrink} must be above 0 and at most 1.")
 
-    def _check_placement(self) -> None:
-        """Complain about a request for several stages per device beside one for a single one."""
-        if self.contiguous:
-            return
-        if self._scheduled == "zero_bubble":
-            raise PlanError(
-                "schedule='zero_bubble' gives each device one stage, and contiguous=False lets "
-                "GABRA give it several. Leave one of them out."
-            )
-        if not isinstance(self.allocation, str):
-            raise PlanError(
-                f"allocation={self.allocation} are cut points, which give each device one stage, "
-                "and contiguous=False lets GABRA give it several. Leave one of them out, or give "
-                "plan=Plan(..., devices=...), which says where each stage goes."
-            )
+    def _said(self, what: str) -> str:
+        """How the user has asked for one of the :data:`PAIRS`; empty: that is not asked for."""
+        schedule, shape = self._scheduled, self.pipeline_parallel_size
+        streamed, copies = schedule in STREAMED, self.copies
+        given = {
+            "one stage": (f"pipeline_parallel_size={shape}", self._asked_stages == 1),
+            "stages": (
+                f"pipeline_parallel_size={copies or self._asked_stages}",
+                self._asked_stages not in (None, 1),
+            ),
+            "copies": (f"pipeline_parallel_size={copies}", bool(copies)),
+            "copies of the last": (f"pipeline_parallel_size={copies}", copies[-1:] > (1,)),
+            "plan": ("plan=...", self.plan is not None),
+            "cuts": (f"allocation={self.allocation}", not isinstance(self.allocation, str)),
+            "free": ("contiguous=False", not self.contiguous),
+            "streamed": (f"schedule={schedule!r}", streamed),
+            "looped": (f"schedule={schedule!r}", schedule == "looped"),
+            "zero_bubble": (f"schedule={schedule!r}", schedule == "zero_bubble"),
+            "compiled": ("compile_stages=True", self.compile_stages),
+            "recompute": ("recompute=True", self.recompute is True),
+            "device": ("rng='device'", self.rng == "device"),
+            "divided": ("shard_optimizer_states=True", self.shard_optimizer_states),
+            "sharded": (f"checkpoint={self.checkpoint!r}", self.checkpoint != "full"),
+            "sharded_async": ("checkpoint='sharded_async'", self.checkpoint == "sharded_async"),
+            "speed": ("balance='speed'", self.balance == "speed"),
+            "epoch": ("replan='epoch'", self.replan == "epoch"),
+            "new cuts": ("replan='epoch'", self.replan == "epoch" and self.balance == "equal"),
+            "asgd": ("gradient_sync='asgd'", self.gradient_sync == "asgd"),
+            "continue": ("lost_replica='continue'", self.lost_replica == "continue"),
+        }
+        words, asked = given[what]
+        return words if asked else ""
 
-    def _check_recompute(self) -> None:
-        """Complain about recomputation where it does nothing."""
-        if self.recompute is not True:
-            return
-        # a batch of a stream is under way while later ones begin: its weights may be gone
-        if self._scheduled in STREAMED:
-            raise PlanError(
-                "recompute=True is for schedules that finish a batch before the next one, not for "
-                f"{self._scheduled!r}. Leave it out; the delayed schedules have "
-                "delayed_weights='recompute'."
-            )
-        if self._asked_stages == 1:
-            raise PlanError(
-                "recompute=True is done by stages, and pipeline_parallel_size=1 makes none. Leave "
-                "it out, or call torch.utils.checkpoint in the network."
-            )
+    def _check_pairs(self) -> None:
+        """Complain about two arguments that do not go together."""
+        for one, (others, why) in PAIRS.items():
+            for other in others:
+                if self._said(one) and self._said(other):
+                    raise PlanError(
+                        f"{self._said(one)} {why}, and does not go together with "
+                        f"{self._said(other)}. Leave one of them out."
+                    )
 
     def _check_kinds(self) -> None:
         """Complain about a value that is none of those that there are."""
@@ -393,106 +431,15 @@ class Config:
         _check_kind("replan", self.replan, get_args(Replan))
         _check_kind("gradient_sync", self.gradient_sync, get_args(GradientSync))
         _check_kind("lost_replica", self.lost_replica, get_args(LostReplica))
-        if self.rng == "device" and self._scheduled in STREAMED:
-            raise PlanError(
-                "rng='device' draws in the order of one device, and "
-                f"schedule={self._scheduled!r} begins with later batches early. Leave one of them "
-                "out."
-            )
-
-    def _check_sharding(self) -> None:
-        """Complain about what one replica cannot do for all."""
-        if self.shard_optimizer_states and self.checkpoint == "sharded_async":
-            raise PlanError(
-                "checkpoint='sharded_async' makes copies on replica 0, and shard_optimizer_states="
-                "True leaves it a part of the states. Use checkpoint='sharded' or 'full'."
-            )
-
-    def _check_replan(self) -> None:
-        """Complain about new plans where there is nothing to plan anew."""
-        if self.replan == "epoch" and self.balance == "equal" and self.cuts_stay:
-            raise PlanError(
-                "replan='epoch' cuts stages anew where a device turns out slower, which does not "
-                f"go together with {self.cuts_stay}. Leave one of them out, or use balance='speed' "
-                "with several replicas, which then get other parts of each batch."
-            )
-
-    def _check_copies(self) -> None:
-        """Complain about what does not go together with copies of a stage."""
-        if not self.copies:
-            return
-        schedule = self._scheduled
-        options: dict[str, tuple[Any, Any]] = {
-            "schedule": ("gpipe" if schedule == AUTO else schedule, "gpipe"),
-            "contiguous": (self.contiguous, True),
-            "balance": (self.balance, "equal"),
-            "shard_optimizer_states": (self.shard_optimizer_states, False),
-            "checkpoint": (self.checkpoint, "full"),
-            "rng": (self.rng, "microbatch"),
-        }
-        if self.copies[-1] > 1:
-            # the driver's copy of the last stage borrows its weights
-            options["compile_stages"] = self.compile_stages, False
-        for name, (value, good) in options.items():
-            if value != good:
-                raise PlanError(
-                    f"pipeline_parallel_size={self.copies} gives stages copies, which does not go "
-                    f"together with {name}={value!r}. Use {name}={good!r}, or "
-                    f"pipeline_parallel_size={sum(self.copies)}."
-                )
-
-    def _check_asynchronous(self) -> None:
-        """Complain about a bound that is none, and what replicas do together at each step."""
         staleness = self.staleness
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise PlanError(
                 f"staleness={staleness!r} must be a whole number of updates, 0 or more."
             )
-        if self.gradient_sync != "asgd":
-            if staleness:
-                raise PlanError(
-                    f"staleness={staleness} is for gradient_sync='asgd'. Give both, or leave it "
-                    "out."
-                )
-            return
-        stages = self._asked_stages
-        others = {
-            f"pipeline_parallel_size={self.copies or stages}": stages not in (None, 1),
-            f"balance={self.balance!r}": self.balance != "equal",
-            f"schedule={self._scheduled!r}": self._scheduled in STREAMED,
-            "shard_optimizer_states=True": self.shard_optimizer_states,
-            f"checkpoint={self.checkpoint!r}": self.checkpoint != "full",
-        }
-        for other, given in others.items():
-            if given:
-                raise PlanError(
-                    "gradient_sync='asgd' is for replicas of one stage that do not wait for each "
-                    f"other, and does not go together with {other}. Leave one of them out."
-                )
-
-    def _check_lost_replica(self) -> None:
-        """Complain about what ranks would have to do together beside the averages of a step."""
-        if self.lost_replica == "end":
-            return
-        if self.balance != "speed":
+        if staleness and self.gradient_sync != "asgd":
             raise PlanError(
-                "lost_replica='continue' deals the samples of a lost replica to the others, which "
-                f"balance={self.balance!r} does not. Use balance='speed'."
+                f"staleness={staleness} is for gradient_sync='asgd'. Give both, or leave it out."
             )
-        others = {
-            "gradient_sync='asgd'": self.gradient_sync == "asgd",
-            "replan='epoch'": self.replan == "epoch",
-            "shard_optimizer_states=True": self.shard_optimizer_states,
-            f"checkpoint={self.checkpoint!r}": self.checkpoint != "full",
-            f"schedule={self._scheduled!r}": self._scheduled in STREAMED,
-        }
-        for other, given in others.items():
-            if given:
-                raise PlanError(
-                    "lost_replica='continue' averages gradients once for each batch, and keeps "
-                    f"weights and states whole in each replica; it does not go together with "
-                    f"{other}. Leave one of them out."
-                )
 
 
 def _check_kind(name: str, value: str, kinds: tuple[str, ...]) -> None:

@@ -112,7 +112,7 @@ Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None
 """Cuts a network by a graph and its arguments; ``None``: the driver computes the graph."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Running:
     """A call of a network that is under way.
 
@@ -120,10 +120,12 @@ class _Running:
         statistics: the mode around the call that computes batch statistics over all replicas, if
             there is one; entered where the driver computes layers.
         check: what compares the call with the network's own Python, if this call is checked.
+        begun: whether a graph of it has been computed.
     """
 
     statistics: AbstractContextManager[Any]
     check: Check | None
+    begun: bool = False
 
 
 class CapturedCalls:
@@ -160,15 +162,11 @@ class CapturedCalls:
         # (where it uses weights of other ranks, their proxies fetch them)
         if why_on_driver() is not None:
             return found.forward(*arguments, **keywords)
-        learns = torch.is_grad_enabled()
         try:
-            if not found.whole and self._options.trains and not learns:
-                # (an evaluation may follow other graphs, of which parts would have run by then)
-                raise CannotFollow("an evaluation may be other graphs than a training step")
             return self.captured(found, arguments, keywords)
         except NotCaptured as error:
             reason = f"it cannot be captured as one graph:\n{indented(error.reason)}"
-            if error.by_its_kind and learns:
+            if error.by_its_kind and torch.is_grad_enabled():
                 # (nor can it run on the driver: torch decides by the class of weights, and those
                 # of other ranks are proxies)
                 raise NetworkError(
@@ -277,7 +275,9 @@ class CapturedCalls:
                 "it inside a module, or let the network be one graph. It is none because of\n"
                 f"{found.reason}"
             ) from error
-        except CannotFollow as error:  # parts of it have run
+        except CannotFollow as error:
+            if not self._running.begun and not torch.is_grad_enabled():
+                raise  # an evaluation of which nothing has run
             raise NetworkError(
                 f"{found.shown} was captured as several graphs, and one that was not among them "
                 f"when it was cut does not go with its stages: {error}. Compute before the fit "
@@ -322,6 +322,7 @@ class CapturedCalls:
             elif call is None:
                 call = self._adopt(found, graph, values)
                 self._announcements.doing(found, "calling")
+            running.begun = True
             if call is not None:
                 if running.check is not None and found.whole:
                     synchronised = isinstance(running.statistics, Synchronised)

@@ -1,8 +1,7 @@
 """Decides when the gradients of a replica are averaged over the replicas."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 from lightning_hybrid.comm import Survivors, signals_deferred
 from lightning_hybrid.comm.protocol import AwaitSums, Reduce, SumAgain, TakeAverages
@@ -10,8 +9,6 @@ from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Unsettled
 from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.weights import Replicated
-
-T = TypeVar("T")
 
 
 class ReplicaGradients:
@@ -77,18 +74,6 @@ class ReplicaGradients:
         finally:
             self.synchronize = synchronize
             self._unsettled.networks = networks
-
-    def alone(self, backward: Callable[[], T]) -> tuple[T, bool]:
-        """Run a backward pass that averages nothing.
-
-        Returns:
-            What it returns, and whether it has added to gradients of a network.
-        """
-        with self.kept_local():
-            self._unsettled.networks.clear()
-            found = backward()
-            self.settle()
-            return found, bool(self._unsettled.networks)
 
     def before_backward(self) -> None:
         """Prepare for `loss.backward()`: without workers, averaging may overlap with it."""

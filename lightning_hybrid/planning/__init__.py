@@ -29,7 +29,7 @@ from lightning_hybrid.planning.plan import Plan, check_fields
 from lightning_hybrid.planning.plan_page import plan_page
 from lightning_hybrid.planning.planner import Site, make_plan, plan_again
 from lightning_hybrid.planning.search import AUTO, Method, Objective, PlanSettings
-from lightning_hybrid.planning.shares import batch_sizes, deal, without_the_slowest
+from lightning_hybrid.planning.shares import batch_sizes, deal
 from lightning_hybrid.planning.sizes import Machine, Prediction, Sizes
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import speedup

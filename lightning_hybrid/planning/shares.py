@@ -2,7 +2,6 @@
 
 import heapq
 from collections.abc import Sequence
-from operator import truediv
 
 
 def deal(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -49,24 +48,3 @@ def batch_sizes(samples: int, batch: int, replicas: int, *, drop_last: bool) -> 
         if left < replicas:
             sizes[-2:] = [batch + left - replicas, replicas]
     return sizes
-
-
-def without_the_slowest(batch: int, speeds: Sequence[float]) -> tuple[int, float]:
-    """Find how many of the fastest replicas train on the most samples per second.
-
-    Communication is left out.
-
-    Args:
-        batch: mean number of samples of a replica in a step.
-        speeds: (R,) relative speeds of the replicas.
-
-    Returns:
-        Number of these replicas, and the ratio of their samples per second to those of all.
-    """
-    ranked = sorted(speeds, reverse=True)
-    rates = [
-        batch * count / max(map(truediv, deal(batch * count, ranked[:count]), ranked))
-        for count in range(1, len(ranked) + 1)
-    ]
-    best = max(range(len(rates)), key=lambda index: (rates[index], index))
-    return best + 1, rates[best] / rates[-1]

@@ -3,8 +3,7 @@
 from lightning_hybrid.run.building import (
     BetweenRuns,
     Building,
-    announce_averages,
-    have_on_device,
+    leave_on_cpu,
     move_module,
 )
 from lightning_hybrid.run.framework import ByFabric

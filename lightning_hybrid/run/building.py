@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
@@ -19,12 +19,9 @@ from lightning_hybrid._lightning import (
     LightningModule,
     Trainer,
     WeightAveraging,
-    rank_zero_info,
 )
 from lightning_hybrid._lightning_private import set_module_device
-from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import Failure
-from lightning_hybrid.planning import gigabytes
 from lightning_hybrid.remote import Deferral, is_deferred
 from lightning_hybrid.run.world import NoWorld, World
 from lightning_hybrid.stage import with_room_for
@@ -35,10 +32,6 @@ from lightning_hybrid.state import (
     save_alone,
     whole,
 )
-
-CPU = torch.device("cpu")
-_OF_WHAT_IS_FREE = 0.9
-"""So much of a device's memory a whole model may take: torch rounds what it takes up."""
 
 
 class Building:
@@ -164,19 +157,6 @@ class BetweenRuns:
         """Do nothing: nothing is open."""
 
 
-def announce_averages(trainer: Trainer, module: LightningModule) -> None:
-    """Say what a callback needs that averages weights: it has them whole, on each driver."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    size = sum(parameter.nbytes for parameter in module.parameters())
-    for callback in callbacks:
-        if isinstance(callback, WeightAveraging):
-            rank_zero_info(
-                f"{type(callback).__name__} averages all weights on the driver of each replica, "
-                f"where that takes {gigabytes(size)} beside the driver's own stages; no less with "
-                "more stages."
-            )
-
-
 def move_module(module: nn.Module, device: torch.device, *, all_of_it: bool) -> None:
     """Bring a module to the device of its rank.
 
@@ -203,41 +183,9 @@ def move_module(module: nn.Module, device: torch.device, *, all_of_it: bool) -> 
         set_module_device(module, device)
 
 
-def have_on_device(
-    module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device
-) -> None:
-    """After a run: what other ranks have trained is on this device too, as on one device.
-
-    Args:
-        module: that was trained, of which some is on the CPU or in files.
-        optimizers: that have stepped it, whose states come beside it.
-        device: of this rank. Without room for what comes, all is on the CPU.
-    """
-    if device.type == "cpu":
-        return
-    torch.accelerator.empty_cache()  # of what the stages have had
-    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
-    tensors += [p.grad for p in module.parameters() if p.grad is not None]
-    tensors += [t for optimizer in optimizers for _, t in tensors_in(dict(optimizer.state))]
-    away = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
-    try:
-        if away <= _OF_WHAT_IS_FREE * torch.cuda.mem_get_info(device)[0]:
-            _move_with_states(module, optimizers, device)
-            return
-    except torch.OutOfMemoryError:  # the run has gone well all the same
-        pass
-    _move_with_states(module, optimizers, CPU)
-    rank_zero_info(
-        f"{type(module).__name__} is on the CPU now, whole: {device} has no room for "
-        f"{away / 1e9:.2f} GB of it that other ranks have trained, gradients and states of "
-        "optimizers among them."
-    )
-
-
-def _move_with_states(
-    module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device
-) -> None:
-    module.to(device)
+def leave_on_cpu(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """After a run: what was trained is whole on the CPU, with the states of its optimizers."""
+    module.cpu()
     for optimizer in optimizers:
         states: dict[nn.Parameter, dict[str, Any]] = optimizer.state  # type: ignore[assignment]
         for parameter, state in states.items():

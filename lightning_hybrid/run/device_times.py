@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 BUSY = "busy_s"
-"""Name of the report of a worker with the seconds that it has computed since its last report."""
+"""Name of the report of a worker with the seconds that it has computed in the run."""
 
 
 class StepWatcher:
@@ -36,23 +36,6 @@ class StepWatcher:
 Meter = Callable[[], Sequence[float]]
 """A function that returns the seconds which devices 1, 2, ... of a replica, and then device 0, the
 driver's, have computed in the run. It waits until the workers have carried out earlier commands."""
-
-
-class BusyMeter:
-    """The seconds that each device of a replica has computed, for several readers.
-
-    Args:
-        new: returns the seconds since its last call.
-    """
-
-    def __init__(self, new: Meter) -> None:
-        self._new = new
-        self._totals: Sequence[float] = ()
-
-    def read(self) -> Sequence[float]:
-        """The seconds since the start; see :data:`Meter`."""
-        self._totals = _sum(self._totals, self._new())
-        return self._totals
 
 
 class Window:

@@ -22,9 +22,8 @@ from lightning_hybrid._lightning_private import (
     load_evaluation_data_anew,
     tell_to_end,
 )
-from lightning_hybrid._torch.autograd import is_in_backward, run_backwards_by
+from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
-from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm import (
     Failure,
     broadcast_object,
@@ -41,13 +40,11 @@ from lightning_hybrid.driver import (
     DriverOptions,
     Planner,
 )
-from lightning_hybrid.errors import HybridError
-from lightning_hybrid.graph import place_now
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches
-from lightning_hybrid.run.device_times import BUSY, BusyMeter, StepWatcher
+from lightning_hybrid.run.device_times import BUSY, StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog
 from lightning_hybrid.run.replanning import Replanning
 from lightning_hybrid.run.run import Run, scalers_of
@@ -106,7 +103,6 @@ class DriverSession:
         self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
         self._changed = False  # whether weights or buffers are others than before the run
         self._salvages = False  # whether the workers can be asked for their weights
-        self._averages = False  # whether autograd runs for :meth:`backward`
         by_speed = run.config.balance == "speed" and mesh.coordinates.replicas > 1
         self._shares = UnequalShares(run) if run.fitting and by_speed else None
         self._driver, self._networks = self._drive()
@@ -146,19 +142,22 @@ class DriverSession:
 
     def _watch_steps(self) -> None:
         """Let those who look at steps do so."""
-        run, watch = self._run, self._run.stopwatch
+        run = self._run
         self._watchers: list[StepWatcher] = []
         if run.fitting and run.config.replan == "epoch" and run.cuts_stay and not self._shares:
             rank_zero_info(f"replan='epoch' changes nothing in this run: {run.cuts_stay}.")
-        if watch is None or not run.fitting:
+        if not run.fitting:
             return
-        # (of whichever driver there is then)
-        meter = BusyMeter(lambda: [*self._driver.reports(BUSY), watch.read()]).read
         if run.config.log_performance and run.is_global_zero:
-            self._watchers.append(PerformanceLog(run, meter))
+            self._watchers.append(PerformanceLog(run, self._busy_s))
         if run.changes_cuts:
-            self._replanning = Replanning(run, meter, rank_zero_info)
+            self._replanning = Replanning(run, self._busy_s, rank_zero_info)
             self._watchers.append(self._replanning)
+
+    def _busy_s(self) -> list[float]:
+        """What devices have computed; see :data:`lightning_hybrid.run.device_times.Meter`."""
+        watch = self._run.stopwatch
+        return [*self._driver.reports(BUSY), watch.read()] if watch is not None else []
 
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
@@ -247,12 +246,8 @@ class DriverSession:
             compute: runs autograd.
         """
         self._driver.gradients.before_backward()
-        self._averages = True
-        try:
-            with self._statistics:  # activation checkpointing runs layers again here
-                compute()
-        finally:
-            self._averages = False
+        with self._statistics:  # activation checkpointing runs layers again here
+            compute()
         if self._shares is not None:
             self._shares.backward_is_over()
         survivors = self._survivors
@@ -264,38 +259,6 @@ class DriverSession:
                 tell_to_end(self._run.trainer)
         elif not self._run.is_global_zero and self._driver.gradients.synchronize:
             run_pending(hold=True)  # the first driver has been here too
-
-    def refuse_other_backwards(self) -> None:
-        """From now on a backward for weights that is none of :meth:`backward` is an error."""
-        run_backwards_by(self._refuse_unless_averaged)
-
-    def _refuse_unless_averaged(
-        self, *arguments: Any, accumulate_grad: bool, **options: bool
-    ) -> Any:
-        """Run autograd.
-
-        Raises:
-            HybridError: it has added to gradients that nothing averages.
-        """
-        gradients, module = self._driver.gradients, self._run.module
-
-        def compute() -> Any:
-            run: Callable[..., Any] = self._driver.chosen_gradients
-            return run(*arguments, accumulate_grad=accumulate_grad, **options)
-
-        adds = accumulate_grad and gradients.synchronize
-        if self._averages or not adds or is_in_backward():
-            return compute()
-        before = _versions_of_gradients(module)
-        found, added = gradients.alone(compute)
-        if added or _versions_of_gradients(module) != before:
-            raise HybridError(
-                f"loss.backward() has added to the gradients of {type(module).__name__} "
-                f"({place_now()}), which the {self._run.world.coordinates.replicas} replicas "
-                "average in fabric.backward(loss) alone. Call that; or, for gradients of each "
-                "replica, go backward inside of fabric.no_backward_sync(model)."
-            )
-        return found
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -628,10 +591,3 @@ class WorkerSession:
             optimizer.state.update(state)
         self._run.framework.adopt(results)
         return results
-
-
-def _versions_of_gradients(module: nn.Module) -> list[tuple[int, int] | None]:
-    """Of a module's parameters that this rank owns; they change when gradients are added to."""
-    with as_they_are():
-        gradients = [parameter.grad for parameter in module.parameters()]
-    return [None if g is None else (id(g), version(g)) for g in gradients]

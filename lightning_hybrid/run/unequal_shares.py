@@ -23,12 +23,9 @@ from lightning_hybrid._lightning_private import rebuilt_loader
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import ANOTHER_REPLICA, start, wait
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import batch_sizes, deal, without_the_slowest
+from lightning_hybrid.planning import batch_sizes, deal
 from lightning_hybrid.run.replica_times import ReplicaTimes
 from lightning_hybrid.run.run import Run
-
-WORTHWHILE = 1.05
-"""Gain from which on it is said that replicas without the slowest would be faster."""
 
 
 class DealtBatches:
@@ -176,7 +173,7 @@ class UnequalShares:
         batches = DealtBatches(self, loader, sampler)
         if self._batch != batches.whole:  # else a loader of another epoch, or one more
             self._batch = batches.whole
-            self._say_shares(batches.whole // len(self.speeds))
+            rank_zero_info(f"balance='speed': {self._told()}")
         return rebuilt_loader(loader, batches)
 
     def _refuse(self, loader: DataLoader[Any], count: int) -> None:
@@ -199,22 +196,6 @@ class UnequalShares:
                 f"balance='speed' gives {replicas} replicas parts of batch_size({size}) x "
                 f"{replicas} samples, of {count} in the data set: there is nothing to divide. "
                 f"Give batch_size=2 or more and {replicas} samples or more, or leave balance out."
-            )
-
-    def _say_shares(self, size: int) -> None:
-        """Say what the replicas take, and whether fewer would be faster.
-
-        Args:
-            size: samples of a replica, on average.
-        """
-        rank_zero_info(f"balance='speed': {self._told()}")
-        fastest, gain = without_the_slowest(size, self.speeds)
-        if gain > WORTHWHILE:
-            rank_zero_info(
-                f"The {fastest} fastest of the {len(self.speeds)} replicas alone would take "
-                f"{gain:.2f} times as many samples a second: one sample is too much for the "
-                "others. Leave their devices out of Trainer(devices=...), or give a larger "
-                "batch_size."
             )
 
     def weigh(self, batch: Any) -> None:

@@ -52,13 +52,12 @@ class Stopwatch:
             self._events.append((mark, _passing()))
 
     def read(self) -> float:
-        """Seconds of the spans that have ended since the last reading."""
+        """Seconds of the spans that have ended."""
         # (a stream's events pass in order: behind one that has not passed none has)
         while self._events and self._events[0][1].query():
             begin, end = self._events.popleft()
             self._seconds += begin.elapsed_time(end) / 1e3
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        return self._seconds
 
 
 def _passing() -> Event:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,7 +22,10 @@ from lightning_hybrid._lightning import (
     FabricDDPStrategy,
     rank_zero_info,
 )
-from lightning_hybrid._lightning_private import let_fabric_clear_gradients
+from lightning_hybrid._lightning_private import (
+    disable_module_memory_sharing,
+    let_fabric_clear_gradients,
+)
 from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import Config, Count, Rng, Shape
 from lightning_hybrid.driver import StartProgress
@@ -45,7 +47,7 @@ from lightning_hybrid.run import (
     Phase,
     Run,
     WorkerSession,
-    have_on_device,
+    leave_on_cpu,
     move_module,
     scalers_of,
 )
@@ -211,7 +213,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         """In each process: run what is given to ``fabric.launch``."""
         if self._start_method in ("spawn", "forkserver"):
             # torch gives all processes the same memory, in which each replica would step
-            args, kwargs = apply_to_collection((args, kwargs), nn.Module, _with_own_memory)
+            args, kwargs = disable_module_memory_sharing((args, kwargs))
         self._launched = True
         try:
             return function(*args, **kwargs)
@@ -263,8 +265,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         run.share_weights()
         planner = partial(run.plan_network, optimizers=self._optimizers)
         self._session = DriverSession(run, planner)
-        if self.is_distributed:
-            self._session.refuse_other_backwards()
         run.world.defer_signals()
         return StagedModule(module, self._call_begins)
 
@@ -312,7 +312,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def _serve(self, session: WorkerSession) -> Results:
         """On a worker: obey the driver until the run is over. Returns its results."""
         results = session.serve()
-        have_on_device(session.module, (), self.root_device)
+        leave_on_cpu(session.module, ())
         self._rest()
         self._ranks.joined.end_run()
         return results
@@ -332,7 +332,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._leave()
         if isinstance(self._session, DriverSession):
             self._session.end(returned)
-            have_on_device(self._session.module, self._optimizers, self.root_device)
+            leave_on_cpu(self._session.module, self._optimizers)
         self._rest()
         self._ranks.joined.end_run()
 
@@ -342,17 +342,9 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         Returns:
             The failure that came first, on another rank; ``None``: it is this one.
         """
-        rank, world = str(self.coordinates), self._ranks.world
-        if world.phase is Phase.TOGETHER and self.global_rank >= self.num_replicas:
-            error.add_note(
-                "(The code before fabric.setup runs on workers too. To them fabric.global_rank, "
-                f"here {self.global_rank}, is not below fabric.world_size, {self.num_replicas}: "
-                "shard data behind fabric.setup, which drivers alone run.)"
-            )
-        first = world.fail(error, rank)
-        self._session.fail(first or Failure.of(error, rank), error)
+        first = self._tell(error, "The code before fabric.setup", "fabric", "behind fabric.setup")
         self._session.abort()
-        world.leave()
+        self._ranks.world.leave()
         with suppress(Exception):  # what has failed may fail again; the first error counts
             self._leave()
         self._ranks.world = NoWorld()
@@ -517,13 +509,6 @@ class StagedModule(nn.Module):
         """What the model returns."""
         self._call_begins(self.module)
         return self.module(*args, **kwargs)
-
-
-def _with_own_memory(module: nn.Module) -> nn.Module:
-    """The same module, whose tensors no other process has."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data.clone()
-    return module
 
 
 def _own(module: nn.Module) -> nn.Module:

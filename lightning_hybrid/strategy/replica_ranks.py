@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hybrid._lightning import ClusterEnvironment
 from lightning_hybrid._lightning_private import LOADING
-from lightning_hybrid.comm import Coordinates
+from lightning_hybrid.comm import Coordinates, Failure
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import HybridMultiProcessingLauncher, HybridSubprocessLauncher
@@ -173,6 +173,30 @@ class ReplicaRanks:
         processes = ranks.hosts * ranks.per_host
         refuse_other_shards(dataloader, ranks.launched.rank, processes, ranks.replica_world)
         return super().process_dataloader(dataloader)  # type: ignore[misc]
+
+    def _tell(self, error: BaseException, code: str, by: str, later: str) -> Failure | None:
+        """Tell the other ranks of an error of this one.
+
+        Args:
+            error: gets a note if this is a worker that runs the user's code.
+            code: that workers run, too.
+            by: the object by which the user's code knows ranks.
+            later: the place of code that drivers alone run.
+
+        Returns:
+            The failure that came first, on another rank; ``None``: it is this one.
+        """
+        rank, world = str(self.coordinates), self._ranks.world
+        ours = world.phase is Phase.TOGETHER and isinstance(error, Exception)
+        if ours and self.global_rank >= self.num_replicas:
+            error.add_note(
+                f"({code} runs on workers too. To them {by}.global_rank, here {self.global_rank}, "
+                f"is not below {by}.world_size, {self.num_replicas}: shard data by these {later}, "
+                "which drivers alone run.)"
+            )
+        first = world.fail(error, rank)
+        self._session.fail(first or Failure.of(error, rank), error)
+        return first
 
     def hide_ranks(self) -> None:
         """The run is over: the environment speaks of all processes again."""

@@ -63,7 +63,6 @@ from lightning_hybrid.run import (
     Phase,
     Run,
     WorkerSession,
-    announce_averages,
     move_module,
     scalers_of,
 )
@@ -381,8 +380,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
                 refuse_asynchronous(run, self.optimizers)
                 if ranks.replicas > 1:  # else there is nobody to be ahead of
                     self._session.start_asynchronous(self.optimizers)
-            if ranks.stages > 1:
-                announce_averages(trainer, self._module)
             scaled = bool(scalers_of(self.precision_plugin))
             refuse_optimizers(self.optimizers, *ranks.shape, scaled=scaled)
             if self._config.streamed is not None and self._config.streamed.plain_sgd:
@@ -418,16 +415,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         Returns:
             The failure that came first, on another rank; ``None``: it is this one.
         """
-        rank = str(self.coordinates)
-        ours = self._ranks.world.phase is Phase.TOGETHER and isinstance(error, Exception)
-        if ours and self.global_rank >= self.num_replicas:
-            error.add_note(
-                "(Hooks before the training run on workers too. To them trainer.global_rank, here "
-                f"{self.global_rank}, is not below trainer.world_size, {self.num_replicas}: shard "
-                "data by these in train_dataloader, which drivers alone run.)"
-            )
-        first = self._ranks.world.fail(error, rank)
-        self._session.fail(first or Failure.of(error, rank), error)
+        first = self._tell(error, "A hook before the training", "trainer", "in train_dataloader")
         if self._start_method != "popen":
             self._abort()
         return first

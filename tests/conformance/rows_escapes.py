@@ -500,7 +500,7 @@ class CountsOnTheClass(Row):
 
 
 class PrintsInTrainingAlone(Row):
-    """Prints from the network in training alone: evaluations run on the driver."""
+    """Prints from the network in training alone: evaluations are another graph, and run on the driver."""
 
     equal_or_refused = ("print(", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
@@ -520,6 +520,16 @@ class PrintsInTrainingAlone(Row):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(*batch), sync_dist=True)
+
+
+class PrintsInTrainingWithoutASanityCheck(PrintsInTrainingAlone):
+    """Prints from the network in training alone, without a sanity check: the first validation,
+    which could be one graph, comes when the stages suit the graphs of the training.
+    """
+
+    equal_or_refused = ()
+    shapes = (ONE_OF_TWO, TWO_OF_TWO)
+    options: ClassVar = {"num_sanity_val_steps": 0}
 
 
 class Prints(Row):

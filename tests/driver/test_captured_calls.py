@@ -58,7 +58,7 @@ class Calls:
         announcements: Any = SimpleNamespace(
             say=lambda _, line: self.notes.append(line), doing=lambda *_: None
         )
-        options: Any = SimpleNamespace(progress=StartProgress(None), verify=False, trains=True)
+        options: Any = SimpleNamespace(progress=StartProgress(None), verify=False)
         adoption: Any = SimpleNamespace(driver=driver, options=options, announcements=announcements)
         self.calls = CapturedCalls(self.module, adoption, self.adopt)
 
@@ -112,14 +112,6 @@ def test_where_nothing_is_learned_the_networks_weights_are_ordinary_tensors() ->
         assert isinstance(calls(), Tensor)
     assert calls.at_hand == ["net.weight"]
     assert calls.notes[-1] == "weights put back"
-
-
-def test_an_evaluation_of_a_chain_that_trains_runs_on_the_driver() -> None:
-    calls = Calls(cannot_follow, whole=False)
-    with torch.no_grad():
-        assert torch.equal(calls(), calls.module(X))
-    assert "an evaluation may be other graphs" in calls.notes[0]
-    assert calls.at_hand == ["net.weight"]
 
 
 def test_a_kind_of_call_that_proxies_would_change_is_refused_where_something_is_learned() -> None:

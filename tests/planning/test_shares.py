@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from lightning_hybrid.planning import Device, batch_sizes, deal, without_the_slowest
+from lightning_hybrid.planning import Device, batch_sizes, deal
 from lightning_hybrid.planning.cluster import make_cluster
 
 
@@ -52,11 +52,3 @@ def test_a_replica_is_as_fast_as_the_device_with_the_least_to_spare() -> None:
     chains = make_cluster(devices, 2, 2, (1.0, 0.4, 0.8, 0.5))  # stages on 0, 2 and on 3, 1
     assert [tuple(chains.order[k : k + 2]) for k in (0, 2)] == [(0, 1), (2, 3)]
     assert chains.replica_speeds == pytest.approx((min(1 / 0.8, 1.0), min(1.0, 0.5 / 0.4)))
-
-
-def test_replicas_that_one_sample_keeps_too_long_are_told() -> None:
-    assert without_the_slowest(12, (1.0, 0.43, 0.16)) == (3, 1.0)
-    count, gain = without_the_slowest(3, (1.0, 0.02, 0.9))
-    # 3 samples each on two alike take 3 1/3; with the third, 1 sample takes 50
-    assert count == 2
-    assert gain == pytest.approx((6 / (3 / 0.9)) / (9 / 50))

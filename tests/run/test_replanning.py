@@ -11,7 +11,6 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan, StagePlan
 from lightning_hybrid.run import device_times, replanning
-from lightning_hybrid.run.device_times import BusyMeter, Window
 from lightning_hybrid.run.replanning import (
     FIRST,
     WINDOW,
@@ -212,12 +211,3 @@ def test_a_device_with_several_stages_computes_all_of_them() -> None:
         rows=tuple(row(device) for device in (1, 0, 1, 0)),
     )
     assert planned_busy_s(looped) == pytest.approx([0.12, 0.12])
-
-
-def test_windows_of_one_meter_see_the_same_seconds() -> None:
-    new = iter([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
-    meter = BusyMeter(lambda: next(new)).read
-    first, second = Window(meter), Window(meter)
-    first.pause()
-    second.pause()
-    assert (first.busy_s, second.busy_s) == ([8.0, 10.0], [12.0, 14.0])

@@ -20,7 +20,7 @@ def test_on_cpus_a_span_lasts_from_call_to_return(monkeypatch: pytest.MonkeyPatc
         watch.stop(watch.start())
     assert watch.read() == 2.5
     watch.stop(watch.start())
-    assert watch.read() == 1.0  # since the last reading
+    assert watch.read() == 3.5
 
 
 class Event:
@@ -54,7 +54,7 @@ def test_on_cuda_a_span_counts_in_the_first_reading_after_it_has_passed(
     found = []
     for Event.passed in (1, 3, 6, 6):  # the first span is over, in the middle of the second, all
         found.append(watch.read())
-    assert found == [0.0, 0.001, 0.002, 0.0]
+    assert found == [0.0, 0.001, 0.003, 0.003]
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 1), (2, 4), (4, 8)])

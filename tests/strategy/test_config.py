@@ -126,7 +126,7 @@ def test_one_device_s_random_numbers_are_not_for_schedules_that_begin_early() ->
 
 
 def test_divided_states_are_not_saved_beside_training() -> None:
-    with pytest.raises(PlanError, match=r"'sharded_async' makes copies on replica 0, and shard_"):
+    with pytest.raises(PlanError, match=r"'sharded_async' makes copies on replica 0, .* shard_"):
         Config(checkpoint="sharded_async", shard_optimizer_states=True)
     config = Config(checkpoint="sharded", shard_optimizer_states=True)
     assert config.shard_optimizer_states
