@@ -152,13 +152,13 @@ def test_a_first_call_without_samples_is_named(ranks: Any) -> None:
         driven.module.net(batches(1)[0][:0])
 
 
-def test_an_error_in_the_first_run_of_a_stage_names_the_network(
+def test_an_error_while_a_network_is_cut_names_the_network(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("on purpose")
 
-    monkeypatch.setattr("lightning_hybrid.driver.adoption.check", fail)
+    monkeypatch.setattr("lightning_hybrid.driver.adoption.cut", fail)
     driven = Driven(ranks, Chooses())
     with pytest.raises(NetworkError, match=r"Network 'net' \(Chooses\) was captured, but.*on purp"):
         driven.module.net(batches(1)[0])
