@@ -155,7 +155,7 @@ def test_a_first_call_without_samples_is_named(ranks: Any) -> None:
 def test_an_error_while_a_network_is_cut_names_the_network(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("on purpose")
 
     monkeypatch.setattr("lightning_hybrid.driver.adoption.cut", fail)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_hybrid.comm.connections import ConnectionLost
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.stage import gradient_averaging
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, broadcast_module
 from lightning_hybrid.stage.trace import Trace
@@ -272,3 +273,12 @@ def test_a_lost_replica_is_named_as_such(act: str) -> None:
     group = ReplicaGroup(layer.parameters(), layer.buffers, lost, Trace(0, "test"))
     with pytest.raises(ConnectionLost, match="another replica"):
         getattr(group, act)()
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    lost: Any = Lost()
+    group = ReplicaGroup(table.parameters(), table.buffers, lost, Trace(0, "test"))
+    with pytest.raises(HybridError, match=r"here is a sparse one .* Use sparse=False"):
+        group.reduce()
