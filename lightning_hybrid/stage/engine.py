@@ -95,7 +95,6 @@ class Engine:
             [value for name, value in named.items() if name not in self.borrowed],
             lambda: dict(pair for stage in here for pair in stage.named_buffers()).values(),
             mesh.owners(copies),
-            trace,
             len(copies),
             # if the driver has a copy beside workers, these own and step the parameters
             owns=not self.coordinates.is_driver or driver not in copies[1:],

@@ -13,7 +13,6 @@ large ones from their own memory; as bytes, since NCCL takes neither every type 
 memory.
 """
 
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -27,7 +26,6 @@ from lightning_hybrid._torch.tensors import as_they_are, copy_each
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, Survivors, bytes_of, start, wait
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred
-from lightning_hybrid.stage.trace import Trace
 
 MESSAGE_BYTES = 25 * 2**20
 """Most bytes of small tensors that are sent together."""
@@ -187,7 +185,6 @@ class ReplicaGroup:
         parameters: those of the stages, in the same order on every replica.
         buffers: gives those that the stages have now (one may be replaced), likewise.
         group: the group of these ranks.
-        trace: where the all-reduces are recorded.
         copies: how many ranks of each replica have the stages. Each has a part of the gradients of
             its replica, so that those of a replica are summed, and those sums averaged.
         owns: whether this rank steps the parameters; if not, it has no gradient after a sum.
@@ -204,7 +201,6 @@ class ReplicaGroup:
         parameters: Iterable[Parameter],
         buffers: Callable[[], Iterable[Tensor]],
         group: Group,
-        trace: Trace,
         copies: int = 1,
         *,
         owns: bool = True,
@@ -213,8 +209,7 @@ class ReplicaGroup:
         self.trainable: Collection[Tensor] | None = None
         self._owns = owns
         self._parameters, self._buffers = list(parameters), buffers
-        self._group, self._trace = group, trace
-        self._copies, self._survivors = copies, survivors
+        self._group, self._copies, self._survivors = group, copies, survivors
         self._armed, self._whole = False, True
         self._waits = False  # whether sums were begun that nobody has taken
         self._buckets: list[_Bucket] = []
@@ -365,21 +360,15 @@ class ReplicaGroup:
 
     def _send_full_buckets(self) -> None:
         # Always in order, whichever is full first: collectives pair by their order.
-        for number, bucket in enumerate(self._buckets[len(self._sent) :], len(self._sent)):
+        for bucket in self._buckets[len(self._sent) :]:
             if bucket.missing:
                 break
             bucket.fill(self._copies / self._size)
             if self._survivors is not None:
                 self._sent.append(self._survivors.start(self._group, bucket.flat))
-                continue
-            work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
-            if self._trace.records and bucket.flat.device.type == "cpu":
-                work.get_future().add_done_callback(self._recorder(number))
-            self._sent.append(work)
-
-    def _recorder(self, bucket: int) -> Callable[[object], None]:
-        began = time.time()
-        return lambda _: self._trace.add(f"all-reduce {bucket}", "all-reduce", began, time.time())
+            else:
+                work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
+                self._sent.append(work)
 
     def _make_buckets(self, parameters: Sequence[Parameter]) -> None:
         # one bucket is one flat tensor, so all in it are of one type and on one device
