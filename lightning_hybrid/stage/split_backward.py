@@ -12,7 +12,8 @@ twice. It is not for the following, so backwards with these are not split:
 * operations of the user's (``autograd.Function``), which may do more than to return gradients;
 * group normalisation in channels-last, which ends the process if it is asked for the gradients of
   its weights alone (`fails_apart`);
-* weights that two operations use (a recurrent layer, a layer that is called twice).
+* weights that two operations use (a recurrent layer, a layer that is called twice);
+* outputs that do not depend on the inputs.
 
 Hooks on parameters are called once, as ever, with the weight part. (TorchDynamo follows no
 code that puts hooks on other tensors; a function under ``torch.compiler.allow_in_graph``, into
@@ -36,8 +37,8 @@ from lightning_hybrid._torch.autograd import fails_apart
 from lightning_hybrid.graph import reached
 
 CANNOT_BE_SPLIT = (
-    "it has an autograd.Function, a weight that is used twice, or group normalisation in "
-    "channels-last"
+    "it has an autograd.Function, a weight that is used twice, an output that no input leads to, "
+    "or group normalisation in channels-last"
 )
 """Why :func:`input_part` cannot split a backward, for the warning."""
 
@@ -91,26 +92,13 @@ def input_part(
     if groups is None:
         return None
     # 2. The gradients of the inputs, and those that arrive at these operations: autograd gives both
-    #    in one pass. (One that leads to no input is a root, and gets its own start.)
+    #    in one pass.
     edges = dict.fromkeys(edge for edges, _ in groups for edge in edges)
-    wanted = [edge for edge in edges if way.leads(edge.node)]
-    leading = [n for n, edge in enumerate(way.roots) if way.leads(edge.node)]
-    found: Sequence[Tensor | None] = [None] * (len(inputs) + len(wanted))
-    ends: list[Any] = [*inputs, *wanted]  # tensors and edges
-    if leading:
-        found = torch.autograd.grad(
-            [roots[n] for n in leading],
-            ends,
-            [starts[n] for n in leading],
-            retain_graph=True,
-            allow_unused=True,
-        )
-    arrived = dict(zip(wanted, found[len(inputs) :]))
-    # roots that no input leads to: the weight part has them to itself
-    for edge, start in zip(way.roots, starts):
-        if not way.leads(edge.node):
-            so_far = arrived.get(edge)
-            arrived[edge] = start if so_far is None else so_far + start
+    ends: list[Any] = [*inputs, *edges]  # tensors and edges
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        roots, ends, starts, retain_graph=True, allow_unused=True
+    )
+    arrived = dict(zip(edges, found[len(inputs) :]))
     # 3. What is left to do; operations at which nothing has arrived have no gradients to give.
     left = []
     for edges_of_group, weights in groups:
@@ -167,12 +155,11 @@ class _Way:
 
         ``None``: the backward cannot be split.
         """
-        if not self._splits:
+        if not self._splits or not all(self.leads(edge.node) for edge in self.roots):
             return None
         # A bound is an operation on the way to the inputs from which some weights are reached by
-        # another way; a root that leads to no input is one too.
-        beginnings = {edge.node for edge in self.roots}
-        bounds = [n for n in self._nodes if (self.leads(n) or n in beginnings) and self._aside(n)]
+        # another way.
+        bounds = [n for n in self._nodes if self.leads(n) and self._aside(n)]
         found, taken = [], set[Node]()
         for node in bounds:
             # Autograd frees what an operation has saved when it has run, so that no two weight
@@ -191,12 +178,9 @@ class _Way:
         return reduce(or_, (self._nodes[node].reaches for node in nodes), 0)
 
     def _aside(self, node: Node) -> list[Node]:
-        """The next operations behind this one that lead to weights and not to the inputs.
-
-        If it does not lead to the inputs itself, it alone.
-        """
-        found = [child for child, _ in self._nodes[node].children] if self.leads(node) else [node]
-        return [n for n in found if self._nodes[n].reaches and not self.leads(n)]
+        """The next operations behind this one that lead to weights and not to the inputs."""
+        children = (child for child, _ in self._nodes[node].children)
+        return [n for n in children if self._nodes[n].reaches and not self.leads(n)]
 
     def _behind(self, node: Node) -> set[Node]:
         """All operations that the weight part of this one runs."""

@@ -52,12 +52,6 @@ SPLIT: dict[str, Callable[[], Network]] = {
     ),
     "what only passes through": lambda: Network(lambda s, x: (x, s.a(x)), a=nn.Linear(4, 4)),
     "twice the same output": lambda: Network(lambda s, x: [s.a(x)] * 2, a=nn.Linear(4, 4)),
-    "an output of weights alone": lambda: Network(
-        lambda s, x: (s.a(x), s.p.exp() @ s.p), a=nn.Linear(4, 4), p=weight(4, 4)
-    ),
-    "a parameter returned": lambda: Network(
-        lambda s, x: (s.a(x), s.p), a=nn.Linear(4, 4), p=weight(3)
-    ),
     "frozen part": lambda: Network(
         lambda s, x: s.b(s.a(x)), a=nn.Linear(4, 4).requires_grad_(False), b=nn.Linear(4, 4)
     ),
@@ -90,6 +84,12 @@ WHOLE: dict[str, Callable[[], Network]] = {
     ),
     "a weight, changed, as an output too": lambda: Network(
         lambda s, x: (x @ (e := s.p.exp()), e, e.sum()), p=weight(4, 4)
+    ),
+    "an output of weights alone": lambda: Network(
+        lambda s, x: (s.a(x), s.p.exp() @ s.p), a=nn.Linear(4, 4), p=weight(4, 4)
+    ),
+    "a parameter returned": lambda: Network(
+        lambda s, x: (s.a(x), s.p), a=nn.Linear(4, 4), p=weight(3)
     ),
     "recurrent layer": lambda: Network(
         lambda s, x: s.a(x[None])[0], a=nn.LSTM(4, 4, batch_first=True)
