@@ -113,9 +113,7 @@ class Driver:
         self.commands = Commands(self._workers, self.remote)
         self._files = files = FilesOfWorkers(self.commands, options.folder, here)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
-        self._replicated = Replicated(
-            module, mesh.data_parallel, self.device, self._trace, mesh.survivors
-        )
+        self._replicated = Replicated(module, mesh.data_parallel, self.device, mesh.survivors)
         new_calls = partial(StepCalls, options.seed, here.dp_rank, follows=options.follows)
         self.calls: StepCalls = before.calls if before else new_calls(self.device)
         self.distribution = Distribution(module, mesh, options, self.commands, self._trace)

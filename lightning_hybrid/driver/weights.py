@@ -28,7 +28,7 @@ from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.errors import DeferredError, HybridError
 from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank, materialize
-from lightning_hybrid.stage import ReplicaGroup, Trace, state_buffers, tensors_of, write_tensors
+from lightning_hybrid.stage import ReplicaGroup, state_buffers, tensors_of, write_tensors
 from lightning_hybrid.state import (
     Owned,
     Ticket,
@@ -129,7 +129,6 @@ class Replicated:
         module: the LightningModule.
         group: the process group of the drivers of all replicas.
         device: the driver's device.
-        trace: records what the groups do.
         survivors: the replicas that go on if one is lost.
 
     Attributes:
@@ -144,10 +143,9 @@ class Replicated:
         module: nn.Module,
         group: Group,
         device: torch.device,
-        trace: Trace,
         survivors: Survivors | None = None,
     ) -> None:
-        self._module, self._group, self._device, self._trace = module, group, device, trace
+        self._module, self._group, self._device = module, group, device
         self._survivors = survivors
         self.networks: list[ReplicaGroup] = []
         self._cut: set[str] = set()
@@ -192,8 +190,7 @@ class Replicated:
             for tensor in (*parameters, *self._buffers_of_the_rest()):
                 tensor.data = tensor.data.to(self._device)
         return ReplicaGroup(
-            *(parameters, self._buffers_of_the_rest, self._group, self._trace),
-            survivors=self._survivors,
+            parameters, self._buffers_of_the_rest, self._group, survivors=self._survivors
         )
 
     def _buffers_of_the_rest(self) -> list[Tensor]:

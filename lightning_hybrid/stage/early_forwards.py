@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.errors import NetworkError
@@ -97,11 +96,10 @@ class EarlyForwards:
         self._written.pop(call, None)
 
     def refuse_functions(self, stage: Stage, outputs: Sequence[Any]) -> None:
-        """Refuse operations that may keep a weight where a copy cannot replace it.
+        """Refuse operations of the user's, which may keep a weight where a copy cannot replace it.
 
         Hooks on saved tensors replace what ``ctx.save_for_backward`` keeps, and not what an
-        ``autograd.Function`` keeps elsewhere, such as a detached weight. Operators of
-        ``torch.library`` are taken to keep none that they were not given.
+        ``autograd.Function`` keeps elsewhere, such as a detached weight.
 
         Args:
             stage: the stage that was computed.
@@ -113,16 +111,12 @@ class EarlyForwards:
         if self._weights != "stash" or stage in self._looked_at:
             return
         self._looked_at.add(stage)  # (once: each call of a stage has the same operations)
-        weights = set(map(id, stage.parameters()))
         for node in operations_behind(outputs):
-            name = type(node).__name__.removesuffix("Backward")
-            given = any(id(_leaf_of(operand)) in weights for operand, _ in node.next_functions)
-            if given or not name.startswith(_OF_AN_OPERATOR):
-                raise NetworkError(
-                    f"{name}, an autograd.Function, may keep a parameter where "
-                    "delayed_weights='stash' cannot give its backward the weights of its forward. "
-                    "Use delayed_weights='recompute' or schedule='gpipe'."
-                )
+            raise NetworkError(
+                f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function, may keep a "
+                "parameter where delayed_weights='stash' cannot give its backward the weights of "
+                "its forward. Use delayed_weights='recompute' or schedule='gpipe'."
+            )
 
     def _before(self, stage: Stage) -> dict[str, Tensor]:
         """The buffers that a forward writes, as the forward before it has left them."""
@@ -142,17 +136,6 @@ class EarlyForwards:
             return saving_nothing()
         copies = self._copies.setdefault(call, {}) if self._weights == "stash" else None
         return _weights_apart(parameters, copies)
-
-
-_OF_AN_OPERATOR = "GeneratedBackwardFor_"  # begins the names of their backwards
-
-
-def _leaf_of(node: Node | None) -> Tensor | None:
-    """The leaf that an operand is, or is a view or a cast of; ``None``: it is none of a leaf."""
-    while node is not None and len(node.next_functions) == 1:
-        [(node, _)] = node.next_functions
-    leaf: Tensor | None = getattr(node, "variable", None)
-    return leaf
 
 
 _Apart = tuple[torch.UntypedStorage, torch.dtype, Any, Any, Any]

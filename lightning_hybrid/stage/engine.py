@@ -25,6 +25,7 @@ from torch import nn
 
 from lightning_hybrid.comm import CallKey, Failure, Mesh, Status, copies_of, link_copies
 from lightning_hybrid.comm.protocol import Backward, Placement
+from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage.backward_pass import BackwardPass
@@ -32,7 +33,7 @@ from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import Call, Gradients, Traffic, Values
 from lightning_hybrid.stage.early_forwards import EarlyForwards
 from lightning_hybrid.stage.forward_pass import ForwardPass
-from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
+from lightning_hybrid.stage.gradient_averaging import ONLY_DENSE, ReplicaGroup
 from lightning_hybrid.stage.rank_stages import (
     OwnedStage,
     StageOptions,
@@ -55,6 +56,9 @@ class Engine:
         mesh: the groups of ranks; all have been through :func:`connect` for this placement.
         seed: of the random numbers inside the network.
         trace: where to record.
+
+    Raises:
+        NetworkError: replicas cannot average the gradients of the network.
 
     Attributes:
         borrowed: names in the network of parameters that this rank uses and another one owns.
@@ -79,6 +83,10 @@ class Engine:
     ) -> None:
         self.coordinates, self.placement = mesh.coordinates, placement
         self.device, self.seed, self.trace = mesh.device, seed, trace
+        if self.coordinates.replicas > 1 and any(map(gives_sparse_gradients, network.modules())):
+            raise NetworkError(
+                ONLY_DENSE
+            )  # (a worker's backward could say so after the step alone)
         here, links = stages.values(), link_copies(mesh, placement.devices, mesh.device)
         copies, driver = copies_of(placement.devices[next(iter(links))]), 0
         self.borrowed = borrowed_parameters(network, placement)[self.coordinates.pp_rank]
@@ -87,7 +95,6 @@ class Engine:
             [value for name, value in named.items() if name not in self.borrowed],
             lambda: dict(pair for stage in here for pair in stage.named_buffers()).values(),
             mesh.owners(copies),
-            trace,
             len(copies),
             # if the driver has a copy beside workers, these own and step the parameters
             owns=not self.coordinates.is_driver or driver not in copies[1:],
@@ -288,3 +295,7 @@ class Engine:
         where = f"in stage {stage}" if self.coordinates.free else ""
         # the first error: it is mostly the cause of later ones
         self.failure = self.failure or Failure.of(error, str(self.coordinates), where)
+
+
+def gives_sparse_gradients(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse

@@ -13,7 +13,6 @@ large ones from their own memory; as bytes, since NCCL takes neither every type 
 memory.
 """
 
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -27,7 +26,6 @@ from lightning_hybrid._torch.tensors import as_they_are, copy_each
 from lightning_hybrid.comm import ANOTHER_REPLICA, Group, Survivors, bytes_of, start, wait
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred
-from lightning_hybrid.stage.trace import Trace
 
 MESSAGE_BYTES = 25 * 2**20
 """Most bytes of small tensors that are sent together."""
@@ -106,16 +104,18 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 early."""
 
 
-_SPARSE = 256.0
-"""What a sparse gradient counts as (a dense one: 1): more than all replicas together."""
+ONLY_DENSE = (
+    "Replicas average dense gradients, and here is a sparse one (nn.Embedding(sparse=True)). Use "
+    "sparse=False, or one replica."
+)
+"""Text of the error for sparse gradients."""
 
 
 class _Bucket:
     """Gradients of some parameters in one flat tensor, kept between steps.
 
     After the gradients the tensor has one count per parameter: how many replicas had a gradient for
-    it, and whether that is sparse (`_SPARSE`). A parameter that no replica used keeps ``grad is
-    None``, as on one device.
+    it. A parameter that no replica used keeps ``grad is None``, as on one device.
     """
 
     def __init__(self, parameters: list[Parameter]) -> None:
@@ -129,52 +129,49 @@ class _Bucket:
         self.missing = set(range(len(parameters)))
 
     def fill(self, scale: float) -> None:
-        """Copy the gradients of the parameters, times ``scale``, into the flat tensor."""
+        """Copy the gradients of the parameters, times ``scale``, into the flat tensor.
+
+        Raises:
+            HybridError: a gradient is sparse.
+        """
         # Replicas must agree on what travels although each may have used other parameters: every
         # gradient has its place in the buffer, and the counts tell afterwards who had one.
         gradients = [parameter.grad for parameter in self.parameters]
-        dense = [g for g in gradients if g is not None and not g.is_sparse]
-        if len(dense) == len(gradients):
-            copy_each(self.views, dense)  # one call: networks may have hundreds of small ones
+        present = [gradient for gradient in gradients if gradient is not None]
+        if any(gradient.is_sparse for gradient in present):
+            raise HybridError(ONLY_DENSE)
+        if len(present) == len(gradients):
+            copy_each(self.views, present)  # one call: networks may have hundreds of small ones
             self.counts.fill_(1.0)
         else:
             for index, (view, gradient) in enumerate(zip(self.views, gradients)):
+                self.counts[index] = gradient is not None
                 if gradient is None:
                     view.zero_()
-                    self.counts[index] = 0.0
                 else:
-                    view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-                    self.counts[index] = _SPARSE if gradient.is_sparse else 1.0
+                    view.copy_(gradient)
         if scale != 1:
             # before the sum and not after it: in float16 a sum of many may be too large
             self.numbers.mul_(scale)
 
-    def empty(self, *, kept: bool = True) -> list[tuple[Parameter, Tensor]]:
+    def empty(self, *, kept: bool = True) -> None:
         """Hand the averages back to the parameters.
 
         Args:
-            kept: whether this rank uses them; if not, dense gradients stay what they are.
-
-        Returns:
-            The parameters whose gradients are sparse, with the averages; on all replicas the same.
+            kept: whether this rank uses them; if not, gradients that are there stay what they are.
         """
         # written into existing gradients, which an optimizer or the user may hold references to
-        sparse = []
         self.missing = set(range(len(self.parameters)))
-        gradients = [parameter.grad for parameter in self.parameters]
-        dense = [g for g in gradients if g is not None and not g.is_sparse]
-        if len(dense) == len(gradients):
+        present = [p.grad for p in self.parameters if p.grad is not None]
+        if len(present) == len(self.parameters):
             if kept:
-                copy_each(dense, self.views)
-            return []
+                copy_each(present, self.views)
+            return
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views)):
-            if parameter.grad is not None and not parameter.grad.is_sparse:
+            if parameter.grad is not None:
                 parameter.grad.copy_(view)
-            elif self.counts[index] >= _SPARSE:  # asks the device, but only for unused parameters
-                sparse.append((parameter, view))
-            elif self.counts[index] > 0:
+            elif self.counts[index] > 0:  # asks the device, but only for unused parameters
                 parameter.grad = view.clone()
-        return sparse
 
 
 class ReplicaGroup:
@@ -188,7 +185,6 @@ class ReplicaGroup:
         parameters: those of the stages, in the same order on every replica.
         buffers: gives those that the stages have now (one may be replaced), likewise.
         group: the group of these ranks.
-        trace: where the all-reduces are recorded.
         copies: how many ranks of each replica have the stages. Each has a part of the gradients of
             its replica, so that those of a replica are summed, and those sums averaged.
         owns: whether this rank steps the parameters; if not, it has no gradient after a sum.
@@ -205,7 +201,6 @@ class ReplicaGroup:
         parameters: Iterable[Parameter],
         buffers: Callable[[], Iterable[Tensor]],
         group: Group,
-        trace: Trace,
         copies: int = 1,
         *,
         owns: bool = True,
@@ -214,8 +209,7 @@ class ReplicaGroup:
         self.trainable: Collection[Tensor] | None = None
         self._owns = owns
         self._parameters, self._buffers = list(parameters), buffers
-        self._group, self._trace = group, trace
-        self._copies, self._survivors = copies, survivors
+        self._group, self._copies, self._survivors = group, copies, survivors
         self._armed, self._whole = False, True
         self._waits = False  # whether sums were begun that nobody has taken
         self._buckets: list[_Bucket] = []
@@ -282,8 +276,7 @@ class ReplicaGroup:
             for bucket, work in zip(self._buckets, self._sent):
                 assert work is not None
                 wait(work, ANOTHER_REPLICA)
-                for parameter, average in bucket.empty(kept=self._owns):
-                    self._hand_out_rows(parameter, average)
+                bucket.empty(kept=self._owns)
         self._sent.clear()  # (a reference to a transfer would keep its group from closing)
         self._whole = True
         if not self._owns:
@@ -306,9 +299,6 @@ class ReplicaGroup:
 
         Args:
             scale: what they are multiplied with.
-
-        Raises:
-            HybridError: a gradient is sparse.
         """
         if not self._waits:
             return
@@ -316,29 +306,13 @@ class ReplicaGroup:
         with as_they_are():
             for bucket in self._buckets:
                 bucket.numbers.mul_(scale)
-                if bucket.empty():
-                    raise HybridError(
-                        "lost_replica='continue' averages dense gradients, and here is a sparse "
-                        "one (nn.Embedding(sparse=True)). Leave one of them out."
-                    )
+                bucket.empty()
         self._sent.clear()
 
     @property
     def _size(self) -> int:
         size: int = self._group.size()
         return size
-
-    def _hand_out_rows(self, parameter: Parameter, average: Tensor) -> None:
-        """Set a sparse gradient: the rows of the average that any replica has used."""
-        used = average.new_zeros(len(average))
-        if parameter.grad is not None:
-            used[parameter.grad.coalesce().indices()[0]] = 1
-        work = start(self._group.allreduce, [used], peer=ANOTHER_REPLICA)
-        wait(work, ANOTHER_REPLICA)
-        [rows] = used.nonzero(as_tuple=True)
-        parameter.grad = torch.sparse_coo_tensor(
-            rows[None], average[rows], average.shape, is_coalesced=True
-        )
 
     def reduce(self) -> None:
         """Average the gradients that have accumulated, without overlap with a backward."""
@@ -386,21 +360,15 @@ class ReplicaGroup:
 
     def _send_full_buckets(self) -> None:
         # Always in order, whichever is full first: collectives pair by their order.
-        for number, bucket in enumerate(self._buckets[len(self._sent) :], len(self._sent)):
+        for bucket in self._buckets[len(self._sent) :]:
             if bucket.missing:
                 break
             bucket.fill(self._copies / self._size)
             if self._survivors is not None:
                 self._sent.append(self._survivors.start(self._group, bucket.flat))
-                continue
-            work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
-            if self._trace.records and bucket.flat.device.type == "cpu":
-                work.get_future().add_done_callback(self._recorder(number))
-            self._sent.append(work)
-
-    def _recorder(self, bucket: int) -> Callable[[object], None]:
-        began = time.time()
-        return lambda _: self._trace.add(f"all-reduce {bucket}", "all-reduce", began, time.time())
+            else:
+                work = start(self._group.allreduce, [bucket.flat], peer=ANOTHER_REPLICA)
+                self._sent.append(work)
 
     def _make_buckets(self, parameters: Sequence[Parameter]) -> None:
         # one bucket is one flat tensor, so all in it are of one type and on one device

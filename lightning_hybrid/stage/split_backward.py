@@ -12,7 +12,8 @@ twice. It is not for the following, so backwards with these are not split:
 * operations of the user's (``autograd.Function``), which may do more than to return gradients;
 * group normalisation in channels-last, which ends the process if it is asked for the gradients of
   its weights alone (`fails_apart`);
-* weights that two operations use of which one leads to the other (a recurrent layer).
+* weights that two operations use (a recurrent layer, a layer that is called twice);
+* outputs that do not depend on the inputs.
 
 Hooks on parameters are called once, as ever, with the weight part. (TorchDynamo follows no
 code that puts hooks on other tensors; a function under ``torch.compiler.allow_in_graph``, into
@@ -36,8 +37,8 @@ from lightning_hybrid._torch.autograd import fails_apart
 from lightning_hybrid.graph import reached
 
 CANNOT_BE_SPLIT = (
-    "it has an autograd.Function, a weight that is used twice, one after the other, or group "
-    "normalisation in channels-last"
+    "it has an autograd.Function, a weight that is used twice, an output that no input leads to, "
+    "or group normalisation in channels-last"
 )
 """Why :func:`input_part` cannot split a backward, for the warning."""
 
@@ -91,26 +92,13 @@ def input_part(
     if groups is None:
         return None
     # 2. The gradients of the inputs, and those that arrive at these operations: autograd gives both
-    #    in one pass. (One that leads to no input is a root, and gets its own start.)
+    #    in one pass.
     edges = dict.fromkeys(edge for edges, _ in groups for edge in edges)
-    wanted = [edge for edge in edges if way.leads(edge.node)]
-    leading = [n for n, edge in enumerate(way.roots) if way.leads(edge.node)]
-    found: Sequence[Tensor | None] = [None] * (len(inputs) + len(wanted))
-    ends: list[Any] = [*inputs, *wanted]  # tensors and edges
-    if leading:
-        found = torch.autograd.grad(
-            [roots[n] for n in leading],
-            ends,
-            [starts[n] for n in leading],
-            retain_graph=True,
-            allow_unused=True,
-        )
-    arrived = dict(zip(wanted, found[len(inputs) :]))
-    # roots that no input leads to: the weight part has them to itself
-    for edge, start in zip(way.roots, starts):
-        if not way.leads(edge.node):
-            so_far = arrived.get(edge)
-            arrived[edge] = start if so_far is None else so_far + start
+    ends: list[Any] = [*inputs, *edges]  # tensors and edges
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        roots, ends, starts, retain_graph=True, allow_unused=True
+    )
+    arrived = dict(zip(edges, found[len(inputs) :]))
     # 3. What is left to do; operations at which nothing has arrived have no gradients to give.
     left = []
     for edges_of_group, weights in groups:
@@ -150,7 +138,6 @@ class _Way:
         self._inputs = {get_gradient_edge(value).node for value in inputs}
         self._weights: list[Tensor] = []
         self._nodes: dict[Node, _Node] = {}  # children before their parents
-        self._leader: dict[Node, Node] = {}  # for `_find`: groups of operations
         self._splits = True
         for edge in self.roots:
             self._walk(edge.node)
@@ -166,31 +153,24 @@ class _Way:
     def groups(self) -> list[tuple[list[GradientEdge], list[Tensor]]] | None:
         """Groups of edges to start the weight part from, with the weights behind them.
 
-        Operations that share one behind them (a cast of a weight), which can run only once, are in
-        one group. ``None``: the backward cannot be split.
+        ``None``: the backward cannot be split.
         """
-        if not self._splits:
+        if not self._splits or not all(self.leads(edge.node) for edge in self.roots):
             return None
         # A bound is an operation on the way to the inputs from which some weights are reached by
-        # another way; a root that leads to no input is one too.
-        beginnings = {edge.node for edge in self.roots}
-        bounds = [n for n in self._nodes if (self.leads(n) or n in beginnings) and self._aside(n)]
-        # Autograd frees what an operation has saved when it has run: weight parts that share an
-        # operation must run as one.
+        # another way.
+        bounds = [n for n in self._nodes if self.leads(n) and self._aside(n)]
+        found, taken = [], set[Node]()
         for node in bounds:
-            for behind in self._behind(node):
-                self._leader[self._find(behind)] = self._find(node)
-        members: dict[Node, list[Node]] = {}
-        for node in bounds:
-            members.setdefault(self._find(node), []).append(node)
-        found = []
-        for nodes in members.values():
-            own = self._reached(child for node in nodes for child in self._aside(node))
-            # weights that are also reached on the way to the inputs would get gradients twice
-            children = [child for node in nodes for child, _ in self._nodes[node].children]
-            if own & self._reached(filter(self.leads, children)):
+            # Autograd frees what an operation has saved when it has run, so that no two weight
+            # parts may run the same one; and weights that are also reached on the way to the inputs
+            # would get gradients twice.
+            behind, own = self._behind(node), self._reached(self._aside(node))
+            children = (child for child, _ in self._nodes[node].children)
+            if behind & taken or own & self._reached(filter(self.leads, children)):
                 return None
-            edges = [GradientEdge(n, nr) for n in nodes for nr in sorted(self._nodes[n].outputs)]
+            taken |= behind
+            edges = [GradientEdge(node, nr) for nr in sorted(self._nodes[node].outputs)]
             found.append((edges, [w for n, w in enumerate(self._weights) if own >> n & 1]))
         return found
 
@@ -198,12 +178,9 @@ class _Way:
         return reduce(or_, (self._nodes[node].reaches for node in nodes), 0)
 
     def _aside(self, node: Node) -> list[Node]:
-        """The next operations behind this one that lead to weights and not to the inputs.
-
-        If it does not lead to the inputs itself, it alone.
-        """
-        found = [child for child, _ in self._nodes[node].children] if self.leads(node) else [node]
-        return [n for n in found if self._nodes[n].reaches and not self.leads(n)]
+        """The next operations behind this one that lead to weights and not to the inputs."""
+        children = (child for child, _ in self._nodes[node].children)
+        return [n for n in children if self._nodes[n].reaches and not self.leads(n)]
 
     def _behind(self, node: Node) -> set[Node]:
         """All operations that the weight part of this one runs."""
@@ -212,12 +189,6 @@ class _Way:
             return (child for child, _ in self._nodes[node].children if self._nodes[child].reaches)
 
         return reached(self._aside(node), children)
-
-    def _find(self, node: Node) -> Node:
-        """The operation that represents the group of this one (union-find)."""
-        while (leader := self._leader.setdefault(node, node)) is not node:
-            node = leader
-        return node
 
     def _walk(self, root: Node) -> None:
         """Record all operations behind one, without recursion: networks are deep."""

@@ -3,7 +3,7 @@
 Switched on by ``LIGHTNING_HYBRID_TRACE=DIR`` in the environment: each rank then writes
 ``DIR/rank<N>.json`` when its run ends, in the format that ``chrome://tracing`` and Perfetto show.
 Off, no span is opened. On a GPU a span is the time in which the host queues the work, and
-not that of the work itself, which ``torch.profiler`` shows; all-reduces are left out there.
+not that of the work itself, which ``torch.profiler`` shows.
 
 :class:`Stopwatch` adds up computing time for ``HybridGabraStrategy(log_performance=True)``.
 """
@@ -102,8 +102,7 @@ class Trace:
         watch: adds up the time of all spans, if that is asked for.
 
     Attributes:
-        records: whether spans are written to a file.
-        on: whether they are written, or their times added up.
+        on: whether spans are written to a file, or their times added up.
     """
 
     def __init__(self, rank: int, name: str, watch: Stopwatch | None = None) -> None:
@@ -112,8 +111,7 @@ class Trace:
         self._path = Path(folder) / f"rank{rank}.json" if folder else None
         self._rank, self._name = rank, name
         self._events: list[dict[str, object]] = []
-        self.records = self._path is not None
-        self.on = self.records or watch is not None
+        self.on = folder is not None or watch is not None
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -126,13 +124,10 @@ class Trace:
         finally:
             if self._watch and mark is not None:
                 self._watch.stop(mark)
-            if self.records:
-                self.add(name, "compute", start, time.time())
-
-    def add(self, name: str, row: str, start: float, end: float) -> None:
-        """Record a span with given ends, in seconds since the epoch (one clock per host)."""
-        times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-        self._events.append({"name": name, "ph": "X", "pid": self._rank, "tid": row, **times})
+            if self._path is not None:
+                times = {"ts": start * 1e6, "dur": (time.time() - start) * 1e6}
+                event = {"name": name, "ph": "X", "pid": self._rank, "tid": "compute", **times}
+                self._events.append(event)
 
     def write(self) -> None:
         """Write what was recorded so far."""

@@ -692,7 +692,7 @@ class ResizesABuffer(_Net):
 class HasSparseGradients(_Net):
     """`nn.Embedding(sparse=True)`, stepped by SGD without momentum."""
 
-    shapes = EVERY
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.third"]}
 
     class Net(nn.Module):
@@ -710,6 +710,13 @@ class HasSparseGradients(_Net):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class RefusedSparseGradientsOfReplicas(HasSparseGradients):
+    """`nn.Embedding(sparse=True)` with several replicas: use `sparse=False`."""
+
+    shapes = (TWO_OF_TWO,)
+    refused = ("average dense gradients", "sparse=False")
 
 
 class RefusedReadOfASparseGradient(HasSparseGradients):

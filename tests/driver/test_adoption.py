@@ -147,10 +147,10 @@ def test_fewer_partitions_than_stages_are_refused_with_their_number(ranks: Any) 
 def test_an_error_in_the_first_run_of_a_stage_names_the_network(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("on purpose")
 
-    monkeypatch.setattr("lightning_hybrid.driver.adoption.check", fail)
+    monkeypatch.setattr("lightning_hybrid.driver.adoption.cut", fail)
     driven = Driven(ranks, Chooses())
     with pytest.raises(NetworkError, match=r"Network 'net' \(Chooses\) was captured, but.*on purp"):
         driven.module.net(batches(1)[0])

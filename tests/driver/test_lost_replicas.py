@@ -15,7 +15,6 @@ from lightning_hybrid.comm.mesh import Mesh, make_world
 from lightning_hybrid.driver.ownership import Unsettled
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
-from lightning_hybrid.stage.trace import Trace
 
 WEIGHTS = [5.0, 3.0, 2.0, 4.0]
 GRADIENTS = [torch.tensor([float(4**replica), 1.0], dtype=torch.float64) for replica in range(4)]
@@ -34,7 +33,7 @@ class Replica:
         self.parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
         self.unused = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.group = ReplicaGroup(
-            *([self.parameter, self.unused], tuple, self.mesh.data_parallel, Trace(rank, "")),
+            *([self.parameter, self.unused], tuple, self.mesh.data_parallel),
             survivors=self.survivors,
         )
         commands: Any = SimpleNamespace(

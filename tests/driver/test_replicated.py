@@ -8,7 +8,6 @@ from driven import Model
 from torch import nn
 
 from lightning_hybrid.driver.weights import Replicated
-from lightning_hybrid.stage.trace import Trace
 
 ELSEWHERE: Any = torch.float64  # stands for an accelerator: what goes there shows it
 
@@ -21,7 +20,7 @@ class Group:
 
 
 def replicated(module: nn.Module, device: torch.device = ELSEWHERE) -> Replicated:
-    return Replicated(module, Group(), device, Trace(0, ""))
+    return Replicated(module, Group(), device)
 
 
 def replica_group(closed: list[str]) -> Any:

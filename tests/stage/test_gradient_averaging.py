@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_hybrid.comm.connections import ConnectionLost
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.stage import gradient_averaging
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, broadcast_module
-from lightning_hybrid.stage.trace import Trace
 
 pytestmark = pytest.mark.distributed
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -55,7 +55,7 @@ def gradient(rank: int, number: int, parameter: Tensor) -> Tensor:
 
 def accumulated(rank: int, group: Any, zoo: Zoo) -> dict[str, Any]:
     """Gradients that stand already, averaged at once; twice, since buckets are kept."""
-    replica_group = ReplicaGroup(zoo.parameters(), zoo.buffers, group, Trace(rank, "test"))
+    replica_group = ReplicaGroup(zoo.parameters(), zoo.buffers, group)
     replica_group.reduce()
     first = gradients(zoo)
     for parameter in zoo.everywhere:
@@ -83,7 +83,7 @@ def overlapping(rank: int, group: Any, _: Zoo) -> dict[str, Any]:
     found = {}
     for overlap in (False, True):
         net, x = network(rank)
-        replica_group = ReplicaGroup(net.parameters(), tuple, group, Trace(rank, "test"))
+        replica_group = ReplicaGroup(net.parameters(), tuple, group)
         for step in range(2):
             net.zero_grad()
             net(x).square().sum().backward()
@@ -104,7 +104,7 @@ def in_two_stages(rank: int, group: Any) -> dict[str, Tensor | None]:
     """The same, where the last two layers have their gradients before the others."""
     net, x = network(rank)
     early, late = net[:2], net[2:]
-    replica_group = ReplicaGroup(net.parameters(), tuple, group, Trace(rank, "test"))
+    replica_group = ReplicaGroup(net.parameters(), tuple, group)
     for step in range(2):
         net.zero_grad()
         net(x).square().sum().backward()
@@ -269,6 +269,15 @@ def test_a_lost_replica_is_named_as_such(act: str) -> None:
     layer: Any = nn.BatchNorm1d(3)
     layer.weight.grad = torch.ones(3)
     lost: Any = Lost()
-    group = ReplicaGroup(layer.parameters(), layer.buffers, lost, Trace(0, "test"))
+    group = ReplicaGroup(layer.parameters(), layer.buffers, lost)
     with pytest.raises(ConnectionLost, match="another replica"):
         getattr(group, act)()
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    lost: Any = Lost()
+    group = ReplicaGroup(table.parameters(), table.buffers, lost)
+    with pytest.raises(HybridError, match=r"here is a sparse one .* Use sparse=False"):
+        group.reduce()

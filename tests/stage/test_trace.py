@@ -39,7 +39,6 @@ def test_spans_are_written_in_microseconds_one_process_a_rank(folder: Path) -> N
         pass
     with pytest.raises(KeyError), trace.span("backward 0"):  # it took its time, too
         raise KeyError("on purpose")
-    trace.add("all-reduce", "gradients", 12.0, 12.25)
     trace.write()
     title, *spans = json.loads((folder / "rank3.json").read_text())["traceEvents"]
     assert (title["name"], title["ph"], title["pid"]) == ("process_name", "M", 3)
@@ -47,7 +46,6 @@ def test_spans_are_written_in_microseconds_one_process_a_rank(folder: Path) -> N
     assert [(s["name"], s["tid"], s["ts"], s["dur"]) for s in spans] == [
         ("forward 4", "compute", 10e6, 0.5e6),
         ("backward 0", "compute", 11e6, 0.5e6),
-        ("all-reduce", "gradients", 12e6, 0.25e6),
     ]
     assert {(s["ph"], s["pid"]) for s in spans} == {("X", 3)}
 
@@ -59,7 +57,6 @@ def test_without_the_variable_nothing_is_recorded_but_time_is_added_up(
     monkeypatch.chdir(tmp_path)
     watch: Any = Watch()
     trace = Trace(0, "driver", watch)
-    assert not trace.records
     with trace.span("forward 0"):
         pass
     trace.write()
@@ -72,5 +69,4 @@ def test_time_is_added_up_beside_a_record(folder: Path) -> None:
     trace = Trace(0, "driver", watch)
     with pytest.raises(KeyError), trace.span("forward 0"):
         raise KeyError("on purpose")
-    assert trace.records
     assert watch.spans == [1.0]
