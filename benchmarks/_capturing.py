@@ -10,6 +10,7 @@ from lightning_hybrid.capture import Capture
 from lightning_hybrid.capture.watched_calls import own_forward
 from lightning_hybrid.graph import NetworkGraph, Stage, StageCode
 from lightning_hybrid.graph.cut_stages import cut_at
+from lightning_hybrid.stage.stage_check import run
 
 
 def capture(network: nn.Module, *args: Any, **kwargs: Any) -> tuple[NetworkGraph, list[Tensor]]:
@@ -25,15 +26,6 @@ def capture(network: nn.Module, *args: Any, **kwargs: Any) -> tuple[NetworkGraph
 
     Capture(network, own_forward(network), note)(args, kwargs)
     return found[0]
-
-
-def run(graph: NetworkGraph, stages: Sequence[Stage], leaves: Sequence[Tensor]) -> list[Any]:
-    """Run stages one after the other."""
-    numbers = graph.values_of_numbers(graph.sizes(leaves))
-    values: list[Any] = list(leaves)
-    for stage in stages:
-        values = stage(values, numbers)
-    return values
 
 
 def outputs_of(graph: NetworkGraph, codes: Sequence[StageCode], values: Sequence[Any]) -> list[Any]:

@@ -47,6 +47,7 @@ from lightning_hybrid.graph import (
     network_partitions,
 )
 from lightning_hybrid.planning import count
+from lightning_hybrid.stage import check
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "conformance"))
 import rows_zoo as zoo
@@ -448,6 +449,7 @@ class InTwo:
         leaves = graph.bind(values)
         if graph not in self._divided:
             codes, shares, load = divide(graph)
+            check(graph, codes, leaves)
             stages = make_stages(codes, self._network, graph.device)
             self._divided[graph] = _Divided(graph, codes, shares, stages, load)
         divided = self._divided[graph]
@@ -558,7 +560,11 @@ def divide(
 
 
 def compare(network: nn.Module, stages: InTwo, arguments: Arguments) -> str:
-    """How stages differ from their network: outputs, gradients and buffers; empty: not a bit."""
+    """How stages differ from their network: outputs, gradients and buffers; empty: not a bit.
+
+    Raises:
+        StitchError: the outputs differ.
+    """
     twin = deepcopy(network)
     (args, kwargs), twins = with_gradients(arguments)
     torch.manual_seed(1)

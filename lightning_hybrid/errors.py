@@ -5,7 +5,8 @@
     HybridError                     something this package noticed
     ├── NetworkError                about the network of the LightningModule
     │   ├── DeferredError           weights made in configure_model are not here, or cannot be made
-    │   └── NetworkNotFoundError    no call of a module that owns parameters was seen
+    │   ├── NetworkNotFoundError    no call of a module that owns parameters was seen
+    │   └── StitchError             the stages do not compute what the network computes
     ├── AllocationError             no valid placement of the partitions on the devices
     ├── PlanError                   a plan that contradicts itself, the network or the machine
     └── RemoteError                 another rank failed; its traceback is in the text. Also the
@@ -27,6 +28,10 @@ class DeferredError(NetworkError):
 
 class NetworkNotFoundError(NetworkError):
     """No call of a module that owns parameters was seen."""
+
+
+class StitchError(NetworkError):
+    """The stages, run one after the other, do not give the output of the network."""
 
 
 class AllocationError(HybridError, ValueError):

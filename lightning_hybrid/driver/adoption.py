@@ -15,7 +15,7 @@ from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.driver.announcements import Announcements
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.driver import Driver
-from lightning_hybrid.driver.found_network import FoundNetwork, count
+from lightning_hybrid.driver.found_network import FoundNetwork, count, is_materialized
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import HybridError, NetworkError, PlanError
@@ -33,7 +33,12 @@ from lightning_hybrid.graph import (
 )
 from lightning_hybrid.planning import CalledNetwork, Plan
 from lightning_hybrid.schedules import STREAMED
-from lightning_hybrid.stage import borrowed_parameters, tensors_of
+from lightning_hybrid.stage import (
+    borrowed_parameters,
+    check,
+    tensors_of,
+    with_room_for,
+)
 
 
 class Adoption:
@@ -67,7 +72,7 @@ class Adoption:
         *,
         is_part: bool,
     ) -> NetworkCall:
-        """Plan and cut a graph, and give all ranks their stages of it.
+        """Plan, cut and check a graph, and give all ranks their stages of it.
 
         Args:
             found: the module that was captured, as this graph or as a chain with this graph in it.
@@ -112,7 +117,7 @@ class Adoption:
     def _plan_and_cut(
         self, found: FoundNetwork, first: CalledNetwork, *, is_part: bool
     ) -> tuple[Plan, list[StageCode]]:
-        """Plan a network and cut its graph."""
+        """Plan a network and cut its graph; checks that the stages compute what the graph does."""
         graph, partitions = first.graph, first.partitions
         # (plans are kept by name, and each further graph of a chain is a network of its own)
         key = f"{found.name}#{len(found.driven) + 1}" if found.driven else found.name
@@ -121,6 +126,10 @@ class Adoption:
         boundaries = [find_boundary(partitions, name) for name in plan.cuts]
         collects = _collects(plan)
         codes = cut(graph, partitions, boundaries, self.driver.device, collects=collects)
+        if is_materialized(found.module):
+            self.announcements.doing(found, "checking the stages of")
+            # before ranks get their stages: if the check fails, the network is still whole here
+            check(graph, codes, first.leaves, with_room_for(found.module, self.driver.device))
         return plan, codes
 
     def add(
@@ -382,7 +391,7 @@ def why_not_cut(graph: NetworkGraph) -> str | None:
 
 @contextmanager
 def _as_if_alone() -> Iterator[None]:
-    """Inside, modes and hooks of the code around a call do not affect planning and cuts.
+    """Inside, modes and hooks of the code around a call do not affect planning, cuts and checks.
 
     The first call may be one of a validation, in inference mode, and its plan is for training too.
     """

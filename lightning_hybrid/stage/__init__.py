@@ -25,6 +25,14 @@ from lightning_hybrid.stage.rank_stages import (
     lent_parameters,
 )
 from lightning_hybrid.stage.split_backward import input_part
+from lightning_hybrid.stage.stage_check import (
+    check,
+    fresh,
+    own_copy,
+    stays_on_cpu,
+    with_room_for,
+    with_saved,
+)
 from lightning_hybrid.stage.staged_network import (
     StagedNetwork,
     names_of,
@@ -33,10 +41,3 @@ from lightning_hybrid.stage.staged_network import (
 )
 from lightning_hybrid.stage.trace import Stopwatch, Trace, bubble, serial_s
 from lightning_hybrid.stage.weight_hooks import is_of_the_user
-from lightning_hybrid.stage.whole_network import (
-    fresh,
-    own_copy,
-    stays_on_cpu,
-    with_room_for,
-    with_saved,
-)

@@ -1,16 +1,15 @@
 """The slow tier: networks that people use, cut in two and three, compute what they computed."""
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from capturing import captured, run
-from torch import Tensor
+from capturing import captured
 
 from benchmarks.networks import NETWORKS, InTwo, compare, examine
 from lightning_hybrid.capture import NotCaptured
-from lightning_hybrid.graph import NetworkGraph, StageCode, cut, make_stages, network_partitions
+from lightning_hybrid.graph import cut, network_partitions
+from lightning_hybrid.stage import check
 
 pytestmark = [
     # what the libraries say of themselves
@@ -48,18 +47,7 @@ def test_three_stages_have_the_outputs_of_the_network(name: str) -> None:
         partitions = network_partitions(found.graph)
         codes = cut(found.graph, partitions, [len(partitions) * s // 3 for s in (1, 2)])
         assert all(code.tensors for code in codes)
-        whole, parts = (
-            made(found.graph, some, found.leaves)
-            for some in (cut(found.graph, partitions, []), codes)
-        )
-        torch.testing.assert_close(parts, whole, rtol=0, atol=0, equal_nan=True)
-
-
-def made(graph: NetworkGraph, codes: list[StageCode], leaves: list[Tensor]) -> list[Any]:
-    """What stages make, from the same random numbers and statistics each time."""
-    with torch.random.fork_rng(), torch.no_grad():
-        stages = make_stages(codes, deepcopy(graph.network), graph.device)
-        return [v.clone() if isinstance(v, Tensor) else v for v in run(graph, stages, leaves)]
+        check(found.graph, codes, found.leaves)
 
 
 class Doubled(InTwo):

@@ -150,7 +150,7 @@ def test_an_error_in_the_first_run_of_a_stage_names_the_network(
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("on purpose")
 
-    monkeypatch.setattr("lightning_hybrid.driver.adoption.cut", fail)
+    monkeypatch.setattr("lightning_hybrid.driver.adoption.check", fail)
     driven = Driven(ranks, Chooses())
     with pytest.raises(NetworkError, match=r"Network 'net' \(Chooses\) was captured, but.*on purp"):
         driven.module.net(batches(1)[0])

@@ -19,13 +19,14 @@ from captured_networks import (
     TwoInputs,
     UNet,
 )
-from capturing import Staged, captured, everywhere, graph_of, outputs_and_gradients, run, same
+from capturing import Staged, captured, everywhere, graph_of, outputs_and_gradients, same
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph, Stage, cut, make_stages, network_partitions
 from lightning_hybrid.graph.cut_stages import cut_at
 from lightning_hybrid.graph.stage_code import GraphCode
+from lightning_hybrid.stage.stage_check import run
 
 CPU = torch.device("cpu")
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

@@ -16,7 +16,6 @@ from lightning_hybrid.capture.watched_calls import own_forward
 from lightning_hybrid.graph import (
     NetworkGraph,
     NetworkPartition,
-    Stage,
     StageCode,
     cut,
     make_stages,
@@ -25,6 +24,7 @@ from lightning_hybrid.graph import (
 )
 from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.remote.hollow_network import Hollow
+from lightning_hybrid.stage.stage_check import run
 
 Boundaries = Callable[[Sequence[NetworkPartition]], Sequence[int]]
 """Chooses the partitions that stages begin with."""
@@ -77,15 +77,6 @@ class Staged:
         self.values = values
         with self._hollow.lifted():
             return outputs_of(graph, self.codes[graph], values)
-
-
-def run(graph: NetworkGraph, stages: Sequence[Stage], leaves: Sequence[Tensor]) -> list[Any]:
-    """Run stages one after the other."""
-    numbers = graph.values_of_numbers(graph.sizes(leaves))
-    values: list[Any] = list(leaves)
-    for stage in stages:
-        values = stage(values, numbers)
-    return values
 
 
 def outputs_of(graph: NetworkGraph, codes: Sequence[StageCode], values: Sequence[Any]) -> list[Any]:

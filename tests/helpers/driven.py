@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from capturing import run
 from in_memory import MemoryGroup
 from nccl_rules import StrictGroupOfRank, StrictReplica
 from pipelines import ALONE, CPU
@@ -28,6 +27,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import NetworkGraph, cut, make_stages, network_partitions
 from lightning_hybrid.remote.hollow_network import Hollow
 from lightning_hybrid.stage.rank_stages import StageOptions
+from lightning_hybrid.stage.stage_check import run
 from lightning_hybrid.worker.worker import Worker
 
 PLAIN = StageOptions()

@@ -1,0 +1,235 @@
+"""Checks that stages compute what the network that they were cut from computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid.errors import StitchError
+from lightning_hybrid.graph import Leaf, NetworkGraph, Stage, StageCode, cut_at, make_stages
+from lightning_hybrid.remote import is_deferred, value_of
+
+Result = TypeVar("Result")
+
+_ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""The share of the largest number by which two runs on a GPU may differ; 5 % in shorter types."""
+
+
+def with_room_for(module: nn.Module, device: torch.device) -> torch.device:
+    """The device to compute a whole network on: this rank's GPU if it has room, else the CPU.
+
+    It must have twice the size free of all tensors that are not on it yet.
+
+    Args:
+        module: the network.
+        device: the device of this rank.
+    """
+    if device.type != "cuda":
+        return device
+    away = (t for t in (*module.parameters(), *module.buffers()) if t.device != device)
+    size = sum(tensor.nbytes for tensor in away if tensor.layout == torch.strided)
+    return device if 2 * size <= torch.cuda.mem_get_info(device)[0] else torch.device("cpu")
+
+
+def check(
+    graph: NetworkGraph,
+    codes: Sequence[StageCode],
+    leaves: Sequence[Tensor],
+    device: torch.device | None = None,
+) -> None:
+    """Run the captured network and its stages on the same inputs and compare bit for bit.
+
+    (On a GPU up to rounding: it does not always add in the same order.) Both start from the same
+    random state and buffers, no backward follows, and what they write is put back. Stages get
+    copies of tensors, as over a link; but slices as they are, since numbers that lie otherwise in
+    memory may be rounded otherwise.
+
+    Args:
+        graph: the captured network.
+        codes: its stages.
+        leaves: from `NetworkGraph.bind`, on the device where the network is.
+        device: where to compute, with copies of the weights if they are elsewhere; by default the
+            device of the leaves.
+
+    Raises:
+        StitchError: the outputs differ, or stages fail.
+    """
+    device = device or next((leaf.device for leaf in leaves), torch.device("cpu"))
+    leaves = [
+        value if stays_on_cpu(graph, leaf) else value.to(device)
+        for leaf, value in zip(graph.leaves, leaves)
+    ]
+    # 1. The whole and the stages, from the same start, one after the other.
+    whole, parts = (make_stages(some, graph.network, device) for some in (cut_at(graph, []), codes))
+    expected = _once(graph, whole, leaves, lambda value: value, device)
+    try:
+        found = _once(graph, parts, leaves, _received, device)
+    except Exception as error:
+        raise _refusal(graph, f"they fail with {error}") from error
+    # 2. Compare all outputs.
+    names = [node.name for node in (*graph.tensor_outputs, *graph.scalar_outputs)]
+    for name, one, other in zip(names, expected, found, strict=True):
+        if (differs := _difference(one, other, exact=device.type == "cpu")) is not None:
+            raise _refusal(graph, f"output {name!r} {differs}")
+
+
+def _refusal(graph: NetworkGraph, what: str) -> StitchError:
+    return StitchError(
+        f"the stages of {type(graph.network).__name__} do not compute what the network computes: "
+        f"{what}. Give other cut points (the strategy's allocation=[...]), and please report this "
+        "network."
+    )
+
+
+def run(
+    graph: NetworkGraph,
+    stages: Sequence[Stage],
+    leaves: Sequence[Tensor],
+    received: Callable[[Any], Any] = lambda value: value,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> list[Any]:
+    """Run stages one after the other.
+
+    Args:
+        graph: the captured network.
+        stages: its stages.
+        leaves: from `NetworkGraph.bind`.
+        received: turns a value that one stage has sent into what the next one gets.
+        tensors: parameters and buffers by name; ``None``: the network's own.
+    """
+    numbers = graph.values_of_numbers(graph.sizes(leaves))
+    values: list[Any] = list(leaves)
+    for stage in stages:
+        own = stage.taken()
+        taken = [own[name] if tensors is None else tensors[name] for name in own]
+        values = stage.run_with(taken, [received(value) for value in values], numbers)
+    return values
+
+
+def _received(value: Any) -> Any:
+    """A copy of what a stage has sent; a slice (`clone` would leave out its gaps) as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    copy = value.clone()
+    return copy if copy.stride() == value.stride() else value
+
+
+def _once(
+    graph: NetworkGraph,
+    stages: Sequence[Stage],
+    leaves: Sequence[Tensor],
+    received: Callable[[Any], Any],
+    device: torch.device,
+) -> list[Any]:
+    tensors = _copies(stages, device)
+
+    def forward() -> list[Any]:
+        grad = torch.set_grad_enabled(graph.differentiable)
+        forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with _put_back(graph.network, graph.written), forked, grad:
+            found = run(graph, stages, fresh(graph, leaves), received, tensors)
+            # (copies: a buffer that is written and returned is put back on leaving)
+            return [v.detach().clone() if isinstance(v, Tensor) else v for v in found]
+
+    # no backward follows, so that no activation of the whole network needs to be kept
+    return with_saved(forward, lambda _: None, _was_dropped)
+
+
+def with_saved(
+    run: Callable[[], Result], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Result:
+    """Run code with hooks on the tensors that autograd saves; if it fails by them, without.
+
+    `torch.func` refuses such hooks, and a forward that runs a backward inside needs what was saved.
+    """
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return run()
+    except RuntimeError as error:
+        if "saved tensor" not in str(error):
+            raise
+    return run()
+
+
+@contextmanager
+def _put_back(network: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Undo what the block writes to the parameters and buffers of these names."""
+    tensors = dict((*network.named_parameters(), *network.named_buffers()))
+    written = [tensors[name] for name in names if not is_deferred(tensors[name])]
+    with as_they_are():
+        kept = [(tensor, tensor.detach().clone()) for tensor in written]
+    try:
+        yield
+    finally:
+        with torch.no_grad(), as_they_are():
+            for tensor, copy in kept:
+                tensor.copy_(copy)
+
+
+def _was_dropped(_: None) -> Tensor:
+    raise RuntimeError("this saved tensor was dropped")
+
+
+def fresh(graph: NetworkGraph, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs of a graph, with copies in the place of those that the network writes to."""
+    written = {leaf.node for leaf in graph.written_leaves}
+    return [
+        tensor.detach().clone() if leaf.node in written else tensor
+        for leaf, tensor in zip(graph.leaves, leaves)
+    ]
+
+
+def stays_on_cpu(graph: NetworkGraph, leaf: Leaf) -> bool:
+    """Whether an input was on the CPU when the network was captured elsewhere.
+
+    (Where it is now says nothing: before a network is cut it waits on the CPU, with its inputs.)
+    """
+    example = leaf.node.meta.get("example_value")
+    return isinstance(example, Tensor) and example.device.type == "cpu" != graph.device.type
+
+
+def _copies(stages: Sequence[Stage], device: torch.device) -> dict[str, Tensor] | None:
+    """Copies on ``device`` of the tensors that stages use; ``None`` if all are on it already."""
+    named = {name: tensor for stage in stages for name, tensor in stage.taken().items()}
+    with as_they_are():
+        if all(tensor.device == device for tensor in named.values()):
+            return None
+    return {name: own_copy(tensor, device) for name, tensor in named.items()}
+
+
+def own_copy(value: Tensor, device: torch.device) -> Tensor:
+    """A copy of a parameter or buffer, on ``device``, that shares no memory with it."""
+    with as_they_are():
+        wanted = value.requires_grad
+        copy = value_of(value).detach().to(device, copy=True)
+    return copy.requires_grad_(wanted)
+
+
+def _difference(one: Any, other: Any, *, exact: bool) -> str | None:
+    """How a result differs from the right one, in words; ``None``: it does not.
+
+    Args:
+        one: the right one, a tensor or a number.
+        other: the other one.
+        exact: whether to compare bit for bit; else up to rounding.
+    """
+    if not isinstance(one, Tensor):
+        same = one == other or (one != one and other != other)
+        return None if same else f"is {other} and not {one}"
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"is {tuple(other.shape)} {other.dtype} and not {tuple(one.shape)} {one.dtype}"
+    if torch.equal(one, other):
+        return None
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    right, found = one.to(wide), other.to(wide)
+    if one.is_floating_point() or one.is_complex():
+        share = 0.0 if exact else _ROUNDED.get(one.abs().dtype, 0.05)
+        largest = right.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+        if torch.allclose(found, right, rtol=0.0, atol=share * largest, equal_nan=True):
+            return None
+    return f"differs by up to {(right - found).abs().max().item():.3g}"
