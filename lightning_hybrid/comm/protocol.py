@@ -339,17 +339,15 @@ class HoldHooks(NetworkCommand):
 
 @dataclass(frozen=True)
 class ReleaseHooks(NetworkCommand):
-    """Put the user's hooks on weights back after a backward pass, and call them.
+    """Put the user's hooks on weights back after a backward pass.
 
     Attributes:
-        late: whether hooks that run after the accumulation into ``weight.grad`` are called too.
-        chosen: names of the weights that the pass has computed gradients of; ``None``: all.
+        call: whether they are called then: the pass went well.
     """
 
     in_frame = True
     outdates = frozenset({Kind.GRADIENT, Kind.PARAMETER})  # a hook may step an optimizer
-    late: bool
-    chosen: tuple[str, ...] | None = None
+    call: bool
 
 
 @dataclass(frozen=True)

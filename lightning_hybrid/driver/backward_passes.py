@@ -11,7 +11,7 @@ are put back: all of them after ``grad``, which returns the new ones; those of t
 after ``backward``.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -47,15 +47,8 @@ class HeldHooks:
         self._networks, self._commands, self._settle = networks, commands, settle
 
     @contextmanager
-    def __call__(
-        self, chosen: Collection[int] | None = None, *, late: bool = True
-    ) -> Iterator[None]:
+    def __call__(self) -> Iterator[None]:
         """Inside, a backward pass runs without the user's hooks; at the end each is called once.
-
-        Args:
-            chosen: the ``id`` of each weight that the pass is for; ``None``: all weights.
-            late: whether to call hooks by ``register_post_accumulate_grad_hook`` too, which run
-                when the sum is in ``weight.grad``.
 
         Raises:
             NetworkError: a hook is on a weight of a stage with copies; or a post-accumulate hook
@@ -73,10 +66,10 @@ class HeldHooks:
             yield
         except BaseException:
             # (put back and not called, since no gradient is complete)
-            self._release(networks, (), late=False)
+            self._release(networks, call=False)
             raise
         self._settle()
-        self._release(networks, chosen, late=late)
+        self._release(networks, call=True)
 
     @signals_deferred
     def _hold(self, networks: Sequence[DrivenNetwork]) -> None:
@@ -85,13 +78,10 @@ class HeldHooks:
             network.weight_hooks.hold()
 
     @signals_deferred
-    def _release(
-        self, networks: Sequence[DrivenNetwork], chosen: Collection[int] | None, *, late: bool
-    ) -> None:
+    def _release(self, networks: Sequence[DrivenNetwork], *, call: bool) -> None:
         for network in networks:
-            names = None if chosen is None else _names(network, chosen)
-            self._commands.tell(ReleaseHooks(network.number, late, names))
-            network.weight_hooks.release(names, late=late)
+            self._commands.tell(ReleaseHooks(network.number, call))
+            network.weight_hooks.release(call=call)
 
 
 def _refuse_copies(networks: Sequence[DrivenNetwork]) -> None:
@@ -127,12 +117,6 @@ def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
                 f"backward pass. schedule={schedule!r} begins with later batches before that. Use "
                 "schedule='gpipe'."
             )
-
-
-def _names(network: DrivenNetwork, chosen: Collection[int]) -> tuple[str, ...]:
-    """Names in the network of the parameters whose ``id`` is among these."""
-    named: Iterator[tuple[str, Tensor]] = network.module.named_parameters()
-    return tuple([name for name, weight in named if id(weight) in chosen])
 
 
 Gradient = Tensor | None
@@ -182,7 +166,7 @@ class ChosenGradients:
 
         Raises:
             NetworkError: single weights of a network are chosen whose stages have copies, which is
-                whole on no rank, or whose gradients come steps later.
+                whole on no rank, whose gradients come steps later, or which has hooks on weights.
             RuntimeError: the outputs do not depend on an input, and ``allow_unused`` is False.
         """
         run = partial(
@@ -210,8 +194,7 @@ class ChosenGradients:
         with as_the_user_sees_them(), self._gradients.kept_local():
             before = _take(others)
             try:
-                with self._hooks(chosen, late=accumulate_grad):
-                    found = run(reached, *[True for _ in unused])
+                found = run(reached, *[True for _ in unused])
                 self._gradients.settle()
                 if not accumulate_grad:
                     # (without those of the networks' leaves)
@@ -236,6 +219,11 @@ def _check(network: DrivenNetwork) -> None:
         raise NetworkError(
             f"{what} are in parts, as one of its stages has copies (pipeline_parallel_size). Read "
             "parameter.grad after a backward for all weights, or give each stage one copy."
+        )
+    if hooked := network.weight_hooks.names():
+        raise NetworkError(
+            f"{what} come in pieces, for each of which the hook on {hooked[0]!r} there would be "
+            "called. Remove the hook, or read parameter.grad after a backward for all weights."
         )
     schedule = STREAMED.get(network.placement.schedule)
     if schedule is not None and schedule.delayed:

@@ -285,8 +285,8 @@ class DrivenNetwork(StagedNetwork):
         self._told(trainable or was)
         if not keep:
             self.calls.pop(call.number, None)
-        if parameters:
-            self._gradients.note(self.number, averaged=reduce)
+        if parameters and not reduce:
+            self._gradients.unsettled.add(self.number)
         with self._commands.workers.passing(self.engine):
             found = self.engine.backward(call, mode, gradients)
         # (only after a pass that went well: one that fails tells stages that nothing has gradients)

@@ -34,7 +34,7 @@ from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.network_options import DriverOptions
-from lightning_hybrid.driver.ownership import Ownership, Unsettled
+from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.stage_distribution import Distribution
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
@@ -107,7 +107,7 @@ class Driver:
         known = frozenset(tensors_of(module) if options.shared is None else options.shared)
         # in the order of dependence: proxies ask the ownership, commands flush the proxies first,
         # and the parts after these send commands only
-        self._workers, unsettled = Workers(mesh), Unsettled()
+        self._workers, unsettled = Workers(mesh), set[int]()
         self._ownership = Ownership(self._workers, unsettled)
         self.remote = RemoteTensors(self._ownership, self.device)
         self.commands = Commands(self._workers, self.remote)

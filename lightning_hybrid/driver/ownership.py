@@ -1,8 +1,4 @@
-"""Which worker owns which tensor, and how the driver reads and changes it there.
-
-:class:`Unsettled` notes which gradients are not final: those that backward passes have added to,
-and that are not averaged over the replicas yet.
-"""
+"""Which worker owns which tensor, and how the driver reads and changes it there."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -18,30 +14,6 @@ from lightning_hybrid.driver.commands import Workers
 from lightning_hybrid.remote import Kind
 
 
-class Unsettled:
-    """Notes which gradients were added to and are not final yet.
-
-    Attributes:
-        networks: numbers of the networks whose gradients are not averaged over the replicas yet.
-        borrowed: whether borrowers of tied parameters may have gradients that the owners lack.
-    """
-
-    def __init__(self) -> None:
-        self.networks: set[int] = set()
-        self.borrowed = False
-
-    def note(self, network: int, *, averaged: bool) -> None:
-        """Note that a backward pass has added to the gradients of a network.
-
-        Args:
-            network: number of the network.
-            averaged: whether the pass itself averages them over the replicas.
-        """
-        self.borrowed = True
-        if not averaged:
-            self.networks.add(network)
-
-
 class Ownership:
     """Knows which worker of a replica owns which tensor, and reads and sets tensors there.
 
@@ -50,7 +22,8 @@ class Ownership:
 
     Args:
         workers: the channels to the workers of this replica.
-        unsettled: is told of networks whose gradients are added to.
+        unsettled: numbers of the networks whose gradients were added to and are not averaged over
+            the replicas yet; this adds to them.
 
     Attributes:
         any_network: whether a network has been cut. Before that, workers have neither stages nor
@@ -60,7 +33,7 @@ class Ownership:
         network_of: by name of the tensor in the LightningModule, the number of its network.
     """
 
-    def __init__(self, workers: Workers, unsettled: Unsettled) -> None:
+    def __init__(self, workers: Workers, unsettled: set[int]) -> None:
         self._workers, self._unsettled = workers, unsettled
         self.any_network = False
         self.lent: dict[str, Tensor] = {}
@@ -181,7 +154,7 @@ class Ownership:
         gradients = kind is Kind.GRADIENT
         if add:  # (this replica alone has added, so it has to be averaged)
             for name in values:
-                self._unsettled.note(self.network_of[name], averaged=False)
+                self._unsettled.add(self.network_of[name])
             values = self._give_back(values)
         parts = [name for name in values if gradients and (add or self._in_parts(name))]
         # copies of a stage have parts of these gradients: set it on the first, clear the others
@@ -257,7 +230,7 @@ class Ownership:
 
     def _in_parts(self, name: str) -> bool:
         """Whether copies of a stage have parts of a parameter's gradient, not summed yet."""
-        return self.network_of[name] in self._unsettled.networks
+        return self.network_of[name] in self._unsettled
 
     def _by_worker(self, names: Iterable[str], of_all: Iterable[str]) -> dict[int, list[str]]:
         """The names by worker: each at its owner, and those ``of_all`` at all that have a copy."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_hybrid.comm import signals_deferred
 from lightning_hybrid.comm.protocol import GiveGradients, TakeWeights
 from lightning_hybrid.driver.commands import Commands
-from lightning_hybrid.driver.ownership import Ownership, Unsettled
+from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.remote import Kind
 
 
@@ -29,13 +29,14 @@ class Borrowing:
     Args:
         commands: sends commands to the workers.
         ownership: which worker owns which tensor.
-        unsettled: notes whether borrowers may have gradients.
+        unsettled: numbers of the networks whose gradients are not averaged over the replicas yet:
+            borrowers may have some that the owners lack.
 
     Attributes:
         active: whether a rank may use a weight that another one owns.
     """
 
-    def __init__(self, commands: Commands, ownership: Ownership, unsettled: Unsettled) -> None:
+    def __init__(self, commands: Commands, ownership: Ownership, unsettled: set[int]) -> None:
         self._commands, self._ownership, self._unsettled = commands, ownership, unsettled
         self.active = False
         self._here: list[str] = []
@@ -79,10 +80,9 @@ class Borrowing:
 
     def settle(self) -> None:
         """Add the borrowers' gradients to the owners', before gradients are used."""
-        if self._workers and self._unsettled.borrowed:
+        if self._workers and self._unsettled:
             self._ownership.take(Kind.GRADIENT, self._collect(), add=True)
             self._commands.remote.outdate(Kind.GRADIENT)
-        self._unsettled.borrowed = False
 
     @signals_deferred
     def _collect(self) -> Mapping[str, Tensor]:

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from lightning_hybrid.comm import Survivors, signals_deferred
 from lightning_hybrid.comm.protocol import AwaitSums, Reduce, SumAgain, TakeAverages
 from lightning_hybrid.driver.commands import Commands
-from lightning_hybrid.driver.ownership import Unsettled
 from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.weights import Replicated
 
@@ -18,10 +17,11 @@ class ReplicaGradients:
         commands: sends commands to the workers.
         borrowing: brings gradients of tied parameters to their owners.
         replicated: the data-parallel groups of what this rank owns.
-        unsettled: notes which gradients are not averaged yet.
+        unsettled: see the attribute; others add to it too.
         survivors: the replicas that go on if one is lost.
 
     Attributes:
+        unsettled: numbers of the networks whose gradients were added to and are not averaged yet.
         synchronize: whether to average; False while gradients accumulate.
     """
 
@@ -30,11 +30,11 @@ class ReplicaGradients:
         commands: Commands,
         borrowing: Borrowing,
         replicated: Replicated,
-        unsettled: Unsettled,
+        unsettled: set[int],
         survivors: Survivors | None = None,
     ) -> None:
         self._commands, self._borrowing, self._replicated = commands, borrowing, replicated
-        self._unsettled, self._survivors = unsettled, survivors
+        self.unsettled, self._survivors = unsettled, survivors
         self.synchronize = True
 
     def overlap(self, calls: int) -> bool:
@@ -51,15 +51,6 @@ class ReplicaGradients:
         alone = not self._commands.remote.in_graph and not self._borrowing
         return self.synchronize and calls == 1 and alone
 
-    def note(self, network: int, *, averaged: bool) -> None:
-        """Note that a backward has added to the gradients of a network.
-
-        Args:
-            network: number of the network.
-            averaged: whether the backward itself averages them.
-        """
-        self._unsettled.note(network, averaged=averaged)
-
     @contextmanager
     def kept_local(self) -> Iterator[None]:
         """Inside, gradients of a backward pass stay those of each replica, and are not averaged.
@@ -68,12 +59,13 @@ class ReplicaGradients:
         """
         synchronize, self.synchronize = self.synchronize, False
         self.settle()
-        networks = set(self._unsettled.networks)
+        networks = set(self.unsettled)
         try:
             yield
         finally:
             self.synchronize = synchronize
-            self._unsettled.networks = networks
+            self.unsettled.clear()
+            self.unsettled.update(networks)
 
     def before_backward(self) -> None:
         """Prepare for `loss.backward()`: without workers, averaging may overlap with it."""
@@ -92,10 +84,10 @@ class ReplicaGradients:
         if not self.synchronize:
             return
         # (in a fixed order: averaging is collective over the ranks of a group)
-        for network in sorted(self._unsettled.networks):
+        for network in sorted(self.unsettled):
             self._commands.tell(Reduce(network))
             self._replicated.networks[network].reduce()
-        self._unsettled.networks.clear()
+        self.unsettled.clear()
         if self._commands.workers.ranks:
             self._replicated.rest.arm()
         self._replicated.rest.finish()

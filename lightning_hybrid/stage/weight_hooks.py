@@ -8,7 +8,7 @@ off its weights, and puts aside the gradients that are there already; when all p
 puts the hooks back and calls them.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,13 +28,11 @@ class _Held:
     """The hooks and the gradient that were taken off one weight for a backward pass.
 
     Attributes:
-        name: its dotted name in the network.
         weight: the parameter that the hooks are put back on.
         hooks: tables of the hooks that are called before, and after, the gradient is accumulated.
         gradient: what was in ``weight.grad`` before the pass; ``None``: nothing.
     """
 
-    name: str
     weight: nn.Parameter
     hooks: HookTables
     gradient: Tensor | None
@@ -76,8 +74,8 @@ class WeightHooks:
         # (a hook sees the gradient of this pass alone, and not what had accumulated before it)
         self.held = True
         with as_they_are():
-            for name, weight in self._hooked():
-                self._taken.append(_Held(name, weight, take_hooks(weight), weight.grad))
+            for _, weight in self._hooked():
+                self._taken.append(_Held(weight, take_hooks(weight), weight.grad))
                 weight.grad = None
 
     def _hooked(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -86,12 +84,11 @@ class WeightHooks:
             if (hooks := gradient_hooks(weight)) and any(map(is_of_the_user, hooks)):
                 yield name, weight
 
-    def release(self, chosen: Collection[str] | None = None, *, late: bool = True) -> None:
+    def release(self, *, call: bool = True) -> None:
         """Put the hooks back after a backward pass, and call them on its summed gradients.
 
         Args:
-            chosen: names of the weights that the pass was for; ``None``: all.
-            late: whether to call the post-accumulate hooks too.
+            call: whether to call them; else the gradients are added as they are.
 
         Raises:
             Exception: a hook has raised it.
@@ -108,12 +105,12 @@ class WeightHooks:
         with torch.no_grad():  # (not `as_they_are`: hooks see proxies of other ranks' weights)
             for held, gradient in reversed(arisen):  # backward begins at the last layers
                 if gradient is not None:
-                    _add(held, gradient, heard=chosen is None or held.name in chosen, late=late)
+                    _add(held, gradient, call=call)
 
 
-def _add(held: _Held, gradient: Tensor, *, heard: bool, late: bool) -> None:
-    weight, (before, after) = held.weight, held.hooks
-    for hook in [*(before or {}).values()] if heard else ():
+def _add(held: _Held, gradient: Tensor, *, call: bool) -> None:
+    weight, (before, after) = held.weight, held.hooks if call else (None, None)
+    for hook in [*(before or {}).values()]:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     if weight.grad is None:
@@ -122,7 +119,7 @@ def _add(held: _Held, gradient: Tensor, *, heard: bool, late: bool) -> None:
         weight.grad += gradient  # in place, as autograd does: others may hold this tensor
     else:
         weight.grad = weight.grad + gradient
-    for hook in [*(after or {}).values()] if heard and late else ():
+    for hook in [*(after or {}).values()]:
         if hook(weight) is not None:
             raise RuntimeError("Tensor post accumulate grad hooks should return None.")
 

@@ -286,8 +286,7 @@ class Worker:
         self._networks[command.network].weight_hooks.hold()
 
     def _release_hooks(self, command: protocol.ReleaseHooks) -> None:
-        hooks = self._networks[command.network].weight_hooks
-        hooks.release(command.chosen, late=command.late)
+        self._networks[command.network].weight_hooks.release(call=command.call)
 
     def _synchronize_buffers(self, command: protocol.SynchronizeBuffers) -> None:
         among = state_buffers(self._module) if command.state else None

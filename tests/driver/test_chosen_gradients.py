@@ -40,9 +40,10 @@ def network() -> Iterator[Any]:
         weight=weight,
         weights=lambda: [weight],
         placement=SimpleNamespace(schedule="gpipe", devices=(1, 0)),
+        weight_hooks=SimpleNamespace(names=list),
     )
     gradients: Any = SimpleNamespace(kept_local=nullcontext, settle=lambda: None)
-    hooks: Any = lambda *_, **__: nullcontext()  # noqa: E731  there are none
+    hooks: Any = nullcontext
     run_backwards_by(ChosenGradients([network], gradients, hooks))
     yield network
     run_backwards_by(None)
@@ -77,6 +78,12 @@ def test_a_backward_for_a_weight_gives_other_leaves_no_gradient(network: Any) ->
 def test_gradients_that_come_later_are_refused(network: Any) -> None:
     network.placement.schedule = "pipedream"
     with pytest.raises(NetworkError, match=r"of network 'net' arise some steps later.*'pipedream'"):
+        torch.autograd.grad(2 * network.weight, network.weight)
+
+
+def test_hooks_on_weights_would_hear_of_pieces(network: Any) -> None:
+    network.weight_hooks.names = lambda: ["0.weight"]
+    with pytest.raises(NetworkError, match=r"come in pieces, for each .* hook on '0\.weight'"):
         torch.autograd.grad(2 * network.weight, network.weight)
 
 

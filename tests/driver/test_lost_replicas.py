@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.mesh import Mesh, make_world
-from lightning_hybrid.driver.ownership import Unsettled
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
 
@@ -44,9 +43,7 @@ class Replica:
         )
         borrowing: Any = SimpleNamespace(settle=lambda: None)
         replicated: Any = SimpleNamespace(networks=[], rest=self.group)
-        self.gradients = ReplicaGradients(
-            commands, borrowing, replicated, Unsettled(), self.survivors
-        )
+        self.gradients = ReplicaGradients(commands, borrowing, replicated, set(), self.survivors)
 
     def step(self) -> None:
         rank = self.mesh.coordinates.rank

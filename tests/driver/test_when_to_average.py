@@ -9,7 +9,6 @@ from crew import Crew
 
 from lightning_hybrid.comm.protocol import Free, Reduce
 from lightning_hybrid.driver.commands import Commands
-from lightning_hybrid.driver.ownership import Unsettled
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 
 
@@ -49,7 +48,7 @@ class Step:
 
         borrowing: Any = Borrows()
         commands = Commands(self.crew.workers, remote)
-        self.gradients = ReplicaGradients(commands, borrowing, replicated, Unsettled())
+        self.gradients = ReplicaGradients(commands, borrowing, replicated, set())
 
 
 @pytest.fixture
@@ -84,8 +83,8 @@ def test_a_penalty_tied_weights_and_accumulation_forbid_it(step: Any) -> None:
 
 def test_networks_that_no_backward_has_averaged_are_averaged_in_order(step: Any) -> None:
     one = step(1)
-    one.gradients.note(1, averaged=False)
-    one.gradients.note(0, averaged=False)
+    one.gradients.unsettled.add(1)
+    one.gradients.unsettled.add(0)
     one.gradients.before_backward()
     one.gradients.after_backward()
     assert one.notes == [
@@ -106,7 +105,6 @@ def test_networks_that_no_backward_has_averaged_are_averaged_in_order(step: Any)
 
 def test_what_a_backward_has_averaged_is_not_averaged_again(step: Any) -> None:
     one = step(1)
-    one.gradients.note(0, averaged=True)
     one.gradients.after_backward()
     assert one.notes == ["flush", "settle", "rest arm", "rest finish"]
 
@@ -114,7 +112,7 @@ def test_what_a_backward_has_averaged_is_not_averaged_again(step: Any) -> None:
 def test_while_gradients_accumulate_they_settle_and_stay(step: Any) -> None:
     one = step(1)
     one.gradients.synchronize = False
-    one.gradients.note(0, averaged=False)
+    one.gradients.unsettled.add(0)
     one.gradients.before_backward()
     one.gradients.after_backward()
     assert one.notes == ["flush", "settle"]
