@@ -11,30 +11,29 @@ whole and in parts, through the same functions that send optimizers to workers:
   two of each kind in a group, and at most three elements per dimension.
 * A trial has twelve steps, with gradients of very different size (so that clipping is active in
   some of them), and one more with a gradient that is NaN. It runs with a closure, as Lightning
-  steps, and without.
+  steps, or without one where the optimizer takes none.
 * If a step before that last one gives numbers that are not finite, the trial shows nothing, and the
   optimizer steps as a whole.
 * Weights, gradients, states, groups and attributes must be equal bit for bit. Optimizers that
   compute several parameters at a time (``foreach``, ``fused``) compute each element as they do for
   one parameter, so a tolerance would only hide small interactions.
-* The user's optimizer and the random generators stay as they were, and nothing is printed or
-  logged. What its code counts outside of itself (class attributes, globals) counts the trial's
-  steps too. An optimizer whose step draws random numbers steps as a whole, and so does one that
-  counts or sets its rate before it calls its closure: workers step later, and would do so again.
+* The user's optimizer and the random generators stay as they were. What its code prints, logs and
+  counts outside of itself (class attributes, globals) tells of the trial's steps too. An optimizer
+  whose step draws random numbers steps as a whole, and so does one that counts or sets its rate
+  before it calls its closure: workers step later, and would do so again.
 
 When the hyper-parameters change in kind (a learning rate that is no longer zero), it is tried
 again. A trial does not show what an optimizer does only after more than thirteen steps, or only for
 gradients with a larger norm than any in the trial (about a million; about 1,000 in float16).
 """
 
-import io
-import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, NamedTuple, TypeVar
+from itertools import product
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -139,23 +138,15 @@ def _objects_in(value: Any) -> Iterator[object]:
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Inside, prints, logs and warnings are dropped; random generators are put back at the end."""
+    """Inside, warnings are dropped; random generators are put back at the end."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
-    text, log_level = io.StringIO(), logging.root.manager.disable
     try:
-        with (
-            torch.random.fork_rng(devices),
-            warnings.catch_warnings(),
-            redirect_stdout(text),
-            redirect_stderr(text),
-        ):
+        with torch.random.fork_rng(devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            logging.disable(logging.CRITICAL)
             torch.manual_seed(0)
             yield
     finally:
-        logging.disable(log_level)
         random.setstate(python)
         np.random.set_state(numpy)
 
@@ -264,31 +255,14 @@ class _Copy:
         return loss
 
     def is_finite(self) -> bool:
-        """Whether all weights are finite, and no number in the states is NaN.
-
-        (A state may be infinite, as a bound that was not reached yet.)
-        """
-        states = (value for state in self.optimizer.state.values() for value in state.values())
-        numbers = [value for value in states if isinstance(value, Tensor | float)]
-        return all(bool(p.isfinite().all()) for p in self.parameters.values()) and not any(
-            bool(torch.as_tensor(value).isnan().any()) for value in numbers
-        )
-
-
-class _Way(NamedTuple):
-    """A way to step an optimizer.
-
-    Attributes:
-        closure: whether ``step`` gets a closure, as it does by Lightning.
-        sparse: whether gradients are sparse tensors.
-    """
-
-    closure: bool
-    sparse: bool
+        """Whether all weights are finite."""
+        return all(bool(p.isfinite().all()) for p in self.parameters.values())
 
 
 def _try(stand_ins: _StandIns) -> str:
-    """Try an optimizer in every way in which it can step; sparse ones if it takes no dense ones.
+    """Try an optimizer in the first way in which it can step.
+
+    That is with a closure or else without one, for dense gradients or else for sparse ones.
 
     Returns:
         Why it cannot step in parts; empty: it can.
@@ -297,24 +271,18 @@ def _try(stand_ins: _StandIns) -> str:
         Exception: it can step in no way.
     """
     failures: list[Exception] = []
-    for sparse in (False, True):
-        tried = False
-        for way in (_Way(True, sparse), _Way(False, sparse)):
-            try:
-                _step([stand_ins.copy()], stand_ins.gradients(0), 1.0, way)
-            except Exception as error:  # (some optimizers take sparse gradients only)
-                failures.append(error)
-                continue
-            tried = True
-            reason = _compare(stand_ins, way)
-            if reason:
-                return reason
-        if tried:
-            return ""
+    for sparse, closure in product((False, True), (True, False)):
+        way = {"sparse": sparse, "closure": closure}
+        try:
+            _step([stand_ins.copy()], stand_ins.gradients(0), 1.0, **way)
+        except Exception as error:  # (some optimizers take sparse gradients only)
+            failures.append(error)
+            continue
+        return _compare(stand_ins, way)
     raise failures[0]
 
 
-def _compare(stand_ins: _StandIns, way: _Way) -> str:
+def _compare(stand_ins: _StandIns, way: Mapping[str, bool]) -> str:
     """Step copies as a whole and in parts. Returns how they differ; empty: they do not."""
     whole = stand_ins.copy()
     driver, worker = stand_ins.copy(stand_ins.here), stand_ins.copy(stand_ins.there)
@@ -322,7 +290,7 @@ def _compare(stand_ins: _StandIns, way: _Way) -> str:
         targets = stand_ins.gradients(step)
         before = _random_state(stand_ins.device)
         try:
-            early = _step([whole], targets, scale, way)
+            early = _step([whole], targets, scale, **way)
         except Exception:
             if step == len(_SCALES):
                 return ""  # (it takes no NaN, as a whole or in parts)
@@ -335,7 +303,7 @@ def _compare(stand_ins: _StandIns, way: _Way) -> str:
         if step < len(_SCALES) and not whole.is_finite():
             return "its steps on small copies are not finite, which shows nothing"
         try:
-            _step([driver, worker], targets, scale, way)
+            _step([driver, worker], targets, scale, **way)
         except Exception as error:
             return f"a part of it cannot be stepped alone ({type(error).__name__}: {error})"
         difference = _difference(whole, driver, worker)
@@ -344,7 +312,14 @@ def _compare(stand_ins: _StandIns, way: _Way) -> str:
     return ""
 
 
-def _step(copies: Sequence[_Copy], targets: Mapping[str, Tensor], scale: float, way: _Way) -> bool:
+def _step(
+    copies: Sequence[_Copy],
+    targets: Mapping[str, Tensor],
+    scale: float,
+    *,
+    sparse: bool,
+    closure: bool,
+) -> bool:
     """Step copies as the ranks of a replica do: the first is the driver's, the others workers'.
 
     Returns:
@@ -355,10 +330,10 @@ def _step(copies: Sequence[_Copy], targets: Mapping[str, Tensor], scale: float, 
 
     def backward() -> Tensor:
         settings.append(driver.settings())
-        losses = [copy.backward(targets, scale, sparse=way.sparse) for copy in copies]
+        losses = [copy.backward(targets, scale, sparse=sparse) for copy in copies]
         return torch.stack(losses).sum()
 
-    if way.closure:
+    if closure:
         driver.optimizer.step(backward)  # type: ignore[arg-type]
     else:
         backward()

@@ -1,8 +1,6 @@
 """Which optimizers may be stepped in parts: the trial, without any processes."""
 
-import logging
 import random
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -236,24 +234,6 @@ class CountsBeforeTheClosureInADictionary(Mine):
 )
 def test_what_counts_before_its_closure_steps_as_a_whole(kind: type[Mine]) -> None:
     assert reason(kind) == "it counts, or sets its options, before it calls its closure"
-
-
-class Talks(Mine):
-    def change(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        print("a step")
-        print("a step", file=sys.stderr)
-        logging.getLogger("of an optimizer").warning("a step")
-        super().change(group, parameters)
-
-
-def test_nothing_is_printed_or_logged_in_the_trial(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert reason(Talks) == ""
-    assert capsys.readouterr() == ("", "")
-    assert caplog.messages == []
-    logging.getLogger("of an optimizer").warning("later")
-    assert caplog.messages == ["later"]
 
 
 class CallsTwice(Mine):
