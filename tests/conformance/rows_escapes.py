@@ -500,7 +500,7 @@ class CountsOnTheClass(Row):
 
 
 class PrintsInTrainingAlone(Row):
-    """Prints from the network in training alone: evaluations are another graph, and run on the driver."""
+    """Prints in training alone: evaluations are another graph, and run on the driver."""
 
     equal_or_refused = ("print(", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
