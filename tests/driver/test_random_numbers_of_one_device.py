@@ -42,11 +42,11 @@ class DropsBesidePython(Drops):
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers", "parts"),
-    [(Drops, 1, 2), (Drops, 2, 2), (Attends, 2, 1), (DropsBesidePython, 1, 2)],
+    ("kind", "workers", "told"),
+    [(Drops, 1, True), (Drops, 2, True), (Attends, 2, True), (DropsBesidePython, 1, False)],
 )
-def test_micro_batches_and_stages_draw_the_numbers_of_one_device(
-    ranks: Any, kind: Callable[[], nn.Module], workers: int, parts: int
+def test_stages_draw_the_numbers_of_one_device_for_whole_batches(
+    ranks: Any, kind: Callable[[], nn.Module], workers: int, told: bool
 ) -> None:
     driven = Driven(ranks, kind(), workers, verify="auto")
     driven.ranks.driver.calls.follows = True
@@ -62,5 +62,5 @@ def test_micro_batches_and_stages_draw_the_numbers_of_one_device(
         for mine, theirs in zip(*results):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     whole = [line for line in driven.lines if "takes each batch whole" in line]
-    assert [("draws random numbers" in line) for line in whole] == [True] * (parts == 1)
+    assert [("draws random numbers" in line) for line in whole] == [True] * told
     assert not [line for line in driven.lines if "not verified" in line]
