@@ -164,7 +164,7 @@ class Arrangements:
         )
 
     def _kinds(self, used: tuple[int, ...], size: int) -> list[int]:
-        """A number for each replica; those with the same devices take the same time."""
+        """A number for each replica: the same one for replicas with the same row of devices."""
         specs, known = self._picked(used).devices, dict[Any, int]()
         chains = [specs[k : k + size] for k in range(0, len(specs), size)]
         return [known.setdefault(chain, len(known)) for chain in chains]

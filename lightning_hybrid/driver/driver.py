@@ -460,7 +460,7 @@ class Driver:
         if lacking := self._after.lacking(self.device, self.optimizers.optimizers):
             self._options.say(lacking)
             self._apart = self._parameters_of_stages()
-        self.weights.gather(but=self._apart)
+        self.weights.bring_into_module(but=self._apart)
         if not self._apart:
             self.remote.bring_gradients()
 

@@ -20,7 +20,8 @@ from lightning_hybrid._torch.autograd import (
     is_batched,
 )
 from lightning_hybrid._torch.tensors import storage_key
-from lightning_hybrid.driver.driven_network import DrivenNetwork, Specialization
+from lightning_hybrid.driver.driven_network import DrivenNetwork
+from lightning_hybrid.driver.microbatches import Specialization
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph, joined, place_now, slices
 from lightning_hybrid.stage import Gradients

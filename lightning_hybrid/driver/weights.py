@@ -32,11 +32,11 @@ from lightning_hybrid.stage import ReplicaGroup, state_buffers, tensors_of, writ
 from lightning_hybrid.state import (
     Owned,
     Ticket,
+    having_all,
     leave_to_worker,
     read_files,
     to_send,
     unread_there,
-    whole,
 )
 
 
@@ -264,7 +264,7 @@ class Weights:
             return {id(t): (t, version(t)) for t in plain if not t.is_meta}
 
     @signals_deferred
-    def gather(self, *, but: Collection[str] = ()) -> None:
+    def bring_into_module(self, *, but: Collection[str] = ()) -> None:
         """Bring the weights of the workers' stages into the module, where it has room for them.
 
         Args:
@@ -292,7 +292,7 @@ class Weights:
                         buffers[key] = value.clone()
 
     @contextmanager
-    def whole(self, *, unread: bool = False, at_once: bool = False) -> Iterator[None]:
+    def gathered(self, *, unread: bool = False, at_once: bool = False) -> Iterator[None]:
         """Inside, the module has the weights of all stages, those of workers mapped from files.
 
         Where the files cannot be read, the weights are sent.
@@ -308,7 +308,7 @@ class Weights:
             values = self._unread()
             if not (unread or at_once):
                 materialize(values.values())
-        with whole(self._module, values), self._remote.showing(values):
+        with having_all(self._module, values), self._remote.showing(values):
             yield
 
     @signals_deferred

@@ -212,7 +212,7 @@ def _cuts_of_copies(
             f"{settings.schedule!r}"
         )
     if cut_points is not None:
-        return _given(problem.chain.table.names, cut_points, problem.chain.m), "given"
+        return _ends_at(problem.chain.table.names, cut_points, problem.chain.m), "given"
     ends, all_tried = best_cuts(problem)
     return ends, "exact" if all_tried else "descent"
 
@@ -229,7 +229,7 @@ def _given_for(
 ) -> tuple[list[int], list[int]]:
     """The ends and devices of stages with the user's cut points."""
     if schedule != "looped":
-        return _given(names, cut_points, stages), _order(stages)
+        return _ends_at(names, cut_points, stages), _order(stages)
     # every device must get the same number of stages
     rounds, rest = divmod(len(cut_points) + 1, stages)
     if rest or rounds < 2:
@@ -237,11 +237,20 @@ def _given_for(
             f"schedule 'looped' gives each of {stages} devices as many stages, two or more: "
             f"{2 * stages - 1} or {3 * stages - 1} ... cut points, not {len(cut_points)}"
         )
-    return _given(names, cut_points, rounds * stages), list(loop_order(stages, rounds))
+    return _ends_at(names, cut_points, rounds * stages), list(loop_order(stages, rounds))
 
 
-def _given(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list[int]:
-    """The ends of stages with cut points, which are names of partitions at which stages begin."""
+def _ends_at(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list[int]:
+    """Where the stages end that begin at the given partitions.
+
+    Args:
+        names: names of all partitions, in the order of the network.
+        cut_points: names of the first partitions of all stages but the first.
+        stages: number of stages.
+
+    Raises:
+        PlanError: there is no such partition, or not as many in the order of the network.
+    """
     for name in cut_points:
         if name not in names:
             close = get_close_matches(name, names[1:], n=4, cutoff=0.4) or names[1:5]

@@ -11,12 +11,9 @@ store, a rank that has merely lost a peer reads it from there, and workers print
 
 import atexit
 import os
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from types import MethodType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, cast
 
@@ -33,7 +30,6 @@ from lightning_hybrid._lightning_private import (
 )
 from lightning_hybrid.comm import (
     ANOTHER_REPLICA,
-    BackgroundThread,
     ConnectionLost,
     Coordinates,
     Failure,
@@ -47,13 +43,12 @@ from lightning_hybrid.process.children import (
     keep_ranks,
     leave_nobody,
     miss_nobody,
-    not_caught,
 )
-from lightning_hybrid.process.faults import GRACE_S, is_loss, is_unnamed_loss
+from lightning_hybrid.process.faults import is_loss, is_unnamed_loss
+from lightning_hybrid.process.killed_ranks import KilledRanks
 from lightning_hybrid.process.run_results import Results, TrainerResults, adopt_attributes
 from lightning_hybrid.process.wrong_package import OTHER_PACKAGE
 
-_LOOK_EVERY_S = 0.2
 _TOLD = "_lightning_hybrid_told"  # attribute of an error, for `_ShortTexts`
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
 
@@ -222,12 +217,12 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         set_num_threads(self.num_processes)
         # in place of Lightning's observer, which may kill this process at the moment when a child
         # ends, before this process has reported the failure
-        observer = _Observer(Children.processes)
-        observer.start()
+        watch = KilledRanks(Children.processes)
+        watch.start()
         try:
             result = _part(function)(*args, **kwargs)
         finally:
-            observer.close()
+            watch.close()
             Children.lose = None
         Children.failed = ""
         return result
@@ -313,57 +308,6 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
             # name the rank here: torch ends the others before they can report it
             lost = self._coordinates_of(error.error_index)
             raise RemoteError(f"Lost {lost}: {error}") from error
-
-
-class _Observer(BackgroundThread):
-    """A thread that kills this process and its children if the run does not end after one fails."""
-
-    def __init__(self, children: Sequence["subprocess.Popen[bytes]"]) -> None:
-        super().__init__(self._watch, "hybrid-observer")
-        self._children = children
-        self._over = threading.Event()
-        self._after_a_failure = bool(Children.failed)
-
-    def close(self) -> None:
-        """End the thread: the run is over."""
-        self._over.set()
-        self.join()
-
-    def _codes(self, given_up: Collection[int]) -> list[int | None]:
-        """Of each child the code that it has ended with; 0 of those that were given up."""
-        return [0 if n in given_up else child.poll() for n, child in enumerate(self._children)]
-
-    def _watch(self) -> None:
-        """Wait until all children have ended; kill the rest if one has failed and they stay."""
-        given_up = set[int]()  # children of lost replicas, which the run goes on without
-        while True:
-            codes = self._codes(given_up)
-            if any(codes):
-                lost = None
-                if Children.lose is not None:
-                    self._over.wait(_LOOK_EVERY_S)  # others may be lost at the same time
-                    failed_ranks = [1 + n for n, code in enumerate(self._codes(given_up)) if code]
-                    lost = Children.lose(failed_ranks)  # (rank 0 is this process)
-                if lost is None:
-                    break
-                given_up |= {rank - 1 for rank in lost}
-                for number in given_up:
-                    self._children[number].kill()
-            elif all(code == 0 for code in codes) or self._over.wait(_LOOK_EVERY_S):
-                return
-        if self._over.wait(GRACE_S):
-            return
-        failed = next(child for child, code in zip(self._children, self._codes(given_up)) if code)
-        reason = f" {not_caught()};" if self._after_a_failure else ""
-        print(
-            f"A process of this run (PID {failed.pid}) ended with code {failed.returncode};"
-            f"{reason} the others did not end within {GRACE_S:.0f} s and are killed.",
-            file=sys.stderr,
-            flush=True,
-        )
-        for child in self._children:
-            child.kill()
-        os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 
 class _ShortTexts:

@@ -28,9 +28,9 @@ from lightning_hybrid.stage import with_room_for
 from lightning_hybrid.state import (
     gather_after_run,
     gather_optimizer_after_run,
+    having_all,
     placed,
     save_alone,
-    whole,
 )
 
 
@@ -125,7 +125,7 @@ class BetweenRuns:
         if not here:
             return {}
         # state dicts are made by hooks of the user's too, which want to see all weights
-        with whole(module, values):
+        with having_all(module, values):
             return module.state_dict()
 
     def optimizer_state(

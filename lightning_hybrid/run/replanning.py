@@ -223,7 +223,10 @@ class Replanning(StepWatcher):
 
 
 def _slowest(windows: Sequence[BusyWindow]) -> BusyWindow:
-    """Of replicas that train side by side."""
+    """The window of a replica that is as slow as the slowest one, for each device by itself.
+
+    The replicas train side by side, so the device of a stage is waited for in all of them.
+    """
     busy_s = [max(column) for column in zip(*(window.busy_s for window in windows))]
     return BusyWindow(busy_s, max(window.wall_s for window in windows))
 

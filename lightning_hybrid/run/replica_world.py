@@ -82,11 +82,11 @@ class ReplicaWorld:
     def of(
         cls, coordinates: Coordinates, launched: Launched, hosts: int, per_host: int
     ) -> "ReplicaWorld":
-        """The numbers of a process in the world of the replicas.
+        """The ranks and world sizes of a process, counted in replicas.
 
         Args:
             coordinates: coordinates of the process.
-            launched: its numbers by the launcher.
+            launched: its rank and local rank, as the launcher counts processes.
             hosts: number of hosts.
             per_host: number of processes of each host.
         """

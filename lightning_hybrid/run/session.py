@@ -228,10 +228,10 @@ class DriverSession:
         self._driver.remote.begin_step()
 
     def require_network(self) -> None:
-        """A loss was computed.
+        """Complain if a training step has computed its loss without a network that is cut.
 
         Raises:
-            NetworkNotFoundError: without a network.
+            NetworkNotFoundError: there was no such call.
         """
         self._networks.require()
 
@@ -414,7 +414,7 @@ class DriverSession:
         if not here:
             return {}
         unread, at_once = self._saves_shards and not gathers, self._streams and not gathers
-        with self._driver.weights.whole(unread=unread, at_once=at_once):
+        with self._driver.weights.gathered(unread=unread, at_once=at_once):
             return module.state_dict()
 
     def full_state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from lightning_hybrid.state.deferred_weights import (
     Takeover,
     gather_after_run,
     gather_optimizer_after_run,
+    having_all,
     leave_to_worker,
     make_what_no_network_owns,
     refuse_tied,
     to_send,
-    whole,
 )
 from lightning_hybrid.state.divided_optimizer_states import (
     OtherReplicas,

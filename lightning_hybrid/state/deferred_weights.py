@@ -156,8 +156,13 @@ class Takeover:
 
 
 @contextmanager
-def whole(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the module has all weights: its own, and ``values`` for those on other ranks."""
+def having_all(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, a module has all of its weights: its own, and given ones for those of other ranks.
+
+    Args:
+        module: the module.
+        values: the weights that other ranks own, by name in the module.
+    """
     tensors = tensors_of(module)
     with ExitStack() as stack:
         for name, value in values.items():

@@ -165,13 +165,13 @@ class Ranks:
         set_rank_of_messages(self.coordinates.lightning_rank if self.devices else 0)
 
     def _show(self) -> None:
-        """From now on the environment speaks of the replicas, until :meth:`hide`."""
+        """Set the variables of ranks and sizes to those of the replicas, until :meth:`hide`."""
         world = self.replica_world
         self._shown.show(world.variables)
         self._number(world.rank, world.size)
 
     def hide(self) -> None:
-        """The run is over: the environment speaks of all processes again."""
+        """Set the variables of ranks and sizes to the launcher's again, after a run."""
         self._shown.restore()
         self._number(self.launched.rank, self.hosts * self.per_host)
 

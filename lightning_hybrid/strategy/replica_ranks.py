@@ -199,7 +199,7 @@ class ReplicaRanks:
         return first
 
     def hide_ranks(self) -> None:
-        """The run is over: the environment speaks of all processes again."""
+        """Set the variables of ranks and sizes to the launcher's again, after a run."""
         self._ranks.hide()
 
     def _launcher_of_processes(

@@ -193,7 +193,7 @@ def test_a_checkpoint_is_fetched_tensor_by_tensor_and_before_the_next_step(
 ) -> None:
     trained = Trained(replicas, (1, 2, 0))
     driver = trained.replica.driver
-    with driver.weights.whole(at_once=True), driver.optimizers.unread(always=False):
+    with driver.weights.gathered(at_once=True), driver.optimizers.unread(always=False):
         saved = {"state_dict": trained.module.state_dict(), "states": trained.mine.state_dict()}
     assert any(map(is_unread, saved["state_dict"].values()))
     AtomicCheckpointIO().save_checkpoint(saved, tmp_path / "saved.ckpt")

@@ -112,7 +112,7 @@ def test_zero_grad_and_add_param_group_reach_the_workers(replicas: Any) -> None:
     trained.backward()
     trained.mine.step()
     trained.theirs.step()
-    trained.replica.driver.weights.gather()
+    trained.replica.driver.weights.bring_into_module()
     with trained.replica.driver.remote.suspended():
         torch.testing.assert_close(trained.module.state_dict(), trained.reference.state_dict())
 
@@ -132,7 +132,7 @@ def test_a_state_that_is_loaded_is_the_workers_too(replicas: Any) -> None:
     trained.mine.load_state_dict(deepcopy(trained.theirs.state_dict()))
     for optimizer in (trained.mine, trained.theirs):
         optimizer.step()
-    trained.replica.driver.weights.gather()
+    trained.replica.driver.weights.bring_into_module()
     with trained.replica.driver.remote.suspended():
         torch.testing.assert_close(trained.module.state_dict(), trained.reference.state_dict())
 
@@ -162,7 +162,7 @@ def test_states_that_are_in_a_file_are_read_by_the_ranks_that_need_them(
     for optimizer in (trained.mine, trained.theirs):
         optimizer.step()
     assert len(reads) == 2 * len([*trained.module.net.parameters()])
-    trained.replica.driver.weights.gather()
+    trained.replica.driver.weights.bring_into_module()
     with trained.replica.driver.remote.suspended():
         torch.testing.assert_close(trained.module.state_dict(), trained.reference.state_dict())
 

@@ -94,7 +94,7 @@ def test_a_layer_of_another_rank_may_be_removed() -> None:
     module = Model(Skips()).double()
     replica = Replica(module, batches(1)[0], (1, 2, 0))
     module.net.second = None
-    with replica.driver.weights.whole():
+    with replica.driver.weights.gathered():
         names = set(module.state_dict())
     replica.driver.weights.scatter()
     replica.end()

@@ -14,7 +14,7 @@ from test_streamed_calls import Coming
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.protocol import Check
-from lightning_hybrid.driver.driven_network import Specialization
+from lightning_hybrid.driver.microbatches import Specialization
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.stage import backward_pass, forward_pass
 from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, microbatch_seed

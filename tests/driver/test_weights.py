@@ -41,7 +41,7 @@ def test_inside_whole_the_state_dict_is_that_of_one_device(
 ) -> None:
     replica = replicas(model(), devices)
     expected = step(replica)
-    with replica.driver.weights.whole(), replica.driver.remote.suspended():
+    with replica.driver.weights.gathered(), replica.driver.remote.suspended():
         torch.testing.assert_close(values(replica.model), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -63,9 +63,9 @@ def test_before_any_network_is_cut_nothing_is_fetched_or_sent(crew: Any) -> None
     commands = Commands(crew.workers, RemoteTensors(ownership, torch.device("cpu")))
     nothing: Any = None
     weights = Weights(model(), (), Coordinates(0, 1, 3), commands, ownership, *[nothing] * 2)
-    weights.gather()  # else it would wait for answers
+    weights.bring_into_module()  # else it would wait for answers
     weights.scatter()
-    with weights.whole():
+    with weights.gathered():
         pass
 
 

@@ -221,7 +221,7 @@ class Ranks:
 
     def end(self, results: Any = None) -> None:
         """End the run as after a fit."""
-        self.driver.weights.gather()
+        self.driver.weights.bring_into_module()
         self.driver.end(results, weights=True)
         self.close()
 

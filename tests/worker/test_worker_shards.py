@@ -27,7 +27,7 @@ def optimizer_of(module: Any) -> torch.optim.Optimizer:
 
 def dumped(replica: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """As Lightning dumps it."""
-    with replica.driver.weights.whole(unread=True):
+    with replica.driver.weights.gathered(unread=True):
         weights = replica.model.state_dict()
     with replica.driver.optimizers.unread():
         return {"state_dict": weights, "optimizer_states": [optimizer.state_dict()], "epoch": 1}
@@ -90,7 +90,7 @@ def test_a_rank_that_cannot_write_does_not_end_the_run(
             replica.driver.save_shards(dumped(replica, optimizer), tmp_path)
     replica.driver.save_shards(dumped(replica, optimizer), tmp_path)
     weights = read_sharded(tmp_path)["state_dict"]
-    with replica.driver.weights.whole():
+    with replica.driver.weights.gathered():
         torch.testing.assert_close(dict(weights), dict(deepcopy(replica.model.state_dict())))
 
 

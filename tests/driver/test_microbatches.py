@@ -4,7 +4,7 @@ import pytest
 import torch
 from driven import Calls, batches, model
 
-from lightning_hybrid.driver.driven_network import Specialization
+from lightning_hybrid.driver.microbatches import Specialization
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(4, 1), (4, 2), (3, 2), (1, 2)])

@@ -1,0 +1,48 @@
+"""Divides the batch of a call into micro-batches, which the stages take one by one."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.graph import NetworkGraph, fits
+
+Numbers = tuple[tuple[int | float, ...], ...]
+"""Per micro-batch, the values of the graph's numbers, which follow from the sizes of its inputs."""
+
+
+class Specialization:
+    """One captured graph of a network that has been cut.
+
+    Args:
+        number: number of the graph among those of the network, the same on all ranks.
+        graph: the graph.
+        parts: into how many micro-batches a batch may be split.
+    """
+
+    def __init__(self, number: int, graph: NetworkGraph, parts: int) -> None:
+        self.number, self.graph, self._parts = number, graph, parts
+        self._splits: dict[tuple[torch.Size, ...], tuple[int, Numbers, list[int]]] = {}
+
+    def split(self, leaves: Sequence[Tensor]) -> tuple[list[list[Tensor]], Numbers]:
+        """The inputs of each micro-batch, and the values of the graph's numbers in it."""
+        parts, numbers, _ = self._known(leaves)
+        return self.graph.split(leaves, parts), numbers
+
+    def samples(self, leaves: Sequence[Tensor]) -> list[int]:
+        """The number of samples of each micro-batch of a call."""
+        return self._known(leaves)[2]
+
+    def _known(self, leaves: Sequence[Tensor]) -> tuple[int, Numbers, list[int]]:
+        """The number of parts of a batch, their numbers and samples; cached by input shapes."""
+        shapes = tuple([leaf.shape for leaf in leaves])
+        known = self._splits.get(shapes)
+        if known is None:
+            graph, parts = self.graph, self._parts
+            if parts > 1 and not fits(graph, leaves, parts):
+                parts = 1  # (the graph does not hold for parts of this size)
+            slices = graph.split(leaves, parts)
+            numbers = tuple([graph.values_of_numbers(graph.sizes(part)) for part in slices])
+            known = parts, numbers, [graph.batch_of(part) or 1 for part in slices]
+            self._splits[shapes] = known
+        return known

@@ -1,0 +1,72 @@
+"""Notices ranks of this host that end before the run does, killed or with an error code."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Sequence
+
+from lightning_hybrid.comm import BackgroundThread
+from lightning_hybrid.process.children import Children, not_caught
+from lightning_hybrid.process.faults import GRACE_S
+
+_LOOK_EVERY_S = 0.2
+
+
+class KilledRanks(BackgroundThread):
+    """A thread that looks for ranks that were killed, among those that this process has started.
+
+    A run may go on without a lost replica. Else it has some seconds to end by itself: then this
+    process and its other children are killed.
+
+    Args:
+        children: processes of the ranks from 1 on.
+    """
+
+    def __init__(self, children: Sequence["subprocess.Popen[bytes]"]) -> None:
+        super().__init__(self._watch, "hybrid-observer")
+        self._children = children
+        self._over = threading.Event()
+        self._after_a_failure = bool(Children.failed)
+
+    def close(self) -> None:
+        """End the thread: the run is over."""
+        self._over.set()
+        self.join()
+
+    def _codes(self, given_up: Collection[int]) -> list[int | None]:
+        """Of each child the code that it has ended with; 0 of those that were given up."""
+        return [0 if n in given_up else child.poll() for n, child in enumerate(self._children)]
+
+    def _watch(self) -> None:
+        """Wait until all children have ended; kill the rest if one has failed and they stay."""
+        given_up = set[int]()  # children of lost replicas, which the run goes on without
+        while True:
+            codes = self._codes(given_up)
+            if any(codes):
+                lost = None
+                if Children.lose is not None:
+                    self._over.wait(_LOOK_EVERY_S)  # others may be lost at the same time
+                    failed_ranks = [1 + n for n, code in enumerate(self._codes(given_up)) if code]
+                    lost = Children.lose(failed_ranks)  # (rank 0 is this process)
+                if lost is None:
+                    break
+                given_up |= {rank - 1 for rank in lost}
+                for number in given_up:
+                    self._children[number].kill()
+            elif all(code == 0 for code in codes) or self._over.wait(_LOOK_EVERY_S):
+                return
+        if self._over.wait(GRACE_S):
+            return
+        failed = next(child for child, code in zip(self._children, self._codes(given_up)) if code)
+        reason = f" {not_caught()};" if self._after_a_failure else ""
+        print(
+            f"A process of this run (PID {failed.pid}) ended with code {failed.returncode};"
+            f"{reason} the others did not end within {GRACE_S:.0f} s and are killed.",
+            file=sys.stderr,
+            flush=True,
+        )
+        for child in self._children:
+            child.kill()
+        os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
