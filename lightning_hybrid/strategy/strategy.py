@@ -591,7 +591,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's, on the driver of replica 0; the others have nothing to save.
 
-        What workers own is gathered in :meth:`lightning_hybrid.driver.weights.Weights.whole`.
+        What workers own is gathered in :meth:`lightning_hybrid.driver.weights.Weights.gathered`.
         """
         return self._session.state_dict(self._module, here=self.is_global_zero)
 
