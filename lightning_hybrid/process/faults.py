@@ -8,10 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from socket import create_connection
 from threading import Event
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_hybrid.comm import (
     FAULT,
@@ -178,10 +179,31 @@ class Watch:
             try:
                 failed = self._store.check([FAULT]) and not self._serves
                 return read_fault(self._store) if failed else None
-            except RuntimeError:
+            except RuntimeError:  # the connection is broken, or its other end is gone
+                if _answers(self._store):
+                    with suppress(RuntimeError):
+                        broken: Any = self._store  # torch's type stubs lack `clone`
+                        self._store = broken.clone()
+                        continue
                 if self._over.wait(_LOOK_EVERY_S):
                     return None
         return Failure("rank 0, the host of the store, is gone")
+
+
+def _answers(store: Store) -> bool:
+    """Whether the host of a store accepts connections.
+
+    Tried by a plain socket: a client of the store would try for minutes, and print warnings.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return True
+    try:
+        with create_connection((store.host, store.port), timeout=_LOOK_EVERY_S):
+            return True
+    except OSError:
+        return False
 
 
 def say_at_next_meeting(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""A process whose run has failed elsewhere is ended."""
+"""A process whose run has failed elsewhere is ended; one with a broken connection is not."""
 
 import threading
 from collections.abc import Iterator
@@ -12,6 +12,29 @@ from lightning_hybrid.process import faults
 from lightning_hybrid.process.faults import Watch, first_fault
 
 
+class Flaky:
+    """A connection to a store that breaks after some looks."""
+
+    def __init__(self, store: Any, good: int) -> None:
+        self._store, self._good = store, good
+        self.looks = threading.Semaphore(0)
+
+    def check(self, keys: list[str]) -> bool:
+        self._good -= 1
+        if self._good < 0:
+            raise RuntimeError("Broken pipe")
+        self.looks.release()
+        return self._store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def clone(self) -> "Flaky":
+        other = Flaky(self._store, 10**6)
+        other.looks = self.looks
+        return other
+
+
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Set where this process would have been killed."""
@@ -20,6 +43,15 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(faults, "GRACE_S", 0.1)
     monkeypatch.setattr(faults.os, "kill", lambda *_: event.set())
     return event
+
+
+def test_a_broken_connection_to_a_store_that_lives_is_no_failure(killed: threading.Event) -> None:
+    store = Flaky(dist.HashStore(), good=2)
+    watch = Watch("rank 1", store)  # type: ignore[arg-type]
+    for _ in range(20):
+        assert store.looks.acquire(timeout=30)
+    watch.close()
+    assert not killed.is_set()
 
 
 def test_a_recorded_failure_ends_a_process_that_goes_on(
