@@ -284,7 +284,8 @@ def _remove_checkpoint(target: Path) -> None:
 
 
 def _beside(target: Path, what: str) -> Path:
-    return target.with_name(f".{target.name}.{what}")
+    # (Lightning takes what has `hpc_ckpt_` in its name for a checkpoint that a job of SLURM left)
+    return target.with_name(f".{target.name}.{what}".replace("hpc_ckpt_", "hpc_ckpt-"))
 
 
 def _put_in_place(new: Path, target: Path) -> None:
