@@ -131,11 +131,14 @@ class Deferral(Maker):
             self.playing = before
 
     def settle(self, tensor: Tensor, value: Tensor) -> None:
-        storage = value.untyped_storage()
-        for reference in self._shown.pop(self.tape.view(tensor).key, []):
+        storage, key = value.untyped_storage(), self.tape.view(tensor).key
+        for reference in self._shown.pop(key, []):
             other: Any = reference()
+            # (a load may have put it into other memory since, and this key may be a new storage's)
             if is_deferred(other) and other._maker is self:
-                show(other, self.tape.view(other).of(storage))
+                place = self.tape.view(other)
+                if place.key == key:
+                    show(other, place.of(storage))
 
     def open(self, tensor: Tensor, name: str) -> None:
         defer(tensor, self, name, "")

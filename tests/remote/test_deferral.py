@@ -199,6 +199,20 @@ def test_what_a_later_load_overwrites_is_forgotten() -> None:
     assert not is_shared(values[-1])
 
 
+def test_weights_that_loads_put_into_other_memory_keep_their_numbers() -> None:
+    network, deferral = build(lambda: nn.Sequential(*[nn.Linear(3, 3) for _ in range(8)]))
+    values = {}
+    # (each load frees the memory of some, whose keys the next one uses again)
+    for names in ((0, 1, 2, 3), (4, 5, 6, 7), (1, 3, 5, 7)):
+        with deferral.loading(network, alone=False):
+            for number in names:
+                values[number] = 10.0 * names[0] + number
+                network[number].weight.data = torch.full((3, 3), values[number])
+    for number in reversed(range(8)):
+        materialize(network[number].parameters())
+    assert all((network[number].weight == value).all() for number, value in values.items())
+
+
 def test_an_initialisation_that_needs_numbers_to_go_on_is_refused_by_name() -> None:
     def resized() -> nn.Module:
         layer = nn.Linear(4, 4)
