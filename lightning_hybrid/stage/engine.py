@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid.comm import CallKey, Failure, Mesh, Status, copies_of, link_copies
 from lightning_hybrid.comm.protocol import Backward, Placement
@@ -305,7 +305,7 @@ class Engine:
         self.failure = self.failure or Failure.of(error, str(self.coordinates), where)
 
 
-def weights_with_sparse_gradients(network: nn.Module) -> Iterator[nn.Parameter]:
+def weights_with_sparse_gradients(network: nn.Module) -> Iterator[Tensor]:
     for module in network.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             yield module.weight
