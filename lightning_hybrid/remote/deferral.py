@@ -131,11 +131,14 @@ class Deferral(Maker):
             self.playing = before
 
     def settle(self, tensor: Tensor, value: Tensor) -> None:
-        storage = value.untyped_storage()
-        for reference in self._shown.pop(self.tape.view(tensor).key, []):
+        storage, key = value.untyped_storage(), self.tape.view(tensor).key
+        for reference in self._shown.pop(key, []):
             other: Any = reference()
+            # (a load may have put it into other memory since, and this key may be a new storage's)
             if is_deferred(other) and other._maker is self:
-                show(other, self.tape.view(other).of(storage))
+                place = self.tape.view(other)
+                if place.key == key:
+                    show(other, place.of(storage))
 
     def open(self, tensor: Tensor, name: str) -> None:
         defer(tensor, self, name, "")
@@ -198,21 +201,28 @@ class _Answers(TorchFunctionMode):
                 known = isinstance(args[0], Tensor) and self._deferral.tape.knows(args[0])
                 if known and func in SEEMING:
                     return SEEMING[func](self._deferral.device)
-                if known:  # (on the CPU, as where the code has moved it before)
-                    return func(self._deferral.numbers(args[:1])[0].cpu(), *args[1:], **kwargs)
+                if known:
+                    return func(self._deferral.numbers(args[:1])[0], *args[1:], **kwargs)
         if func in MOVES or func in (torch.as_tensor, torch.asarray):
             return self._move(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Move a tensor, which stays without memory; it may change its type."""
+        """Move a tensor, which stays without memory if it seems to be on that device already."""
         if not isinstance(args[0], Tensor) or not self._deferral.tape.knows(args[0]):
             return func(*args, **kwargs)
+        home = self._deferral.device
         if func in (Tensor.cpu, Tensor.cuda):
-            return args[0]
-        args, kwargs = rebuild(
-            (args, kwargs), lambda v: "meta" if isinstance(v, torch.device | str) else v
-        )
+            func, args = Tensor.to, (args[0], "cpu" if func is Tensor.cpu else "cuda", *args[1:])
+
+        def stays(value: Any) -> Any:
+            if not isinstance(value, torch.device | str):
+                return value
+            device = torch.device(value)
+            same = device.type == home.type and device.index in (None, home.index)
+            return torch.device("meta") if same else device
+
+        args, kwargs = rebuild((args, kwargs), stays)
         return func(*args, **kwargs)
 
 

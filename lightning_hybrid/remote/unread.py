@@ -70,7 +70,7 @@ class Unread(Maker):
                 _become(other, _laid_out(other, memory))
 
     def open(self, tensor: Any, name: str) -> None:
-        defer(tensor, self, name, "in a file, of which there is no room to map all")
+        defer(tensor, self, name, "not read yet")
         self._shown.append(ref(tensor))
 
     def pickled(self, tensor: Tensor) -> Any:

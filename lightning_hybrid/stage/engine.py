@@ -15,13 +15,13 @@ receive: after an error it exchanges what its list says, with zeros, and the err
 driver behind the activations.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid.comm import CallKey, Failure, Mesh, Status, copies_of, link_copies
 from lightning_hybrid.comm.protocol import Backward, Placement
@@ -57,12 +57,10 @@ class Engine:
         seed: of the random numbers inside the network.
         trace: where to record.
 
-    Raises:
-        NetworkError: replicas cannot average the gradients of the network.
-
     Attributes:
         borrowed: names in the network of parameters that this rank uses and another one owns.
         replica_group: averages the gradients of this rank's stages over the replicas.
+        sparse: weights of this rank's stages whose gradients replicas cannot average.
         replayed: keeps the running statistics of a stage that has copies.
         owned: the stages of this rank, in their order.
         early: those of them that run forwards before their turn, each with what runs these.
@@ -83,10 +81,6 @@ class Engine:
     ) -> None:
         self.coordinates, self.placement = mesh.coordinates, placement
         self.device, self.seed, self.trace = mesh.device, seed, trace
-        if self.coordinates.replicas > 1 and any(map(gives_sparse_gradients, network.modules())):
-            raise NetworkError(
-                ONLY_DENSE
-            )  # (a worker's backward could say so after the step alone)
         here, links = stages.values(), link_copies(mesh, placement.devices, mesh.device)
         copies, driver = copies_of(placement.devices[next(iter(links))]), 0
         self.borrowed = borrowed_parameters(network, placement)[self.coordinates.pp_rank]
@@ -100,6 +94,9 @@ class Engine:
             owns=not self.coordinates.is_driver or driver not in copies[1:],
             survivors=mesh.survivors,
         )
+        sparse = set(map(id, weights_with_sparse_gradients(network)))
+        alone = self.coordinates.replicas == 1
+        self.sparse = [] if alone else [v for v in named.values() if id(v) in sparse]
         self.replayed: ReplayedStatistics | None = None
         if len(copies) > 1:
             self.replayed = ReplayedStatistics(network, partial(mesh.siblings, copies))
@@ -290,6 +287,17 @@ class Engine:
             return nullcontext()
         return self.replayed.noting(stage, microbatch)
 
+    def refuse_sparse(self) -> None:
+        """Refuse gradients that replicas cannot average, in the forward that a backward may follow.
+
+        A worker's backward could say so after the step alone.
+
+        Raises:
+            NetworkError: a weight that is trained gets a sparse gradient.
+        """
+        if any(weight.requires_grad for weight in self.sparse):
+            raise NetworkError(ONLY_DENSE)
+
     def fail(self, error: Exception, stage: int) -> None:
         """Note an error of a stage; from now on this rank only sends and receives, and no more."""
         where = f"in stage {stage}" if self.coordinates.free else ""
@@ -297,5 +305,7 @@ class Engine:
         self.failure = self.failure or Failure.of(error, str(self.coordinates), where)
 
 
-def gives_sparse_gradients(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+def weights_with_sparse_gradients(network: nn.Module) -> Iterator[Tensor]:
+    for module in network.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            yield module.weight

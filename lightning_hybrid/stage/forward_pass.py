@@ -227,6 +227,7 @@ class ForwardPass(Pass):
         if not self.call.key.grad:
             with self.engine.statistics(self.call.key):
                 return stage(values, numbers)
+        self.engine.refuse_sparse()
         # Each stage is a graph of autograd by itself, whose leaves are the values that have
         # arrived. One requires a gradient here if it does on the rank that has sent it.
         specs = self.traffic.incoming[microbatch]

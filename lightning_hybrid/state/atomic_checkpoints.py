@@ -1,10 +1,12 @@
 """Writes checkpoints so that a kill in the middle of it leaves the previous one whole.
 
 A checkpoint is written beside the one that it replaces, as ``.NAME.part``, and gets its name when
-it is on the disk. Asynchronous checkpoints are written by jobs that run beside training
-(:class:`Background`).
+it is on the disk. If one of the two is a folder, their paths are exchanged in one step, where the
+system can: after a kill there is always a checkpoint of that name. Asynchronous checkpoints are
+written by jobs that run beside training (:class:`Background`).
 """
 
+import ctypes
 import errno
 import os
 import shutil
@@ -76,6 +78,20 @@ class Background:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two files or folders. Returns whether this system and file system can do it."""
+    try:
+        # `os` has no call that exchanges two names
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    paths = [os.fsencode(path) for path in (one, other)]
+    return not rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -268,17 +284,21 @@ def _remove_checkpoint(target: Path) -> None:
 
 
 def _beside(target: Path, what: str) -> Path:
-    return target.with_name(f".{target.name}.{what}")
+    # (Lightning takes what has `hpc_ckpt_` in its name for a checkpoint that a job of SLURM left)
+    return target.with_name(f".{target.name}.{what}".replace("hpc_ckpt_", "hpc_ckpt-"))
 
 
 def _put_in_place(new: Path, target: Path) -> None:
     """Move a file or folder to ``target``, and remove what was there."""
     before = _beside(target, "before")
-    # (a folder is not replaced in one step: a kill in between leaves the old one, `.NAME.before`)
-    if target.is_dir() or (new.is_dir() and target.exists()):
+    if not (target.is_dir() or (new.is_dir() and target.exists())):
+        new.replace(target)
+    elif exchange(new, target):
+        _remove(new)
+    else:  # (a kill in between leaves the old one, as `.NAME.before`)
         _remove(before)
         target.rename(before)
-    new.replace(target)
+        new.rename(target)
     _remove(before)
     # a rename is on the disk when the folder is
     folder = os.open(target.parent, os.O_RDONLY)

@@ -719,6 +719,20 @@ class RefusedSparseGradientsOfReplicas(HasSparseGradients):
     refused = ("average dense gradients", "sparse=False")
 
 
+class HasAFrozenSparseTable(HasSparseGradients):
+    """`nn.Embedding(sparse=True)` that is frozen, with several replicas."""
+
+    shapes = (TWO_OF_TWO,)
+    cuts: ClassVar = {2: ["net.third"]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.first.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), lr=0.01)
+
+
 class RefusedReadOfASparseGradient(HasSparseGradients):
     """Reads the sparse gradient of an embedding that another rank owns: use `sparse=False`."""
 

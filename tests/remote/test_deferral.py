@@ -9,9 +9,9 @@ from monai.networks.nets import DenseNet, SwinUNETR, UNet, ViT, resnet18
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_hybrid._torch.tensors import is_shared
+from lightning_hybrid._torch.tensors import is_shared, storage_key
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.remote.deferral import has_loaded
+from lightning_hybrid.remote.deferral import Deferral, has_loaded
 from lightning_hybrid.remote.deferred import (
     is_deferred,
     is_offloaded,
@@ -197,6 +197,31 @@ def test_what_a_later_load_overwrites_is_forgotten() -> None:
     with deferral.loading(network, alone=False):
         pass
     assert not is_shared(values[-1])
+
+
+def test_weights_that_loads_put_into_other_memory_keep_their_numbers() -> None:
+    network, deferral = build(lambda: nn.Sequential(*[nn.Linear(3, 3) for _ in range(8)]))
+    values = {}
+    # (each load frees the memory of some, whose keys the next one uses again)
+    for names in ((0, 1, 2, 3), (4, 5, 6, 7), (1, 3, 5, 7)):
+        with deferral.loading(network, alone=False):
+            for number in names:
+                values[number] = 10.0 * names[0] + number
+                network[number].weight.data = torch.full((3, 3), values[number])
+    for number in reversed(range(8)):
+        materialize(network[number].parameters())
+    assert all((network[number].weight == value).all() for number, value in values.items())
+
+
+def test_a_copy_on_another_device_is_one_and_a_move_to_the_same_device_is_none() -> None:
+    root, deferral = nn.Module(), Deferral(torch.device("cuda"))
+    with deferral.building(root):
+        here = torch.zeros(3)
+        moved = [here.cuda(), here.to("cuda"), here.cpu(), here.to("cpu"), here.to(device="cpu")]
+    keys = {storage_key(tensor.untyped_storage()) for tensor in moved}
+    assert all(tensor.is_meta for tensor in moved)
+    assert moved[0] is moved[1] is here
+    assert len(keys) == 4
 
 
 def test_an_initialisation_that_needs_numbers_to_go_on_is_refused_by_name() -> None:

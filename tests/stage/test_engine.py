@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from pipelines import (
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.connections import ConnectionLost, start
-from lightning_hybrid.errors import HybridError, RemoteError
+from lightning_hybrid.errors import HybridError, NetworkError, RemoteError
 
 
 @pytest.mark.parametrize("devices", PLACEMENTS)
@@ -90,6 +91,19 @@ def test_a_stage_that_fails_in_a_backward_is_heard_of_with_the_next_forward() ->
     train_step(pipeline, parts)
     assert pipeline.engines[1].failure is not None
     with pytest.raises(ValueError, match="in the backward"):
+        pipeline.forward(pipeline.open(parts), parts)
+
+
+def test_sparse_gradients_of_replicas_are_refused_before_a_step_and_in_training_alone() -> None:
+    pipeline, parts = Pipeline(chain(2), (1, 0)), slices()
+    [weight] = pipeline.engines[1].sparse = [nn.Parameter(torch.ones(1))]
+    calls = pipeline.open(parts)
+    evaluation = {n: replace(c, key=replace(c.key, grad=False)) for n, c in calls.items()}
+    assert len(pipeline.forward(evaluation, parts)) == len(parts)
+    weight.requires_grad_(False)
+    pipeline.forward(pipeline.open(parts), parts)
+    weight.requires_grad_(True)
+    with pytest.raises(NetworkError, match="sparse=False"):
         pipeline.forward(pipeline.open(parts), parts)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEFAULTS, ROOT, SCRIPT, Training, kill_while_it_saves
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from training_script import train
 
@@ -188,6 +189,16 @@ def test_a_kill_during_saving_leaves_a_whole_checkpoint(tmp_path: Path, folder: 
         assert [*tmp_path.iterdir()] == [path]
     finally:
         shutil.rmtree(tmp_path)
+
+
+def test_a_job_of_slurm_does_not_take_a_part_for_the_last_checkpoint(tmp_path: Path) -> None:
+    trainer = Trainer(default_root_dir=tmp_path, logger=False)
+    whole = Path(trainer._checkpoint_connector.hpc_save_path(tmp_path))
+    AtomicCheckpointIO().save_checkpoint({}, whole)
+    later = Path(trainer._checkpoint_connector.hpc_save_path(tmp_path))
+    checkpoints._new(later).touch()  # as a kill in the middle of a save leaves it
+    assert len([*tmp_path.iterdir()]) == 2
+    assert trainer._checkpoint_connector._hpc_resume_path == str(whole)
 
 
 def test_a_disk_that_is_full_is_named_and_keeps_the_checkpoint_before(

@@ -14,6 +14,7 @@ from conftest import DEFAULTS, Training, kill_while_it_saves
 from training_script import train
 
 from lightning_hybrid.cli import main
+from lightning_hybrid.state import atomic_checkpoints as checkpoints
 from lightning_hybrid.state import save_alone
 from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO, ShardedSaves
 from lightning_hybrid.state.sharded_checkpoint import read_sharded
@@ -57,11 +58,17 @@ def save_for_ever(path: Path) -> None:
         save(numbered(number, 1_000_000), path)
 
 
-def test_a_kill_during_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanges", [True, False])  # whether the file system can do that
+def test_a_kill_during_saving_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(checkpoints, "exchange", lambda *_: False)
     path = tmp_path / "last.ckpt"
     for kill in range(6):
         kill_while_it_saves(save_for_ever, path, 0.03 + 0.013 * kill)
         whole = path if path.exists() else tmp_path / ".last.ckpt.before"
+        assert exchanges is False or whole == path
         found = read_sharded(whole, weights_only=True)
         assert (found["state_dict"]["weight"] == found["epoch"]).all()
 
