@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pkgutil import resolve_name
 from types import CodeType
 from typing import Any, TypeVar
@@ -77,15 +77,17 @@ _SHAPES = {"use_duck_shape": False}
 _ABSENT = object()
 
 
-def _there(place: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A module of settings, and those of these settings that this torch has."""
+def _patch(place: str, settings: dict[str, Any]) -> AbstractContextManager[None]:
+    """A context with these settings of a module, as far as this torch has them."""
     known = {k: v for k, v in settings.items() if find(f"{place}:{k}", _ABSENT) is not _ABSENT}
-    return resolve_name(place), known
+    patch: AbstractContextManager[None] = resolve_name(place).patch(**known)
+    return patch
 
 
-_SETTINGS = (
-    _there("torch._dynamo.config", _CAPTURE),
-    _there("torch.fx.experimental._config", _SHAPES),
+# (made once: each has a `ContextVar`, of which a thread keeps all that it has ever set)
+_PATCHES = (
+    _patch("torch._dynamo.config", _CAPTURE),
+    _patch("torch.fx.experimental._config", _SHAPES),
 )
 
 
@@ -172,8 +174,8 @@ def capture_settings() -> Iterator[None]:
     # (settings are of this thread alone; the depth tells replaced functions, which all threads
     # call, that this one captures)
     with ExitStack() as stack:
-        for config, settings in _SETTINGS:
-            stack.enter_context(config.patch(**settings))
+        for patch in _PATCHES:
+            stack.enter_context(patch)
         _capturing.depth = getattr(_capturing, "depth", 0) + 1
         try:
             yield

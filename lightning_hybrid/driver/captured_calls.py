@@ -22,9 +22,12 @@ are appended to a list, which TorchDynamo repeats after each call, and Lightning
 afterwards, in their order and within the same hook.
 """
 
+import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,7 +115,7 @@ Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None
 """Cuts a network by a graph and its arguments; ``None``: the driver computes the graph."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Running:
     """A call of a network that is under way.
 
@@ -120,12 +123,27 @@ class _Running:
         statistics: the mode around the call that computes batch statistics over all replicas, if
             there is one; entered where the driver computes layers.
         check: what compares the call with the network's own Python, if this call is checked.
-        begun: whether a graph of it has been computed.
     """
 
     statistics: AbstractContextManager[Any]
     check: Check | None
-    begun: bool = False
+
+
+_CAPTURING = (
+    f"{Path(torch.__file__).parent / '_dynamo'}{os.sep}",
+    f"{Path(__file__).parents[1]}{os.sep}",
+)
+
+
+def _is_first(error: CannotFollow) -> bool:
+    """Whether nothing of a chain has run before the graph that has raised an error.
+
+    Then the graph is called by the `forward` that was captured, whose effects come after the graph.
+    Python that has run is seen in the traceback: what it calls has a frame of its own, and so has
+    what TorchDynamo makes of the code after it.
+    """
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return sum(not file.startswith(_CAPTURING) for file in files) <= 1
 
 
 class CapturedCalls:
@@ -276,7 +294,7 @@ class CapturedCalls:
                 f"{found.reason}"
             ) from error
         except CannotFollow as error:
-            if not self._running.begun and not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() and _is_first(error):
                 raise  # an evaluation of which nothing has run
             raise NetworkError(
                 f"{found.shown} was captured as several graphs, and one that was not among them "
@@ -322,7 +340,6 @@ class CapturedCalls:
             elif call is None:
                 call = self._adopt(found, graph, values)
                 self._announcements.doing(found, "calling")
-            running.begun = True
             if call is not None:
                 if running.check is not None and found.whole:
                     synchronised = isinstance(running.statistics, Synchronised)

@@ -152,6 +152,7 @@ class Check:
         self._divided = self._draws = False
         self._parts = self._first = 1
         self._expected: Made = None  # on the first micro-batch if the network draws, else on all
+        self._raised: NetworkError | None = None
 
     # ------------------------------------------------------------------ before the stages run
 
@@ -163,7 +164,7 @@ class Check:
         self._before, self._start = random_state(self._device), self._own_draws
         with self._or_give_up():
             self._take((), writes=True)  # (the Python between the graphs may write to weights)
-            self._expected = self._python()
+            self._expect()
 
     def begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
         """Run the Python of a network that is one graph, before its stages run.
@@ -210,7 +211,17 @@ class Check:
             if leaf.rows is not None and leaf.rows.dim == 0 and not leaf.made
         ]
         self._take(batched, writes=graph.writes_parameters)
-        self._expected = self._python(self._first_part if self._draws else None)
+        self._expect(self._first_part if self._draws else None)
+
+    def _expect(self, rows: Rows | None = None) -> None:
+        """Run the Python before the stages run, and keep its results, or the error for after them.
+
+        (What one device raises, as for an index that is too large, the stages raise too.)
+        """
+        try:
+            self._expected = self._python(rows)
+        except NetworkError as error:
+            self._raised = error
 
     def _take(self, batched: Sequence[Tensor], *, writes: bool) -> None:
         """Fetch the network's weights, and copy the module and the arguments as they are now.
@@ -257,10 +268,12 @@ class Check:
             result: what the call of the stages has returned.
 
         Raises:
-            NetworkError: the results differ, or samples meet.
+            NetworkError: the results differ, the Python has raised an error, or samples meet.
         """
         if self._copy is None:
             return
+        if self._raised is not None:
+            raise self._raised
         found = _given(result, (self._arguments, self._keywords))
         with self._or_give_up():
             self._compare(found | self._attributes(self.found.module))

@@ -210,8 +210,11 @@ class _Walk:
         plain = all(one is None or (isinstance(one, Rows) and one.plain) for one in labels)
         if not plain or MEET in results or run.draws or node in self._kept:
             return False
-        # (operators that take graphs may decide by values, as `while_loop` does)
-        if higher_order_name(node.target) not in (None, "autograd_function_apply"):
+        # (operators that take graphs may decide by values, as `while_loop` does; the forward of a
+        # Function alone has been followed)
+        if not is_custom_operator(node.target) and (
+            higher_order_name(node.target) != "autograd_function_apply" or run.why is not None
+        ):
             return False
         # the trial has no incoming gradients for results that all samples share
         if any(label is None and t.is_floating_point() for label, t in zip(results, tensors)):

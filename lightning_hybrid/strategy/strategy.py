@@ -160,10 +160,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             or not); ``n``: the first call and every ``n``-th after it; ``False``: none.
         rng: whose random numbers a network draws (dropout): ``"microbatch"``: each micro-batch has
             generators of its own, so that the numbers are the same for every number of stages;
-            ``"device"``: those of one device, whatever the stages and micro-batches. The driver
-            then draws the masks of dropout for the whole batch, and sends each micro-batch its
-            rows: a byte for each element, across each cut before the layer. What draws in another
-            way (attention with ``dropout_p``) takes its batches whole, with a line that names it.
+            ``"device"``: those of one device, whatever the stages. A network that draws inside of
+            its stages (dropout) then takes its batches whole, with a line that names the operation.
         checkpoint: ``"full"``: a checkpoint is Lightning's ordinary file. ``"sharded"``: it is a
             folder to which each rank writes what it owns, as of Lightning's ``FSDPStrategy`` and
             in the format of `torch.distributed.checkpoint`; any number of replicas and stages goes

@@ -1,6 +1,7 @@
 """What is replaced in torch while a network is captured does not disturb other threads."""
 
 from collections.abc import Callable
+from contextvars import copy_context
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,19 @@ def test_layers_compute_the_same_in_another_thread_and_afterwards() -> None:
         assert nn.Module.__call__ is call
     assert nn.BatchNorm1d.forward is forward
     assert vars(torch._VF) == names
+
+
+def test_settings_are_of_one_thread_and_leave_nothing_in_it() -> None:
+    shapes = torch.fx.experimental._config
+    with capture_settings():
+        pass
+    kept = len(copy_context())
+    with capture_settings():
+        with capture_settings():
+            assert in_another_thread(lambda: shapes.use_duck_shape)
+        assert not shapes.use_duck_shape
+    assert shapes.use_duck_shape
+    assert len(copy_context()) == kept
 
 
 def test_the_last_that_leaves_puts_back() -> None:

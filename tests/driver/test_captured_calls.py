@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from adopted import Driven
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
@@ -131,6 +132,40 @@ def test_a_graph_of_a_chain_that_comes_later_and_has_no_place_in_its_stages_is_r
     with pytest.raises(NetworkError, match=r"(?s)several graphs.*it takes no tensor.*it prints"):
         calls()
     assert calls.notes == ["one stream"]
+
+
+def test_an_evaluation_of_a_chain_that_has_no_place_in_its_stages_runs_on_the_driver() -> None:
+    calls = Calls(cannot_follow, whole=False)
+    with torch.no_grad():
+        assert torch.equal(calls(), calls.module(X))
+    stream, line, again = calls.notes[:3]
+    assert stream == again == "one stream"
+    assert "on the driver in some calls" in line
+
+
+class Says(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        print("first")
+        x = self.two(torch.tanh(self.one(x)))
+        if self.training:
+            print("between")
+        return self.three(x)
+
+
+def test_an_evaluation_of_which_python_has_run_does_not_run_again(
+    ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = Driven(ranks, Says()).module.net
+    net(X.double()).sum().backward()
+    capsys.readouterr()
+    net.eval()
+    with torch.no_grad(), pytest.raises(NetworkError, match=r"(?s)several graphs.*another way"):
+        net(X.double())
+    assert capsys.readouterr().out == "first\n"
 
 
 def test_what_is_not_cut_yet_takes_its_batch_statistics_with_the_other_replicas(

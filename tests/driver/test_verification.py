@@ -372,6 +372,22 @@ def test_an_error_of_the_copy_is_a_difference_once_it_has_run(
     assert "does not run on a copy of it (ValueError: no more)" in line
 
 
+class Indexed(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(self.table(x))))
+
+
+def test_an_error_that_the_stages_raise_too_is_theirs(ranks: Any) -> None:
+    driven = Driven(ranks, Indexed(), verify=1)
+    driven.module.net(torch.arange(4))
+    with pytest.raises(IndexError, match="out of range"):
+        driven.module.net(torch.arange(4) + 1)
+
+
 class Four(nn.Module):
     """So many layers that what is around the break is cut."""
 

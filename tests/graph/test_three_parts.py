@@ -636,6 +636,18 @@ class Recentres(torch.autograd.Function):
         return gradients[0] - gradients[0].mean(0)
 
 
+class CountsDuplicates(torch.autograd.Function):
+    """Samples meet where two are equal, and random ones of a trial never are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x / (x[:, None] == x).all(2).sum(1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 class Swish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -701,6 +713,7 @@ def applied(function: Code) -> Code:
         (lambda net, h: Scales.apply(h, net.scale), True),
         (lambda net, h: torch.mul(*SharesAResult.apply(h, net.scale.detach())), False),
         (lambda net, h: DrawsBackwards.apply(h), False),
+        (lambda net, h: CountsDuplicates.apply(h), False),
         pytest.param(lambda net, h: Bounds.apply(h), False, marks=slow),
         pytest.param(lambda net, h: Recentres.apply(h), False, marks=slow),
     ],
@@ -714,6 +727,7 @@ def applied(function: Code) -> Code:
             "weight",
             "shared result",
             "draws",
+            "meets where equal",
         ),
         *("meets backwards", "meets forwards"),
     ],
