@@ -109,6 +109,7 @@ Precision = pytorch.plugins.Precision
 STEP_OUTPUT = pytorch.utilities.types.STEP_OUTPUT
 Strategy = pytorch.strategies.Strategy
 StrategyRegistry = pytorch.strategies.StrategyRegistry
+TensorBoardLogger = pytorch.loggers.TensorBoardLogger
 TorchCheckpointIO = fabric.plugins.TorchCheckpointIO
 TorchElasticEnvironment = fabric.plugins.environments.TorchElasticEnvironment
 TorchSyncBatchNorm = pytorch.plugins.layer_sync.TorchSyncBatchNorm

@@ -37,40 +37,62 @@ KEEPS_CUTS = (
 )
 """What says where stages are cut, or keeps them as they are, by the names of :data:`PAIRS`."""
 
-PAIRS: dict[str, tuple[tuple[str, ...], str]] = {
-    "free": (
-        ("zero_bubble", "cuts"),
-        "lets GABRA give a device several stages, which cut points do not (plan=Plan(...) can)",
+LEAVE_ONE = "Leave one of them out."
+
+PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "zero_bubble": (("free",), "gives each device one stage", LEAVE_ONE),
+    "cuts": (
+        ("free",),
+        "are cut points, which give each device one stage",
+        "Leave one of them out, or give plan=Plan(..., devices=...), which says where each stage "
+        "goes.",
+    ),
+    "one stage": (
+        ("recompute",),
+        "makes no stages",
+        "Leave one of them out, or call torch.utils.checkpoint in the network.",
     ),
     "recompute": (
         # (a batch of a stream is under way while later ones begin: its weights may be gone)
-        ("streamed", "one stage"),
-        "is done by stages that finish a batch before the next one (the delayed schedules have "
-        "delayed_weights='recompute')",
+        ("streamed",),
+        "is for schedules that finish a batch before the next one",
+        "Leave it out; the delayed schedules have delayed_weights='recompute'.",
     ),
-    "device": (("streamed",), "draws in the order of one device"),
-    "sharded_async": (("divided",), "makes copies on replica 0"),
+    "device": (("streamed",), "draws in the order of one device", LEAVE_ONE),
+    "sharded_async": (
+        ("divided",),
+        "makes copies on replica 0",
+        "Use checkpoint='sharded' or 'full'.",
+    ),
     "new cuts": (
         KEEPS_CUTS,
-        "cuts stages anew where a device turns out slower (or, with balance='speed' and several "
-        "replicas, gives these other parts of each batch)",
+        "cuts stages anew where a device turns out slower",
+        "Leave one of them out, or use balance='speed' with several replicas, which then get other "
+        "parts of each batch.",
     ),
     "copies": (
         ("streamed", "looped", "zero_bubble", "free", "speed", "divided", "sharded", "device"),
         "gives stages copies",
+        "Leave the latter out, or use pipeline_parallel_size={devices}.",
     ),
     # (the driver's copy of the last stage borrows its weights)
-    "copies of the last": (("compiled",), "gives the last stage copies"),
+    "copies of the last": (
+        ("compiled",),
+        "gives the last stage copies",
+        "Leave the latter out, or use pipeline_parallel_size={devices}.",
+    ),
     "asgd": (
         ("stages", "speed", "streamed", "divided", "sharded"),
         "is for replicas of one stage that do not wait for each other",
+        LEAVE_ONE,
     ),
     "continue": (
         ("asgd", "epoch", "divided", "sharded", "streamed"),
         "averages gradients once for each batch, and keeps weights and states whole",
+        LEAVE_ONE,
     ),
 }
-"""What does not go together with what, each by a name of :meth:`Config._said`; and why."""
+"""What does not go together with what, each by a name of :meth:`Config._said`; why; what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,14 +396,11 @@ class Config:
 
     def _said(self, what: str) -> str:
         """How the user has asked for one of the :data:`PAIRS`; empty: that is not asked for."""
-        schedule, shape = self._scheduled, self.pipeline_parallel_size
+        schedule, stages = self._scheduled, self._asked_stages
         streamed, copies = schedule in STREAMED, self.copies
         given = {
-            "one stage": (f"pipeline_parallel_size={shape}", self._asked_stages == 1),
-            "stages": (
-                f"pipeline_parallel_size={copies or self._asked_stages}",
-                self._asked_stages not in (None, 1),
-            ),
+            "one stage": ("pipeline_parallel_size=1", stages == 1),
+            "stages": (f"pipeline_parallel_size={copies or stages}", stages not in (None, 1)),
             "copies": (f"pipeline_parallel_size={copies}", bool(copies)),
             "copies of the last": (f"pipeline_parallel_size={copies}", copies[-1:] > (1,)),
             "plan": ("plan=...", self.plan is not None),
@@ -407,12 +426,12 @@ class Config:
 
     def _check_pairs(self) -> None:
         """Complain about two arguments that do not go together."""
-        for one, (others, why) in PAIRS.items():
+        for one, (others, why, advice) in PAIRS.items():
             for other in others:
                 if self._said(one) and self._said(other):
                     raise PlanError(
                         f"{self._said(one)} {why}, and does not go together with "
-                        f"{self._said(other)}. Leave one of them out."
+                        f"{self._said(other)}. {advice.format(devices=self._asked_stages)}"
                     )
 
     def _check_kinds(self) -> None:

@@ -32,6 +32,7 @@ OUTERMOST = {
     "lightning_hybrid/state/atomic_checkpoints.py",
     "lightning_hybrid/run/coming_batches.py",
     "lightning_hybrid/_lightning_private.py",
+    "lightning_hybrid/run/performance_log.py",
     "lightning_hybrid/strategy/fabric.py",
     "lightning_hybrid/strategy/open_sizes.py",
     "lightning_hybrid/strategy/ranks.py",

@@ -15,7 +15,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules import STREAMED, check_copies
 
 VERSION = 2
-"""Version of the JSON format."""
+"""Version of the JSON format. Version 1, in which no stage has copies, can be read too."""
 _OF_GABRA = "(found by its descents: crossover is not shown to help, docs/allocation.md)"
 
 
@@ -313,7 +313,10 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
         if isinstance(record, dict):
-            record.pop("delays", None)  # they follow from the schedule
+            for name in ("delays", "data_parallel_sizes"):  # they follow from others
+                record.pop(name, None)
+            if record.get("version") == 1:
+                record["version"] = VERSION
         _check_keys(cls, record, "the plan")
         rows = []
         try:

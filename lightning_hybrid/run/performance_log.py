@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_hybrid._lightning import TensorBoardLogger
 from lightning_hybrid.planning import Plan, speedup
 from lightning_hybrid.run.device_times import Meter, StepWatcher, Window
 from lightning_hybrid.run.run import Run
@@ -107,7 +108,12 @@ class PerformanceLog(StepWatcher):
             prefix = "hybrid/" if len(self._known) == 1 or not name else f"hybrid/{name}/"
             values = {f"{prefix}{key}": value for key, value in _flat(plan).items()}
             for logger in self._trainer.loggers:
-                logger.log_hyperparams(values)
+                if isinstance(logger, TensorBoardLogger):
+                    # as a text too: TensorBoard's table has the values known when the run began
+                    logger.log_hyperparams(values, metrics={})
+                    logger.experiment.add_text(f"{prefix}plan", f"```\n{plan.describe()}\n```")
+                else:
+                    logger.log_hyperparams(values)
 
 
 def _flat(plan: Plan) -> dict[str, str | int | float]:

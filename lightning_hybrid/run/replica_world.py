@@ -110,7 +110,7 @@ class ReplicaWorld:
 
     @property
     def variables(self) -> dict[str, int]:
-        """The numbers by name of the environment variables of torchrun and SLURM."""
+        """The numbers by name of the environment variables of launchers and schedulers."""
         numbers = (
             (self.rank, _RANK),
             (self.size, _SIZE),
@@ -122,10 +122,22 @@ class ReplicaWorld:
         return {name: number for number, names in numbers for name in names}
 
 
-_RANK = ("RANK", "SLURM_PROCID")
-_SIZE = ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
-_LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID")
-_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+_RANK = (
+    *("RANK", "ROLE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "JSM_NAMESPACE_RANK",
+)
+_SIZE = (
+    *("WORLD_SIZE", "ROLE_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"),
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"),
+)
+_LOCAL_RANK = (
+    *("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "JSM_NAMESPACE_LOCAL_RANK",
+)
+_LOCAL_SIZE = (
+    *("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
 _NODE_RANK = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 _HOSTS = ("GROUP_WORLD_SIZE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 

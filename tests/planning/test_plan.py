@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.plan import Plan, StagePlan
+from lightning_hybrid.planning.plan import VERSION, Plan, StagePlan
 
 
 def plan(**changes: Any) -> Plan:
@@ -199,6 +199,14 @@ def test_a_stage_with_copies_names_the_devices_of_all() -> None:
     assert Plan.from_json(copied.to_json()) == copied
     assert "2 replicas x 2 stages (3-1 copies) = 8 devices" in copied.describe()
     assert "1, 2, 3" in copied.describe()
+
+
+def test_a_file_from_before_stages_had_copies_is_read() -> None:
+    old = json.loads(plan().to_json())
+    assert old["version"] == VERSION
+    # (earlier files have another number that follows)
+    old |= {"version": 1, "data_parallel_sizes": [plan().replicas] * plan().stages}
+    assert Plan.from_json(json.dumps(old)) == plan()
 
 
 @pytest.mark.parametrize(

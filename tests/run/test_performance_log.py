@@ -1,7 +1,11 @@
 """What loggers get of a plan."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.planning.plan import Plan
@@ -33,3 +37,18 @@ def test_a_plan_is_logged_once_with_its_delays() -> None:
             "hybrid/cuts": "1, 2",
         }.items()
     )
+
+
+def test_tensorboard_gets_a_plan_as_a_text_and_no_value_of_its_own(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, version=0)
+    trainer = SimpleNamespace(loggers=[logger], global_step=0, log_every_n_steps=50)
+    world = SimpleNamespace(coordinates=Coordinates(0, 1, 3))
+    run: Any = SimpleNamespace(trainer=trainer, plans={"net": PLAN}, world=world)
+    PerformanceLog(run, tuple).batch_starts(None)
+    logger.finalize("success")
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    tags = events.Tags()
+    assert tags["scalars"] == []  # an hp_metric of -1 would stand beside the user's
+    assert "hybrid/plan/text_summary" in tags["tensors"]
+    assert "hybrid/cuts: 1, 2" in Path(logger.log_dir, "hparams.yaml").read_text()

@@ -20,6 +20,22 @@ from lightning_hybrid.run.replica_world import (
     refuse_other_shards,
 )
 
+OTHERS = {
+    "ROLE_RANK": "1",
+    "ROLE_WORLD_SIZE": "2",
+    "SLURM_PROCID": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "JSM_NAMESPACE_RANK": "1",
+    "JSM_NAMESPACE_SIZE": "2",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+}
+"""What a second driver hears from other launchers; data that are divided by these are whole."""
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
 
 
@@ -101,6 +117,15 @@ def test_the_environment_speaks_of_replicas_until_the_run_is_over(
     os.environ["LOCAL_RANK"] = "9"  # somebody else's
     shown.restore()
     assert {n: os.environ[n] for n in TORCHRUN} == {**TORCHRUN, "LOCAL_RANK": "9"}
+
+
+def test_variables_of_each_launcher_speak_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OTHERS:
+        monkeypatch.setenv(name, "4" if "SIZE" in name else "2")
+    shown = ShownRanks()
+    shown.show(worlds(2, 2)[2].variables)
+    assert {name: os.environ[name] for name in OTHERS} == OTHERS
+    shown.restore()
 
 
 class Stream(IterableDataset[int]):

@@ -324,7 +324,7 @@ def steps_two_optimizers(fabric: Fabric) -> Record:
 
 @loop
 def goes_backward_by_itself(fabric: Fabric) -> Record:
-    """Past Fabric: through another module, and without a word to other replicas."""
+    """Past Fabric: through another module, and where each replica keeps its own gradients."""
     loader = fabric.setup_dataloaders(images())
     net = make(Convolutions)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -334,8 +334,11 @@ def goes_backward_by_itself(fabric: Fabric) -> Record:
     x = torch.ones(4, 1, 4, 4, dtype=torch.float64, device=fabric.device)
     with fabric.no_backward_sync(model):
         net(x).sum().backward()
+    net(x * (2 + fabric.global_rank)).sum().backward()
+    gradients = {name: given.grad.clone() for name, given in net.named_parameters()}
+    optimizer.step()
     losses += trained(fabric, model, optimizer, loader)
-    return {"losses": losses, "weights": weights(model)}
+    return {"losses": losses, "weights": weights(model), "gradients": gradients}
 
 
 @loop

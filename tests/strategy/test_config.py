@@ -13,6 +13,7 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.sizes import Sizes
 
+ALONE = Plan(replicas=1, stages=1, microbatches=1, schedule="gpipe", cuts=())
 CHAIN = Plan(replicas=2, stages=2, microbatches=2, schedule="gpipe", cuts=("b",))
 LOOP = Plan(
     replicas=1, stages=3, microbatches=2, schedule="gpipe", cuts=("b", "c"), devices=(0, 1, 0)
@@ -131,6 +132,25 @@ def test_divided_states_are_not_saved_beside_training() -> None:
     config = Config(checkpoint="sharded", shard_optimizer_states=True)
     assert config.shard_optimizer_states
     assert config.settings.shards_states
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"allocation": ["b"], "contiguous": False}, "or give plan=Plan"),
+        ({"schedule": "zero_bubble", "contiguous": False}, "each device one stage, and does"),
+        ({"pipeline_parallel_size": 1, "recompute": True}, "call torch.utils.checkpoint in the"),
+        ({"plan": ALONE, "recompute": True}, "^pipeline_parallel_size=1 makes no stages"),
+        ({"schedule": "fdg", "recompute": True}, "have delayed_weights='recompute'"),
+        ({"checkpoint": "sharded_async", "shard_optimizer_states": True}, "Use .*'sharded' or"),
+        ({"replan": "epoch", "compile_stages": True}, "or use balance='speed' with several"),
+        ({"plan": ALONE, "replan": "epoch"}, "go together with pipeline_parallel_size=1"),
+        ({"pipeline_parallel_size": (1, 2), "compile_stages": True}, "or use .*_size=3"),
+    ],
+)
+def test_a_contradiction_is_named_with_a_way_out(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Config(**arguments)
 
 
 @pytest.mark.parametrize("capacity", [(1.0, 2.0, 3.0), (1.0, -1.0)])
