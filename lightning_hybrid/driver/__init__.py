@@ -1,5 +1,6 @@
 """The driver of a replica: network calls, weights, gradients and optimizers of the user's code."""
 
+from lightning_hybrid.driver.after_run import bring_here
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.driver import Driver

@@ -15,8 +15,14 @@ from lightning_hybrid.comm.protocol import MapTensors, Report
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.weights import FilesOfWorkers, Weights
 from lightning_hybrid.planning import free_on, gigabytes, optimizer_bytes
-from lightning_hybrid.remote import is_of_one_rank
+from lightning_hybrid.remote import is_of_one_rank, is_unread, materialize, refuse_lost
 from lightning_hybrid.state import TensorFile, Ticket, put_mapped
+
+_CHANGED_IF_HERE = -1
+"""A value that no version counter has, for a tensor that is left in its file.
+
+If it has memory later, it was written to, and so counts as changed.
+"""
 
 
 class AfterRun:
@@ -56,7 +62,10 @@ class AfterRun:
         remote.adopt_fetched()
         remote.leave_gradients({n: g for file in files for n, g in file["gradients"].items()})
         with as_they_are():
-            self._versions = {name: version(tensor) for name, tensor in elsewhere.items()}
+            self._versions = {
+                name: _CHANGED_IF_HERE if is_unread(tensor) else version(tensor)
+                for name, tensor in elsewhere.items()
+            }
         return True
 
     def lacking(self, device: torch.device, optimizers: Iterable[Optimizer]) -> str:
@@ -97,7 +106,11 @@ class AfterRun:
             return False
         everyones = self._weights.everyones()
         # (tensors that were not written to since they were mapped are in the workers' files)
-        mine = {n: t for n, t in everyones.items() if version(t) != self._versions.get(n)}
+        mine = {
+            n: t
+            for n, t in everyones.items()
+            if not is_unread(t) and version(t) != self._versions.get(n)
+        }
         file = TensorFile(self._files.folder)
         try:
             tickets = {**self._tickets, 0: file.write({"weights": mine})}
@@ -107,3 +120,15 @@ class AfterRun:
         finally:
             file.close()
         return all(answer.value for answer in answers)
+
+
+def bring_here(module: nn.Module) -> None:
+    """Read the tensors of a module that an earlier run has left in files, before another run.
+
+    Raises:
+        NoAddresses: the address space has no room for them.
+        DeferredError: an earlier run has failed, and one was lost with another rank.
+    """
+    tensors = (*module.parameters(), *module.buffers())
+    refuse_lost(tensors)
+    materialize(filter(is_unread, tensors))

@@ -69,6 +69,11 @@ def free_of_host(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
     return min(groups if host is None else [host, *groups], default=None)
 
 
+def free_addresses(proc: Path = Path("/proc")) -> int | None:
+    """Bytes by which the address space of this process may still grow; ``None``: no limit."""
+    return next((left for _, left in _of_address_space(proc)), None)
+
+
 def _of_groups(proc: Path, cgroups: Path) -> Iterator[Limit]:
     lines: list[str] = []
     with suppress(OSError):

@@ -23,7 +23,9 @@ from lightning_hybrid.remote.proxy import Kind, hook_refused, read_now
 from lightning_hybrid.remote.remote import RemoteTensors
 from lightning_hybrid.remote.remote_gradients import RemoteGradients
 from lightning_hybrid.remote.unread import (
+    Unread,
     is_unread,
+    leave_unread,
     left_unread,
     place_of,
     streaming,

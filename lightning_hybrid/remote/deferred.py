@@ -491,8 +491,8 @@ def give_up(tensor: Tensor, name: str) -> None:
         offload(tensor, name, _LOST)
 
 
-def refuse_lost(module: nn.Module) -> None:
+def refuse_lost(tensors: Iterable[Tensor]) -> None:
     """Raise DeferredError before a run for a tensor that :func:`give_up` was called for."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in tensors:
         if isinstance(tensor, _Deferred) and tensor._where == _LOST:
             raise _elsewhere(tensor)

@@ -1,7 +1,9 @@
 """Unread tensors: their numbers are in a file, or on another rank, and are read when needed.
 
-They are deferred tensors (:mod:`lightning_hybrid.remote.deferred`): each one is read into temporary
-memory when its numbers are used, and for good when it is written to or enters autograd's graph.
+Where the address space of a process is limited, it may be impossible to map a whole file, but
+possible to map a part. So these tensors are deferred (:mod:`lightning_hybrid.remote.deferred`):
+each one is read into temporary memory when its numbers are used, and for good when it is written to
+or enters autograd's graph.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.serialization import reduced
 from lightning_hybrid._torch.tensors import as_they_are, without_dispatch_modes
 from lightning_hybrid.remote.deferred import (
+    Before,
     Maker,
     defer,
     exchange,
@@ -89,9 +92,15 @@ def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def _become(tensor: Any, value: Tensor) -> None:
-    """Make an ordinary tensor of an unread one, in the memory of ``value``."""
-    make_ordinary(tensor, value)
+    """Make an ordinary tensor of an unread one, in the memory of ``value``, with its gradient."""
+    before = make_ordinary(tensor, value).memory
     vars(tensor).pop("_was_deferred", None)  # (it is not a tensor that other ranks lack)
+    with as_they_are():
+        gradient = before.grad
+    if gradient is not None:
+        if is_deferred(gradient):
+            gradient._maker.make(gradient)  # type: ignore[attr-defined]
+        tensor.grad = gradient
 
 
 def is_unread(tensor: Any) -> bool:
@@ -129,18 +138,27 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
-@contextmanager
-def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a tensor has no memory and reads ``value`` when it is used; after it, as before.
+def leave_unread(tensor: Any, name: str, value: Any) -> Before:
+    """Free a tensor's memory, and make it an unread tensor named ``name`` with numbers of another.
 
     Args:
         tensor: the tensor; it stays the same object.
         name: its name.
         value: an unread tensor of equal form.
+
+    Returns:
+        What :func:`restore` needs to undo it.
     """
     with as_they_are(), torch.no_grad():
         before = exchange(tensor, ordinary(tensor, like(value, "meta")))
         value._maker.open(tensor, name)
+    return before
+
+
+@contextmanager
+def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, a tensor has no memory and reads ``value`` when it is used; after it, as before."""
+    before = leave_unread(tensor, name, value)
     try:
         yield
     finally:

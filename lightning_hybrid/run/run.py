@@ -20,7 +20,6 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import StartProgress, present_bytes
 from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan, plan_again
-from lightning_hybrid.remote import refuse_lost
 from lightning_hybrid.run.building import Building
 from lightning_hybrid.run.framework import ByTrainer, Framework
 from lightning_hybrid.run.world import World
@@ -67,9 +66,6 @@ class Run:
     again: dict[str, Callable[[Plan, Sequence[float]], tuple[Plan, Plan]]] = field(
         default_factory=dict
     )
-
-    def __post_init__(self) -> None:
-        refuse_lost(self.module)
 
     @classmethod
     def of(

@@ -39,6 +39,7 @@ from lightning_hybrid.driver import (
     Driver,
     DriverOptions,
     Planner,
+    bring_here,
 )
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
@@ -352,6 +353,7 @@ class DriverSession:
         self._driver.close()
         self._release()
         self._driver.end_stages()
+        bring_here(self._run.module)
         self._run.plans.update(plans)
         for watcher in self._watchers:
             watcher.begin_anew()

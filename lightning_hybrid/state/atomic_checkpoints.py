@@ -30,7 +30,13 @@ from lightning_hybrid.state.sharded_checkpoint import (
     named_disk_errors,
     read_sharded,
 )
-from lightning_hybrid.state.tensor_file import PIECE_BYTES, let_go, remember_mapped
+from lightning_hybrid.state.tensor_file import (
+    PIECE_BYTES,
+    let_go,
+    load_unread,
+    may_be_mapped,
+    remember_mapped,
+)
 
 
 class Background:
@@ -147,6 +153,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         # files of the format before torch 1.6 cannot be mapped
         if "://" in str(path) or not is_zipfile(path):
             return super().load_checkpoint(path, map_location, weights_only)
+        with Path(path).open("rb") as file:
+            if not may_be_mapped(file):
+                return load_unread(path, weights_only)
         # mapped, since a rank needs only some of it: pages that are not read take no memory
         loaded: dict[str, Any] = torch.load(
             path, map_location=map_location, weights_only=weights_only, mmap=True

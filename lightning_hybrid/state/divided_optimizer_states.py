@@ -12,7 +12,6 @@ divides before it sends its workers their states.
 For a checkpoint :func:`gather_states` brings them to one rank, tensor by tensor.
 """
 
-import errno
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
@@ -34,7 +33,7 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.stage import Broadcasts
-from lightning_hybrid.state.tensor_file import TensorFile, let_go, read_files
+from lightning_hybrid.state.tensor_file import PIECE_BYTES, TensorFile, let_go, read_files
 
 Replicas = dict[str, int]
 """By name of a parameter, the number of the replica that has its state, which never changes."""
@@ -189,7 +188,7 @@ def outlined(state: Mapping[str, Any]) -> dict[str, Any]:
 def gather_states(group: Group, mine: States, folder: str) -> States:
     """On the first rank of a group: the states of all others, mapped from a file; elsewhere empty.
 
-    Collective. A rank takes no memory beside its own states but for one tensor.
+    Collective. A rank takes no memory beside its own states but for one piece of a tensor.
 
     Args:
         group: a gloo group.
@@ -197,7 +196,7 @@ def gather_states(group: Group, mine: States, folder: str) -> States:
         folder: for the file, if possible.
 
     Raises:
-        OSError: there is no room for the file, or to map it.
+        OSError: there is no room for the file.
     """
     outlines: list[States] = gather_objects(
         group, {name: outlined(state) for name, state in mine.items()}
@@ -215,16 +214,14 @@ def gather_states(group: Group, mine: States, folder: str) -> States:
                 name: {key: _stored(file, group, source, value) for key, value in state.items()}
                 for name, state in theirs.items()
             }
-            states = read_files([file.ticket(stored)])
-            if states is None:
-                raise OSError(errno.ENOMEM, "no room to map the states of another replica")
-            found |= states[0]
+            for states in read_files([file.ticket(stored)]) or ():
+                found |= states
     return found
 
 
 def _send(group: Group, tensor: Tensor) -> None:
-    if tensor.numel():
-        here = bytes_of(tensor).cpu()
+    for piece in bytes_of(tensor).split(PIECE_BYTES) if tensor.numel() else ():
+        here = piece.cpu()
         wait(start(group.send, [here], 0, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
         let_go(here.numpy().data)  # (it may be mapped from a worker's file)
 
@@ -232,8 +229,17 @@ def _send(group: Group, tensor: Tensor) -> None:
 def _stored(file: TensorFile, group: Group, source: int, value: Any) -> Any:
     if not isinstance(value, TensorSpec):
         return value
-    tensor = value.empty(torch.device("cpu"))
-    if not tensor.numel():
-        return tensor
-    wait(start(group.recv, [bytes_of(tensor)], source, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
-    return file.put(tensor)
+    if 0 in value.shape:
+        return value.empty(torch.device("cpu"))
+    return file.store(value, _pieces(group, source, value))
+
+
+def _pieces(group: Group, source: int, spec: TensorSpec) -> Iterator[Tensor]:
+    left = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+    # one piece bounds the memory of both ends, however large the tensor
+    buffer = torch.empty(min(left, PIECE_BYTES), dtype=torch.uint8)
+    while left:
+        piece = buffer[: min(left, PIECE_BYTES)]
+        wait(start(group.recv, [piece], source, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+        yield piece
+        left -= piece.numel()

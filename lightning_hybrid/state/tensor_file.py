@@ -6,6 +6,11 @@ So a rank writes what it owns to a file that has no name, and the others map it:
 number it takes no memory, then as much as the system has to spare (it may drop those pages again,
 as it does with every file), and what they write is theirs alone. A file lives as long as any
 process has it open; a kill leaves nothing on the disk.
+
+`load_unread` loads a checkpoint that the address space of a process has no room for. As torch reads
+the checkpoint, each storage is written to a file without a name and freed, and a tensor is read
+from there when it is needed (:mod:`lightning_hybrid.remote.unread`). So at most one large storage
+at a time is in memory.
 """
 
 import ctypes
@@ -17,22 +22,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, BinaryIO
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.tensors import as_they_are, is_shared
-from lightning_hybrid._trees import Token, rebuild
+from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
+from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.comm import TensorSpec, bytes_of
-from lightning_hybrid.remote import is_vacant
+from lightning_hybrid.errors import HybridError
+from lightning_hybrid.planning import free_addresses, gigabytes
+from lightning_hybrid.remote import Unread, is_unread, is_vacant, leave_unread, unread, value_of
 from lightning_hybrid.stage import tensors_of
 
 PIECE_BYTES = 64 * 2**20
 """Most bytes that are copied at once."""
 _TOKEN_BYTES = _ALIGNED = 64
+
+
+class NoAddresses(HybridError):
+    """The address space of this process is limited (``ulimit -v``), and has no room for so much."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ class TensorFile:
     def __init__(self, folder: str) -> None:
         writable = Path(folder).is_dir() and os.access(folder, os.W_OK)
         self._file = TemporaryFile(dir=folder if writable else None)  # noqa: SIM115  others open it
+        self._kept = _Kept(self._file)
         # by the time the path is opened its process number may be that of another host or process
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._file.write(self._token)
@@ -84,34 +96,51 @@ class TensorFile:
         Raises:
             OSError: there is no room for them.
         """
-        return self.ticket(rebuild(value, lambda p: self.put(p) if _is_dense(p) else p))
+        return self.ticket(rebuild(value, lambda p: self._write(p) if _is_dense(p) else p))
 
-    def put(self, tensor: Tensor) -> Token:
-        """Write a dense tensor that is not empty. Returns a token to put in its place.
+    def store(self, spec: TensorSpec, pieces: Iterable[Tensor]) -> Token:
+        """Write a tensor that comes in pieces. Returns a token to put in its place.
+
+        Args:
+            spec: shape, type and strides of the tensor.
+            pieces: its bytes, on the CPU.
 
         Raises:
             OSError: there is no room for it.
         """
-        spec = TensorSpec.of(tensor, gradient=False)
         offset = self._file.seek(-self._file.tell() % _ALIGNED, os.SEEK_CUR)
-        for piece in bytes_of(spec.laid_out(tensor)).split(PIECE_BYTES):
-            self._file.write(piece.cpu().numpy().data)
+        for piece in pieces:
+            self._file.write(piece.numpy().data)
         return _Stored(offset, spec)
 
     def ticket(self, packed: Any) -> Ticket:
         """The ticket by which other processes, and this one, read the file.
 
         Args:
-            packed: nested containers, with tokens of :meth:`put` in place of tensors.
+            packed: nested containers, with tokens of :meth:`store` in place of tensors.
         """
         self._file.flush()
         # a file without a name can be opened by the descriptor of a process that has it
         path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         return Ticket(path, self._token, packed)
 
+    def keep(self, memory: Tensor) -> Callable[[], Tensor]:
+        """Write bytes that this process reads again. Returns a function that maps them."""
+        begin = self._file.seek(-self._file.tell() % _ALIGNED, os.SEEK_CUR)
+        for piece in memory.split(PIECE_BYTES):
+            self._file.write(piece.numpy().data)
+        self._file.flush()
+        kept, nbytes = self._kept, memory.numel()
+        return lambda: bytes_in(kept.file, begin, nbytes)
+
     def close(self) -> None:
         """Close the file; all processes that read it have opened it by now."""
         self._file.close()
+
+    def _write(self, tensor: Tensor) -> Token:
+        spec = TensorSpec.of(tensor, gradient=False)
+        memory = bytes_of(spec.laid_out(tensor))
+        return self.store(spec, (piece.cpu() for piece in memory.split(PIECE_BYTES)))
 
 
 def _is_dense(value: Any) -> bool:
@@ -121,9 +150,11 @@ def _is_dense(value: Any) -> bool:
 def read_files(tickets: Iterable[Ticket]) -> list[Any] | None:
     """Read values that were written: their tensors map the files, and changes stay in this process.
 
+    If the address space has no room for a whole file, its tensors are mapped one by one, when they
+    are read.
+
     Returns:
-        One value per ticket; ``None`` if a file cannot be read, since it is on another host, or
-        since a limited address space (``ulimit -v``) has no room for it.
+        One value per ticket; ``None`` if a file cannot be read, since it is on another host.
     """
     read = [_read(ticket) for ticket in tickets]
     return None if None in read else read
@@ -131,14 +162,52 @@ def read_files(tickets: Iterable[Ticket]) -> list[Any] | None:
 
 def _read(ticket: Ticket) -> Any | None:
     try:
-        with Path(ticket.path).open("rb") as file:
-            if file.read(_TOKEN_BYTES) != ticket.token:
-                return None
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except OSError:
+        file = Path(ticket.path).open("rb")  # noqa: SIM115  unread tensors keep it
+    except (FileNotFoundError, PermissionError):
         return None
-    _mapped[_address(memory)] = memory
+    if file.read(_TOKEN_BYTES) != ticket.token:
+        file.close()
+        return None
+    # in a limited address space a whole file could leave too little to compute with
+    if not may_be_mapped(file):
+        return rebuild(ticket.value, _unread_from(file))
+    memory = _map(file)
+    file.close()
     return rebuild(ticket.value, _mapped_from(memory))
+
+
+def may_be_mapped(file: BinaryIO) -> bool:
+    """Whether the address space has room to map a whole file, and as much again for computing."""
+    left = free_addresses()
+    return left is None or 2 * os.fstat(file.fileno()).st_size <= left
+
+
+def _map(file: BinaryIO, begin: int = 0, size: int = 0) -> mmap.mmap:
+    """Map a part of a file (by default all of it), from the beginning of its first page."""
+    before = begin % mmap.ALLOCATIONGRANULARITY
+    try:
+        memory = mmap.mmap(
+            file.fileno(),
+            size and size + before,
+            access=mmap.ACCESS_COPY,
+            offset=begin - before,
+        )
+    except OSError as error:
+        size = size or os.fstat(file.fileno()).st_size
+        raise NoAddresses(
+            f"{gigabytes(size)} that another rank owns cannot be mapped here ({error.strerror}): "
+            f"the address space of this process is limited, and {_left()} of it is left. "
+            "trainer.save_checkpoint(...) needs room for one tensor at a time; a parameter or a "
+            "state that is read alone likewise. For all at once raise `ulimit -v`, or take less "
+            "of it (MALLOC_ARENA_MAX=2 MALLOC_MMAP_THRESHOLD_=1000000)."
+        ) from error
+    _mapped[_address(memory)] = memory
+    return memory
+
+
+def _left() -> str:
+    left = free_addresses()
+    return "an unknown part" if left is None else gigabytes(left)
 
 
 _mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
@@ -197,6 +266,40 @@ def let_go_of_checkpoints() -> None:
                 madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _PAGE_OUT)
 
 
+class _Kept:
+    """A file that is closed when no unread tensor needs it any more."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        finalize(self, file.close)
+
+
+def _unread_from(file: BinaryIO) -> Callable[[Any], Any]:
+    kept = _Kept(file)
+
+    def unread_one(part: Any) -> Any:
+        if not isinstance(part, _Stored):
+            return part
+        spec = part.spec
+        nbytes = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+        stride = spec.strides or torch.empty(spec.shape, device="meta").stride()
+        form = torch.empty_strided(spec.shape, stride, dtype=spec.dtype, device="meta")
+        return unread(form, lambda: bytes_in(kept.file, part.offset, nbytes))
+
+    return unread_one
+
+
+def bytes_in(file: BinaryIO, begin: int, nbytes: int) -> Tensor:
+    """Map bytes of a file, as a tensor.
+
+    Raises:
+        NoAddresses: there is no room for so many.
+    """
+    memory = _map(file, begin, nbytes)
+    before = len(memory) - nbytes
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=before)
+
+
 def _mapped_from(memory: mmap.mmap) -> Callable[[Any], Any]:
     def mapped(part: Any) -> Any:
         if not isinstance(part, _Stored):
@@ -209,6 +312,48 @@ def _mapped_from(memory: mmap.mmap) -> Callable[[Any], Any]:
         return flat.as_strided(spec.shape, spec.strides)
 
     return mapped
+
+
+_SMALL_BYTES = 2**16
+"""A storage of at most so many bytes is read when the checkpoint is loaded."""
+
+
+def load_unread(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+    """Load a checkpoint whose large tensors are read only when they are needed.
+
+    Args:
+        path: path of the file.
+        weights_only: as in `torch.load`.
+
+    Raises:
+        NoAddresses: something other than containers has tensors that are large.
+    """
+    file = TensorFile(str(Path(path).parent))
+    kept: dict[int, tuple[torch.UntypedStorage, Unread]] = {}
+
+    def keep(storage: Any, _: str) -> Any:
+        if storage.nbytes() <= _SMALL_BYTES:
+            return storage
+        # (torch calls this with each storage that it has read: from here on the file has it)
+        empty = torch.UntypedStorage(storage.nbytes(), device="meta")
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        kept[storage_key(empty)] = empty, Unread(file.keep(memory))
+        return empty
+
+    loaded: dict[str, Any] = torch.load(path, map_location=keep, weights_only=weights_only)
+    left = set(kept)
+    for steps, tensor in tensors_in(loaded):
+        key = storage_key(tensor.untyped_storage()) if tensor.is_meta else None
+        if key in kept:
+            kept[key][1].open(tensor, ".".join(str(name) for _, name in steps))
+            left.discard(key)
+    if left:
+        raise NoAddresses(
+            f"The checkpoint {str(path)!r} has {len(left)} large tensors in objects that are no "
+            "containers, and the address space of this process has no room to map all of it. "
+            "Raise `ulimit -v`."
+        )
+    return loaded
 
 
 class FilesOfWorker:
@@ -267,7 +412,13 @@ def put_mapped(
         for name, value in values.items():
             tensor = tensors[name]
             alike = tensor.shape == value.shape and tensor.layout is value.layout is torch.strided
-            if is_vacant(tensor):
+            if is_unread(value):
+                # (views of this memory would keep the old numbers if it were replaced)
+                if name in owned or (not is_vacant(tensor) and is_shared(tensor)):
+                    tensor.copy_(value_of(value))
+                else:
+                    leave_unread(tensor, name, value)
+            elif is_vacant(tensor):
                 tensor.data = value
             elif alike and (name in owned or tensor.device.type != "cpu" or is_shared(tensor)):
                 tensor.copy_(value)

@@ -28,7 +28,7 @@ from lightning_hybrid._lightning_private import (
 )
 from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import Config, Count, Rng, Shape
-from lightning_hybrid.driver import StartProgress
+from lightning_hybrid.driver import StartProgress, bring_here
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import (
@@ -252,6 +252,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         """Part: workers leave from here and serve; drivers go on as under DDP."""
         self._require_launch()
         self._refuse(module)
+        bring_here(module)
         if not self.coordinates.is_driver:
             module.cpu()  # Fabric has moved it, of which this device is to have its stages
         run = self._begin(module)

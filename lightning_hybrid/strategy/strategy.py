@@ -49,6 +49,7 @@ from lightning_hybrid.config import (
     ScheduleName,
     Shape,
 )
+from lightning_hybrid.driver import bring_here
 from lightning_hybrid.planning import Plan, free_of_host
 from lightning_hybrid.process import (
     HybridSubprocessLauncher,
@@ -347,6 +348,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Part: workers leave from here and serve; drivers go on as under DDP."""
+        bring_here(self._module)
         with self._building.building(self._module):
             self.model = self.precision_plugin.convert_module(given(self.model, "model"))
         refuse_lazy(self._module)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_hybrid.comm.protocol import Check
-from lightning_hybrid.driver import after_run
+from lightning_hybrid.driver import after_run, bring_here
 from lightning_hybrid.driver import weights as files
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import is_deferred, is_unread, is_vacant
+from lightning_hybrid.state import tensor_file
 from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO
 from lightning_hybrid.worker import worker
 
@@ -132,6 +134,109 @@ def test_a_change_by_a_hook_at_the_end_is_on_all_ranks(replicas: Any, layer: int
     trained.replica.close()
     for module in trained.modules:
         assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+
+
+@pytest.fixture
+def no_room_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file all cannot be mapped, and a part can."""
+    monkeypatch.setattr(tensor_file, "free_addresses", lambda: 0)
+
+
+@pytest.mark.usefixtures("no_room_for_files")
+@pytest.mark.parametrize("devices", DEVICES)
+def test_where_no_file_may_be_mapped_each_tensor_arrives_when_it_is_read(
+    replicas: Any, devices: tuple[int, ...]
+) -> None:
+    trained = Trained(replicas, devices)
+    trained.end()
+    for module in trained.modules:
+        here = [is_unread(parameter) for parameter in module.parameters()]
+        assert any(here)
+        assert not all(here)
+        assert_same(
+            {name: t.clone() for name, t in module.state_dict().items()},
+            dict(trained.reference.state_dict()),
+        )
+        assert [is_unread(parameter) for parameter in module.parameters()] == here
+    for mine, theirs in zip(trained.module.parameters(), trained.reference.parameters()):
+        assert mine.grad is not None
+        assert_same(mine.grad.clone(), theirs.grad)
+        for key, value in trained.theirs.state[theirs].items():
+            assert_same(trained.mine.state[mine][key].clone(), value)
+
+
+@pytest.mark.usefixtures("no_room_for_files")
+def test_what_has_no_memory_is_trained_on_by_the_script(replicas: Any) -> None:
+    trained = Trained(replicas, (1, 0))
+    trained.end()
+    [value] = batches(1)
+    for module, optimizer in ((trained.module, trained.mine), (trained.reference, trained.theirs)):
+        loss_of(module, module.net(value)).backward()  # on top of the gradients that are left
+        optimizer.step()
+    assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
+    assert not any(map(is_unread, trained.module.parameters()))
+
+
+@pytest.mark.usefixtures("no_room_for_files")
+def test_another_run_begins_with_memory_for_all(replicas: Any) -> None:
+    trained = Trained(replicas, (1, 0))
+    trained.end()
+    for module in trained.modules:
+        bring_here(module)
+        assert not any(map(is_unread, module.parameters()))
+        assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+
+
+@pytest.mark.usefixtures("no_room_for_files")
+@pytest.mark.parametrize("layer", [0, -2])
+def test_a_change_at_the_end_of_what_has_no_memory_is_on_all_ranks(
+    replicas: Any, layer: int
+) -> None:
+    trained = Trained(replicas, (1, 0))
+    trained.replica.driver.bring_all()
+    trained.replica.driver.close()
+    with torch.no_grad():
+        for module in (trained.module, trained.reference):
+            module.net[layer].weight.fill_(7)
+    trained.replica.driver.end("results", weights=True)
+    trained.replica.close()
+    for module in trained.modules:
+        found = {name: t.clone() for name, t in module.state_dict().items()}
+        assert_same(found, dict(trained.reference.state_dict()))
+
+
+@pytest.mark.usefixtures("no_room_for_files")
+def test_a_checkpoint_reads_each_tensor_when_it_writes_it(
+    replicas: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained(replicas, (1, 2, 0))
+    living: WeakSet[Any] = WeakSet()
+    most = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal most
+        living.add(found := map_part(*arguments))
+        most = max(most, len(living))
+        return found
+
+    map_part = tensor_file._map
+    monkeypatch.setattr(tensor_file, "_map", counted)
+    with trained.replica.driver.weights.gathered():
+        state = trained.module.state_dict()
+    checkpoint = {"state_dict": state, "optimizer_states": [trained.mine.state_dict()]}
+    assert any(is_unread(value) for value in state.values())
+    AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "saved.ckpt")
+    assert most == 1
+    found = torch.load(tmp_path / "saved.ckpt")
+    assert_same(found["state_dict"], dict(trained.reference.state_dict()))
+    assert_same(found["optimizer_states"], [trained.theirs.state_dict()])
+    trained.mine.step()  # the run goes on
+    trained.theirs.step()
+    trained.end()
+    assert_same(
+        {n: t.clone() for n, t in trained.module.state_dict().items()},
+        dict(trained.reference.state_dict()),
+    )
 
 
 @pytest.mark.usefixtures("_hosts")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.remote import is_of_one_rank, is_unread, streaming, unread
-from lightning_hybrid.remote.unread import left_unread
+from lightning_hybrid.remote.unread import leave_unread, left_unread
 
 VALUE = torch.arange(12.0).view(3, 4)
 
@@ -53,6 +53,16 @@ def test_what_is_written_to_stays_and_its_views_show_it() -> None:
     assert torch.equal(view, VALUE[0] + 1)
     assert torch.equal(alone, VALUE * 2)
     assert not any(map(is_unread, (tensor, view, alone)))
+
+
+def test_a_parameter_trains_on_from_the_gradient_that_it_has() -> None:
+    parameter: Any = nn.Parameter(torch.zeros(3, 4))
+    leave_unread(parameter, "weight", made())
+    parameter.grad = made()
+    (parameter * 2).sum().backward()
+    assert isinstance(parameter, nn.Parameter)
+    assert torch.equal(parameter, VALUE)
+    assert torch.equal(parameter.grad, VALUE + 2)
 
 
 def test_outside_a_tensor_has_the_memory_that_it_had() -> None:

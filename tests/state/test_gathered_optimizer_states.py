@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from ranks import gloo_groups, together
 
+from lightning_hybrid.state import divided_optimizer_states as gathered_states
 from lightning_hybrid.state.divided_optimizer_states import States, gather_states
 
 
@@ -27,7 +29,11 @@ def states(rank: int) -> States:
     }
 
 
-def test_states_of_all_replicas_are_there_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("piece", [gathered_states.PIECE_BYTES, 64])
+def test_states_of_all_replicas_are_there_as_they_were(
+    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathered_states, "PIECE_BYTES", piece)
     groups: list[Any] = gloo_groups(60)
     found, nothing = together(
         lambda: gather_states(groups[0], states(0), str(tmp_path)),

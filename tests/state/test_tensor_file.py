@@ -78,14 +78,3 @@ def test_where_nothing_can_be_written_the_temporary_folder_has_it(tmp_path: Path
     file = TensorFile(str(tmp_path / "missing"))
     assert read_files([file.write([torch.ones(3)])]) is not None
     file.close()
-
-
-def test_without_addresses_for_it_a_file_cannot_be_read(
-    write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    ticket = write([torch.ones(3)])
-    monkeypatch.setattr(tensor_file.mmap, "mmap", full)
-    assert read_files([ticket]) is None
