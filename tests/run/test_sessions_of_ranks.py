@@ -46,7 +46,7 @@ def _backwards_as_ever() -> Iterator[None]:
 class Notes:
     """Notes every call of a method, as its name; contexts as their name and its end."""
 
-    CONTEXTS = ("whole", "suspended", "statistics")
+    CONTEXTS = ("gathered", "suspended", "statistics")
 
     def __init__(self, notes: list[Any]) -> None:
         self.notes, self.synchronize = notes, True
@@ -154,7 +154,13 @@ def test_gradients_are_averaged_again_after_an_accumulation_that_failed() -> Non
 def test_a_state_dict_is_of_replicas_that_are_well() -> None:
     driven = Driven()
     state = driven.session.state_dict(driven.run.module, here=True)
-    assert driven.notes == ["interrupt", "check", "broadcast_buffers", "whole", "end of whole"]
+    assert driven.notes == [
+        "interrupt",
+        "check",
+        "broadcast_buffers",
+        "gathered",
+        "end of gathered",
+    ]
     torch.testing.assert_close(state, driven.run.module.state_dict())
 
 
@@ -162,7 +168,7 @@ def test_after_a_failure_a_state_dict_is_what_is_left() -> None:
     driven = Driven()
     driven.run.world.phase = Phase.FAILED
     driven.session.state_dict(driven.run.module, here=True)
-    assert driven.notes == ["whole", "end of whole"]
+    assert driven.notes == ["gathered", "end of gathered"]
 
 
 def test_other_drivers_take_part_in_a_state_dict_and_get_none() -> None:
