@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-from lightning_hybrid.comm.connections import ConnectionLost
+from lightning_hybrid.comm.connections import SENDS, ConnectionLost
 from lightning_hybrid.comm.message_channel import Channel
-from lightning_hybrid.comm.stuck_sends import SENDS
 from lightning_hybrid.comm.threads import BackgroundThread
 
 # several, since a busy host may delay some: the peer gives up only when all are missing
