@@ -132,9 +132,14 @@ def _refuse_classes(tensors: Iterable[Tensor]) -> None:
             raise NotCaptured(reason)
 
 
+def _is_other(tensor: Tensor) -> bool:
+    """Whether a tensor is of another class, which changes no number."""
+    return type(tensor) is not Tensor and is_followed(type(tensor))
+
+
 def _refuse_inside(given: Iterable[Tensor]) -> None:
     """Refuse tensors of a class of their own in containers, to which the network may write."""
-    kind = next((type(tensor) for tensor in given if is_followed(type(tensor))), None)
+    kind = next((type(tensor) for tensor in given if _is_other(tensor)), None)
     if kind is not None:
         raise NotCaptured(
             f"a list or dictionary that it takes has a {kind.__name__} inside",
@@ -232,7 +237,7 @@ class Capture:
             NotCaptured: TorchDynamo cannot follow; nothing has happened.
         """
         values = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        own = {id(value): value for value in values if is_followed(type(value))}
+        own = {id(value): value for value in values if _is_other(value)}
         if not own:
             return self._called(args, kwargs)
         stands = {number: plain(value) for number, value in own.items()}

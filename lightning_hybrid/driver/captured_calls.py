@@ -258,7 +258,8 @@ class CapturedCalls:
             stack.enter_context(backwards_as_ever())
             # TorchDynamo cannot follow proxies, whose class intercepts operations
             stack.enter_context(remote.suspended())
-            stack.enter_context(found.hollow)
+            if found.hollow.needed:
+                stack.enter_context(found.hollow)
             if found.whole:
                 result = found.capture(arguments, keywords)
             else:
@@ -332,7 +333,8 @@ class CapturedCalls:
             What the graph returns.
         """
         running = self._running
-        with self._in_graph(found), found.hollow.lifted():
+        hollow = found.hollow
+        with self._in_graph(found), hollow.lifted() if hollow.needed else nullcontext():
             call = found.calls.get(graph)
             known = found.network_of(graph) if call is None else None
             if known is not None:

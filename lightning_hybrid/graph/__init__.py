@@ -11,7 +11,15 @@ from lightning_hybrid.graph.cut_stages import (
     make_stages,
 )
 from lightning_hybrid.graph.cuts import Cuts
-from lightning_hybrid.graph.graph import Leaf, NetworkGraph, fits, reached, why_whole
+from lightning_hybrid.graph.graph import (
+    Leaf,
+    NetworkGraph,
+    fits,
+    joined,
+    reached,
+    slices,
+    why_whole,
+)
 from lightning_hybrid.graph.graph_from_dynamo import describe
 from lightning_hybrid.graph.partition import (
     CannotFollow,
@@ -21,7 +29,6 @@ from lightning_hybrid.graph.partition import (
     network_partitions,
 )
 from lightning_hybrid.graph.recurrent_layers import FREE_SEQUENCES
-from lightning_hybrid.graph.rows import joined, slices
 from lightning_hybrid.graph.source_places import FAILS, place_now, reason_in
 from lightning_hybrid.graph.stage_code import held_by
 from lightning_hybrid.graph.three_parts import Divided, is_running_statistic

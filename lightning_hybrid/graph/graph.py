@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from lightning_hybrid._torch.graphs import higher_order_name, is_region
 from lightning_hybrid._torch.symbols import guards_hold, is_symbolic, symbols_in, value_with
 from lightning_hybrid.graph.annotate import Effects
-from lightning_hybrid.graph.rows import Rows, slices
+from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.graph.source_places import input_name
 
 Node = TypeVar("Node", bound=Hashable)
@@ -499,3 +499,37 @@ def _normalises_one_value(node: fx.Node) -> bool:
         return False
     one = all(isinstance(size, int) and size == 1 for size in example.shape[2:])
     return bool(training) and one and is_symbol(example.shape[0])
+
+
+def slices(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
+    """The micro-batches' parts of a tensor.
+
+    Args:
+        tensor: of the whole batch.
+        rows: where its samples are; ``outer`` is 1.
+        sizes: how many samples each micro-batch has.
+
+    Returns:
+        Views.
+    """
+    each = tensor.shape[rows.dim] // sum(sizes)
+    return list(tensor.split([size * each for size in sizes], rows.dim))
+
+
+def joined(parts: Sequence[Tensor], rows: Rows) -> Tensor:
+    """The tensor of a whole batch from those of its micro-batches, the reverse of `slices`.
+
+    Its dimensions have the order in memory that those of the first part have.
+    """
+    first, dim = parts[0], rows.dim
+    if first.is_contiguous() or first.layout is not torch.strided:
+        return torch.cat(list(parts), dim)
+    strides = first.stride()
+    order = sorted(range(first.dim()), key=lambda d: (-strides[d], d))
+    size = list(first.shape)
+    size[dim] = sum(part.shape[dim] for part in parts)
+    # (no view, which would require a gradient only if the tensor behind it does)
+    whole = torch.empty_permuted(size, order, dtype=first.dtype, device=first.device)
+    permuted = [part.permute(order) for part in parts]
+    torch.cat(permuted, order.index(dim), out=whole.permute(order))
+    return whole

@@ -21,7 +21,8 @@ from lightning_hybrid._torch.autograd import outside_of_transforms
 from lightning_hybrid._torch.symbols import captured_value, is_symbolic, symbols_in, value_with
 from lightning_hybrid._trees import rebuild, tensors_in
 from lightning_hybrid.graph.annotate import FAILURES
-from lightning_hybrid.graph.rows import Label, Rows, joined, slices
+from lightning_hybrid.graph.graph import joined, slices
+from lightning_hybrid.graph.rows import Label, Rows
 
 _SIZES = [2, 2]
 """The number of samples in each part of a trial's batch."""

@@ -8,13 +8,9 @@ and joined of them; or it is neither, since samples have met (``MEET``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
-
-import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -94,37 +90,3 @@ MEET = _Meet.MEET
 
 Label = Rows | Counts | _Meet | None
 """What is known of a tensor's samples; ``None``: it is the same in all micro-batches."""
-
-
-def slices(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
-    """The micro-batches' parts of a tensor.
-
-    Args:
-        tensor: of the whole batch.
-        rows: where its samples are; ``outer`` is 1.
-        sizes: how many samples each micro-batch has.
-
-    Returns:
-        Views.
-    """
-    each = tensor.shape[rows.dim] // sum(sizes)
-    return list(tensor.split([size * each for size in sizes], rows.dim))
-
-
-def joined(parts: Sequence[Tensor], rows: Rows) -> Tensor:
-    """The tensor of a whole batch from those of its micro-batches, the reverse of `slices`.
-
-    Its dimensions have the order in memory that those of the first part have.
-    """
-    first, dim = parts[0], rows.dim
-    if first.is_contiguous() or first.layout is not torch.strided:
-        return torch.cat(list(parts), dim)
-    strides = first.stride()
-    order = sorted(range(first.dim()), key=lambda d: (-strides[d], d))
-    size = list(first.shape)
-    size[dim] = sum(part.shape[dim] for part in parts)
-    # (no view, which would require a gradient only if the tensor behind it does)
-    whole = torch.empty_permuted(size, order, dtype=first.dtype, device=first.device)
-    permuted = [part.permute(order) for part in parts]
-    torch.cat(permuted, order.index(dim), out=whole.permute(order))
-    return whole

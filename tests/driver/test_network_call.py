@@ -9,7 +9,8 @@ from driven import Model, arguments, batches, loss_of, model
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph.rows import Rows, joined
+from lightning_hybrid.graph.graph import joined
+from lightning_hybrid.graph.rows import Rows
 
 DEVICES = [(1, 0), (1, 2, 1, 0)]
 

@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.graph.graph import joined, slices
 from lightning_hybrid.graph.row_proof import Labelling
-from lightning_hybrid.graph.rows import MEET, Label, Rows, joined, slices
+from lightning_hybrid.graph.rows import MEET, Label, Rows
 
 aten = torch.ops.aten
 BATCH = 4
