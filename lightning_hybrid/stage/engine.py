@@ -160,15 +160,7 @@ class Engine:
             self.replayed.replay(copied, call.key.microbatches)
         # 3. Errors, stage by stage towards the driver. They come last, since a rank that waits for
         #    a tensor can receive nothing else.
-        error = next((work.error for work in works if work.error), None)
-        for own in self.owned:
-            for links in own.links if own.number > 0 else ():
-                status = links.previous.receive_word(Status)
-                self.failure = self.failure or status.failure
-            for links in own.links if not own.is_last else ():
-                # (an error of its own stages the driver raises itself)
-                mine = self.coordinates.is_driver and error is not None
-                links.next.send_word(Status(None if mine else self.failure))
+        error = self._first_error(works)
         if not self.coordinates.is_driver:
             return []
         # 4. On the driver, the user's code comes next.
@@ -247,6 +239,26 @@ class Engine:
         """Add this rank's stages of another captured graph of the network, by number."""
         for own in self.owned:
             own.specializations.append(stages[own.number])
+
+    def _first_error(self, works: Sequence[ForwardPass]) -> Exception | None:
+        """Hear what stages before have failed with, and tell those after it.
+
+        Returns:
+            The error of a stage of this rank, if no stage before it has failed.
+        """
+        failed = next((index for index, work in enumerate(works) if work.error), None)
+        for index, own in enumerate(self.owned):
+            for links in own.links if own.number > 0 else ():
+                failure = links.previous.receive_word(Status).failure
+                if failure and failed is not None and index <= failed:
+                    # a stage that computes with the zeros of one that has failed may fail of them
+                    self.failure, failed = failure, None
+                self.failure = self.failure or failure
+            for links in own.links if not own.is_last else ():
+                # (an error of its own stages the driver raises itself)
+                mine = self.coordinates.is_driver and failed is not None
+                links.next.send_word(Status(None if mine else self.failure))
+        return None if failed is None else works[failed].error
 
     def _raise(self, error: Exception | None) -> None:
         # reset: the user's code may catch the error, and train on
