@@ -220,7 +220,10 @@ class Discovery:
         if (aside := why_on_driver()) is not None:
             return self._call_aside(this, State.ASIDE, aside, watched, call)
         if self._is_too_early(module):
-            early = f"was called without gradients only ({place_now()})"
+            early = (
+                f"was called without gradients only ({place_now()}), as re-entrant activation "
+                "checkpointing around it does: give the strategy recompute=True instead"
+            )
             return self._call_aside(this, State.EARLY, early, watched, call)
         this.put(State.UNSEEN)
         if self._is_kept_unseen(this):

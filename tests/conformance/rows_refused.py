@@ -117,7 +117,7 @@ class RefusedReentrantCheckpoint(Row):
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False  # `ddp` finds its parameters ready twice
-    refused = ("'net' was called without gradients only",)
+    refused = ("'net' was called without gradients only", "recompute=True")
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         output = checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=True)
