@@ -172,7 +172,7 @@ class TestFreePlacement(Conformance):
     without = (
         *("LogsPerformance", "MonitorsThroughputAndDevices"),
         *("DrawsInPython", "HasDistributions", "MeasuresInForward", "Prints", "TrainsBERT"),
-        "PrintsInTrainingAlone",
+        *("PrintsInTrainingAlone", "PrintsInTrainingWithoutASanityCheck"),
     )
 
     @classmethod

@@ -43,7 +43,9 @@ def test_a_start_with_fewer_ranks_does_not_wait_for_those_of_before() -> None:
 def test_ranks_that_ended_while_they_met_are_not_taken_for_others(ended: list[int]) -> None:
     store = HashStore()
     for rank, each in zip(ended, start(store, ended, 3, SOON)):
-        missing = "rank 0" if rank else "ranks 1, 2" if ended == [0] else "ranks 2"
+        missing = (
+            "rank 0" if rank else "ranks 1, 2" if ended == [0] else "ranks (1, )?2"
+        )  # a thread may be late
         with pytest.raises(RemoteError, match=f"Rank {rank} has waited .* for {missing} of 3"):
             each.result()
     first, *others = [each.result() for each in start(store, [1, 2, 0], 3, LATER)]
