@@ -3,9 +3,9 @@
 A rank that waits for the next command, or for the answer to one, gives up after the strategy's
 time-out. What its peer does meanwhile may take longer: hours of validation between two commands,
 the capture of a large network before an answer. By its heartbeat the peer is told apart from a
-process that has stopped. Who waits notices
-that a peer is silent, in ``comm/connections.py``; killed processes of its host are noticed by
-``process/killed_ranks.py``.
+process that has stopped. That a peer is silent is noticed where a rank waits for it
+(``comm/connections.py``), and that a process was killed by the rank that has started it
+(``process/killed_ranks.py``).
 """
 
 import threading

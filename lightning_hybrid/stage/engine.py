@@ -60,7 +60,8 @@ class Engine:
     Attributes:
         borrowed: names in the network of parameters that this rank uses and another one owns.
         replica_group: averages the gradients of this rank's stages over the replicas.
-        sparse: weights of this rank's stages whose gradients replicas cannot average.
+        sparse: by name in the network, weights of this rank's stages whose gradients other replicas
+            or copies have too, and that cannot be averaged.
         replayed: keeps the running statistics of a stage that has copies.
         owned: the stages of this rank, in their order.
         early: those of them that run forwards before their turn, each with what runs these.
@@ -95,8 +96,8 @@ class Engine:
             survivors=mesh.survivors,
         )
         sparse = set(map(id, weights_with_sparse_gradients(network)))
-        alone = self.coordinates.replicas == 1
-        self.sparse = [] if alone else [v for v in named.values() if id(v) in sparse]
+        alone = self.coordinates.replicas * len(copies) == 1
+        self.sparse = {} if alone else {n: v for n, v in named.items() if id(v) in sparse}
         self.replayed: ReplayedStatistics | None = None
         if len(copies) > 1:
             self.replayed = ReplayedStatistics(network, partial(mesh.siblings, copies))
@@ -300,15 +301,16 @@ class Engine:
         return self.replayed.noting(stage, microbatch)
 
     def refuse_sparse(self) -> None:
-        """Refuse gradients that replicas cannot average, in the forward that a backward may follow.
+        """Refuse gradients that cannot be averaged, in the forward that a backward may follow.
 
         A worker's backward could say so after the step alone.
 
         Raises:
             NetworkError: a weight that is trained gets a sparse gradient.
         """
-        if any(weight.requires_grad for weight in self.sparse):
-            raise NetworkError(ONLY_DENSE)
+        for name, weight in self.sparse.items():
+            if weight.requires_grad:
+                raise NetworkError(f"The gradient of {name!r} is sparse. {ONLY_DENSE}")
 
     def fail(self, error: Exception, stage: int) -> None:
         """Note an error of a stage; from now on this rank only sends and receives, and no more."""

@@ -105,8 +105,8 @@ early."""
 
 
 ONLY_DENSE = (
-    "Replicas average dense gradients, and here is a sparse one (nn.Embedding(sparse=True)). Use "
-    "sparse=False, or one replica."
+    "Replicas, and copies of a stage, average dense gradients, and here is a sparse one "
+    "(nn.Embedding(sparse=True)). Use sparse=False, or one replica without copies."
 )
 """Text of the error for sparse gradients."""
 

@@ -443,3 +443,10 @@ def test_states_that_are_loaded_are_those_of_all_copies(replicas: Make) -> None:
     train(replica, mine)
     one_device(network, theirs)
     check_as_one_device(network, replica)
+
+
+def test_copies_of_a_stage_refuse_sparse_gradients_in_the_first_forward(ranks: Any) -> None:
+    network = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3), nn.Linear(3, 3))
+    driven = Driven(ranks, network, workers=2, devices=((1, 2), 0))
+    with pytest.raises(NetworkError, match=r"'0\.weight' is sparse.* one replica without copies"):
+        driven.module.net(torch.arange(4))

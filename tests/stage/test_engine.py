@@ -96,14 +96,15 @@ def test_a_stage_that_fails_in_a_backward_is_heard_of_with_the_next_forward() ->
 
 def test_sparse_gradients_of_replicas_are_refused_before_a_step_and_in_training_alone() -> None:
     pipeline, parts = Pipeline(chain(2), (1, 0)), slices()
-    [weight] = pipeline.engines[1].sparse = [nn.Parameter(torch.ones(1))]
+    weight = nn.Parameter(torch.ones(1))
+    pipeline.engines[1].sparse = {"table.weight": weight}
     calls = pipeline.open(parts)
     evaluation = {n: replace(c, key=replace(c.key, grad=False)) for n, c in calls.items()}
     assert len(pipeline.forward(evaluation, parts)) == len(parts)
     weight.requires_grad_(False)
     pipeline.forward(pipeline.open(parts), parts)
     weight.requires_grad_(True)
-    with pytest.raises(NetworkError, match="sparse=False"):
+    with pytest.raises(NetworkError, match=r"'table\.weight' is sparse.* sparse=False"):
         pipeline.forward(pipeline.open(parts), parts)
 
 
