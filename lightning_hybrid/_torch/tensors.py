@@ -37,6 +37,10 @@ __all__ = ["FakeTensorMode", "TorchDispatchMode", "as_the_user_sees_them", "as_t
 
 # one call for many tensors, which is what torch's own optimizers use; there is no public name
 _copy_each = find("torch:_foreach_copy_")
+# the norm of each of many tensors, as `torch.nn.utils.get_total_norm` computes them
+norm_each = find("torch:_foreach_norm")
+# (gradients of one type, number that becomes 1 if one is not finite, factor): as GradScaler does
+unscale_each = find("torch:_amp_foreach_non_finite_check_and_unscale_")
 
 
 def version(tensor: Tensor) -> int:

@@ -441,7 +441,7 @@ class Step(OptimizerCommand):
 
 @dataclass(frozen=True)
 class GradientNorm(OptimizerCommand):
-    """Answer with the norm of each gradient of an optimizer, by parameter name.
+    """Answer with the norms of an optimizer's gradients, as one tensor.
 
     Attributes:
         order: p of the p-norm; ``inf`` for the largest magnitude.
@@ -452,11 +452,17 @@ class GradientNorm(OptimizerCommand):
 
 
 @dataclass(frozen=True)
-class ScaleGradients(OptimizerCommand):
-    """Multiply the gradients of an optimizer by ``factor``."""
+class ClipNorm(OptimizerCommand):
+    """Scale the gradients of an optimizer so that their common norm is at most ``max_norm``.
+
+    Attributes:
+        max_norm: the bound.
+        total: the norm of the gradients of all ranks.
+    """
 
     outdates = frozenset({Kind.GRADIENT})
-    factor: float | Tensor
+    max_norm: float
+    total: Tensor
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import Mesh, Precision, TensorSpec, gather_objects, signals_deferred
 from lightning_hybrid.comm.protocol import (
+    ClipNorm,
     ClipValues,
     GradientNorm,
     Hyperparameters,
     OptimizerCommand,
     OutlineStates,
-    ScaleGradients,
     Step,
     TakeOptimizers,
     Unscale,
@@ -43,13 +43,13 @@ from lightning_hybrid.state import (
     Replicas,
     States,
     StateShares,
-    clip_factor,
     complete,
     gather_states,
     gradient_norms,
     gradients_of,
     let_go_of_checkpoints,
     outlined,
+    parameters_of,
     ship,
     total_norm,
     unscale,
@@ -499,22 +499,23 @@ class DrivenOptimizers:
         self._commands.remote.flush()
         with as_they_are():
             # one norm per parameter, not per rank, so that they are added up as on one device
-            norms = gradient_norms(optimizer, self._names, order)
+            known, others = list[Parameter](), list[Parameter]()
+            for parameter in parameters_of(optimizer):
+                (known if id(parameter) in self._names else others).append(parameter)
+            norms, driver_only = [gradient_norms(known, order)], gradient_norms(others, order)
         if self._ownership.any_network:
             self._ship_new_groups(index)
             for answer in self._commands.ask(GradientNorm(index, order)):
-                norms |= answer.value
-        total = total_norm(norms, self._names.values(), order)
+                norms += [norm for _, norm in answer.tensors]
+        total = total_norm(norms, driver_only, order)
         if finite and not total.isfinite():
             raise RuntimeError(
                 f"The total norm of order {order} for gradients is {total.item()}, so it cannot be "
                 "clipped. To scale the gradients all the same, give error_if_nonfinite=False."
             )
-        factor = clip_factor(total, max_norm)
-        self._tell(ScaleGradients(index, factor))
+        self._tell(ClipNorm(index, max_norm, total))
         with as_they_are():
-            for gradient in gradients_of(optimizer):
-                gradient.mul_(factor)
+            nn.utils.clip_grads_with_norm_(parameters_of(optimizer), max_norm, total)
         return total
 
     @signals_deferred
@@ -540,8 +541,7 @@ class DrivenOptimizers:
         """Clamp the gradients of all stages to [-bound, bound]."""
         self._tell(ClipValues(self._index(optimizer), bound))
         with as_they_are():
-            for gradient in gradients_of(optimizer):
-                gradient.clamp_(-bound, bound)
+            nn.utils.clip_grad_value_(parameters_of(optimizer), bound)
 
     def _index(self, optimizer: Optimizer) -> int:
         known = self.optimizers

@@ -7,9 +7,9 @@ from lightning_hybrid.state.atomic_checkpoints import (
     with_atomic_writes,
 )
 from lightning_hybrid.state.clipping import (
-    clip_factor,
     gradient_norms,
     gradients_of,
+    parameters_of,
     total_norm,
     unscale,
 )

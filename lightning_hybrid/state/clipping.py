@@ -1,16 +1,23 @@
 """The arithmetic of clipping by norm, and of one loss scale, over all stages.
 
-Each rank takes the norms of its own gradients. The driver asks for them, and sends one factor to
-all ranks (:meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm`).
+Each rank takes the norms of its own gradients. The driver asks for them, and tells all ranks the
+norm of all gradients, by which each scales its own
+(:meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm`).
 The scaler of ``precision="16-mixed"`` is on the driver: each rank unscales its own gradients, and
 if one is not finite on any rank, all ranks skip the step.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from lightning_hybrid._torch.tensors import norm_each, unscale_each
+
+ABSENT = -1.0
+"""Stands among norms for a gradient that a rank does not have."""
 
 
 def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
@@ -26,66 +33,59 @@ def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
         )
     if not gradients:
         return False
+    device = gradients[0].device
     # one number for all: a GPU is waited for once, and not for each gradient
-    finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
-    factor = factor.to(gradients[0].device)
-    for gradient in gradients:
-        gradient.mul_(factor)
-    return not bool(finite)
+    found, factor = torch.zeros(1, device=device), factor.to(device, torch.float32)
+    for dtype in {gradient.dtype for gradient in gradients}:
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        unscale_each(alike, found, factor)
+    return bool(found)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Parameter]:
+    """All parameters of an optimizer, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """The gradients that this rank has of an optimizer's parameters, in the order of its groups."""
-    return [
-        parameter.grad
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
-def gradient_norms(
-    optimizer: Optimizer, names: Mapping[int, str], order: float = 2.0
-) -> dict[str, Tensor]:
-    """Norm of each gradient that this rank has, by parameter name, on the CPU.
+def gradient_norms(parameters: Sequence[Parameter], order: float = 2.0) -> Tensor:
+    """Norm of each gradient that this rank has, on the CPU.
 
     They come from a GPU in one copy, for which the host waits once.
+
+    Returns:
+        One number for each parameter, `ABSENT` where this rank has no gradient; an empty tensor if
+        it has none at all.
     """
-    norms = {
-        names.get(id(parameter), f"unnamed{id(parameter)}"): torch.linalg.vector_norm(
-            parameter.grad, order
-        )
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    }
-    device = next((norm.device for norm in norms.values()), None)
-    together = [norm.to(device) for norm in norms.values()]
-    return dict(zip(norms, torch.stack(together).cpu().unbind() if together else ()))
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.empty(0)
+    norms = [norm.to(gradients[0].device) for norm in norm_each(gradients, order)]
+    together = torch.stack(norms).cpu()
+    present = torch.tensor([p.grad is not None for p in parameters])
+    return together.new_full(present.shape, ABSENT).masked_scatter_(present, together)
 
 
-def total_norm(norms: Mapping[str, Tensor], names: Iterable[str], order: float = 2.0) -> Tensor:
+def total_norm(ranks: Sequence[Tensor], driver_only: Tensor, order: float = 2.0) -> Tensor:
     """The norm of all gradients together, as ``torch.nn.utils.get_total_norm`` computes it.
 
     Args:
-        norms: norm of each gradient of each rank, by parameter name.
-        names: of all parameters, in the order of one device (sums are rounded in that order).
+        ranks: what `gradient_norms` returns on each rank for the same parameters, in the order of
+            one device (sums are rounded in that order).
+        driver_only: the same of parameters that no other rank knows.
         order: of the norm.
     """
-    rank = {name: index for index, name in enumerate(names)}
-    ordered = sorted(norms, key=lambda name: rank.get(name, len(rank)))
-    # torch stacks no empty list
-    if not ordered:
+    norms = torch.empty(0)
+    for theirs in ranks:
+        if len(theirs):
+            norms = torch.where(theirs == ABSENT, norms, theirs) if len(norms) else theirs
+    norms = torch.cat([each for each in (norms, driver_only) if len(each)] or [norms])
+    # (no numbers have no norm of infinite order)
+    if not len(norms):
         return torch.tensor(0.0)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norms[n] for n in ordered]), order)
+    total: Tensor = torch.linalg.vector_norm(norms[norms != ABSENT], order)
     return total
-
-
-def clip_factor(total: Tensor, max_norm: float) -> float:
-    """The factor to multiply all gradients by, as in ``torch.nn.utils.clip_grads_with_norm_``.
-
-    Args:
-        total: the norm of all gradients together.
-        max_norm: the bound.
-    """
-    return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))

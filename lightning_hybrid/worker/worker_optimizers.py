@@ -13,6 +13,7 @@ from lightning_hybrid.state import (
     StateShares,
     gradient_norms,
     gradients_of,
+    parameters_of,
     take_groups,
     unscale,
     unship,
@@ -112,16 +113,15 @@ class WorkerOptimizers:
             self._shares.exchange()
 
     def _gradient_norm(self, command: protocol.GradientNorm) -> Answer:
-        optimizer = self.all[command.optimizer]
-        return Answer(value=gradient_norms(optimizer, self.names, command.order))
+        known = [p for p in parameters_of(self.all[command.optimizer]) if id(p) in self.names]
+        return Answer(tensors=(("norms", gradient_norms(known, command.order)),))
 
-    def _scale_gradients(self, command: protocol.ScaleGradients) -> None:
-        for gradient in gradients_of(self.all[command.optimizer]):
-            gradient.mul_(command.factor)
+    def _clip_norm(self, command: protocol.ClipNorm) -> None:
+        parameters = parameters_of(self.all[command.optimizer])
+        nn.utils.clip_grads_with_norm_(parameters, command.max_norm, command.total)
 
     def _clip_values(self, command: protocol.ClipValues) -> None:
-        for gradient in gradients_of(self.all[command.optimizer]):
-            gradient.clamp_(-command.bound, command.bound)
+        nn.utils.clip_grad_value_(parameters_of(self.all[command.optimizer]), command.bound)
 
     def _unscale(self, command: protocol.Unscale) -> Answer:
         gradients = gradients_of(self.all[command.optimizer])

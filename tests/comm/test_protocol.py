@@ -23,7 +23,7 @@ DEFINED = {
 COMMANDS = sorted((m for m in DEFINED if issubclass(m, Command)), key=lambda m: m.__name__)
 CHANGES_GRADIENTS = {
     *("Backward", "Reduce", "TakeAverages", "ReleaseHooks"),
-    *("ZeroGrad", "ScaleGradients", "ClipValues", "Unscale"),
+    *("ZeroGrad", "ClipNorm", "ClipValues", "Unscale"),
 }
 CHANGES_BUFFERS = {"Forward", "Commit", "SynchronizeBuffers"}
 CHANGES_PARAMETERS = {"Step", "ReleaseHooks"}

@@ -1,4 +1,4 @@
-"""The factor of parts that are measured apart is that of torch for the whole."""
+"""The norm of gradients that lie on several ranks is that of torch for the whole."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,53 +6,64 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.state.clipping import clip_factor, gradient_norms, gradients_of, total_norm
+from lightning_hybrid.comm import Answer
+from lightning_hybrid.comm.message_channel import encode
+from lightning_hybrid.state.clipping import gradient_norms, gradients_of, total_norm
 
 
-def network(scale: float = 1.0) -> nn.Module:
+def network(missing: int = 0) -> nn.Module:
     """With gradients, of which one is missing."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)))
-    for parameter in [*net.parameters()][:-1]:
-        parameter.grad = scale * torch.randn_like(parameter)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    [*net.parameters()][missing].grad = None
     return net
 
 
-def norms_of_ranks(net: nn.Module, ranks: int, order: float) -> dict[str, Tensor]:
-    """Each rank measures its own; they are heard in another order than that of the network."""
-    names = {id(parameter): name for name, parameter in net.named_parameters()}
-    found: dict[str, Tensor] = {}
-    for rank in reversed(range(ranks)):
-        optimizer = torch.optim.SGD([*net.parameters()][rank::ranks], lr=1.0)
-        found |= gradient_norms(optimizer, names, order)
-    return found
+def total_of_ranks(net: nn.Module, ranks: int, order: float = 2.0) -> Tensor:
+    """Each of ``ranks`` has the gradients of some; the last parameter is the driver's alone."""
+    *known, driver_only = net.parameters()
+    norms = []
+    for rank in range(ranks):
+        mine = [Parameter(p.detach()) for p in known]
+        for parameter, original in [*zip(mine, known)][rank::ranks]:
+            parameter.grad = original.grad
+        norms.append(gradient_norms(mine, order))
+    return total_norm(norms, gradient_norms([driver_only], order), order)
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 20])
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
-@pytest.mark.parametrize("scale", [1.0, 1e-6])
-def test_gradients_times_the_factor_are_clipped_by_torch(order: float, scale: float) -> None:
-    net, reference = network(scale), network(scale)
-    names = [name for name, _ in net.named_parameters()]
-    factor = clip_factor(total_norm(norms_of_ranks(net, 3, order), names, order), 0.1)
-    nn.utils.clip_grad_norm_(reference.parameters(), 0.1, order)
-    for mine, theirs in zip(net.parameters(), reference.parameters()):
-        assert (mine.grad is None) == (theirs.grad is None)
-        if mine.grad is not None and theirs.grad is not None:
-            assert torch.equal(mine.grad * factor, theirs.grad)
+@pytest.mark.parametrize("missing", [0, -1])
+def test_the_norm_of_spread_gradients_is_that_of_torch_to_the_bit(
+    ranks: int, order: float, missing: int
+) -> None:
+    net = network(missing)
+    expected = nn.utils.clip_grad_norm_(net.parameters(), torch.inf, order)
+    assert torch.equal(total_of_ranks(net, ranks, order), expected)
 
 
-def test_the_factor_is_the_same_to_the_bit_however_the_norms_are_spread() -> None:
+def test_a_norm_that_is_not_a_number_is_not_taken_for_a_missing_one() -> None:
     net = network()
-    names = [name for name, _ in net.named_parameters()]
-    norms = (norms_of_ranks(net, ranks, 2.0) for ranks in (1, 2, 3, 5))
-    factors = {clip_factor(total_norm(each, names), 0.1) for each in norms}
-    assert len(factors) == 1
+    next(p.grad for p in net.parameters() if p.grad is not None)[0] = torch.nan
+    assert total_of_ranks(net, 3).isnan()
 
 
-def test_where_there_are_no_gradients_nothing_is_clipped() -> None:
-    assert clip_factor(total_norm({}, ["weight"]), 0.1) == 1.0
+def test_where_there_are_no_gradients_the_norm_is_nothing() -> None:
+    nothing = gradient_norms([Parameter(torch.zeros(1))], 2.0)
+    assert total_norm([nothing, nothing], nothing).item() == 0.0
+
+
+def test_norms_of_many_gradients_travel_as_one_small_message() -> None:
+    net = nn.ParameterList(Parameter(torch.zeros(4)) for _ in range(1000))
+    for parameter in net:
+        parameter.grad = torch.ones(4)
+    _, data, tensors = encode(Answer(tensors=(("norms", gradient_norms([*net])),)))
+    assert len(data) + sum(tensor.nbytes for tensor in tensors) < 6 * len(net)
 
 
 def test_gradients_come_in_the_order_of_the_groups() -> None:
@@ -82,5 +93,5 @@ class Copies(TorchFunctionMode):
 def test_the_norms_come_from_the_device_in_one_copy() -> None:
     net = network()
     with Copies() as copies:
-        norms_of_ranks(net, 1, 2.0)
+        gradient_norms([*net.parameters()])
     assert copies.count == 1

@@ -515,6 +515,21 @@ def many_tensors_are_copied_at_once(copy: Any) -> None:
     assert [t.tolist() for t in targets] == [[1.0], [1.0, 1.0]]
 
 
+@relied_on("torch:_foreach_norm")
+def many_norms_are_taken_at_once(norm: Any) -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([2.0], dtype=torch.float64)]
+    assert [n.item() for n in norm(tensors, 2.0)] == [5.0, 2.0]
+
+
+@relied_on("torch:_amp_foreach_non_finite_check_and_unscale_")
+def many_gradients_are_unscaled_at_once(unscale: Any) -> None:
+    for value, expected in (6.0, 0.0), (torch.inf, 1.0):
+        gradients, found = [torch.full((2,), value), torch.ones(1)], torch.zeros(1)
+        unscale(gradients, found, torch.tensor(0.5))
+        assert found.item() == expected
+        assert [g[0].item() for g in gradients] == [value / 2, 0.5]
+
+
 @relied_on(
     "torch.autograd.profiler:_is_profiler_enabled", "torch:_C._autograd._enable_record_function"
 )
