@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_hybrid.comm.switches import Switches
 from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.graph import StageCode
@@ -483,6 +484,17 @@ class Unscale(OptimizerCommand):
 
 
 # ---------------------------------------------------------------- single tensors
+
+
+@dataclass(frozen=True)
+class TakeSwitches(Command):
+    """Compute with the driver's settings of torch from now on.
+
+    Attributes:
+        values: what :func:`~lightning_hybrid.comm.switches.switches` has returned.
+    """
+
+    values: Switches
 
 
 @dataclass(frozen=True)

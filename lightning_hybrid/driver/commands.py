@@ -7,8 +7,8 @@ to date: it sends changes made here before a command, and marks as stale what th
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from lightning_hybrid.comm import Answer, Guard, Heartbeat, Mesh, signals_deferred
-from lightning_hybrid.comm.protocol import Command, TakeWeights
+from lightning_hybrid.comm import Answer, Guard, Heartbeat, Mesh, signals_deferred, switches
+from lightning_hybrid.comm.protocol import Command, TakeSwitches, TakeWeights
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import RemoteTensors
 from lightning_hybrid.stage import Engine, LendingLine
@@ -131,6 +131,7 @@ class Commands:
 
     def __init__(self, workers: Workers, remote: RemoteTensors) -> None:
         self.workers, self.remote = workers, remote
+        self._switches: dict[int, object] = {}  # by rank, the settings that it was told
 
     def tell(self, command: Command) -> None:
         """Send a command to every worker, without waiting.
@@ -151,7 +152,11 @@ class Commands:
             return
         self.workers.refuse_in_pass()  # before anything is taken from the proxies
         self.remote.flush()
+        now = switches()
         for rank, command in commands.items():
+            if self._switches.get(rank) != now:
+                self.workers.send(rank, TakeSwitches(now))
+                self._switches[rank] = now
             # (before it is sent: a read from now on must give what is there after the command)
             self.remote.outdate(*command.outdates)
             self.workers.send(rank, command)

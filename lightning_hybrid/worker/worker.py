@@ -20,6 +20,7 @@ from lightning_hybrid.comm import (
     Mesh,
     connect,
     protocol,
+    set_switches,
     signals_ignored,
 )
 from lightning_hybrid.comm.protocol import Command
@@ -184,6 +185,9 @@ class Worker:
         """Do nothing: the answer says whether this rank has failed before."""
 
     _end = _check
+
+    def _take_switches(self, command: protocol.TakeSwitches) -> None:
+        set_switches(command.values)
 
     # -- the network
 

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 from crew import Crew
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_hybrid.comm.protocol import Answer, Check, Free, Report, Step
+from lightning_hybrid.comm import switches
+from lightning_hybrid.comm.protocol import Answer, Check, Free, Report, Step, TakeSwitches
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.errors import HybridError, RemoteError
@@ -35,6 +37,24 @@ def test_changes_travel_before_a_command_which_makes_stale_what_it_changes(crew:
     Commands(crew.workers, proxies).tell(Step(1))
     assert proxies.notes == ["flush", Kind.PARAMETER, Kind.PARAMETER]  # of either worker
     assert [crew.heard(rank) for rank in (1, 2)] == [Step(1), Step(1)]
+
+
+def test_settings_of_torch_reach_a_worker_before_the_next_command_after_a_change(
+    crew: Crew,
+) -> None:
+    proxies: Any = Proxies()
+    commands = Commands(crew.workers, proxies)
+    commands.tell(Check())
+    commands.tell(Check())
+    with sdpa_kernel(SDPBackend.MATH):
+        commands.tell(Report("inside"))
+        inside = switches()
+    commands.tell(Report("outside"))
+    told, check, again, changed, first, back, last = (crew.heard_all(1) for _ in range(7))
+    assert (told, check, again) == (TakeSwitches(switches()), Check(), Check())
+    assert (changed, first) == (TakeSwitches(inside), Report("inside"))
+    assert (back, last) == (told, Report("outside"))
+    assert inside != switches()
 
 
 def test_answers_come_in_the_order_of_the_ranks(crew: Crew) -> None:

@@ -8,7 +8,7 @@ from in_memory import memory_channels
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.message_channel import Channel
-from lightning_hybrid.comm.protocol import Answer, Command
+from lightning_hybrid.comm.protocol import Answer, Command, TakeSwitches
 from lightning_hybrid.driver.commands import Workers
 
 
@@ -39,5 +39,10 @@ class Crew:
         self.ends[rank].send(answer)
 
     def heard(self, rank: int) -> Command:
+        """The next command that a worker gets, but for settings of torch."""
+        command = self.heard_all(rank)
+        return self.heard(rank) if isinstance(command, TakeSwitches) else command
+
+    def heard_all(self, rank: int) -> Command:
         """The next command that a worker gets."""
         return self.ends[rank].receive(Command)

@@ -1,0 +1,75 @@
+"""Settings of torch for a whole process that decide which kernels compute, and how exactly.
+
+User code sets them in hooks and around calls, on the driver. Workers take them before the next
+command, so that all stages compute alike.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import backends
+
+Switches = tuple[Any, ...]
+"""The values of all settings of `_SETTINGS`, in their order."""
+
+
+def _attributes(owner: Any, *names: str) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    return [(partial(getattr, owner, name), partial(setattr, owner, name)) for name in names]
+
+
+def _precision_of_products() -> str | None:
+    # torch refuses to tell it where code has set that of single kinds of products to others
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_precision_of_products(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
+def _determinism() -> tuple[bool, bool]:
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return enabled, torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+# (typed as less than they have)
+_CUDNN: Any = backends.cudnn
+_MKLDNN: Any = backends.mkldnn
+
+# (what a setting sets besides comes after it: the precision of all products, then of each kind)
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+    (_precision_of_products, _set_precision_of_products),
+    (_determinism, lambda how: torch.use_deterministic_algorithms(how[0], warn_only=how[1])),
+    (backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
+    (backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
+    (backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
+    (backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
+    *_attributes(
+        backends.cuda.matmul,
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "fp32_precision",
+    ),
+    *_attributes(_CUDNN, "enabled", "benchmark", "deterministic"),
+    *_attributes(_CUDNN.conv, "fp32_precision"),
+    *_attributes(_CUDNN.rnn, "fp32_precision"),
+    *_attributes(_MKLDNN.matmul, "fp32_precision"),
+    *_attributes(_MKLDNN.conv, "fp32_precision"),
+]
+
+
+def switches() -> Switches:
+    """The settings of this process."""
+    return tuple(read() for read, _ in _SETTINGS)
+
+
+def set_switches(wanted: Switches) -> None:
+    """Give this process the settings of another one."""
+    for (read, write), value in zip(_SETTINGS, wanted, strict=True):
+        if read() != value:
+            write(value)
