@@ -22,6 +22,9 @@ from lightning_hybrid.graph.recurrent_layers import RECURRENT
 from lightning_hybrid.graph.stage_code import GraphCode
 from lightning_hybrid.remote import materialize
 
+MOST_COMPILED = 64
+"""Most sizes for which a stage is compiled; for more it runs uncompiled, and torch warns."""
+
 
 def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
     """``code`` through ``torch.compile``, for each size by itself.
@@ -29,8 +32,16 @@ def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
     With torch's generators in place of Inductor's own (``fallback_random``), so that random layers
     draw what they draw uncompiled. Sizes are fixed since for free ones Inductor cannot compile some
     networks (a 3-D max pooling before a convolution, for instance, in torch 2.13).
+
+    Stages share a code object, by which torch counts what it has compiled: each counts by itself.
     """
-    return torch.compile(code, dynamic=False, options={"fallback_random": True})
+    return torch.compile(  # type: ignore[call-overload,no-any-return]
+        code,
+        dynamic=False,
+        options={"fallback_random": True},
+        isolate_recompiles=True,
+        recompile_limit=MOST_COMPILED,
+    )
 
 
 @dataclass(frozen=True)

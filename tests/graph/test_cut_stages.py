@@ -20,7 +20,7 @@ from captured_networks import (
     UNet,
 )
 from capturing import Staged, captured, everywhere, graph_of, outputs_and_gradients, same
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph, Stage, cut, make_stages, network_partitions
@@ -237,3 +237,30 @@ def test_constants_of_a_stage_go_to_its_device_or_stay_on_the_cpu() -> None:
         patch.setattr(torch.Tensor, "cpu", lambda value: torch.zeros(value.shape))
         code = GraphCode.of(graph, meta, META)
     assert [value.device for value in code.function(META)()] == [META, CPU]
+
+
+def test_each_stage_of_a_rank_is_compiled_for_each_of_its_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compilations: list[fx.GraphModule] = []
+
+    def compiled(code: Any, **options: Any) -> Any:
+        def backend(module: fx.GraphModule, _: Any) -> Any:
+            compilations.append(module)
+            return module.forward
+
+        return torch_compile(code, **(options | {"options": None, "backend": backend}))
+
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    graph = graph_of(net, torch.randn(4, 4))
+    parts = network_partitions(graph)
+    stages = make_stages(cut(graph, parts, range(1, len(parts))), net, CPU)
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compiled)
+    for stage in stages:
+        stage.compile_code()
+    for size in (2, 3, 2, 3):
+        values = [torch.randn(size, 4)]
+        for stage in stages:
+            values = stage(values)
+    assert len(compilations) == 2 * len(stages) == 20
