@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_hybrid.graph import (
     Cuts,
@@ -228,8 +229,9 @@ class _Partition:
         if not results or not wanted:
             return None
         ones = [torch.ones_like(result) for result in results]
+        roots = [get_gradient_edge(result) for result in results]
         start = self.clock()
-        parts = input_part(results, ones, wanted)
+        parts = input_part(roots, ones, wanted)
         between = self.clock()
         if parts is None:
             return None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from lightning_hybrid.comm import Arriving, Pattern
 from lightning_hybrid.comm.protocol import Backward
@@ -16,8 +17,8 @@ from lightning_hybrid.schedules import Kind
 from lightning_hybrid.stage.calls import (
     Call,
     Gradients,
+    Graph,
     Recipe,
-    Values,
     again,
     generators_of_microbatch,
     set_random_state,
@@ -133,23 +134,23 @@ class BackwardPass(Pass):
         #    each micro-batch's memory is free as soon as it went back.
         keep = self.mode.keep
         saved = self.saved[microbatch] if keep else self.saved.pop(microbatch)
-        values, outputs = self._again(microbatch, saved) if isinstance(saved, Recipe) else saved
+        graph = self._again(microbatch, saved) if isinstance(saved, Recipe) else saved
         # 2. Where to begin and what is wanted. Outputs without a gradient take no part.
         pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients)
-            if gradient is not None and output.requires_grad
+            (root, gradient)
+            for root, gradient in zip(graph.roots, gradients)
+            if gradient is not None and root is not None
         ]
-        wanted = [value for value in values if value.requires_grad]
+        wanted = [value for value in graph.values if value.requires_grad]
         if not pairs or not (self.mode.parameters or wanted):
-            return [None] * len(values)
+            return [None] * len(graph.values)
         # 3. Back, and the gradients in the order of what had arrived.
         roots, starts = [root for root, _ in pairs], [start for _, start in pairs]
         found = iter(self._gradients(microbatch, roots, starts, wanted))
-        return [next(found) if value.requires_grad else None for value in values]
+        return [next(found) if value.requires_grad else None for value in graph.values]
 
     def _gradients(
-        self, microbatch: int, roots: list[Tensor], starts: list[Tensor], wanted: list[Tensor]
+        self, microbatch: int, roots: list[GradientEdge], starts: list[Tensor], wanted: list[Tensor]
     ) -> Sequence[Tensor | None]:
         """Go back through the stage, and return the gradients of ``wanted``.
 
@@ -175,7 +176,7 @@ class BackwardPass(Pass):
             value.grad = None
         return gradients
 
-    def _again(self, microbatch: int, recipe: Recipe) -> tuple[Values, list[Any]]:
+    def _again(self, microbatch: int, recipe: Recipe) -> Graph:
         """Run a forward again whose activations were not kept."""
         engine, key = self.engine, self.call.key
         with ExitStack() as stack:
@@ -184,4 +185,4 @@ class BackwardPass(Pass):
                 stack.enter_context(generators_of_microbatch(None, engine.device))
                 set_random_state(recipe.states, engine.device)
             stage = engine.stage_for(self.own, key)
-            return again(stage, recipe, key.numbers[microbatch])
+            return Graph.of(*again(stage, recipe, key.numbers[microbatch]))

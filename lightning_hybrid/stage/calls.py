@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.comm import CallKey, TensorSpec
@@ -51,6 +52,26 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Graph:
+    """What the backward of a micro-batch needs of its forward, beside what autograd has saved.
+
+    Attributes:
+        values: the inputs.
+        roots: where the backward begins: the edge of each output in autograd's graph; ``None`` for
+            one without a gradient. (An edge, since the output itself would stay in memory.)
+    """
+
+    values: Values
+    roots: list[GradientEdge | None]
+
+    @classmethod
+    def of(cls, values: Values, outputs: Sequence[Any]) -> "Graph":
+        """The graph of a forward from its inputs and outputs."""
+        learns = (isinstance(value, Tensor) and value.requires_grad for value in outputs)
+        return cls(values, [get_gradient_edge(v) if d else None for v, d in zip(outputs, learns)])
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What it takes to run the forward of a micro-batch again.
 
@@ -77,8 +98,7 @@ class Call:
         exchange: whether headers with shapes travel before the activations, as in that first call.
         uses_rng: whether the generators' state travels with the activations.
         traffic: `Traffic` of each stage of this rank.
-        saved: for each stage of this rank, per micro-batch, what its backward needs: inputs and
-            outputs, or a `Recipe`.
+        saved: for each stage of this rank, per micro-batch, what its backward needs.
         states: states of the generators after the last stage, if it is on this rank and they
             travel.
         ahead: whether it runs before its turn on all stages but the last; see
@@ -91,7 +111,7 @@ class Call:
     exchange: bool
     uses_rng: bool
     traffic: list[Traffic]
-    saved: list[dict[int, tuple[Values, list[Any]] | Recipe]]
+    saved: list[dict[int, Graph | Recipe]]
     states: Values = field(default_factory=list)
     ahead: bool = False
 

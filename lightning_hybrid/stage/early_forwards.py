@@ -53,7 +53,7 @@ class EarlyForwards:
         values: list[Tensor],
         numbers: Sequence[Any],
         states: list[Tensor],
-    ) -> tuple[list[Any], tuple[list[Tensor], list[Any]] | Recipe]:
+    ) -> tuple[list[Any], Recipe | None]:
         """Run the forward of a micro-batch.
 
         Args:
@@ -64,7 +64,7 @@ class EarlyForwards:
             states: states of the generators, if it draws random numbers.
 
         Returns:
-            The outputs, and what its backward needs.
+            The outputs, and what it takes to run it again, if its backward does that.
         """
         before = self._before(stage)
         # (cloned once more, since a recipe keeps those from before the forward)
@@ -73,7 +73,7 @@ class EarlyForwards:
             outputs = stage.run_with([*(stage.taken() | written).values()], values, numbers)
         self._written.setdefault(call, {}).update(written)
         if self._weights != "recompute":
-            return outputs, (values, outputs)
+            return outputs, None
         return outputs, Recipe(values, states, before)
 
     def end_forward(self, call: int) -> None:

@@ -14,6 +14,7 @@ from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import Kind
 from lightning_hybrid.stage.calls import (
     Call,
+    Graph,
     Values,
     forward,
     generators_of_microbatch,
@@ -118,8 +119,10 @@ class ForwardPass(Pass):
         # rings in which the stage before has failed, and those in which the next one knows of it
         self._silent: set[int] = set()
         self._told_failure: set[int] = set()
+        # frees the activations and the gradients that earlier passes have sent
         for links in self.own.links:
-            links.next.flush(engine.untaken(call))  # frees what an earlier pass sent
+            links.next.flush(engine.untaken(call))
+            links.previous.flush(engine.untaken(call))
         # in the first call with a key a receive can be posted only after its header
         self._ahead: Ahead | None = None
         if call.exchange:
@@ -235,9 +238,10 @@ class ForwardPass(Pass):
         # b) before its turn: with buffers and weights of its own
         if self.call.ahead and not self.own.is_last:
             assert self.own.early is not None  # (only a streamed schedule runs ahead)
-            outputs, self.saved[microbatch] = self.own.early.forward(
+            outputs, recipe = self.own.early.forward(
                 self.call.number, stage, values, numbers, states
             )
+            self.saved[microbatch] = recipe or Graph.of(values, outputs)
             return outputs
         with self.engine.statistics(self.call.key):
             # c) to be run again in the backward
@@ -249,5 +253,5 @@ class ForwardPass(Pass):
                 outputs = stage(values, numbers)
         if self.own.early is not None:
             self.own.early.refuse_functions(stage, outputs)
-        self.saved[microbatch] = (values, outputs)
+        self.saved[microbatch] = Graph.of(values, outputs)
         return outputs

@@ -73,12 +73,12 @@ class WeightPart:
 
 
 def input_part(
-    roots: Sequence[Tensor], starts: Sequence[Tensor], inputs: Sequence[Tensor]
+    roots: Sequence[GradientEdge], starts: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightPart] | None:
     """Compute the gradients of the inputs, and keep what those of the weights need.
 
     Args:
-        roots: outputs of the forward, each of which requires a gradient.
+        roots: edges of the outputs of the forward, each of which requires a gradient.
         starts: the gradients of these.
         inputs: leaves of the graph, each of which requires a gradient.
 
@@ -133,8 +133,8 @@ class _Way:
         inputs: where its first part ends.
     """
 
-    def __init__(self, roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        self.roots = [GradientEdge(*get_gradient_edge(root)[:2]) for root in roots]
+    def __init__(self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> None:
+        self.roots = roots
         self._inputs = {get_gradient_edge(value).node for value in inputs}
         self._weights: list[Tensor] = []
         self._nodes: dict[Node, _Node] = {}  # children before their parents

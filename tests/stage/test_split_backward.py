@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_hybrid.stage.split_backward import input_part
 
@@ -109,6 +110,10 @@ def forward(network: Network, *, dtype: torch.dtype = torch.float64) -> tuple[Te
     return x, roots, [torch.randn_like(root) for root in roots]
 
 
+def edges(roots: Sequence[Tensor]) -> list[GradientEdge]:
+    return [get_gradient_edge(root) for root in roots]
+
+
 def gradients(network: Network) -> list[Tensor | None]:
     found = [parameter.grad for parameter in network.parameters()]
     network.zero_grad()
@@ -124,7 +129,7 @@ def test_the_two_parts_give_the_gradients_of_a_backward(name: str) -> None:
     expected, expected_x = gradients(network), x.grad
 
     x, roots, starts = forward(network)
-    parts = input_part(roots, starts, [x])
+    parts = input_part(edges(roots), starts, [x])
     assert parts is not None
     [found_x], rest = parts
     assert x.grad is None
@@ -139,7 +144,7 @@ def test_the_two_parts_give_the_gradients_of_a_backward(name: str) -> None:
 def test_what_cannot_be_split_is_said_to_be_so_and_nothing_is_done(name: str) -> None:
     network = WHOLE[name]().double()
     x, roots, starts = forward(network)
-    assert input_part(roots, starts, [x]) is None
+    assert input_part(edges(roots), starts, [x]) is None
     assert not any(gradient is not None for gradient in gradients(network))
     torch.autograd.backward(roots, starts)  # the graph is whole
 
@@ -157,7 +162,7 @@ def test_the_first_part_does_no_work_for_weights() -> None:
         lambda s, x: s.b(s.a(x[None]).relu()), a=nn.Conv1d(3, 3, 1), b=nn.Conv1d(3, 3, 1)
     )
     x, roots, starts = forward(network.double())
-    parts = input_part(roots, starts, [x])
+    parts = input_part(edges(roots), starts, [x])
     assert parts is not None
     with Spy():
         parts[1].run()
@@ -165,7 +170,7 @@ def test_the_first_part_does_no_work_for_weights() -> None:
     asked.clear()
     x, roots, starts = forward(network)
     with Spy():
-        input_part(roots, starts, [x])
+        input_part(edges(roots), starts, [x])
     assert asked == [str([True, False, False])] * 2
 
 
@@ -180,7 +185,7 @@ def test_hooks_on_parameters_hear_of_a_gradient_once() -> None:
     expected, once = gradients(network), [*heard]
     heard.clear()
     x, roots, starts = forward(network)
-    parts = input_part(roots, starts, [x])
+    parts = input_part(edges(roots), starts, [x])
     assert parts is not None
     assert not heard
     parts[1].run()
@@ -193,7 +198,7 @@ def test_a_kept_graph_can_be_gone_through_again_in_parts() -> None:
     network = SPLIT["attention"]().double()
     x, roots, starts = forward(network)
     for _ in range(2):
-        parts = input_part(roots, starts, [x])
+        parts = input_part(edges(roots), starts, [x])
         assert parts is not None
         parts[1].run(keep=True)
     twice = gradients(network)
