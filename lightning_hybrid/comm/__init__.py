@@ -18,6 +18,7 @@ from lightning_hybrid.comm.collectives import (
 )
 from lightning_hybrid.comm.connections import (
     ANOTHER_REPLICA,
+    SENDS,
     UNKNOWN_PEER,
     ConnectionLost,
     Group,

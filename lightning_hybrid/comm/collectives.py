@@ -1,6 +1,8 @@
 """Collectives for Python objects (broadcast, gather) and a barrier that notices failures."""
 
 import pickle
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -55,13 +57,23 @@ def gather_objects(group: Group, value: Any) -> list[Any]:
     return [broadcast_object(group, value, source) for source in range(group.size())]
 
 
-def meet(group: Group, *, failed: bool = False, place: str = "") -> bool:
+_NAP_S, _LONG_NAP_S = 1e-4, 0.05
+
+
+def meet(
+    group: Group,
+    *,
+    failed: bool = False,
+    place: str = "",
+    look: Callable[[], None] | None = None,
+) -> bool:
     """Wait until every rank of ``group`` calls this. Returns whether none of them has failed.
 
     Args:
         group: a process group of gloo.
         failed: whether this rank has failed.
         place: name of the place in the program; must be equal on all ranks.
+        look: called now and then while this rank waits; may raise to end that.
 
     Raises:
         ConnectionLost: a rank is gone, or has not answered within the time-out.
@@ -69,6 +81,11 @@ def meet(group: Group, *, failed: bool = False, place: str = "") -> bool:
             each other for ever.
     """
     flag, work = _begin_meeting(group, failed=failed, place=place)
+    nap_s = _NAP_S
+    while look is not None and not work.is_completed():
+        look()
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONG_NAP_S)
     wait(work, UNKNOWN_PEER)
     has_failed, highest, lowest = flag.tolist()
     if not has_failed and highest != -lowest:

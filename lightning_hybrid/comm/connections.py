@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import py_object, pythonapi
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any, Protocol
@@ -65,7 +66,7 @@ class GroupHandle:
     NCCL waits for its peers in a shutdown; an abort ends operations that wait on the device.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group = None) -> None:
         self._group = group
         self._lost: ConnectionLost | None = None
 
@@ -78,10 +79,24 @@ class GroupHandle:
 
     def replace(self, other: "GroupHandle") -> None:
         """Become another group; this one is dropped, whose operations may be under way."""
-        dropped, self._group = [self._group], other._group
+        self.drop()
+        self._group = other._group
 
-        # in a thread: it waits for them until the peers, which do the same, have closed theirs
-        BackgroundThread(dropped.clear, "hybrid-drop", awaited=True).start()
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a group."""
+        return self._group is not None
+
+    def drop(self) -> None:
+        """Drop the group without waiting for its other ranks."""
+        dropped, self._group = [self._group], None
+        if any(dropped):
+            # in a thread: it waits for running operations until the peers have closed theirs
+            BackgroundThread(dropped.clear, "hybrid-drop", awaited=True).start()
+
+    def keep(self) -> None:
+        """Let the process end with the group: to destroy it is to wait for running operations."""
+        pythonapi.Py_IncRef(py_object(self._group))
 
     def close(self) -> None:
         """Shut the group down and drop it; all its ranks call this together."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-from lightning_hybrid.comm.connections import SENDS, ConnectionLost
+from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.threads import BackgroundThread
 
@@ -44,7 +44,6 @@ class Heartbeat:
         """End the thread: when this has returned, no more messages are sent."""
         self._over.set()
         self._thread.join()
-        SENDS.close()
 
     def _run(self) -> None:
         while not self._over.wait(self._pause_s):

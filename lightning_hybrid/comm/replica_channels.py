@@ -76,8 +76,10 @@ class Lines(ABC):
         Does not wait for them. Peers that are gone are skipped, and so are groups that this rank
         has already closed.
         """
-        if self.coordinates.ranks_per_replica > 1 and not self.coordinates.is_driver:
-            self.channel(0)  # makes that to the driver, which may wait for a first answer
+        # those over which a worker may wait for a first command, or the driver for a first answer
+        ranks = self.coordinates.ranks_per_replica
+        for pp_rank in range(1, ranks) if self.coordinates.is_driver else [0]:
+            self.channel(pp_rank)
         for channel in self._channels.values():
             with suppress(RuntimeError):  # ConnectionLost, or the error of a closed group
                 channel.send(Leaving(failure), last=True)

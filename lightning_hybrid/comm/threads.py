@@ -49,10 +49,15 @@ class BackgroundThread(Thread):
         if not self._begun.wait(_BEGINS_WITHIN_S):
             raise MemoryError(
                 f"A thread has not begun within {_BEGINS_WITHIN_S:.0f} s: this process has no "
-                "memory left for it (see `ulimit -v`)"
+                "memory left for it (`ulimit -v`), or is at another limit (`ulimit -a`)"
             )
         if self._failures:
             raise self._failures[0]
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the thread; one that could not start has ended."""
+        if self.is_alive():
+            super().join(timeout)
 
     def run(self) -> None:
         """Run in the new thread: report that it has begun, then call the function."""

@@ -8,6 +8,7 @@ from lightning_hybrid.process.faults import (
     is_loss,
     read_fault,
     say_at_next_meeting,
+    tell_lost,
 )
 from lightning_hybrid.process.joining import (
     LETTING_GO_S,
@@ -19,6 +20,7 @@ from lightning_hybrid.process.joining import (
     has_met,
     join,
     make_store,
+    reach,
 )
 from lightning_hybrid.process.launcher import (
     HybridMultiProcessingLauncher,

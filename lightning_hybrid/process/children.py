@@ -28,7 +28,8 @@ class Children:
     """The ranks that this process has started, shared by all its Trainers."""
 
     processes: Sequence["subprocess.Popen[bytes]"] = ()
-    # hears of ranks that have ended with an error, and gives the ranks that the run goes on without
+    # hears of ranks that have ended with an error, counted from this one; gives those that the run
+    # goes on without
     lose: Callable[[Collection[int]], set[int] | None] | None = None
     failed = ""  # class of the error that this process got from the last run, if that has failed
 

@@ -4,10 +4,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from errno import EMFILE, ENFILE
 from socket import create_connection
 from threading import Event
 from typing import Any, Protocol, TypeVar
@@ -32,7 +33,7 @@ GRACE_S = 8.0
 """How long, in seconds, ranks of a failed run may take to report and end before they are killed."""
 
 _LOOK_EVERY_S = 1.0
-_WITNESS_DELAY_S, _LATE_DELAY_S = 0.5, 2.0
+_WITNESS_DELAY_S, _LATE_DELAY_S = 1.0, 2.0
 _MEETING, _READING_S = timedelta(seconds=2), 0.2
 _STORE_S = 3.0  # how long to wait for the store, whose host may be dead or stopped
 _TRIES = 3
@@ -72,12 +73,15 @@ def first_fault(ranks: Ranks | None, error: BaseException, where: str) -> Failur
     if is_loss(error):  # a lost connection is of no use as an exception on other ranks
         mine = replace(mine, packed="")
     if ranks is not None:
-        if not told and is_unnamed_loss(error):
+        unnamed = not told and is_unnamed_loss(error)
+        if unnamed:
             time.sleep(_WITNESS_DELAY_S)
+            if not _answers(ranks.store):
+                return lost_ranks(ranks.coordinates, [0])
         if isinstance(error, ConnectionLost) and error.late:
             _let_the_nearest_speak(ranks, error.peer)
         data = mine.to_json()
-        first = _within_time(lambda: ranks.store.compare_set(FAULT, "", data).decode(), data)
+        first = _ask(ranks.store, lambda: ranks.store.compare_set(FAULT, "", data).decode(), data)
         if first != data:
             other = Failure.from_json(first)
             own = not told and bool(mine.packed) and other.headline == mine.headline
@@ -99,25 +103,39 @@ def _let_the_nearest_speak(ranks: Ranks, peer: str | None) -> None:
         if peer is None or ranks.store.check([f"here: {peer}"]):
             time.sleep(_WITNESS_DELAY_S)
 
-    _within_time(wait_if_it_lives, None, _LATE_DELAY_S + _STORE_S)
+    _ask(ranks.store, wait_if_it_lives, None, _LATE_DELAY_S + _STORE_S)
+
+
+def lost_ranks(here: Coordinates, ranks: Iterable[int]) -> Failure:
+    """The failure to report for ranks whose processes have ended without a word of theirs."""
+    names = " and ".join(str(replace(here, rank=rank)) for rank in ranks)
+    return Failure(f"Lost {names}. It was killed, or its process ended without a word")
+
+
+def tell_lost(everyone: Ranks, ranks: Iterable[int]) -> None:
+    """Write to the store that ranks are lost, unless it has a failure: that is why they ended."""
+    data = lost_ranks(everyone.coordinates, ranks).to_json()
+    _ask(everyone.store, lambda: everyone.store.compare_set(FAULT, "", data), None)
 
 
 def read_fault(store: Store) -> Failure:
     """Read the failure that the first rank to fail has written to the store."""
     unknown = Failure("another rank has failed")
-    return _within_time(lambda: Failure.from_json(store.get(FAULT).decode()), unknown)
+    return _ask(store, lambda: Failure.from_json(store.get(FAULT).decode()), unknown)
 
 
-def _within_time(ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) -> T:
+def _ask(store: Store, ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) -> T:
     """Call ``ask``, a request to the store, in a thread; ``otherwise`` if it takes too long.
 
-    If the process of the store has stopped, a request would wait for ever.
+    If the process of the store has stopped, a request would wait for ever; if it has ended, torch
+    would print its stack.
     """
     answers: list[T] = []
 
     def run() -> None:
         with suppress(RuntimeError):
-            answers.append(ask())
+            if _answers(store):
+                answers.append(ask())
 
     thread = BackgroundThread(run, "hybrid-asks", awaited=True)
     with suppress(MemoryError):  # no memory for a thread: there is no answer
@@ -130,18 +148,30 @@ class Watch:
     """A thread that kills this process if it does not end soon after the run has failed elsewhere.
 
     A rank that exchanges messages learns of a failure by them. One that runs the user's code for an
-    hour, such as loading data, would go on for as long.
+    hour, such as loading data, would go on for as long, and so would one that waits for the failed
+    rank inside of a process group's constructor. The thread also tells the others that this process
+    lives, which one that has stopped (SIGSTOP) does not.
 
     Args:
-        rank: name of this rank.
-        store: store of the run.
+        here: coordinates of this rank.
+        store: store of the run; the thread has a connection of its own, since a request of this
+            rank may wait on that of the others.
+        timeout: how long this rank waits for one that has stopped.
     """
 
-    def __init__(self, rank: str, store: Store) -> None:
-        self._rank, self._store = rank, store
+    def __init__(self, here: Coordinates, store: Store, timeout: timedelta) -> None:
+        self._here, self._store = here, store
+        self._timeout_s = timeout.total_seconds()
+        self._own: Any = None
         self._serves = False
         self._over = Event()
+        self._heard_s = dict[int, float]()  # when each rank that this one waits for has told so
+        self._signs = dict[int, bytes]()
+        self._waits = False
         self._thread = BackgroundThread(self._run, "hybrid-watch")
+
+    def start(self) -> None:
+        """Begin to watch."""
         self._thread.start()
 
     def serve(self) -> None:
@@ -157,16 +187,41 @@ class Watch:
         self._over.set()
         self._thread.join(_STORE_S)  # with a limit, since the thread may wait for the store
 
+    def wait_for(self, names: Mapping[int, str], place: str) -> Callable[[], None]:
+        """This rank begins to wait for others.
+
+        Args:
+            names: names of all ranks that are to come, by their numbers.
+            place: where they are to come, for the error.
+
+        Returns:
+            A function to call while it waits. It raises a ConnectionLost when one of them has shown
+            no sign of life for the time-out.
+        """
+        # (rank 0, the first one, hosts the store: if that does not answer, all are silent)
+        self._heard_s = dict.fromkeys(names, time.monotonic())
+
+        def look() -> None:
+            self._waits = True
+            heard_s, rank = min((heard_s, rank) for rank, heard_s in self._heard_s.items())
+            if time.monotonic() - heard_s > self._timeout_s:
+                raise ConnectionLost(
+                    f"Lost {names[rank]}. It has stopped answering, or its script comes to {place} "
+                    "later than the time-out, which the strategy's timeout=... sets",
+                    names[rank],
+                    late=True,
+                )
+
+        return look
+
     def _run(self) -> None:
-        cause = None
-        while cause is None:
+        while (cause := self._failed()) is None:
             if self._over.wait(_LOOK_EVERY_S):
                 return
-            cause = self._failed()
         if self._over.wait(GRACE_S):
             return
         print(
-            f"{self._rank} is killed: it did not end within {GRACE_S:.0f} s of a failure "
+            f"{self._here} is killed: it did not end within {GRACE_S:.0f} s of a failure "
             f"elsewhere: {raised(cause.text)}",
             file=sys.stderr,
             flush=True,
@@ -176,18 +231,31 @@ class Watch:
     def _failed(self) -> Failure | None:
         """The failure that a rank has recorded, or the loss of the store's host; else ``None``."""
         for _ in range(_TRIES):
-            try:
-                failed = self._store.check([FAULT]) and not self._serves
-                return read_fault(self._store) if failed else None
-            except RuntimeError:  # the connection is broken, or its other end is gone
-                if _answers(self._store):
-                    with suppress(RuntimeError):
-                        broken: Any = self._store  # torch's type stubs lack `clone`
-                        self._store = broken.clone()
-                        continue
-                if self._over.wait(_LOOK_EVERY_S):
-                    return None
+            if _answers(self._store):
+                with suppress(RuntimeError):  # the connection is broken
+                    store: Any = self._store  # torch's type stubs lack `clone`
+                    self._own = self._own or store.clone()
+                    self._exchange_signs(self._own)
+                    failed = self._own.check([FAULT]) and not self._serves
+                    return read_fault(self._own) if failed else None
+                self._own = None
+            if self._over.wait(_LOOK_EVERY_S):
+                return None
         return Failure("rank 0, the host of the store, is gone")
+
+    def _exchange_signs(self, store: Store) -> None:
+        """Show that this rank lives, and look at those that it waits for."""
+        store.add(_sign(self._here.rank), 1)
+        heard_s, keys = self._heard_s, [_sign(rank) for rank in self._heard_s]
+        if self._waits and store.check(keys):
+            self._waits = False
+            for rank, sign in zip(heard_s, store.multi_get(keys)):
+                if sign != self._signs.get(rank):
+                    self._signs[rank], heard_s[rank] = sign, time.monotonic()
+
+
+def _sign(rank: int) -> str:
+    return f"signs of life of rank {rank}"
 
 
 def _answers(store: Store) -> bool:
@@ -202,8 +270,8 @@ def _answers(store: Store) -> bool:
     try:
         with create_connection((store.host, store.port), timeout=_LOOK_EVERY_S):
             return True
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in (EMFILE, ENFILE)  # this process has no socket to try by
 
 
 def say_at_next_meeting(ranks: Ranks) -> None:

@@ -152,14 +152,15 @@ class _Process:
 
 
 def has_met() -> bool:
-    """Whether this process has met the other ranks, and so has threads, groups and a store."""
+    """Whether this process has a store in which to meet the other ranks."""
     return _Process.everyone is not None
 
 
-def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
-    """Meet all other ranks; keeps the group of the last run, unless that has failed.
+def reach(coordinates: Coordinates, meeting: Meeting) -> Everyone:
+    """Reach the store; keeps that of the last run with its group, unless that run has failed.
 
-    All ranks run the same script, so they count the same generations and agree on names of groups.
+    From here on ranks can tell each other of failures; :func:`gather` makes their group. All ranks
+    run the same script, so they count the same generations and agree on names of groups.
 
     Args:
         coordinates: coordinates of this rank; only the product of their sizes must be right.
@@ -184,7 +185,7 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
         return replace(known, coordinates=coordinates)
     _leave_mesh()
     if known is not None:
-        known.world.close()
+        known.world.drop()
     if _Process.store is None:
         atexit.register(_end)
         # exit functions run in reverse order: the sleep comes before the groups are closed
@@ -195,12 +196,23 @@ def gather(coordinates: Coordinates, meeting: Meeting) -> Everyone:
             _Process.store = of_this_start(_Process.store, coordinates.rank, size, MEETING_TIMEOUT)
     _Process.generation += 1
     store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
-    if _Process.failed:
-        _wait_for_all(store, coordinates.rank, size)
-    world = make_world(store, coordinates.rank, size)
-    have_met()
-    _Process.everyone, _Process.failed = Everyone(coordinates, store, world), False
+    _Process.everyone = Everyone(coordinates, store, GroupHandle())
     return _Process.everyone
+
+
+def gather(everyone: Everyone) -> None:
+    """Make the group of all ranks, which call this together.
+
+    Raises:
+        RemoteError: a rank has ended by the failure of an earlier run.
+    """
+    here = everyone.coordinates
+    size = here.replicas * here.ranks_per_replica
+    if _Process.failed:
+        _wait_for_all(everyone.store, here.rank, size)
+    everyone.world.replace(make_world(everyone.store, here.rank, size))
+    have_met()
+    _Process.failed = False
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int) -> None:
@@ -267,9 +279,11 @@ def _leave_mesh() -> None:
 def _end() -> None:
     """Close all groups at the end of the process, without which NCCL prints warnings."""
     _leave_mesh()
-    if _Process.everyone is not None:
-        _Process.everyone.world.close()
-        _Process.everyone = None
+    everyone, _Process.everyone = _Process.everyone, None
+    if everyone is not None and _Process.failed:  # others may never come to what this rank began
+        everyone.world.keep()
+    elif everyone is not None:
+        everyone.world.close()
 
 
 def forget() -> None:

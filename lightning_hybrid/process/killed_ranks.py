@@ -49,7 +49,7 @@ class KilledRanks(BackgroundThread):
                 if Children.lose is not None:
                     self._over.wait(_LOOK_EVERY_S)  # others may be lost at the same time
                     failed_ranks = [1 + n for n, code in enumerate(self._codes(given_up)) if code]
-                    lost = Children.lose(failed_ranks)  # (rank 0 is this process)
+                    lost = Children.lose(failed_ranks)  # (counted from this process)
                 if lost is None:
                     break
                 given_up |= {rank - 1 for rank in lost}

@@ -148,10 +148,12 @@ class BetweenRuns:
         """Do nothing: replica 0 has brought together what there is."""
 
     def fail(self, failure: Failure, error: BaseException) -> None:
-        """Do nothing: no worker waits for this rank."""
+        """Tell the other ranks of the replica: a worker may serve before its driver has a run."""
+        if isinstance(self._ranks, World) and self._ranks.has_coordinates:
+            self._ranks.mesh.say_goodbye(failure)
 
     def abort(self) -> None:
-        """Do nothing: no worker waits for this rank."""
+        """Do nothing: :meth:`fail` has told the others."""
 
     def close(self) -> None:
         """Do nothing: nothing is open."""

@@ -584,7 +584,6 @@ class WorkerSession:
             while (served := self._worker.serve()) is None:
                 self._worker = self._obey(self._worker)
         results: Results = served
-        self._run.world.stop_watching()
         self._run.world.phase = Phase.TOGETHER
         self._run.plans.update(results.plans)
         self._run.module.cpu()

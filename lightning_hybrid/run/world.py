@@ -5,15 +5,17 @@ end of a run, barriers and broadcasts are over all ranks. During the run they ar
 by Lightning's own code. With automatic sizes ranks have no coordinates until ``setup``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from enum import Enum
 from typing import TypeVar
 
 from torch import nn
 
 from lightning_hybrid.comm import (
+    SENDS,
     Coordinates,
     Failure,
     Mesh,
@@ -32,9 +34,11 @@ from lightning_hybrid.process import (
     Watch,
     first_fault,
     forget,
+    gather,
     is_loss,
     read_fault,
     say_at_next_meeting,
+    tell_lost,
 )
 from lightning_hybrid.stage import tensors_of
 
@@ -58,17 +62,31 @@ class World:
 
     Args:
         everyone: the meeting of all ranks.
+        timeout: how long a rank waits for one that has stopped.
 
     Attributes:
         everyone: the meeting of all ranks.
         phase: which ranks take part in barriers and broadcasts now.
     """
 
-    def __init__(self, everyone: Everyone) -> None:
+    def __init__(self, everyone: Everyone, timeout: timedelta) -> None:
         self.everyone, self.phase = everyone, Phase.TOGETHER
         self._joined: Joined | None = None
         self._has_heard = False  # whether a meeting has told of a failure
-        self._watch = Watch(str(self.coordinates), everyone.store)
+        self._watch = Watch(self.coordinates, everyone.store, timeout)
+
+    def begin(self) -> None:
+        """Watch for failures of other ranks, and meet all of them at the start of a run.
+
+        Raises:
+            Exception: the error of the first rank that has failed.
+        """
+        Children.lose = self._lose
+        self._watch.start()
+        if self.everyone.world.is_open:
+            self._meet("the start of a run")
+        else:
+            gather(self.everyone)
 
     def take_coordinates(self, joined: Joined) -> None:
         """Take the mesh, and with it the coordinates of this rank, when sizes are known."""
@@ -105,15 +123,27 @@ class World:
         return self.joined.cluster
 
     @property
+    def _all(self) -> Mesh | Everyone:
+        """All ranks, with the coordinates of this one."""
+        return self._joined.mesh if self._joined else self.everyone
+
+    @property
     def coordinates(self) -> Coordinates:
         """The coordinates of this rank; they may change when the mesh is joined."""
-        return (self._joined.mesh if self._joined else self.everyone).coordinates
+        return self._all.coordinates
 
     def survive(self, *, survives: bool) -> None:
         """Say before a run whether replicas go on in it when one is lost."""
         self.mesh.survive(survives=survives)
-        if self.mesh.survivors is not None and self.coordinates.rank == 0:
-            Children.lose = self.mesh.survivors.lose
+
+    def _lose(self, children: Collection[int]) -> set[int] | None:
+        """Hear from the launcher of ranks that have ended with an error; see :class:`Children`."""
+        lost = [self.everyone.coordinates.rank + number for number in children]
+        survivors = self.mesh.survivors if self._joined is not None else None
+        given_up = survivors.lose(lost) if survivors is not None else None
+        if given_up is None:
+            tell_lost(self._all, lost)
+        return given_up
 
     def barrier(self, name: str = "") -> None:
         """Wait for all ranks in phase TOGETHER; else do nothing.
@@ -142,8 +172,7 @@ class World:
         self._meet("a broadcast")
         world, here = self.everyone.world, self.coordinates
         # `source` is a number of the user's world, in which drivers come first
-        ranks = self.mesh.living_ranks() if self._joined else range(world.size())
-        numbers = [replace(here, rank=rank).lightning_rank for rank in ranks]
+        numbers = [replace(here, rank=rank).lightning_rank for rank in self._ranks()]
         same: T = broadcast_object(world, value, numbers.index(source))
         return same
 
@@ -183,10 +212,17 @@ class World:
         """
         self.phase = Phase.TOGETHER
         self._meet("the end of a run")
+        self.stop_watching()
+
+    def _ranks(self) -> Sequence[int]:
+        """The numbers of all ranks that are left."""
+        return self.mesh.living_ranks() if self._joined else range(self.everyone.world.size())
 
     def _meet(self, place: str) -> None:
         """Wait for all ranks, and raise the first failure if one has failed."""
-        if not meet(self.everyone.world, place=place):
+        names = {rank: str(replace(self.coordinates, rank=rank)) for rank in self._ranks()}
+        look = self._watch.wait_for(names, place)
+        if not meet(self.everyone.world, place=place, look=look):
             self._has_heard = True
             raise read_fault(self.everyone.store).exception()
 
@@ -221,6 +257,7 @@ class World:
     def stop_watching(self) -> None:
         """End the watch that kills this process after a failure elsewhere: it ends by itself."""
         self._watch.close()
+        SENDS.close()
 
     def fail(self, error: BaseException, rank: str) -> Failure | None:
         """Tell the other ranks that this one has failed.
@@ -235,15 +272,12 @@ class World:
         self.stop_watching()
         if self._joined and self.mesh.survivors is not None and is_loss(error):
             self.mesh.survivors.await_end()
-        ranks = self._joined.mesh if self._joined else self.everyone
         # this error may be a consequence of another rank's, which is then in the store
-        first = first_fault(ranks, error, rank)
+        first = first_fault(self._all, error, rank)
         # others wait for this rank at the next meeting, unless it has heard of the failure at one
         together = self.phase in (Phase.TOGETHER, Phase.CHOOSING) and not self._has_heard
         if together and not is_loss(error):
             say_at_next_meeting(self.everyone)
-        if self._joined and not self.coordinates.is_driver:
-            self.mesh.say_goodbye(first or Failure.of(error, rank))
         self.phase = Phase.FAILED
         return first
 
@@ -265,9 +299,6 @@ class NoWorld:
     def broadcast(self, value: T, source: int = 0) -> T:
         """Return the value of this rank."""
         return value
-
-    def stop_watching(self) -> None:
-        """Do nothing: there is no watch."""
 
     def fail(self, error: BaseException, rank: str) -> Failure | None:
         """The failure of another rank that ``error`` stands for, or ``None``; no rank is told."""

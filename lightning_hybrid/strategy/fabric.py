@@ -354,7 +354,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
 
     def _leave(self) -> None:
         restore_handlers()
-        self._ranks.world.stop_watching()
         self._session.close()
 
     # ------------------------------------------------------------------ devices

@@ -23,7 +23,7 @@ from lightning_hybrid.comm import Coordinates, Group, Survivors, backend_on, cho
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Cluster, Machine
-from lightning_hybrid.process import Meeting, gather, has_met, join, look_around
+from lightning_hybrid.process import Meeting, has_met, join, look_around, reach
 from lightning_hybrid.run import (
     Launched,
     NoWorld,
@@ -221,7 +221,8 @@ class Ranks:
                 "since in a run the default group is that of the replicas."
             )
         meeting = Meeting(address, port, self.hosts, serve, outlives=agent_serves)
-        self.world = World(gather(coordinates, meeting))
+        self.world = World(reach(coordinates, meeting), timeout)
+        self.world.begin()
         if self.sizes_are_open:
             self._show()  # of one chain, so that nobody divides data by all processes
         else:

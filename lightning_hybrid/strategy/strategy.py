@@ -431,7 +431,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     def teardown(self) -> None:
         restore_handlers()
-        self._ranks.world.stop_watching()
         self._session.close()
         try:
             if isinstance(self._session, DriverSession):

@@ -50,6 +50,15 @@ def test_a_rank_that_leaves_fails_the_next_meeting(groups: list[Any]) -> None:
     assert on_both(groups, come)[0] is False
 
 
+def test_who_waits_for_the_others_may_give_up(groups: list[Any]) -> None:
+    def look() -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        meet(groups[0], look=look)
+    meet(groups[1])
+
+
 def test_ranks_that_come_to_different_places_do_not_take_them_for_one(groups: list[Any]) -> None:
     def come(group: Any, rank: int) -> str:
         with pytest.raises(HybridError, match="in the same order") as raised:

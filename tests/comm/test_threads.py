@@ -27,6 +27,10 @@ def test_one_that_python_drops_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         BackgroundThread(print, "of a test").start()
 
 
+def test_one_that_could_not_start_need_not_be_waited_for() -> None:
+    BackgroundThread(print, "of a test").join()
+
+
 def test_one_that_has_no_room_for_its_stack_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")

@@ -1,15 +1,28 @@
 """A process whose run has failed elsewhere is ended; one with a broken connection is not."""
 
 import threading
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from lightning_hybrid.comm.connections import ConnectionLost
+from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.process import faults
-from lightning_hybrid.process.faults import Watch, first_fault
+from lightning_hybrid.process.faults import Watch, first_fault, tell_lost
+
+HERE = Coordinates(1, 1, 3)
+NAMES = {rank: f"rank {rank}" for rank in range(3)}
+
+
+def watched(store: Any, here: Coordinates = HERE, timeout_s: float = 30) -> Watch:
+    watch = Watch(here, store, timedelta(seconds=timeout_s))
+    watch.start()
+    return watch
 
 
 class Flaky:
@@ -25,6 +38,9 @@ class Flaky:
             raise RuntimeError("Broken pipe")
         self.looks.release()
         return self._store.check(keys)
+
+    def add(self, key: str, number: int) -> int:
+        return self._store.add(key, number)
 
     def get(self, key: str) -> bytes:
         return self._store.get(key)
@@ -47,7 +63,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def test_a_broken_connection_to_a_store_that_lives_is_no_failure(killed: threading.Event) -> None:
     store = Flaky(dist.HashStore(), good=2)
-    watch = Watch("rank 1", store)  # type: ignore[arg-type]
+    watch = watched(store)
     for _ in range(20):
         assert store.looks.acquire(timeout=30)
     watch.close()
@@ -59,10 +75,10 @@ def test_a_recorded_failure_ends_a_process_that_goes_on(
 ) -> None:
     store = dist.HashStore()
     store.set("fault", Failure.of(ValueError("on purpose"), "rank 0").to_json())
-    watch = Watch("rank 1", store)
+    watch = watched(store)
     assert killed.wait(30)
     watch.close()
-    assert "rank 1 is killed" in (said := capfd.readouterr().err)
+    assert f"{HERE} is killed" in (said := capfd.readouterr().err)
     assert "ValueError: on purpose" in said
 
 
@@ -71,7 +87,7 @@ def test_a_store_whose_host_is_gone_ends_a_process_that_goes_on(
 ) -> None:
     host = dist.TCPStore("127.0.0.1", 0, None, True)
     store = dist.TCPStore("127.0.0.1", host.port, None, False)
-    watch = Watch("rank 1", store)
+    watch = watched(store)
     del host
     assert killed.wait(30)
     watch.close()
@@ -79,14 +95,14 @@ def test_a_store_whose_host_is_gone_ends_a_process_that_goes_on(
 
 
 def test_a_closed_watch_has_no_thread() -> None:
-    Watch("rank 1", dist.HashStore()).close()
+    watched(dist.HashStore()).close()
     assert "hybrid-watch" not in [thread.name for thread in threading.enumerate()]
 
 
 class Mesh:
     """As much of a mesh as is needed here."""
 
-    coordinates = "rank 0"
+    coordinates = Coordinates(1, 1, 2)
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
@@ -108,3 +124,71 @@ def test_what_gloo_says_of_a_lost_peer_is_of_no_use_elsewhere() -> None:
     other = first_fault(mesh, RuntimeError("Connection closed by peer"), "rank 1")
     assert other is not None
     assert not other.packed
+
+
+def test_who_waits_gives_up_on_a_rank_that_shows_no_sign_of_life_and_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(faults, "_LOOK_EVERY_S", 0.02)
+    store = dist.HashStore()
+    watches = [watched(store, Coordinates(rank, 1, 3), timeout_s=1) for rank in range(3)]
+    look = watches[0].wait_for(NAMES, "a barrier")
+    until = time.monotonic() + 2
+    while time.monotonic() < until:  # all live
+        look()
+        time.sleep(0.02)
+    watches[2].close()
+
+    def wait() -> None:
+        for _ in range(1000):
+            look()
+            time.sleep(0.02)
+
+    with pytest.raises(ConnectionLost, match=r"Lost rank 2\..* comes to a barrier later") as raised:
+        wait()
+    assert raised.value.late
+    for watch in watches:
+        watch.close()
+
+
+def test_who_waits_gives_up_on_a_store_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = Watch(HERE, dist.HashStore(), timedelta(seconds=0.1))  # its thread hears nothing
+    look = watch.wait_for(NAMES, "a barrier")
+    look()
+    time.sleep(0.2)
+    with pytest.raises(ConnectionLost, match=r"Lost rank 0\."):
+        look()
+
+
+class Server:
+    """The two ends of a store, of which one host is gone later."""
+
+    coordinates = HERE
+
+    def __init__(self) -> None:
+        self._host: Any = dist.TCPStore("127.0.0.1", 0, None, True)
+        self.store = dist.TCPStore("127.0.0.1", self._host.port, None, False)
+
+    def end(self) -> None:
+        del self._host
+
+
+def test_a_loss_that_cannot_be_named_is_that_of_the_stores_host_if_it_is_gone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ranks: Any = Server()
+    ranks.end()
+    first = first_fault(ranks, ConnectionLost("Lost a rank of the group."), str(HERE))
+    assert first is not None
+    assert first.text.startswith("Lost rank 0 (driver, replica 0, stage 2). It was killed")
+    assert capfd.readouterr().err == ""  # no stack of torch's
+
+
+def test_who_has_started_a_rank_that_was_killed_names_it_for_all() -> None:
+    ranks: Any = Mesh()
+    tell_lost(ranks, [1])
+    first = first_fault(ranks, ConnectionLost("Lost a rank of the group."), "rank 0")
+    assert first is not None
+    assert str(first.exception()).startswith("Lost rank 1 (worker, replica 0, stage 0). It was")

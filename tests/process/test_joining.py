@@ -18,10 +18,20 @@ from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.device_speed import look_at
 from lightning_hybrid.process import joining
 from lightning_hybrid.process.children import Children
-from lightning_hybrid.process.joining import Everyone, Joined, Meeting, _end, forget, gather, join
+from lightning_hybrid.process.joining import (
+    Everyone,
+    Joined,
+    Meeting,
+    _end,
+    forget,
+    gather,
+    join,
+    reach,
+)
 
 CPU = torch.device("cpu")
 SECONDS = timedelta(seconds=30)
+HERE = Meeting("127.0.0.1", 0, 1, serve=True)
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +54,11 @@ def _process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         process.everyone.world.close()
 
 
-def gathered() -> Everyone:
-    return gather(Coordinates(0, 1, 1), Meeting("127.0.0.1", 0, 1, serve=True))
+def gathered(meeting: Meeting = HERE, size: int = 1) -> Everyone:
+    everyone = reach(Coordinates(0, 1, size), meeting)
+    if not everyone.world.is_open:
+        gather(everyone)
+    return everyone
 
 
 def joined(survey: Callable[[Any], Cluster] | None = None, **how: Any) -> Joined:
@@ -82,13 +95,13 @@ def made_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
 
 
 def test_a_default_group_of_all_ranks_is_closed_when_they_have_met(made_before: Meeting) -> None:
-    assert gather(Coordinates(0, 1, 1), made_before).world.size() == 1
+    assert gathered(made_before).world.size() == 1
     assert not dist.is_initialized()
 
 
 def test_a_default_group_of_others_is_refused(made_before: Meeting) -> None:
     with pytest.raises(HybridError, match="has 1 ranks, and this run 2 processes"):
-        gather(Coordinates(0, 1, 2), made_before)
+        reach(Coordinates(0, 1, 2), made_before)
 
 
 def test_all_ranks_meet_once_whatever_the_sizes() -> None:
@@ -108,7 +121,7 @@ def test_a_rank_that_has_not_caught_a_failure_is_not_waited_for(
     monkeypatch.setattr(Children, "processes", [ended])
     monkeypatch.setattr(Children, "failed", "Local")
     with pytest.raises(RemoteError, match="did not catch the Local of an earlier run"):
-        gather(Coordinates(0, 1, 2), Meeting("127.0.0.1", 0, 1, serve=True))
+        gathered(size=2)
 
 
 def test_a_run_that_follows_a_failure_makes_new_groups() -> None:

@@ -281,7 +281,6 @@ class Obedient:
 
 def test_a_worker_goes_on_with_what_its_driver_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run, watched = make_run(Coordinates(1, 1, 2), plans={}), []
-    run.world.stop_watching = lambda: watched.append("stopped")
 
     def serve() -> None:
         watched.append("serves")
@@ -293,7 +292,7 @@ def test_a_worker_goes_on_with_what_its_driver_has_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(sessions, "Worker", lambda *_, **__: worker)
     session = WorkerSession(run)
     assert session.serve() is worker.results
-    assert watched == ["serves", "stopped"]
+    assert watched == ["serves"]
     assert run.plans == {"net": PLAN}
     assert run.trainer.callback_metrics["loss"] == 0.5
     assert session.optimizers is worker.optimizers

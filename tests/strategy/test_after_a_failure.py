@@ -1,5 +1,6 @@
 """A script that catches an error goes on as if there had been no run."""
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.run.world import Phase, World
 
+MINUTE = timedelta(minutes=1)
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on unused devices
 
 
@@ -29,7 +31,7 @@ def world_of(rank: int) -> World:
     everyone.coordinates = Coordinates(rank, 1, 2)
     mesh = SimpleNamespace(**vars(everyone), say_goodbye=lambda _: None, survivors=None)
     joined: Any = SimpleNamespace(cluster=None, mesh=mesh)
-    world = World(everyone)
+    world = World(everyone, MINUTE)
     world.take_coordinates(joined)
     return world
 
@@ -64,7 +66,7 @@ def test_who_fails_in_a_run_begins_no_meeting(phase: Phase) -> None:
 
 def test_a_rank_that_has_no_place_yet_says_so() -> None:
     everyone: Any = SimpleNamespace(coordinates=Coordinates(1, 1, 2), store=dist.HashStore())
-    world = World(everyone)
+    world = World(everyone, MINUTE)
     world.stop_watching()
     assert world.coordinates == everyone.coordinates
     with pytest.raises(HybridError, match="chosen when the run is set up"):
