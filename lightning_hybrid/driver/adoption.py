@@ -205,12 +205,14 @@ class Adoption:
         key = graph, wanted
         if key not in found.why_whole:
             self.announcements.doing(found, "looking whether samples meet in")
-            found.why_whole[key] = (
-                "it was captured as several graphs, between which its Python runs for the whole "
-                "batch, and this one draws random numbers or has batch normalisation"
-                if not found.whole and (graph.uses_rng or _is_normalised(found.module))
-                else why_whole(graph, leaves, wanted)
-            )
+            reason = why_whole(graph, leaves, wanted)
+            chain = not found.whole and (graph.uses_rng or _is_normalised(found.module))
+            if reason is None and chain:
+                reason = (
+                    "it was captured as several graphs, between which its Python runs for the "
+                    "whole batch, and this one draws random numbers or has batch normalisation"
+                )
+            found.why_whole[key] = reason
         return found.why_whole[key]
 
     # ------------------------------------------------------------------ plans

@@ -94,7 +94,7 @@ class DrivenNetwork(StagedNetwork):
         self._has_copy = self.placement.collects
         self._commands, self._borrowing = parts.commands, parts.borrowing
         self._gradients, self._step_calls = parts.gradients, parts.calls
-        self._specializations = 0
+        self._graphs: list[NetworkGraph] = []
         self._numbers: dict[CallKey, int] = {}
         self._patterns: dict[tuple[Any, ...], int] = {}
         # (not the size of the table: the number of a pass that has failed is not in the table, but
@@ -119,8 +119,8 @@ class DrivenNetwork(StagedNetwork):
             graph: the graph; all ranks get the graphs of a network in the same order.
             parts: into how many micro-batches a batch may be split.
         """
-        self._specializations += 1
-        return Specialization(self._specializations - 1, graph, parts)
+        self._graphs.append(graph)
+        return Specialization(len(self._graphs) - 1, graph, parts)
 
     @property
     def owned_names(self) -> frozenset[str]:
@@ -274,9 +274,10 @@ class DrivenNetwork(StagedNetwork):
             number = self.add_key(key)
         if exchange and ahead:
             self._early_numbers[key] = number
-        # (with a new key no rank knows whether later stages draw random numbers, so the generators'
-        # state is sent in any case)
-        uses_rng = exchange or key.continues or self.uses_rng(number)
+        # (with a new key no rank knows whether a stage draws what its graph does not show, so the
+        # generators' state is sent in any case)
+        shown = self._graphs[key.specialization].uses_rng
+        uses_rng = exchange or shown or self.uses_rng(number)
         self._count += 1
         calls = self._step_calls
         draw = calls.draw_number_ahead(ahead) if ahead else calls.draw_number(key.grad)

@@ -3,7 +3,7 @@
 The run is on fake tensors (shapes without memory), operation by operation: which memory does it
 write to, which results share memory, does it draw random numbers, does it switch a mode, how many
 floating-point operations does it take. If an operation cannot run without values, nothing is known
-of it and of all that follow, and the network is not cut behind it.
+of it and of all that follow: they may draw random numbers, and the network is not cut behind it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from lightning_hybrid._torch.symbols import (
     OF_VALUES,
     ShapeEnv,
     captured_value,
-    is_symbolic,
     symbols_in,
     value_with,
 )
@@ -46,7 +45,7 @@ class Effects:
     Attributes:
         results: numbers of the memory of what it returns; equal numbers mean shared memory.
         writes: numbers of the memory that it changes.
-        random: whether it draws from torch's generators.
+        random: whether it draws from torch's generators, or may.
         ambient: whether, after it, the modes that a cut cannot switch (``vmap`` levels,
             derivatives in forward mode, inference mode) are as at the beginning of the graph.
         unknown: why all this is not known, in words; ``None``: it is known.
@@ -74,15 +73,16 @@ class Annotations:
         return frozenset[int]().union(*(effects.writes for effects in self.of.values()))
 
 
-def annotate(graph: fx.Graph, attributes: Mapping[str, Any]) -> Annotations:
+def annotate(graph: fx.Graph, attributes: Mapping[str, Any], batch: int) -> Annotations:
     """Find the effects of all operations of a captured graph, by one run on fake tensors.
 
     Args:
         graph: each node has its ``example_value``, as from TorchDynamo.
         attributes: constants and nested graphs that its nodes name.
+        batch: the batch size, by which sizes that depend on values count.
     """
     with as_they_are(), torch.inference_mode(False):
-        return _Run(graph, attributes).annotations()
+        return _Run(graph, attributes, batch).annotations()
 
 
 def arguments_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
@@ -119,8 +119,8 @@ def _attention_flops(
 
 
 class _Run:
-    def __init__(self, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
-        self.graph, self.attributes = graph, attributes
+    def __init__(self, graph: fx.Graph, attributes: Mapping[str, Any], batch: int) -> None:
+        self.graph, self.attributes, self.batch = graph, attributes, batch
         self.found = Annotations()
         self.values: dict[fx.Node, Any] = {}
         self.numbers: dict[int, int] = {}
@@ -156,18 +156,18 @@ class _Run:
 
     def _effects(self, node: fx.Node, before: tuple[Any, ...]) -> Effects:
         # the counter and the watch stay on for the whole run: a node's share is a difference
-        counted, self.watch.uses_rng = self.flops.get_total_flops(), False
+        before_it, self.watch.uses_rng = self.flops.get_total_flops(), False
         writes = self._run(node) | {self._memory(t) for t in self.watch.statistics}
         self.watch.statistics.clear()
         if self.lost is not None:
-            return Effects(unknown=self.lost)
+            return Effects(random=True, unknown=self.lost)
         return Effects(
             frozenset(self._memory(t) for _, t in tensors_in(self.values[node])),
             frozenset(writes),
             self.watch.uses_rng,
             _fixed_modes() == before,
             None,
-            _plain(self.flops.get_total_flops() - counted),
+            captured_size(self.flops.get_total_flops() - before_it, self.batch),
         )
 
     def _run(self, node: fx.Node) -> set[int]:
@@ -188,8 +188,8 @@ class _Run:
         if isinstance(example, Tensor):
             if example.layout is not torch.strided or example.is_nested:
                 raise NotImplementedError("a sparse or nested tensor")
-            shape = [_plain(size) for size in example.shape]
-            stride = [_plain(step) for step in example.stride()]
+            shape = [captured_size(size, self.batch) for size in example.shape]
+            stride = [captured_size(step, self.batch) for step in example.stride()]
             # (with its strides: whether a reshape is a view, which shares memory, depends on them)
             made = torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device)
             return made.requires_grad_(example.requires_grad)
@@ -218,12 +218,12 @@ def _why(error: Exception) -> str:
     return f"is not known, since it fails without values ({type(error).__name__}: {text:.120})"
 
 
-def _plain(number: Any) -> int:
-    """A number as an integer, at the captured sizes; sizes that depend on values count as 1."""
-    if not is_symbolic(number):
-        return int(number)
+def captured_size(number: Any, batch: int) -> int:
+    """A number at the captured sizes, of which those that depend on values count as the batch's."""
     known = captured_value(number)
-    return int(value_with(number, dict.fromkeys(symbols_in(number), 1)) if known is None else known)
+    if known is None:
+        known = value_with(number, dict.fromkeys(symbols_in(number), batch))
+    return int(known)
 
 
 class _Watch(TorchDispatchMode):

@@ -42,7 +42,8 @@ class TensorInfo:
     """What is known of a tensor in the graph before it is computed.
 
     Attributes:
-        shape: at the captured sizes; empty if it is sparse or nested.
+        shape: at the captured sizes, with the batch's in the place of one that depends on values;
+            empty if it is sparse or nested.
         dtype: its type.
         free: whether its shape follows from the sizes of the inputs (and not from values).
         is_strided: whether it is neither sparse nor nested.
@@ -213,7 +214,7 @@ class NetworkGraph:
 
     @cached_property
     def uses_rng(self) -> bool:
-        """Whether a call draws random numbers."""
+        """Whether a call draws random numbers, or may."""
         return any(layer.effects.random for layer in self.layers)
 
     @cached_property

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.symbols import captured_value, guards_of, is_symbolic, symbols_in
-from lightning_hybrid.graph.annotate import Annotations, annotate
+from lightning_hybrid.graph.annotate import Annotations, annotate, captured_size
 from lightning_hybrid.graph.graph import Layer, Leaf, NetworkGraph, TensorInfo, is_symbol
 from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.graph.stage_code import held_by, stable
@@ -123,7 +123,7 @@ class _Describing:
         # first, since layers, leaves and the fingerprint depend on the marks that it sets
         for node in self.graph.nodes:
             self._look_at(node)
-        effects = annotate(self.graph, self.attributes)
+        effects = annotate(self.graph, self.attributes, self.batch or 1)
         layers = self._layers(effects)
         leaves = self._leaves()
         (output,) = self.graph.find_nodes(op="output")
@@ -187,8 +187,9 @@ class _Describing:
     def _info(self, example: Tensor) -> TensorInfo:
         if example.layout is not torch.strided or example.is_nested:
             return TensorInfo((), example.dtype, free=False, is_strided=False)
-        known = [captured_value(size) for size in example.shape]
-        return TensorInfo(tuple(size or 0 for size in known), example.dtype, None not in known)
+        free = None not in map(captured_value, example.shape)
+        shape = tuple(captured_size(size, self.batch or 1) for size in example.shape)
+        return TensorInfo(shape, example.dtype, free)
 
     def _is_size(self, node: fx.Node) -> bool:
         """Whether a placeholder is a number that follows from the sizes of input tensors."""

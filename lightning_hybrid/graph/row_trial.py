@@ -67,6 +67,8 @@ class Trial:
     def _agrees_at(self, inputs: float, incoming: float) -> bool:
         """Whether batch, parts and mixed batch agree, at these magnitudes of the numbers given."""
         one, other = self._batch(inputs), self._batch(inputs)
+        if not all(tensor.numel() for tensor in one):
+            return False  # (what is computed of nothing shows nothing)
         parts = list(zip(*map(self._parts, one, self.labels)))
         foreign = zip(*map(self._parts, other, self.labels))
         mixed = [

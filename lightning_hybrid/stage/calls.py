@@ -38,7 +38,7 @@ class Traffic:
     Attributes:
         incoming: per micro-batch, what comes from the previous stage.
         outgoing: per micro-batch, what goes to the next one.
-        uses_rng: whether a stage up to this one draws random numbers.
+        uses_rng: whether a stage up to this one has drawn random numbers.
         gradients_in: which of ``outgoing`` get a gradient, per (number of the pattern of gradients
             that the network's outputs have, ring of ranks that the micro-batch goes around).
         gradients_out: likewise, which of ``incoming`` get one.

@@ -215,8 +215,8 @@ class ForwardPass(Pass):
             if not call.uses_rng:
                 return outputs
             # 3. The generators' state travels on with the activations. A state that has changed
-            #    tells that a layer has drawn: if none does, it does not travel in later calls with
-            #    this key.
+            #    tells that a layer has drawn, though the graph may not show it: if none does, it
+            #    does not travel in later calls with this key.
             after = random_state(engine.device)
             self.traffic.uses_rng |= not all(torch.equal(a, b) for a, b in zip(before, after))
             if not self.own.is_last:

@@ -50,6 +50,21 @@ def test_attention_load_is_that_of_its_two_matrix_products() -> None:
     assert partition.flops == 2 * (2 * 3) * 5 * 7 * (4 + 4)
 
 
+def test_what_the_values_pick_costs_as_if_it_were_as_many_as_samples() -> None:
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 5), nn.Linear(5, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.one(x)
+            return self.two(h[h[:, 0] > 1e9])  # (none of them in this call)
+
+    graph = graph_of(Picks(), torch.ones(4, 3))
+    assert sum(layer.effects.flops for layer in graph.layers) == 2 * 4 * (3 * 5 + 5 * 7)
+    assert Cuts(graph).bytes(len(graph.layers)) == 4 * 7 * 4
+
+
 def test_bytes_at_a_cut_are_those_of_all_that_crosses() -> None:
     partitions = resnet_partitions()
     assert partitions[0].output_bytes == 2 * 4 * 4**3 * 4
