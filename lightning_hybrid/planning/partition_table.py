@@ -1,5 +1,6 @@
 """Times and sizes of a network's partitions, from which plans are made."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -167,8 +168,16 @@ class PartitionTable:
         """A table from `record`.
 
         Raises:
-            TypeError, KeyError, PlanError: it is no record of a table.
+            TypeError, KeyError, PlanError: it is no record of a table, or has impossible numbers.
         """
+        for name, value in record.items():
+            values = [value] if isinstance(value, int | float) else value
+            if name not in ("names", "tied", "device") and not all(
+                0 <= number < math.inf
+                for number in values
+                if number is not None or name != "weight_part_s"
+            ):
+                raise PlanError(f"{name} must be finite and not negative: {value}")
         tied = [TiedWeight(w["size_bytes"], tuple(w["partitions"])) for w in record.get("tied", ())]
         return cls(**{**record, "tied": tied})
 

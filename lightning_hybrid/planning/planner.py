@@ -357,8 +357,9 @@ def plan_by_schedule(
         return plan_with(schedule)
     # the default, which is possible for every network and has the fewest instructions
     best = plan_with("gpipe")
-    # one stage has no bubble to shorten, and counted FLOPs are no seconds to compare
-    if best.stages == 1 or not measured:
+    # one stage has no bubble to shorten; a batch that is not split is computed as on one device, to
+    # the last bit, which other orders of its sums are not; counted FLOPs are no seconds to compare
+    if 1 in (best.stages, best.microbatches) or not measured:
         return best
     try:
         other = plan_with("zero_bubble" if contiguous else "looped")
