@@ -142,7 +142,8 @@ def _with_memory(
     if optimizers is None:  # only parameters are kept
         nothing = [0] * len(table.names)
         kept = table.parameter_bytes
-        return replace(table, kept_bytes=kept, gradient_bytes=nothing, activation_bytes=nothing)
+        table = replace(table, kept_bytes=kept, gradient_bytes=nothing, activation_bytes=nothing)
+        return replace(table, tied=[replace(w, copy_bytes=w.size_bytes) for w in table.tied])
     if not table.is_measured:  # memory is not known from counted FLOPs
         return replace(table, kept_bytes=(), activation_bytes=())
     sharers = site.replicas if settings.shards_states else 1

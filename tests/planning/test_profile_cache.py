@@ -123,7 +123,8 @@ def test_another_number_of_threads_device_or_version_is_measured_anew(
         '{"forward_s": [3]}',
         "\x00\xff",
         *(
-            f'{{"names": ["a", "b"], "forward_s": [{n}, 1], "backward_s": [1, 1], "cut_bytes": [1]}}'
+            '{"names": ["a", "b"], "forward_s": [1, 1], "cut_bytes": [1], "backward_s": [1, '
+            f"{n}]}}"
             for n in ("NaN", "Infinity", "-1", "1e999", '"1"', "null")
         ),
     ],
