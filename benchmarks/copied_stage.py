@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.partition_costs import capture_call, measured_parts
-from lightning_hybrid.asking.shapes import plan_of, rank_shapes
+from lightning_hybrid.asking.shapes import plans_of, rank_shapes
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import optimizer_bytes
 
@@ -92,7 +92,7 @@ def plans(out: Path) -> None:
             if number == replicas:
                 made = ((shape, shape.arrangement) for shape in mine)
                 best = next(shape for shape, it in made if (it.copies, it.turns) == (copies, 1))
-                plan = plan_of(best, costs_of, cluster, BATCH // replicas)
+                plan = plans_of(best, costs_of, cluster, BATCH // replicas)[0]
                 found[name] = {"predicted": best.step_s, "shape": str(best), "plan": plan.to_json()}
     out.write_text(json.dumps({"peers": found, "fastest": fastest}))
 

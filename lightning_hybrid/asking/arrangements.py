@@ -181,7 +181,7 @@ class Arrangements:
         def time_s(replica: int, share: int) -> float:
             key = kinds[replica], share
             if key not in known:
-                found = self.problem(used, size, slices, genes.recompute, share, replica)
+                found = self.of_replica(genes, share, replica)
                 known[key] = found.step_time_s(genes.ends, chain)
             return known[key]
 
@@ -204,6 +204,12 @@ class Arrangements:
                 shares[replica] += more
                 now_s[replica] = time_s(replica, shares[replica])
                 then_s[replica] = time_s(replica, shares[replica] + 1)
+
+    def of_replica(self, genes: Arrangement, share: int, replica: int) -> StepProblem:
+        """The step of one replica with so many samples."""
+        return self.problem(
+            *(genes.used, genes.size, genes.microbatches, genes.recompute, share, replica)
+        )
 
     def bubble(self, genes: Arrangement, step_s: float, shares: Sequence[int]) -> float:
         """The share of the time of such a step in which the devices do not compute."""

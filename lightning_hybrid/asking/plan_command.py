@@ -4,12 +4,12 @@ A shape is the numbers of replicas, devices, stages and micro-batches of a run.
 """
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import truediv
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription
-from lightning_hybrid.asking.shapes import Shape, fastest, plan_of
+from lightning_hybrid.asking.shapes import Shape, fastest, plans_of
 from lightning_hybrid.asking.study import Study, add_study_options, make_study
 from lightning_hybrid.asking.terminal import short, show_table, terminal, write
 from lightning_hybrid.asking.units import spell
@@ -18,6 +18,7 @@ from lightning_hybrid.planning import Plan, plan_page
 from lightning_hybrid.report import table
 
 _SHAPES = "Shapes, the fastest first"
+_REPLICAS = "Replicas, each with its own share"
 _SHOWN = 8
 """Number of shapes in the table."""
 
@@ -40,9 +41,10 @@ def run(options: argparse.Namespace) -> None:
     count = _count(options.devices, study)
     shapes = study.shapes(count)
     best = fastest(shapes)
-    plan = plan_of(best, study.costs_of, study.cluster.take(count), study.batch)
+    plans = plans_of(best, study.costs_of, study.cluster.take(count), study.batch)
     used = best.arrangement.used
-    plan = with_limits(plan, study.cluster.pick(used))
+    cluster = study.cluster.pick(used)
+    plan, unlike = with_limits(plans, cluster), _replicas(plans, cluster)
     samples = f"{study.batch} sample{'s' * (study.batch > 1)}"
     facts = (
         f"{study.target.name} on {count} of {study.cluster.name} "
@@ -51,6 +53,11 @@ def run(options: argparse.Namespace) -> None:
         f"bubble {best.bubble:.1%}.",
         *_alone(study, best),
         *_left_out(study, used, count),
+        *(
+            ["Stages are those of the replica that ends last, memory of the fullest rank."]
+            if unlike
+            else []
+        ),
         study.origin,
     )
     console = terminal()
@@ -58,12 +65,17 @@ def run(options: argparse.Namespace) -> None:
     for fact in facts:
         console.print(fact)
     rows = _rows(study, shapes)
-    show_table(console, _SHAPES, list(rows[0]), (row.values() for row in rows))
+    for heading, lines in ((_REPLICAS, unlike), (_SHAPES, rows)):
+        if lines:
+            show_table(console, heading, list(lines[0]), (line.values() for line in lines))
     if options.json:
         write(options.json, plan.to_json(), "plan")
     if options.html:
         title = f"{study.target.name} on {count} of {study.cluster.name}"
-        page = plan_page(plan, title=title, notes=facts, more=[(_SHAPES, table(rows))])
+        more = [(_REPLICAS, table(unlike)), (_SHAPES, table(rows))]
+        page = plan_page(
+            plan, title=title, notes=facts, more=more, replicas=plans if unlike else ()
+        )
         write(options.html, page, "page")
 
 
@@ -134,21 +146,42 @@ def _memory(shape: Shape) -> str:
     return "fits, computed again" if shape.arrangement.recompute else "fits"
 
 
-def with_limits(plan: Plan, cluster: ClusterDescription) -> Plan:
-    """The same with what each rank holds of all its stages, and the least that it may hold."""
-    limits, size = cluster.memory_limits, plan.devices_per_replica
-    if limits is None:
+def _replicas(plans: Sequence[Plan], cluster: ClusterDescription) -> list[dict[str, str]]:
+    """Rows of the table of replicas, if they take unequal shares: what each takes and holds."""
+    size = plans[0].devices_per_replica
+    lines = []
+    for replica, (share, plan) in enumerate(zip(plans[0].shares, plans)):
+        own = cluster.pick(range(replica * size, (replica + 1) * size))
+        line = {"replica": str(replica), "samples": str(share)}
+        line["step"] = spell("latency", float(f"{plan.step_s:.4g}"))
+        held = (str(row.get("memory", "")) for row in with_limits([plan], own).table())
+        lines.append(line | {"memory, by stage": ", ".join(held)})
+    return lines
+
+
+def with_limits(plans: Sequence[Plan], cluster: ClusterDescription) -> Plan:
+    """The plan as its slowest replica runs it, with the memory of the fullest rank of each stage.
+
+    Args:
+        plans: the plan as each replica runs it.
+        cluster: the devices, replica by replica.
+    """
+    plan, limits = max(plans, key=lambda plan: plan.step_s), cluster.memory_limits
+    if limits is None or any(row.memory_bytes is None for row in plan.rows):
         return plan
-    least = [min(limits[device::size]) for device in range(size)]
-    held = Counter[int]()
-    for row in plan.rows:
-        held[row.device] += row.memory_bytes or 0
-    rows = (
-        replace(
-            row,
-            peak_bytes=None if row.memory_bytes is None else held[row.device],
-            limit_bytes=round(min(least[device] for device in owners)),
-        )
-        for row, owners in zip(plan.rows, plan.owners)
+    # bytes that a rank holds, of how many, by its device within the replica
+    ranks: dict[int, list[tuple[int, int]]] = {}
+    for number, limit in enumerate(limits):
+        replica, device = divmod(number, plan.devices_per_replica)
+        rows = zip(plan.owners, plans[replica].rows)
+        held = sum(row.memory_bytes or 0 for owners, row in rows if device in owners)
+        ranks.setdefault(device, []).append((held, round(limit)))
+    fullest = [
+        max((rank for device in owners for rank in ranks[device]), key=lambda rank: truediv(*rank))
+        for owners in plan.owners
+    ]
+    rows = zip(plan.rows, fullest)
+    return replace(
+        plan,
+        rows=tuple(replace(row, peak_bytes=held, limit_bytes=of) for row, (held, of) in rows),
     )
-    return replace(plan, rows=tuple(rows))

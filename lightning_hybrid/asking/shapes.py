@@ -233,35 +233,50 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
     )
 
 
-def plan_of(shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int) -> Plan:
-    """The plan of a shape from `rank_shapes`, which was given the same."""
-    genes = shape.arrangement
+def plans_of(
+    shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int
+) -> list[Plan]:
+    """The plan of a shape from `rank_shapes`, which was given the same; as each replica runs it.
+
+    Replicas with unequal shares have other times and other memory, and nothing else of their own.
+    The step of the plan is that of the replica with the longest.
+    """
+    genes, shares = shape.arrangement, shape.shares
     space = Arrangements(costs_of, cluster, batch, (genes.microbatches,))
-    problem, owners = space.whole(genes), owners_of(genes.copies)
+    whole = space.whole(genes)
     if genes.has_copies:
         copied = space.copied(genes.used, genes.copies, genes.microbatches)
-        costs = replace(copied.stage_costs(genes.ends), devices=[*map(min, owners)])
+        costs = replace(
+            copied.stage_costs(genes.ends), devices=[*map(min, owners_of(genes.copies))]
+        )
     else:
-        costs = problem.costs(genes.ends, genes.chain)
-    table, seats = problem.table, sorted(genes.used)
+        costs = whole.costs(genes.ends, genes.chain)
+    table, seats = whole.table, sorted(genes.used)
     # of the devices only those that are used have a rank
     ranks = tuple(map(seats.index, genes.used))
-    return Plan(
+    plan = Plan(
         replicas=genes.replicas,
         stages=len(genes.ends),
         microbatches=genes.microbatches,
         schedule="gpipe",
         cuts=tuple(table.names[end] for end in genes.ends[:-1]),
-        devices=owners if genes.has_copies else tuple(genes.chain),
-        capacities=tuple(problem.speeds),
+        devices=owners_of(genes.copies) if genes.has_copies else tuple(genes.chain),
+        capacities=tuple(whole.speeds),
         rows=table.rows(genes.ends, costs),
         predicted_step_s=shape.step_s,
         objective="step",
         allocation=shape.search,
         recompute=genes.recompute,
-        shares=shape.shares,
+        shares=shares,
         ranks=() if ranks == tuple(range(len(seats))) else ranks,
     )
+    plans = [plan] * genes.replicas
+    for replica, share in enumerate(shares):
+        mine = space.of_replica(genes, share, replica)
+        rows = mine.table.rows(genes.ends, mine.costs(genes.ends, genes.chain))
+        step_s = mine.step_time_s(genes.ends, genes.chain)
+        plans[replica] = replace(plan, rows=rows, predicted_step_s=step_s)
+    return plans
 
 
 def _fit(space: Arrangements, genes: Arrangement) -> Fit:

@@ -60,7 +60,8 @@ def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], f
         ends = programme.run(programme.time_s(ends), None) or ends
     step_s = programme.time_s(ends)
     if step_s == np.inf:
-        lacks = least_lacks(problem.table.memory_bytes, problem.memory_limits, order)
+        table = problem.table
+        lacks = least_lacks(table.memory_bytes, table.borrowed, problem.memory_limits, order)
         worst = max(range(problem.m), key=lacks.__getitem__)
         raise PlanError(
             f"no chain of {problem.m} stages keeps every device within its memory: however it is "
@@ -103,8 +104,19 @@ class _Programme:
         sums = {name: np.asarray(values) for name, values in problem.table.sums.items()}
         self.forward, self.backward = sums["forward_s"], sums["backward_s"]
         self.reduce, self.step = sums["reduce_s"], sums["step_s"]
-        self.memory = sums["memory_bytes"] if problem.ceilings else None
+        self.held = self._held(sums["memory_bytes"]) if problem.ceilings else None
         self.fronts = self._fronts()
+
+    def _held(self, memory: Floats) -> Floats:
+        """Bytes of a stage by its first partition and the one after its last, shape (n + 1, n + 1).
+
+        Those of weights that an earlier stage owns are in it.
+        """
+        held: Floats = memory[None, :] - memory[:, None]
+        for partition, weights in enumerate(self.problem.table.borrowed):
+            for before, size in weights:
+                held[before + 1 : partition + 1, partition + 1 :] += size
+        return held
 
     def _fronts(self) -> list[Floats]:
         """For each stage lower bounds of what the stages in front of it take, shape (4, n + 1).
@@ -123,9 +135,8 @@ class _Programme:
             send = sizes * self.problem.links.seconds_per_byte[device][target]
             latency = self.problem.links.latency_s[device][target]
             possible = np.triu(np.ones((n + 1, n + 1), dtype=bool), 1)
-            if self.memory is not None:
-                held = self.memory[None, :] - self.memory[:, None]
-                possible &= held <= self.problem.ceilings[device]
+            if self.held is not None:
+                possible &= self.held <= self.problem.ceilings[device]
             rows = []
             for sums, (total, largest) in (
                 (self.forward, fronts[-1][:2]),
@@ -184,10 +195,9 @@ class _Programme:
 
     def _furthest(self, device: int) -> Ints:
         """For each first partition of a device's stage, the largest end by memory."""
-        if self.memory is None:
+        if self.held is None:
             return np.full(self.problem.n + 1, self.problem.n)
-        held = self.memory + self.problem.ceilings[device]
-        return np.searchsorted(self.memory, held, side="right") - 1
+        return np.asarray((self.held <= self.problem.ceilings[device]).sum(axis=1) - 1)
 
     def _state(
         self,

@@ -98,13 +98,13 @@ class Fit:
 
         Those are the cuts for which the device that lacks most lacks as little as possible.
         """
-        return least_lacks(self._held, self._room, self._order)
+        return least_lacks(self._held, self.whole.borrowed, self._room, self._order)
 
     @property
     def fits(self) -> bool:
         """Whether there are cuts with which no device lacks memory, but for rounding."""
         ceilings = [size * (1 + SLACK) for size in self._room]
-        return _filled(self._held, ceilings, self._order) is not None
+        return _filled(self._held, self.whole.borrowed, ceilings, self._order) is not None
 
     @property
     def _held(self) -> list[float]:
@@ -139,13 +139,17 @@ class Fit:
         return f"with {self.way}, " + ", ".join(short[:_SHOWN]) + more
 
 
+Borrowed = Sequence[Sequence[tuple[int, float]]]
+
+
 def least_lacks(
-    held: Sequence[float], limits: Sequence[float], order: Sequence[int]
+    held: Sequence[float], borrowed: Borrowed, limits: Sequence[float], order: Sequence[int]
 ) -> list[float]:
     """Cut a chain so that the largest lack of memory of a device is least.
 
     Args:
         held: (n,) bytes of each partition.
+        borrowed: for each partition, of weights of others, see `PartitionTable.borrowed`.
         limits: (m,) bytes of each device.
         order: (m,) the device of each stage.
 
@@ -153,19 +157,20 @@ def least_lacks(
         (m,) bytes that each device lacks; a negative number is what it has left.
     """
     # with the upper bound as additional memory, each device could hold all partitions
-    low, high = -max(limits), sum(held) - min(0.0, *limits)
+    copies = sum(size for weights in borrowed for _, size in weights)
+    low, high = -max(limits), sum(held) + copies - min(0.0, *limits)
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        fits = _filled(held, [limit + middle for limit in limits], order) is not None
+        fits = _filled(held, borrowed, [limit + middle for limit in limits], order) is not None
         low, high = (low, middle) if fits else (middle, high)
-    filled = _filled(held, [limit + high for limit in limits], order)
+    filled = _filled(held, borrowed, [limit + high for limit in limits], order)
     if filled is None:  # fewer partitions than stages
         filled = [float("inf")] * len(limits)
     return [taken - limit for taken, limit in zip(filled, limits)]
 
 
 def _filled(
-    held: Sequence[float], limits: Sequence[float], order: Sequence[int]
+    held: Sequence[float], borrowed: Borrowed, limits: Sequence[float], order: Sequence[int]
 ) -> list[float] | None:
     """Bytes on each device if each stage in turn takes as much as fits; None: not all fits.
 
@@ -175,8 +180,11 @@ def _filled(
     for stage, device in enumerate(order):
         last = len(held) - (len(order) - 1 - stage)  # the later stages need one partition each
         begun = position
-        while position < last and taken[device] + held[position] <= limits[device]:
-            taken[device] += held[position]
+        while position < last:
+            copies = sum(size for before, size in borrowed[position] if before < begun)
+            if taken[device] + held[position] + copies > limits[device]:
+                break
+            taken[device] += held[position] + copies
             position += 1
         # every stage needs a partition
         if position == begun:

@@ -1,6 +1,8 @@
 """Times and sizes of a network's partitions, from which plans are made."""
 
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -22,10 +24,14 @@ class TiedWeight:
     Attributes:
         size_bytes: its size.
         partitions: their numbers, rising.
+        elements: its number of elements.
+        copy_bytes: bytes that a rank holds which uses it and does not own it: with its gradient.
     """
 
     size_bytes: float
     partitions: tuple[int, ...]
+    elements: int = 0
+    copy_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +40,8 @@ class PartitionTable:
 
     Times are those of a device of speed 1, in seconds, or FLOPs where only those were counted;
     sizes are in bytes. Empty lists are not known, or not counted; an empty list for a part of a
-    split backward means half of the backward.
+    split backward means half of the backward. A weight that several partitions use is the first
+    one's, whose rank owns it: what it takes counts there, and what other ranks hold is in `tied`.
 
     Attributes:
         forward_s: times of the forward of a micro-batch.
@@ -125,11 +132,11 @@ class PartitionTable:
             device: the device that was measured, or `COUNTED`.
         """
         weights = dict(graph.network.named_parameters())
-        owned = [[weights[name] for name in partition.parameters] for partition in partitions]
-        uses: dict[str, list[int]] = {}
-        for number, partition in enumerate(partitions):
-            for name in partition.parameters:
-                uses.setdefault(name, []).append(number)
+        uses = _uses(partitions)
+        owned = [
+            [weights[name] for name in partition.parameters if uses[name][0] == number]
+            for number, partition in enumerate(partitions)
+        ]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         # the outputs of the last partition cross no cut
         *crossing, outputs = columns.pop("output_bytes")
@@ -145,7 +152,12 @@ class PartitionTable:
             gradient_bytes=gradients,
             kept_bytes=[p + g for p, g in zip(parameters, gradients)],
             tied=[
-                TiedWeight(weights[name].nbytes, tuple(users))
+                TiedWeight(
+                    size_bytes=weights[name].nbytes,
+                    partitions=tuple(users),
+                    elements=weights[name].numel(),
+                    copy_bytes=weights[name].nbytes * (1 + weights[name].requires_grad),
+                )
                 for name, users in uses.items()
                 if len(users) > 1
             ],
@@ -167,9 +179,19 @@ class PartitionTable:
         """A table from `record`.
 
         Raises:
-            TypeError, KeyError, PlanError: it is no record of a table.
+            TypeError, KeyError, PlanError: it is no record of a table, or has impossible numbers.
         """
-        tied = [TiedWeight(w["size_bytes"], tuple(w["partitions"])) for w in record.get("tied", ())]
+        for name, value in record.items():
+            values = [value] if isinstance(value, int | float) else value
+            if name not in ("names", "tied", "device") and not all(
+                0 <= number < math.inf
+                for number in values
+                if number is not None or name != "weight_part_s"
+            ):
+                raise PlanError(f"{name} must be finite and not negative: {value}")
+        tied = [
+            TiedWeight(**{**w, "partitions": (*w["partitions"],)}) for w in record.get("tied", ())
+        ]
         return cls(**{**record, "tied": tied})
 
     def with_optimizer(
@@ -186,7 +208,9 @@ class PartitionTable:
             state_bytes: bytes of optimizer state, by name of the parameter.
             divides: whether replicas divide the state.
         """
-        states = [sum(state_bytes.get(name, 0) for name in p.parameters) for p in partitions]
+        states = [0] * len(partitions)
+        for name, (first, *_) in _uses(partitions).items():
+            states[first] += state_bytes.get(name, 0)
         kept = [size + state for size, state in zip(self.kept_bytes, states)]
         return replace(self, kept_bytes=kept, state_bytes=states if divides else ())
 
@@ -201,6 +225,35 @@ class PartitionTable:
         names = ("forward_s", "backward_s", "reduce_s", "step_s", "memory_bytes")
         nothing = (0.0,) * len(self.forward_s)
         return {name: [0.0, *accumulate(getattr(self, name) or nothing)] for name in names}
+
+    @cached_property
+    def borrowed(self) -> list[list[tuple[int, float]]]:
+        """For each partition, of the weights that others own: who used it last, and a copy's bytes.
+
+        A run that begins behind that one, and has this one, holds the copy.
+        """
+        found: list[list[tuple[int, float]]] = [[] for _ in self.forward_s]
+        for weight in self.tied:
+            for before, partition in pairwise(weight.partitions):
+                found[partition].append((before, weight.copy_bytes))
+        return found
+
+    def borrowed_by(
+        self, ends: Sequence[int], devices: Sequence[int]
+    ) -> Iterator[tuple[int, TiedWeight]]:
+        """The stages that hold a copy of a weight, and the weight; once for each device.
+
+        Args:
+            ends: for each stage the number after its last partition.
+            devices: for each stage its device.
+        """
+        for weight in self.tied:
+            first, *others = sorted({bisect_right(ends, k) for k in weight.partitions})
+            have = {devices[first]}
+            for stage in others:
+                if devices[stage] not in have:
+                    have.add(devices[stage])
+                    yield stage, weight
 
     def held_bytes(self, in_flight: int) -> list[int]:
         """Bytes that partitions hold with so many micro-batches between forward and backward."""
@@ -260,15 +313,19 @@ class PartitionTable:
         # the last stage has no next one to send to
         times = {name: [*getattr(costs, name), 0.0] for name in TIMES}
         cut_bytes, rows = [*self.cut_bytes, 0], []
+        elements, copies = [0] * len(ends), [0.0] * len(ends)
+        for stage, weight in self.borrowed_by(ends, costs.devices):
+            elements[stage] += weight.elements
+            copies[stage] += weight.copy_bytes
         for stage, (a, b) in enumerate(pairwise((0, *ends))):
             rows.append(
                 StagePlan(
                     layers=sum(self.layers[a:b]),
                     partitions=tuple(self.names[a:b]),
-                    parameters=sum(self.parameters[a:b]),
+                    parameters=sum(self.parameters[a:b]) + elements[stage],
                     load=sum(self.loads[a:b]) / total,
                     device=costs.devices[stage],
-                    memory_bytes=_total(self.memory_bytes, a, b),
+                    memory_bytes=_total(self.memory_bytes, a, b, copies[stage]),
                     cut_bytes=round(cut_bytes[b - 1]),
                     gradient_bytes=_total(self.gradient_bytes, a, b),
                     **{name: values[stage] for name, values in times.items()},
@@ -277,9 +334,18 @@ class PartitionTable:
         return tuple(rows)
 
 
-def _total(sizes: Sequence[float], a: int, b: int) -> int | None:
-    """Sum of the sizes of partitions a .. b - 1; None: they are not known."""
-    return round(sum(sizes[a:b])) if sizes else None
+def _total(sizes: Sequence[float], a: int, b: int, more: float = 0.0) -> int | None:
+    """Sum of the sizes of partitions a .. b - 1, and of more; None: they are not known."""
+    return round(sum(sizes[a:b]) + more) if sizes else None
+
+
+def _uses(partitions: Sequence[NetworkPartition]) -> dict[str, list[int]]:
+    """By name of the parameter, the numbers of the partitions that use it."""
+    uses: dict[str, list[int]] = {}
+    for number, partition in enumerate(partitions):
+        for name in partition.parameters:
+            uses.setdefault(name, []).append(number)
+    return uses
 
 
 def count(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> PartitionTable:

@@ -33,6 +33,7 @@ def plan_page(
     title: str = "Plan",
     notes: Sequence[str] = (),
     more: Sequence[tuple[str, str]] = (),
+    replicas: Sequence[Plan] = (),
 ) -> str:
     """Make the page as HTML, in one file.
 
@@ -41,6 +42,7 @@ def plan_page(
         title: Title of the page.
         notes: Sentences below the title.
         more: Further sections, at the end: headings, and contents in HTML.
+        replicas: The plan as each replica runs it, where they differ; all are drawn.
     """
     head = plan.describe().splitlines()[:2]
     summary = "".join(paragraph(text) for text in (*head, *notes))
@@ -49,7 +51,7 @@ def plan_page(
         summary += paragraph("Memory: the peak of each rank, with all of its stages.")
     elif any(row.memory_bytes for row in plan.rows):
         summary += paragraph(_MEMORY_AGAIN if plan.recompute else _MEMORY)
-    return page(title, [("The plan", summary), ("One step", _timeline(plan)), *more])
+    return page(title, [("The plan", summary), ("One step", _timeline(plan, replicas)), *more])
 
 
 def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
@@ -104,19 +106,22 @@ def _span(plan: Plan, stage: int, kind: str, number: int, start_s: float, end_s:
     )
 
 
-def _timeline(plan: Plan) -> str:
+def _timeline(plan: Plan, replicas: Sequence[Plan]) -> str:
     if plan.schedule in STREAMED:
         return paragraph("No step is drawn: each device is at another batch, one after the other.")
     lanes = predicted_lanes(plan)
     if not lanes:
         return ""
+    if replicas:
+        drawn = [predicted_lanes(each).items() for each in replicas]
+        lanes = {f"replica {r}, {n}": spans for r, its in enumerate(drawn) for n, spans in its}
     numbers = "stage.micro-batch" if _shares(plan) else "micro-batches"
     text = paragraph(f"Predicted. Numbers are {numbers}; gaps are waiting.")
     if plan.copies and plan.copies[-1] > 1:
         text += paragraph("Outputs and weights that the driver receives are not drawn.")
     text += timeline(dict([*lanes.items()][:_MOST_LANES]))
     if len(lanes) > _MOST_LANES:
-        text += paragraph(f"The first {_MOST_LANES} of {len(lanes)} devices of a replica.")
+        text += paragraph(f"The first {_MOST_LANES} of {len(lanes)} devices.")
     return text
 
 

@@ -142,7 +142,8 @@ def _with_memory(
     if optimizers is None:  # only parameters are kept
         nothing = [0] * len(table.names)
         kept = table.parameter_bytes
-        return replace(table, kept_bytes=kept, gradient_bytes=nothing, activation_bytes=nothing)
+        table = replace(table, kept_bytes=kept, gradient_bytes=nothing, activation_bytes=nothing)
+        return replace(table, tied=[replace(w, copy_bytes=w.size_bytes) for w in table.tied])
     if not table.is_measured:  # memory is not known from counted FLOPs
         return replace(table, kept_bytes=(), activation_bytes=())
     sharers = site.replicas if settings.shards_states else 1
@@ -357,8 +358,9 @@ def plan_by_schedule(
         return plan_with(schedule)
     # the default, which is possible for every network and has the fewest instructions
     best = plan_with("gpipe")
-    # one stage has no bubble to shorten, and counted FLOPs are no seconds to compare
-    if best.stages == 1 or not measured:
+    # one stage has no bubble to shorten; a batch that is not split is computed as on one device, to
+    # the last bit, which other orders of its sums are not; counted FLOPs are no seconds to compare
+    if 1 in (best.stages, best.microbatches) or not measured:
         return best
     try:
         other = plan_with("zero_bubble" if contiguous else "looped")

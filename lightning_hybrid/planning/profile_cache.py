@@ -24,7 +24,7 @@ from lightning_hybrid.graph import NetworkGraph, NetworkPartition
 from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.partition_table import PartitionTable
 
-FORMAT = 6
+FORMAT = 7
 """Number to increase when what is measured, or how, changes within a version of this package."""
 
 

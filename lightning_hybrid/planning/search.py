@@ -360,7 +360,14 @@ def _allocated(
     except AllocationError as error:
         raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
     ends, places = runs(found.assignment)
-    return ends, [order[place] for place in places], "exact" if settings.contiguous else "gabra"
+    devices = [order[place] for place in places]
+    if not problem.fits(ends, devices):
+        raise PlanError(
+            f"objective={objective!r} leaves out what copies of shared weights take, and with its "
+            f"cuts {problem.m} stages do not fit ({[*problem.memory_limits]} bytes): use "
+            "objective='step', which counts them"
+        )
+    return ends, devices, "exact" if settings.contiguous else "gabra"
 
 
 def _cut_costs(problem: StepProblem) -> list[float]:

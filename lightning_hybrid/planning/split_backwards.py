@@ -4,6 +4,7 @@ A split backward takes `input_s + weight_s`, which may be more than a joint one 
 normalisation, for instance, computes the same sums for both parts). So it is tried stage by stage.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -63,6 +64,9 @@ def split_costs(problem: StepProblem, ends: Sequence[int], devices: Sequence[int
 def _parts(problem: StepProblem, a: int, b: int, device: int) -> tuple[float, float] | None:
     """Seconds of the input and the weight part of a stage's backward; None: it cannot be split."""
     table, speed = problem.table, problem.speeds[device]
+    # the gradient of a weight is the sum of its uses, which one operation adds up
+    if any(bisect_left(w.partitions, b) - bisect_left(w.partitions, a) > 1 for w in table.tied):
+        return None
     # parts that were not measured are taken to be equal
     half_s = [backward_s / 2 for backward_s in table.backward_s]
     weights = (table.weight_part_s or half_s)[a:b]

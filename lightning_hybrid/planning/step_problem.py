@@ -77,6 +77,8 @@ class StepProblem:
         held, sums = [0.0] * self.m, self.table.sums["memory_bytes"]
         for (a, b), device in zip(pairwise((0, *ends)), devices):
             held[device] += sums[b] - sums[a]
+        for stage, weight in self.table.borrowed_by(ends, devices):
+            held[devices[stage]] += weight.copy_bytes
         return held
 
     def fits(self, ends: Sequence[int], devices: Sequence[int]) -> bool:

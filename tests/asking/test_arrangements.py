@@ -11,7 +11,7 @@ from planned import problem_on
 
 from lightning_hybrid.asking.arrangements import Arrangement, Arrangements, improve
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.asking.shapes import fastest, plan_of, rank_shapes
+from lightning_hybrid.asking.shapes import fastest, plans_of, rank_shapes
 from lightning_hybrid.asking.step_problems import with_copies
 from lightning_hybrid.planning import PartitionTable, Plan
 
@@ -212,7 +212,7 @@ def test_a_plan_names_the_ranks_of_devices_that_change_places() -> None:
 
     def on(replicas: int, *devices: int) -> Plan:
         genes = replace(first.arrangement, replicas=replicas, devices=devices)
-        return plan_of(replace(first, arrangement=genes, shares=()), costs_of, UNLIKE, BATCH)
+        return plans_of(replace(first, arrangement=genes, shares=()), costs_of, UNLIKE, BATCH)[0]
 
     assert on(1, 1, 3, 0, 2).ranks == ()  # those that are left are ranks 0 and 1
     plan = on(2, 0, 3, 2, 1)

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.asking.shapes import Shape, fastest, plan_of, rank_shapes
+from lightning_hybrid.asking.shapes import Shape, fastest, plans_of, rank_shapes
 from lightning_hybrid.asking.step_problems import CostsOf, ring_s
 from lightning_hybrid.planning import owners_of
 from lightning_hybrid.planning.dealt_time import dealt_s
@@ -138,7 +138,7 @@ def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts(
     best = fastest(rank_shapes(costs_of, at, 12))
     assert best.arrangement.copies == (3, 1)
     assert str(best).startswith("1 replica x 2 stages (3-1 copies)")
-    plan = plan_of(best, costs_of, at, 12)
+    plan = plans_of(best, costs_of, at, 12)[0]
     assert (plan.copies, plan.devices, plan.world_size) == ((3, 1), ((1, 2, 3), 0), 4)
     assert plan.predicted_step_s == best.step_s
     assert type(plan).from_json(plan.to_json()) == plan
@@ -169,10 +169,10 @@ def test_copies_of_the_last_stage_pay_until_their_outputs_are_large() -> None:
         found[outputs] = fastest(shapes)
         copied = [s.samples_per_s for s in shapes if s.arrangement.copies[-1] > 1]
         assert (found[outputs].samples_per_s == max(copied)) == (outputs == 4e3)
-        plan = plan_of(found[outputs], costs, at, 12)
+        plan = plans_of(found[outputs], costs, at, 12)[0]
         assert plan.predicted_step_s == found[outputs].step_s
     assert found[4e3].arrangement.copies == (1, 3)
-    plan = plan_of(found[4e3], parameters_in_front(4e3), at, 12)
+    plan = plans_of(found[4e3], parameters_in_front(4e3), at, 12)[0]
     HybridGabraStrategy(plan=plan)  # a run takes it
     assert str(found[4e3]).startswith("1 replica x 2 stages (1-3 copies)")
 

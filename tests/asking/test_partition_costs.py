@@ -32,7 +32,8 @@ def test_weights_that_several_partitions_use_are_known_with_their_sizes() -> Non
         tied.requires_grad_(trained)
         graph, _ = capture_call(tied, (torch.empty(6, 16),), {})
         found = counted_parts(graph, network_partitions(graph), 1e9, {})(6).tied
-        assert found == [TiedWeight(4 * 256, (0, 2))]
+        copy = 4 * 256 * (1 + trained)  # with its gradient
+        assert found == [TiedWeight(4 * 256, (0, 2), elements=256, copy_bytes=copy)]
 
 
 def test_counted_costs_are_proportional_to_the_micro_batch() -> None:

@@ -4,7 +4,7 @@ import pytest
 from planned import problem_on, simulate
 
 from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.asking.shapes import fastest, plan_of, rank_shapes
+from lightning_hybrid.asking.shapes import fastest, plans_of, rank_shapes
 from lightning_hybrid.asking.step_problems import links_of, ring_s
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.partition_table import PartitionTable
@@ -61,7 +61,7 @@ def test_the_prediction_is_the_simulation_of_the_plan() -> None:
     for shape in rank_shapes(costs_of, one, 6):
         if shape.arrangement.has_copies:  # tests/asking/test_copied_shapes.py
             continue
-        plan = plan_of(shape, costs_of, one, 6)
+        plan = plans_of(shape, costs_of, one, 6)[0]
         rows = plan.rows
         timeline = simulate(
             gpipe(plan.stages, plan.microbatches),
@@ -87,7 +87,7 @@ def test_replicas_that_divide_states_fit_where_others_do_not() -> None:
         shapes = rank_shapes(costs, small, 6)
         shape = next(s for s in shapes if s.arrangement.replicas == 4)
         assert shape.fits is fits
-    plan = plan_of(shape, dividing, small, 6)
+    plan = plans_of(shape, dividing, small, 6)[0]
     assert plan.rows[0].memory_bytes == 8 * (40e6 - 20e6 * 3 / 4 + 6e6)
 
 
@@ -118,7 +118,7 @@ def test_activations_are_computed_again_only_where_stages_fit_in_no_other_way() 
         if s.arrangement == replace(best.arrangement, recompute=False)
     ]
     assert best.step_s == pytest.approx(same[0].step_s)
-    plan = plan_of(best, costs_of, two, 64)
+    plan = plans_of(best, costs_of, two, 64)[0]
     assert plan.recompute
     assert max(row.memory_bytes for row in plan.rows) <= 250e6
     assert "computed again" in plan.describe()
@@ -180,7 +180,7 @@ def test_replicas_on_unlike_devices_share_by_their_speed() -> None:
     # all three take the time of 48 samples on the first; the ring runs beside the backward
     assert dealt.step_s == pytest.approx(48 * 8 * 3e-3)
     assert dealt.bubble == pytest.approx(0)
-    plan = plan_of(dealt, costs_of, unlike(1.0, 0.5, 0.25), 28)
+    plan = plans_of(dealt, costs_of, unlike(1.0, 0.5, 0.25), 28)[0]
     assert plan.shares == (48, 24, 12)
     assert "shares of a batch: 48, 24, 12" in plan.describe()
     assert type(plan).from_json(plan.to_json()) == plan

@@ -13,8 +13,8 @@ from lightning_hybrid.planning.planner import MARGIN, plan_by_schedule, plan_wit
 class Planner:
     """Plans with given times by schedule; none for those left out."""
 
-    def __init__(self, **step_s: float) -> None:
-        self.step_s, self.asked = step_s, [""][1:]
+    def __init__(self, microbatches: int = 2, **step_s: float) -> None:
+        self.step_s, self.asked, self.microbatches = step_s, [""][1:], microbatches
 
     def __call__(self, name: str) -> Plan:
         self.asked.append(name)
@@ -23,7 +23,7 @@ class Planner:
         return Plan(
             replicas=1,
             stages=2,
-            microbatches=2,
+            microbatches=self.microbatches,
             schedule=name,
             cuts=("b",),
             predicted_step_s=self.step_s[name],
@@ -43,6 +43,11 @@ def test_the_shorter_step_is_taken() -> None:
 
 def test_what_saves_less_than_a_prediction_is_worth_is_not_taken() -> None:
     assert chosen(Planner(gpipe=1.0, zero_bubble=1.01 - MARGIN)) == "gpipe"
+
+
+def test_a_batch_that_is_not_split_is_summed_as_on_one_device() -> None:
+    assert chosen(Planner(1, gpipe=1.0, zero_bubble=0.8)) == "gpipe"
+    assert chosen(Planner(1, gpipe=1.0, looped=0.8), contiguous=False) == "gpipe"
 
 
 def test_what_cannot_be_placed_is_not_taken() -> None:

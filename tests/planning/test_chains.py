@@ -40,7 +40,7 @@ def problem(seed: int, n: int, m: int, microbatches: int, limited: bool = False)
         microbatches=microbatches,
         reduce_s=numbers(0, 1, n),
         step_s=numbers(0, 0.2, n),
-        tied=[TiedWeight(2.0, tuple(uses))] if seed % 2 else [],
+        tied=[TiedWeight(2.0, tuple(uses), copy_bytes=0.3)] if seed % 2 else [],
         memory_bytes=memory,
         memory_limits=[room * limit for limit in limits],
     )

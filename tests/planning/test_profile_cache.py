@@ -122,6 +122,11 @@ def test_another_number_of_threads_device_or_version_is_measured_anew(
         "{}",
         '{"forward_s": [3]}',
         "\x00\xff",
+        *(
+            '{"names": ["a", "b"], "forward_s": [1, 1], "cut_bytes": [1], "backward_s": [1, '
+            f"{n}]}}"
+            for n in ("NaN", "Infinity", "-1", "1e999", '"1"', "null")
+        ),
     ],
 )
 def test_a_broken_file_is_measured_and_written_anew(folder: Path, broken: str) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from planned import planned, simulate
 
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.partition_table import TiedWeight
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
@@ -48,6 +49,11 @@ def test_where_a_split_costs_more_than_the_bubble_it_fills_no_stage_is_split() -
 
 def test_a_stage_with_a_part_that_cannot_be_split_is_not() -> None:
     assert plan(weight_part_s=[1.0, 1.0, None, 1.0, 1.0, 1.0]).split == (2,)
+
+
+def test_a_stage_that_uses_a_weight_twice_is_not() -> None:
+    assert plan(tied=[TiedWeight(0.0, (1, 2))]).split == (1, 2)
+    assert plan(tied=[TiedWeight(0.0, (2, 3))]).split == (2,)
 
 
 def test_given_cuts_are_kept() -> None:
