@@ -96,7 +96,7 @@ LAYERS = {
     "comm": {*INNER, "remote", "graph"},
     "stage": {*INNER, "schedules", "remote", "graph", "comm"},
     "planning": {*INNER, "allocation", "schedules", "report", "remote", "graph", "stage"},
-    "process": {"errors", "comm", "planning", "_lightning", "_lightning_private"},
+    "process": {"errors", "_torch", "comm", "planning", "_lightning", "_lightning_private"},
     "state": {*INNER, "remote", "comm", "stage", "planning", "_lightning", "_lightning_private"},
     "worker": {*INNER, "remote", "graph", "comm", "stage", "planning", "state"},
     "driver": {

@@ -27,6 +27,31 @@ def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The table of a module's parts (``named_children`` leaves out what is there twice)."""
+    return module._modules
+
+
+def outline(module: nn.Module, known: dict[int, nn.Module] | None = None) -> nn.Module:
+    """A module of the parts that a module has now, with the tables of tensors that are theirs.
+
+    Hooks of the user's may replace, wrap or delete parts: this one keeps them under the names of
+    now, and shows the tensors that they have later.
+
+    Args:
+        module: the module.
+        known: by ``id``, the outlines of its parts that are made already.
+    """
+    known = {} if known is None else known
+    found = known.get(id(module))
+    if found is None:
+        found = known[id(module)] = nn.Module()
+        parameters, buffers = tables(module)
+        parts = {key: part and outline(part, known) for key, part in children_of(module).items()}
+        vars(found).update(_parameters=parameters, _buffers=buffers, _modules=parts)
+    return found
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module, or a part of it, was compiled by `torch.compile` or `nn.Module.compile`.
 

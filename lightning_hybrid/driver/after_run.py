@@ -29,7 +29,7 @@ class AfterRun:
     """Exchanges the tensors of a driver and its workers after a run, through files.
 
     Args:
-        module: the LightningModule.
+        module: the LightningModule, with the parts that it had at the start.
         commands: sends commands to the workers.
         weights: knows which tensors workers own.
         files: has the workers write their tensors to files.
@@ -50,7 +50,7 @@ class AfterRun:
             Whether this rank can read the files; else nothing has changed.
         """
         remote = self._commands.remote
-        remote.adopt_replaced()
+        remote.adopt_replaced(computes=False)
         elsewhere = self._weights.owned_elsewhere()
         found = self._files.tensors(at_end=True) if elsewhere else ({}, [])
         if found is None:

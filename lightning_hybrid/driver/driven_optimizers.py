@@ -60,7 +60,7 @@ class DrivenOptimizers:
     """The optimizers of one run, on the driver.
 
     Args:
-        module: the LightningModule.
+        module: the LightningModule, with the parts that it had at the start.
         mesh: the process groups and channels of this rank.
         commands: sends commands to the workers.
         ownership: which worker owns which tensor.
@@ -86,12 +86,13 @@ class DrivenOptimizers:
         options: DriverOptions,
     ) -> None:
         self._module, self._say = module, options.say
-        # by ``id``, the names of the parameters that all ranks have
-        self._names = {
-            id(p): name
+        # of the parameters that all ranks have (not of those that a hook adds on this rank)
+        self._parameters = {
+            name: p
             for name, p in module.named_parameters()
             if options.shared is None or name in options.shared
         }
+        self._names = {id(p): name for name, p in self._parameters.items()}
         self._device = commands.remote.device
         self._commands, self._ownership, self._gradients = commands, ownership, gradients
         self._files = files
@@ -156,7 +157,7 @@ class DrivenOptimizers:
 
     def ship_in_any_case(self) -> None:
         """Send the optimizers to the workers like :meth:`ship`, also before a network is cut."""
-        parameters = self._parameters()
+        parameters = self._parameters
         # first of all: one that steps whole keeps all of its states on this rank
         self._try_all()
         whole = [link.whole for link in self._links]
@@ -181,12 +182,6 @@ class DrivenOptimizers:
             let_go_of_checkpoints()
         for link in self._links:
             link.shipped()
-
-    def _parameters(self) -> dict[str, Parameter]:
-        # only parameters that all ranks have (not those that a hook has added on this rank), by
-        # their names at the start, which workers know even if layers have changed places since
-        here = (p for p in self._module.parameters() if id(p) in self._names)
-        return {self._names[id(p)]: p for p in here}
 
     def _divide(self, parameters: Mapping[str, Parameter]) -> None:
         """Divide the states of parameters over the replicas, if this is asked and owners are known.

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid._torch.autograd import outside_of_transforms
+from lightning_hybrid._torch.modules import outline
 from lightning_hybrid.comm import (
     Failure,
     Mesh,
@@ -99,6 +100,8 @@ class Driver:
     ) -> None:
         here = mesh.coordinates
         self._module, self._mesh, self.device, self._options = module, mesh, mesh.device, options
+        # the parts of now, by whose names workers know their tensors
+        self._start = start = outline(module)
         # names of the parameters that stay with their owners after the run, for lack of room
         self._apart: frozenset[str] = frozenset()
         new_trace = partial(Trace, here.rank, str(here), watch)
@@ -113,18 +116,20 @@ class Driver:
         self.commands = Commands(self._workers, self.remote)
         self._files = files = FilesOfWorkers(self.commands, options.folder, here)
         self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
-        self._replicated = Replicated(module, mesh.data_parallel, self.device, mesh.survivors)
+        self._replicated = Replicated(
+            module, start, mesh.data_parallel, self.device, mesh.survivors
+        )
         new_calls = partial(StepCalls, options.seed, here.dp_rank, follows=options.follows)
         self.calls: StepCalls = before.calls if before else new_calls(self.device)
         self.distribution = Distribution(module, mesh, options, self.commands, self._trace)
         self.weights = Weights(
-            *(module, known, here, self.commands, self._ownership, self._replicated, files)
+            *(module, start, known, here, self.commands, self._ownership, self._replicated, files)
         )
         self.gradients = ReplicaGradients(
             self.commands, self._borrowing, self._replicated, unsettled, mesh.survivors
         )
         self.optimizers = DrivenOptimizers(
-            *(module, mesh, self.commands, self._ownership, self.gradients, files, options)
+            *(start, mesh, self.commands, self._ownership, self.gradients, files, options)
         )
         self._shards = options.shards and here.replicas > 1
         hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
@@ -133,7 +138,7 @@ class Driver:
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
         # whether the last step averaged gradients over the replicas
         self._synchronized: bool = before is None or before._synchronized
-        self._after = AfterRun(module, self.commands, self.weights, files)
+        self._after = AfterRun(start, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
             *(self.commands, self._borrowing, self.gradients, self.calls, batches or Batches())
         )
@@ -475,7 +480,7 @@ class Driver:
 
     def _parameters_of_stages(self) -> frozenset[str]:
         here = {name for n in self._networks for name in n.full_names(n.owned_names)}
-        parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        parameters = {name for name, _ in self._start.named_parameters(remove_duplicate=False)}
         return frozenset((here | self._ownership.network_of.keys()) & parameters)
 
     @signals_deferred

@@ -127,6 +127,7 @@ class Replicated:
 
     Args:
         module: the LightningModule.
+        start: it with the parts that it had at the start.
         group: the process group of the drivers of all replicas.
         device: the driver's device.
         survivors: the replicas that go on if one is lost.
@@ -141,12 +142,13 @@ class Replicated:
     def __init__(
         self,
         module: nn.Module,
+        start: nn.Module,
         group: Group,
         device: torch.device,
         survivors: Survivors | None = None,
     ) -> None:
-        self._module, self._group, self._device = module, group, device
-        self._survivors = survivors
+        self._module, self._start, self._group = module, start, group
+        self._device, self._survivors = device, survivors
         self.networks: list[ReplicaGroup] = []
         self._cut: set[str] = set()
         # DDP does not broadcast what is registered later
@@ -202,7 +204,7 @@ class Replicated:
         """The ``id`` of each tensor that networks own now (the user's code may replace buffers)."""
         if not self._cut:
             return set()
-        named = tensors_of(self._module)
+        named = tensors_of(self._start)
         return {id(named[name]) for name in self._cut if name in named}
 
 
@@ -211,6 +213,7 @@ class Weights:
 
     Args:
         module: the LightningModule.
+        start: it with the parts that it had at the start.
         shared: names of the parameters and buffers that the workers' modules have too.
         coordinates: the coordinates of this rank.
         commands: sends commands to the workers.
@@ -222,6 +225,7 @@ class Weights:
     def __init__(
         self,
         module: nn.Module,
+        start: nn.Module,
         shared: Collection[str],
         coordinates: Coordinates,
         commands: Commands,
@@ -230,7 +234,7 @@ class Weights:
         files: FilesOfWorkers,
     ) -> None:
         self._files = files
-        self._module, self._coordinates = module, coordinates
+        self._module, self._start, self._coordinates = module, start, coordinates
         self._commands, self._remote = commands, commands.remote
         self._ownership, self._replicated = ownership, replicated
         # (not the tensors that a hook has made on this rank alone)
@@ -272,11 +276,11 @@ class Weights:
         """
         if not self._ownership.any_network:
             return
-        self._remote.adopt_replaced()
+        self._remote.adopt_replaced(computes=False)
         self._remote.flush()
         owned = self.owned_elsewhere().items()
         names = [name for name, t in owned if name not in but and not is_deferred(t)]
-        write_tensors(self._module, self._ownership.give(Kind.PARAMETER, names).items())
+        write_tensors(self._start, self._ownership.give(Kind.PARAMETER, names).items())
         self._remote.adopt_fetched()
 
     def leave_inference(self) -> None:
@@ -308,7 +312,7 @@ class Weights:
             values = self._unread()
             if not (unread or at_once):
                 materialize(values.values())
-        with having_all(self._module, values), self._remote.showing(values):
+        with having_all(self._start, values), self._remote.showing(values):
             yield
 
     @signals_deferred
@@ -316,7 +320,7 @@ class Weights:
         """By name, unread tensors for what workers own, which are fetched when they are read."""
         if not self._ownership.any_network:
             return {}
-        self._remote.adopt_replaced()
+        self._remote.adopt_replaced(computes=False)
         self._remote.flush()
         with as_they_are():
             owned = self.owned_elsewhere()
@@ -335,7 +339,7 @@ class Weights:
         """By name, what workers own, mapped from their files; ``None``: these cannot be read."""
         if not self._ownership.any_network:
             return {}
-        self._remote.adopt_replaced()
+        self._remote.adopt_replaced(computes=False)
         found, elsewhere = self._files.tensors(), self.owned_elsewhere()
         if found is None:
             return None
@@ -343,11 +347,11 @@ class Weights:
         return {name: value for name, value in named if name in elsewhere}
 
     def owned_elsewhere(self) -> dict[str, Tensor]:
-        """By name, the tensors in the module that workers own.
+        """By name, the tensors that workers own, but for those that the user's code has replaced.
 
-        Without those of layers that the user's code has removed or replaced since the start.
+        Those of layers that it has removed are among them: its optimizers may have them still.
         """
-        tensors = tensors_of(self._module)
+        tensors = tensors_of(self._start)
         return {
             name: tensors[name]
             for name in self._ownership.network_of
@@ -372,7 +376,7 @@ class Weights:
         """By name, the tensors in the module that all ranks have after a run."""
         return {
             name: tensor
-            for name, tensor in tensors_of(self._module).items()
+            for name, tensor in tensors_of(self._start).items()
             if name in self._shared and not is_of_one_rank(tensor)
         }
 

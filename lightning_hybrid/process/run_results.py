@@ -35,6 +35,7 @@ from lightning_hybrid._lightning_private import (
     set_batch_counts,
     set_random_states,
 )
+from lightning_hybrid._torch.modules import children_of
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan
 
@@ -128,6 +129,7 @@ class TrainerResults(Results):
         progress_bar_metrics: the Trainer's attribute of this name.
         attributes: attributes with plain data that the run has changed, by owner and name, each
             pickled.
+        children: see :meth:`Snapshot.changed_children`.
         loops: state of the fit loop (epoch, step).
         batches: numbers of batches of each loop.
         state: the Trainer's state.
@@ -138,6 +140,7 @@ class TrainerResults(Results):
     logged_metrics: Mapping[str, Tensor]
     progress_bar_metrics: Mapping[str, float]
     attributes: dict[_Key, bytes]
+    children: Mapping[str, Mapping[str, str | None]]
     loops: Mapping[str, Any]
     batches: list[Any]
     state: Any
@@ -145,16 +148,45 @@ class TrainerResults(Results):
 
 
 class Snapshot:
-    """Hashes of the plain data of a Trainer's module, callbacks and loggers before a run."""
+    """A Trainer before a run: hashes of the plain data of module, callbacks and loggers, and parts.
+
+    (The parts are those of the module.)
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._hashes = {key: hash(data) for key, data in _plain_data(trainer)}
+        self._parts = dict(trainer.lightning_module.named_modules())
+        self._children = {name: dict(children_of(part)) for name, part in self._parts.items()}
 
     def changes(self, trainer: Trainer) -> dict[_Key, bytes]:
         """The attributes that are new or have changed since, each pickled."""
         return {
             key: data for key, data in _plain_data(trainer) if self._hashes.get(key) != hash(data)
         }
+
+    def changed_children(self) -> dict[str, dict[str, str | None]]:
+        """By name of a part with other children now: what the names of these were before.
+
+        That is empty for a child that the run has made.
+        """
+        names = {id(part): name for name, part in self._parts.items()} | {id(None): None}
+        return {
+            name: {key: names.get(id(child), "") for key, child in children_of(part).items()}
+            for name, part in self._parts.items()
+            if children_of(part) != self._children[name]
+        }
+
+    def set_children(self, changed: Mapping[str, Mapping[str, str | None]]) -> None:
+        """Put parts of this rank's module where the driver's are; made ones are not here."""
+        for owner, children in changed.items():
+            table = children_of(self._parts[owner])
+            mine = dict(table)
+            table.clear()
+            for key, name in children.items():
+                if name != "":
+                    table[key] = None if name is None else self._parts[name]
+                elif key in mine:
+                    table[key] = mine[key]
 
 
 def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> TrainerResults:
@@ -167,6 +199,7 @@ def collect_results(trainer: Trainer, returned: Any, before: Snapshot) -> Traine
         logged_metrics=move_data_to_device(dict(trainer.logged_metrics), cpu),
         progress_bar_metrics=dict(trainer.progress_bar_metrics),
         attributes=before.changes(trainer),
+        children=before.changed_children(),
         loops=trainer.fit_loop.state_dict(),
         batches=batch_counts(trainer),
         state=trainer.state,
@@ -188,6 +221,7 @@ def adopt_results(trainer: Trainer, results: TrainerResults, before: Snapshot) -
     trainer.logged_metrics.update(results.logged_metrics)
     trainer.progress_bar_metrics.update(results.progress_bar_metrics)
     adopt_attributes(trainer, results)
+    before.set_children(results.children)
     trainer.fit_loop.load_state_dict(dict(results.loops))
     load = partial(_refuse_unless_known, results.batches[0])
     set_batch_counts(trainer, results.batches, load)

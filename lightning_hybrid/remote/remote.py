@@ -381,17 +381,23 @@ class RemoteTensors:
                     self._brought[remote.name] = remote.value.copy_(value)
                 remote.keep()
 
-    def adopt_replaced(self) -> None:
+    def adopt_replaced(self, *, computes: bool = True) -> None:
         """Make proxies of buffers that were replaced here, to be sent before the next command.
 
+        Args:
+            computes: whether stages are about to compute with what their ranks own. (After the
+                training a hook may replace, or remove, what it likes.)
+
         Raises:
-            HybridError: a parameter was replaced.
+            HybridError: stages compute, and a parameter was replaced.
         """
         for name, (place, key, known) in self._places.items():
             value = place.get(key)
             if value is known.value:
                 continue
             if known.kind is Kind.PARAMETER or not isinstance(value, Tensor):
+                if not computes:
+                    continue
                 raise HybridError(
                     f"{known.kind.value} {known.name!r} was replaced by {type(value).__name__} in "
                     "the middle of a run, but another rank owns it. Change its values in place "

@@ -133,9 +133,8 @@ class BetweenRuns:
     ) -> dict[str, Any]:
         """The state dict of one device, with what other ranks hold; all ranks call it together."""
         if isinstance(self._ranks, World):
-            state = gather_optimizer_after_run(
-                module, optimizer, self._ranks.mesh, divided=self._divided
-            )
+            mesh = self._ranks.mesh
+            state = gather_optimizer_after_run(optimizer, mesh, divided=self._divided)
         else:
             state = optimizer.state_dict()
         return state if here else {}

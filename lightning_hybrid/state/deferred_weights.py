@@ -195,21 +195,22 @@ def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def gather_optimizer_after_run(
-    module: nn.Module, optimizer: Optimizer, mesh: Mesh, *, divided: bool
+    optimizer: Optimizer, mesh: Mesh, *, divided: bool
 ) -> dict[str, Any]:
     """The state dict of an optimizer as on one device, on the driver of replica 0; else empty.
 
     All ranks call it together.
 
     Args:
-        module: the LightningModule.
-        optimizer: one of its optimizers.
+        optimizer: one of the module's.
         mesh: the groups of ranks.
         divided: whether replicas divide the states of optimizers (maybe not of this one).
     """
     if mesh.coordinates.dp_rank and not divided:
         return {}
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    # all ranks have the groups; the module may have lost some of their parameters
+    everyone = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    names = {id(parameter): str(number) for number, parameter in enumerate(everyone)}
     if not mesh.coordinates.is_driver:
         states = optimizer.state.items()
         _answer_driver(mesh, {names[id(p)]: dict(state) for p, state in states if state})

@@ -1,10 +1,13 @@
 """What later lines of a script ask on every rank, after the run."""
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
-from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Row, Run
+from suite import ONE_OF_THREE, ONE_OF_TWO, TWO_OF_TWO, Row, Run, load_checkpoint
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 
@@ -57,3 +60,72 @@ class AsksAfterFit(Row):
         [counter] = [each for each in trainer.callbacks if isinstance(each, _Remembers)]
         steps = trainer.global_step, trainer.current_epoch
         return [*steps, counter.losses, counter.by_batch, counter.calls]
+
+
+class _EndsOtherwise(Row):
+    """An average of the weights is kept; at the end a hook changes attributes of the module."""
+
+    options: ClassVar = {"max_epochs": 2, "max_steps": -1, "enable_checkpointing": True}
+
+    def build(self) -> None:
+        super().build()
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.average.update_parameters(self.net)
+
+    def exercise(self, run: Run) -> Any:
+        trainer = run.trainer()
+        trainer.fit(self)
+        trainer.save_checkpoint(run.folder / "after.ckpt")
+        paths = trainer.checkpoint_callback.best_model_path, run.folder / "after.ckpt"
+        saved = [load_checkpoint(Path(path), weights_only=False) for path in paths]
+        return [[each["state_dict"], each["optimizer_states"]] for each in saved]
+
+
+class AverageTakesOver(_EndsOtherwise):
+    """When the training has ended, the LightningModule's `on_train_end` puts the average of the
+    weights in the place of the network.
+    """
+
+    fast = True
+
+    def on_train_end(self) -> None:
+        self.net = self.average
+
+
+class _TakesTheInside(Callback):
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        module.net = module.average.module
+        del module.average
+
+
+class AverageInsideTakesOver(_EndsOtherwise):
+    """A callback does so in `on_fit_end`, takes the network out of the average, and deletes the
+    rest of it; then that is tested.
+    """
+
+    def trainer_options(self, folder: Any) -> dict[str, Any]:
+        return {**self.options, "callbacks": [_TakesTheInside()]}
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self.dataset(8), batch_size=4)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.loss(*batch))
+
+    def exercise(self, run: Run) -> Any:
+        saved = super().exercise(run)
+        return [saved, run.trainers[-1].test(self, verbose=False)]
+
+
+class WrappedAtTheEnd(_EndsOtherwise):
+    """In the last `on_train_epoch_end`, before the checkpoint, the network becomes a part of a new
+    one.
+    """
+
+    gathered = True
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            self.net = nn.Sequential(self.net, nn.LogSoftmax(1))

@@ -1,5 +1,7 @@
 """After a run each rank finds all weights, and changes its own; files need not be readable."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from driven import Replica, batches, loss_of, model
 from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.comm.protocol import Check
 from lightning_hybrid.driver import after_run, bring_here
@@ -32,8 +35,10 @@ def _hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 class Trained:
     """One step of a replica and of one device, and the end of the run."""
 
-    def __init__(self, replicas: Any, devices: tuple[int, ...]) -> None:
+    def __init__(self, replicas: Any, devices: tuple[int, ...], *, average: bool = False) -> None:
         self.module, self.reference = model(), model()
+        for module in (self.module, self.reference) if average else ():
+            module.average = AveragedModel(module.net)
         self.replica: Replica = replicas(self.module, devices, trains=True)
         self.mine = AdamW(self.module.parameters(), lr=0.1)
         self.theirs = AdamW(self.reference.parameters(), lr=0.1)
@@ -44,6 +49,8 @@ class Trained:
         loss_of(self.reference, self.reference.net(value)).backward()
         self.mine.step()
         self.theirs.step()
+        for module in (self.module, self.reference) if average else ():
+            module.average.update_parameters(module.net)
 
     def end(self) -> None:
         self.replica.driver.bring_all()
@@ -134,6 +141,60 @@ def test_a_change_by_a_hook_at_the_end_is_on_all_ranks(replicas: Any, layer: int
     trained.replica.close()
     for module in trained.modules:
         assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+
+
+def _replace_parameter(module: Any) -> None:
+    module.net[0].weight = nn.Parameter(module.net[0].weight.detach() * 2)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "replaced": lambda module: setattr(module, "net", module.average),
+    "replaced by a part": lambda module: setattr(module, "net", module.average.module),
+    "compiled": lambda module: setattr(module, "net", torch.compile(module.net, backend="eager")),
+    "wrapped": lambda module: setattr(module, "net", nn.Sequential(module.net, nn.Tanh())),
+    "deleted": lambda module: delattr(module, "net"),
+    "moved": lambda module: module.cpu(),
+    "copied": lambda module: setattr(module, "best", deepcopy(module.net)),
+    "a layer replaced": lambda module: module.net.__setitem__(0, nn.Linear(3, 3).double()),
+    "a layer deleted": lambda module: module.net.__delitem__(0),
+    "a weight replaced": _replace_parameter,
+}
+
+
+@pytest.mark.usefixtures("_hosts")
+@pytest.mark.parametrize("late", [False, True], ids=["on_train_end", "on_fit_end"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_run_ends_whatever_hooks_have_made_of_its_networks(
+    replicas: Any, change: Callable[[Any], object], late: bool
+) -> None:
+    trained = Trained(replicas, (1, 0), average=True)
+    driver = trained.replica.driver
+    changed = trained.module, trained.reference
+    before = {name: t.clone() for name, t in trained.reference.state_dict().items()}
+
+    def change_both() -> None:
+        for module in changed:
+            torch.manual_seed(7)
+            change(module)
+
+    if not late:
+        change_both()
+        with driver.weights.gathered():  # as for a checkpoint
+            saved = {name: t.clone() for name, t in trained.module.state_dict().items()}
+        assert_same(saved, dict(trained.reference.state_dict()))
+        assert_same(trained.mine.state_dict(), trained.theirs.state_dict())
+    driver.bring_all()
+    driver.close()
+    if late:
+        change_both()
+    driver.end("results", weights=True)
+    trained.replica.close()
+    assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
+    assert_same(trained.mine.state_dict(), trained.theirs.state_dict())
+    [there] = trained.replica.modules.values()
+    if change is _replace_parameter:
+        before["net.0.weight"] *= 2
+    assert_same(dict(there.state_dict()), before)  # of the parts that it knows
 
 
 @pytest.fixture

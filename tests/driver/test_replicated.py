@@ -7,6 +7,7 @@ import torch
 from driven import Model
 from torch import nn
 
+from lightning_hybrid._torch.modules import outline
 from lightning_hybrid.driver.weights import Replicated
 
 ELSEWHERE: Any = torch.float64  # stands for an accelerator: what goes there shows it
@@ -20,7 +21,7 @@ class Group:
 
 
 def replicated(module: nn.Module, device: torch.device = ELSEWHERE) -> Replicated:
-    return Replicated(module, Group(), device)
+    return Replicated(module, outline(module), Group(), device)
 
 
 def replica_group(closed: list[str]) -> Any:

@@ -62,7 +62,8 @@ def test_before_any_network_is_cut_nothing_is_fetched_or_sent(crew: Any) -> None
     ownership = Ownership(crew.workers, set())
     commands = Commands(crew.workers, RemoteTensors(ownership, torch.device("cpu")))
     nothing: Any = None
-    weights = Weights(model(), (), Coordinates(0, 1, 3), commands, ownership, *[nothing] * 2)
+    module = model()
+    weights = Weights(module, module, (), Coordinates(0, 1, 3), commands, ownership, *[nothing] * 2)
     weights.bring_into_module()  # else it would wait for answers
     weights.scatter()
     with weights.gathered():
