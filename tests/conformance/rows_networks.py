@@ -100,6 +100,17 @@ class BuildsInConfigureModel(Row):
             self.net = Layers().double()
 
 
+class ChangesWhatItBuildsBeforeTheFirstCall(BuildsInConfigureModel):
+    """Changes each weight of a network that `configure_model` has made, by hand before the first
+    step: until the cut the driver has them all.
+    """
+
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5)
+
+
 class HeadStaysOnTheDriver(Row):
     """Calls a network and then a single layer, each by itself. The layer stays on the driver."""
 
