@@ -16,6 +16,7 @@ install hooks for that in their first call, under a lock, which TorchDynamo does
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import warnings
@@ -34,12 +35,14 @@ from lightning_hybrid._torch.capture import (
     forget_compiled,
     free_sizes,
     recapture_reason,
+    without_mode,
 )
 from lightning_hybrid._torch.graphs import is_region
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.capture.marked_intermediates import Marking, settle
 from lightning_hybrid.capture.own_classes import is_followed, like, plain, refused_class
 from lightning_hybrid.capture.rewritten_functions import PACKS, captured_functions
 from lightning_hybrid.graph import (
@@ -211,7 +214,7 @@ class Capture:
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
         self._given: list[int] = []
         self._batch_dim, self._looks_behind = 0, divides and whole and _has_time_first(network)
-        self._captured = 0
+        self._captured, self._marking = 0, False
 
         if getattr(forward, "__func__", None) is type(network).forward:
             with captured_functions:  # (the network may be of a class with a replaced `forward`)
@@ -258,7 +261,8 @@ class Capture:
         free_sizes(given, 1 + self._batch_dim)
         # 2. The call. Its guards choose a graph, or `_take` gets a new one; then the graph runs.
         try:
-            with capture_settings(), captured_functions:
+            marking = Marking() if self._marking else contextlib.nullcontext()
+            with capture_settings(), captured_functions, marking:
                 return self._compiled(*args, **kwargs)
         except _OtherDimension:
             # nothing but the capture has happened
@@ -274,6 +278,9 @@ class Capture:
             if PACKS in str(error):
                 raise NotCaptured(PACKS, by_its_kind=True) from error
             if installs_hooks(str(error), self.network):
+                return self._called(args, kwargs)
+            if "requires_grad_()" in str(error) and not self._marking:
+                self._marking = True
                 return self._called(args, kwargs)
             raise NotCaptured(reason_in(str(error))) from error
         except AssertionError as error:
@@ -302,7 +309,7 @@ class Capture:
             for node in module.graph.nodes
             if node.op == "placeholder"
         ]
-        fresh = self._captured > 1
+        fresh, settled = self._captured > 1, settle(module)
 
         def run(*values: Any) -> Sequence[Any]:
             nonlocal fresh
@@ -314,10 +321,13 @@ class Capture:
             if divided is None:
                 _refuse_classes(value for value in values if isinstance(value, Tensor))
                 _refuse_optimizers(module)
+                if not settled:
+                    raise NotCaptured("it changes requires_grad of a tensor that it is given")
                 divided = graphs[names] = self._divided(module, names, values)
                 self._find_batch(divided.heavy, values)
             heavy = divided.heavy
-            return divided(values, self._run) if heavy.divided else self._run(heavy, values)
+            with without_mode(Marking):
+                return divided(values, self._run) if heavy.divided else self._run(heavy, values)
 
         return run
 

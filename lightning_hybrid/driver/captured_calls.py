@@ -341,6 +341,7 @@ class CapturedCalls:
                 call = self._adoption.add(found, known, graph, values)
             elif call is None:
                 call = self._adopt(found, graph, values)
+                hollow.needed = True  # (the cut leaves tensors to workers that were here before)
                 self._announcements.doing(found, "calling")
             if call is not None:
                 if running.check is not None and found.whole:

@@ -192,11 +192,11 @@ def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
     Args:
         body: the region.
         args: its inputs, among them the parameters that it reads.
-        options: as in `torch.utils.checkpoint.checkpoint`.
+        options: as in `torch.utils.checkpoint.checkpoint`; what is left of the reentrant kind since
+            the capture has no input that requires a gradient, and gives none.
     """
-    inputs = (a for a in args if isinstance(a, Tensor) and not isinstance(a, nn.Parameter))
-    if options.pop("use_reentrant", False) and not any(value.requires_grad for value in inputs):
-        with torch.no_grad():  # the reentrant kind gives no gradients then
+    if options.pop("use_reentrant", False):
+        with torch.no_grad():
             return body(*args)
     # `checkpoint` is given only what cannot change before the backward (counters of batches do)
     kept = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad]

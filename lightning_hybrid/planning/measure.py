@@ -107,15 +107,17 @@ def _measure(
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
     # results by code and sizes: most networks repeat a block
     known: dict[Hashable, dict[str, Any]] = {}
-    rows = []
+    rows, differentiable = [], False
     codes = cut(graph, partitions, range(1, len(partitions)))
     for partition, code in zip(partitions, codes):
         stage = Stage(code, graph.network, device)
         tensors = [own_copy(state[name], device) for name in code.tensors]
-        key = code.code.shape(), code.layers[0] == 0, _sizes((*tensors, *values))
+        key = code.code.shape(), differentiable, _sizes((*tensors, *values))
         if key not in known:
-            one = _Partition(stage, tensors, values, numbers, clock_of(device))
+            clock = clock_of(device)
+            one = _Partition(stage, tensors, values, numbers, clock, differentiable)
             known[key] = one.timed(repeats, device)
+        differentiable |= any(tensor.requires_grad for tensor in tensors)
         with torch.no_grad():
             values = stage.run_with(tensors, values, numbers)
         output_bytes = sum(value.nbytes for value in values)
@@ -163,6 +165,8 @@ class _Partition:
         values: its input activations.
         numbers: values of the graph's inputs that are Python numbers.
         clock: clock of the device.
+        differentiable: whether an earlier partition is trained, so that gradients go back to it.
+            (None go to the network's inputs, or through frozen layers in front of all others.)
     """
 
     stage: Stage
@@ -170,6 +174,7 @@ class _Partition:
     values: Sequence[Tensor]
     numbers: Sequence[Any]
     clock: Clock
+    differentiable: bool
 
     def timed(self, repeats: int, device: torch.device) -> dict[str, Any]:
         """Measure the partition: median times and sizes, by their names in a `PartitionTable`."""
@@ -185,7 +190,7 @@ class _Partition:
         apart: Sequence[float | None] = (backwards, None)
         if not parameters:
             apart = backwards, 0.0
-        elif self.stage.layers[0] > 0:  # no stage waits for gradients of the network's inputs
+        elif self.differentiable:
             apart = _medians(self._in_parts, repeats) or apart
         return {
             "forward_s": forwards,
@@ -199,7 +204,7 @@ class _Partition:
     def _forward(self) -> tuple[float, list[Tensor], list[Any]]:
         """Run a forward; its seconds, the inputs that require gradients, and the outputs."""
         inputs = [value.detach() for value in self.values]
-        if self.stage.layers[0] > 0:  # the network's own inputs get no gradients
+        if self.differentiable:
             inputs = [v.requires_grad_(v.is_floating_point()) for v in inputs]
         start = self.clock()
         outputs = self.stage.run_with(self.tensors, inputs, self.numbers)

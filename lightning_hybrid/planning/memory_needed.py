@@ -48,7 +48,7 @@ def optimizer_bytes(
         sharers: number of replicas that divide the state; each is taken to get an equal part.
 
     Returns:
-        Bytes of state by name of the network's parameters.
+        Bytes of state by name of those of the network's parameters that are trained.
     """
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     sizes: dict[str, int] = {}
@@ -59,7 +59,7 @@ def optimizer_bytes(
         for group in optimizer.param_groups:
             count = known(group) if known else ASSUMED_TENSORS
             for parameter in group["params"]:
-                if id(parameter) in names:
+                if id(parameter) in names and parameter.requires_grad:
                     sizes[names[id(parameter)]] = -(-count * parameter.nbytes // sharers)
     return sizes
 

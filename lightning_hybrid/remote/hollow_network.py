@@ -35,7 +35,8 @@ class Hollow:
         device: where the network runs.
 
     Attributes:
-        needed: whether there may be such tensors. Once all are on the device, they stay there.
+        needed: whether there may be such tensors. Once all are on the device, they stay there until
+            the network is cut; who cuts it sets this.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

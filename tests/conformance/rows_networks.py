@@ -9,6 +9,7 @@ from suite import ONE_OF_THREE, ONE_OF_TWO, STEPS, TWO_OF_TWO, Layers, Row
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 cross_entropy = nn.functional.cross_entropy
@@ -98,6 +99,17 @@ class BuildsInConfigureModel(Row):
     def configure_model(self) -> None:
         if self.net is None:
             self.net = Layers().double()
+
+
+class ChangesWhatItBuildsBeforeTheFirstCall(BuildsInConfigureModel):
+    """Changes each weight of a network that `configure_model` has made, by hand before the first
+    step: until the cut the driver has them all.
+    """
+
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5)
 
 
 class HeadStaysOnTheDriver(Row):
@@ -514,6 +526,64 @@ class HooksATiedWeight(TiesAcrossStages):
     def build(self) -> None:
         super().build()
         self.net.first.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+class AdaptsFrozenLayers(Row):
+    """Frozen layers with small trained ones beside them (LoRA), under re-entrant activation
+    checkpointing, for which a hook has the output of the first layer require gradients.
+    """
+
+    fast = True
+    cuts: ClassVar = {2: ["net.blocks.1"], 3: ["net.blocks.1", "net.blocks.2"]}
+    trains = False  # nor do the stages in front of the first adapter
+    idle = True
+    control = False  # `ddp` hears twice of a weight in such a region
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)
+
+    class Block(nn.Module):
+        def __init__(self, *, adapted: bool) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8).requires_grad_(False)
+            self.adapter = nn.Linear(8, 8) if adapted else nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.layer(x)) + 0.1 * self.adapter(x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 8).requires_grad_(False)
+            adapted = AdaptsFrozenLayers.Block
+            self.blocks = nn.ModuleList(adapted(adapted=number > 0) for number in range(3))
+            self.head = nn.Linear(8, 3)
+            self.first.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return self.head(x)
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, 0.1, momentum=0.9)
+
+
+class AdaptsFrozenLayersOfConfigureModel(AdaptsFrozenLayers):
+    """The same, made in `configure_model`: the frozen network is whole on no rank."""
+
+    sampled = True
+    gathered = True
+
+    def build(self) -> None:
+        self.net: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = self.Net().double()
 
 
 class TiesWeights(Row):

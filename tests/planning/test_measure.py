@@ -110,6 +110,15 @@ def test_the_parts_of_a_split_backward_are_measured_where_it_can_be_split() -> N
     assert PartitionTable.from_record(profile.record()) == profile
 
 
+def test_nothing_goes_back_through_frozen_layers_in_front() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    network[:2].requires_grad_(False)
+    graph = graph_of(network, torch.ones(6, 4))
+    profile = measure(graph, network_partitions(graph), [torch.ones(6, 4)], repeats=5)
+    assert [seconds > 0 for seconds in profile.backward_s] == [False, False, True, True]
+    assert [part is None for part in profile.weight_part_s] == [False, False, True, False]
+
+
 def test_gradient_and_optimizer_bytes_are_those_of_trained_parameters() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     network[0].weight.requires_grad_(False)

@@ -48,6 +48,12 @@ def test_parameters_of_other_networks_do_not_count() -> None:
     assert optimizer_bytes(network, [optimizer]) == {"weight": 2 * 16}
 
 
+def test_frozen_parameters_have_no_state() -> None:
+    network = nn.Linear(3, 5)
+    network.weight.requires_grad_(False)
+    assert optimizer_bytes(network, [torch.optim.Adam(network.parameters())]) == {"bias": 40}
+
+
 def test_replicas_that_divide_states_have_an_equal_part_each() -> None:
     network = nn.Linear(3, 5)
     optimizer = torch.optim.Adam(network.parameters())

@@ -1,0 +1,94 @@
+"""Follows `requires_grad_` on a tensor that a network has computed, which TorchDynamo does not.
+
+Such a call (``enable_input_require_grads`` of `transformers` and `peft` makes one, in a hook)
+changes no number and no gradient of a weight, but for one thing: a region under re-entrant
+activation checkpointing gives gradients only if an input of it requires one. So it is known at the
+capture which regions give gradients; then the mark is dropped, and stages in front of the first
+trained weight have nothing to send back. (The marked tensor itself gets no ``grad``.)
+"""
+
+import operator
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid._torch.graphs import is_region
+
+
+def _mark(tensor: Tensor) -> Tensor:
+    """Have a tensor require a gradient; in captured code one operation."""
+    return tensor.requires_grad_()
+
+
+_allow_in_graph: Any = torch.compiler.allow_in_graph
+_allow_in_graph(_mark)
+
+
+class Marking(TorchFunctionMode):
+    """Inside, captures write down that a tensor is to require a gradient, where they would stop."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.requires_grad_ and (*args[1:], *kwargs.values()) in ((), (True,)):
+            return _mark(args[0])
+        return func(*args, **kwargs)
+
+
+def settle(module: fx.GraphModule) -> bool:
+    """Say of each checkpointed region whether it gives gradients, and drop the marks.
+
+    Regions that stay ``use_reentrant=True`` give none.
+
+    Args:
+        module: a captured graph, which is changed.
+
+    Returns:
+        Whether that is possible: a tensor that the network is given cannot be marked.
+    """
+    given = module.graph.find_nodes(op="placeholder")
+    marks = module.graph.find_nodes(op="call_function", target=_mark)
+    if any(mark.args[0] in given for mark in marks):
+        return False
+    _settle(module, [node for node in given if getattr(_example(node), "requires_grad", False)])
+    return True
+
+
+def _settle(part: fx.GraphModule, given: Iterable[fx.Node]) -> None:
+    """The same for a graph, or the body of a region; ``given`` are what require gradients in it."""
+    # (TorchDynamo's own flags take it that every region gives gradients; a tensor that an operation
+    # changes in place has one example in all nodes)
+    known = set(map(_key, given))
+    for node in [*part.graph.nodes]:
+        inputs = [each for each in node.all_input_nodes if _key(each) in known]
+        if node.target is _mark:
+            (marked,) = node.all_input_nodes
+            known.add(_key(marked))
+            node.replace_all_uses_with(marked)
+            part.graph.erase_node(node)
+        elif is_region(node):
+            if any(not isinstance(_example(each), nn.Parameter) for each in inputs):
+                node.update_kwarg("use_reentrant", False)
+            body, *arguments = node.args
+            inner: Any = part.get_submodule(str(cast(fx.Node, body).target))
+            places = inner.graph.find_nodes(op="placeholder")
+            _settle(inner, [place for place, each in zip(places, arguments) if each in inputs])
+            if not node.kwargs.get("use_reentrant"):
+                known.add(_key(node))
+        elif inputs and getattr(_example(node), "requires_grad", True):
+            known.add(_key(node))
+            if node.target is operator.setitem:
+                known.add(_key(cast(fx.Node, node.args[0])))
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _key(node: fx.Node) -> int:
+    example = _example(node)
+    return id(example) if isinstance(example, Tensor) else id(node)
