@@ -1,6 +1,6 @@
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: setup demo test check newest conformance part lint bench as-gpu features docs release
+.PHONY: setup demo test check newest conformance part real lint bench as-gpu features docs release
 
 PYTHON ?= python3.11
 READY := .venv/.ready
@@ -37,7 +37,7 @@ demo: $(READY)
 
 # each test with one thread for its sums; tests of one file one after the other
 PYTEST := python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
-test check newest conformance part: export OMP_NUM_THREADS := 1
+test check newest conformance part real: export OMP_NUM_THREADS := 1
 
 # (a hang that Python cannot interrupt, as it can for pytest's own timeout, ends its process)
 # (three at once for two cores: processes that start and ranks that wait take a third of the time)
@@ -48,10 +48,21 @@ test: $(READY)
 # what a change in one room can break, in one process: make check ROOM=driver
 check: $(READY)
 	@test -d lightning_hybrid/$(or $(ROOM),none) || { echo "make check ROOM=NAME: a folder of lightning_hybrid/, such as driver"; exit 1; }
-	$(PYTEST) 2 $(wildcard tests/$(ROOM)) tests/test_architecture.py -m "not conformance and not as_gpu and not distributed"
+	$(PYTEST) 2 $(wildcard tests/$(ROOM)) tests/test_architecture.py -m "not conformance and not as_gpu and not real and not distributed"
+
+# what users train with, in an environment of its own; PART=TEXT: one of twelve parts
+REAL = $(PYTEST) 2 --dist loadgroup -m real $(if $(PART),--part "$(PART)") tests/real tests/conformance
+real: export PATH := $(CURDIR)/.venv-real/bin:$(PATH)
+real: .venv-real/.ready
+	$(REAL)
+
+.venv-real/.ready: pyproject.toml constraints.txt
+	test -x .venv-real/bin/python || $(PYTHON) -m venv .venv-real
+	.venv-real/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,real]"
+	touch $@
 
 # `make test` on the newest torch and Lightning that pip finds: first the wheel alone is installed, as by
-# a user, and trains with two stages.
+# a user, and trains with two stages. Then `make real`, on the newest of everything.
 NEWEST := $(CURDIR)/.venv-newest
 newest: export PATH := $(NEWEST)/bin:$(PATH)
 newest:
@@ -62,13 +73,16 @@ newest:
 	python -m pip install --quiet --upgrade "$$(ls $(NEWEST)/wheel/*.whl)[adni,dev]"
 	python -m pip list | grep -iE "torch|lightning|^numpy"
 	$(FAST)
+	python -m pip install --quiet "$$(ls $(NEWEST)/wheel/*.whl)[real,vision]"
+	python -m pip list | grep -iE "torch|transformers|peft|diffusers|timm|segmentation|lightly"
+	$(REAL)
 
 conformance: $(READY)
-	$(PYTEST) 2 -m conformance
+	$(PYTEST) 2 -m "conformance and not real"
 
 # another part of the slow tier with each commit
 part: $(READY)
-	$(PYTEST) 2 -m conformance --part "$$(git rev-parse HEAD)" tests/conformance tests/wheel tests/torch_names tests/graph tests/capture tests/driver tests/datamodules tests/allocation tests/planning tests/asking
+	$(PYTEST) 2 -m "conformance and not real" --part "$$(git rev-parse HEAD)" tests/conformance tests/wheel tests/torch_names tests/graph tests/capture tests/driver tests/datamodules tests/allocation tests/planning tests/asking
 
 # emulated GPUs, which the other tests must not see
 as-gpu: export OMP_NUM_THREADS := 1

@@ -15,7 +15,7 @@ COMMANDS = {
     "plan": (plan, "the fastest plan for a network on a cluster, as a table and a page"),
     "simulate": (simulate, "how fast a network is on 1, 2, 3 ... devices: how many do I need?"),
     "doctor": (doctor, "measure devices and links, look for what disagrees, describe the cluster"),
-    "consolidate": (consolidate, "make the ordinary checkpoint of Lightning's of a sharded one"),
+    "consolidate": (consolidate, "make a file, or safetensors, of a sharded checkpoint"),
     "fit-model": (fit_model, "learn from timings what a step takes, and which factor matters"),
 }
 

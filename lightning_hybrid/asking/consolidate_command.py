@@ -1,30 +1,57 @@
-"""`lightning-hybrid consolidate`: make an ordinary Lightning checkpoint of a sharded one."""
+"""`lightning-hybrid consolidate`: make an ordinary checkpoint, or safetensors, of a sharded one."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from lightning_hybrid.asking.units import parse
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.state import AtomicCheckpointIO
+from lightning_hybrid.state import AtomicCheckpointIO, write_safetensors
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to a parser."""
     parser.add_argument(
-        "folder",
-        help="a sharded checkpoint, as HybridGabraStrategy(checkpoint='sharded') saves it",
+        "checkpoint",
+        help="what HybridGabraStrategy(checkpoint='sharded') has saved; with --to safetensors "
+        "also a file",
     )
     parser.add_argument(
         "out",
-        metavar="OUT.ckpt",
-        help="the file to write, which loads as one that Trainer(strategy='auto') has saved; it "
-        "is written tensor by tensor, in the memory of the largest one",
+        metavar="OUT",
+        help="what to write: a file that loads as one that Trainer(strategy='auto') has saved, in "
+        "the memory of the largest tensor; or with --to safetensors a folder",
+    )
+    parser.add_argument(
+        "--to",
+        choices=("ckpt", "safetensors"),
+        default="ckpt",
+        help="ckpt: the checkpoint as a file; safetensors: the weights of the network, as "
+        "from_pretrained of transformers takes them, in the memory of one of their files",
+    )
+    parser.add_argument(
+        "--network",
+        metavar="NAME",
+        help="the network's name in the LightningModule (default: the only one with weights)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="2 GB",
+        metavar="SIZE",
+        help="the largest size of a file of safetensors (default: 2 GB)",
+    )
+    parser.add_argument(
+        "--like",
+        metavar="FOLDER",
+        help="a folder that the network was loaded from, whose config and tokenizer are copied",
     )
     parser.add_argument(
         "--trusted",
         action="store_true",
-        help="the folder is from a source that you trust: also load objects that are no tensors "
-        "and plain values (torch.load with weights_only=False), such as hyper-parameters of a "
-        "class of yours",
+        help="the checkpoint is from a source that you trust: also load objects that are no "
+        "tensors and plain values (torch.load with weights_only=False), such as hyper-parameters "
+        "of a class of yours",
     )
 
 
@@ -32,17 +59,42 @@ def run(options: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        PlanError: the folder does not exist, or the file exists already or cannot be written.
+        PlanError: the checkpoint or the folder of a config does not exist, what is to be written
+            exists already or cannot be written, or there are several networks.
         HybridError: the folder is no sharded checkpoint.
     """
-    folder, out = Path(options.folder), Path(options.out)
-    if not folder.is_dir():
-        raise PlanError(f"{options.folder!r} is no folder: a sharded checkpoint is one")
+    checkpoint, out = Path(options.checkpoint), Path(options.out)
+    as_file = options.to == "ckpt"
+    if not (checkpoint.is_dir() or (checkpoint.is_file() and not as_file)):
+        raise PlanError(f"{options.checkpoint!r} is no folder: a sharded checkpoint is one")
     if out.exists():
         raise PlanError(f"{options.out!r} is there already: remove it, or give another name")
+    like = None if options.like is None else Path(options.like)
+    if like is not None and not like.is_dir():
+        raise PlanError(f"--like {options.like!r} is no folder")
+    size = parse("memory", options.max_shard_size, "--max-shard-size")
     io = AtomicCheckpointIO()
     try:
-        io.save_checkpoint(io.load_checkpoint(folder, weights_only=not options.trusted), out)
+        loaded = io.load_checkpoint(checkpoint, weights_only=not options.trusted)
+        if as_file:
+            io.save_checkpoint(loaded, out)
+        else:
+            write_safetensors(_of_network(loaded["state_dict"], options.network), out, size, like)
     except OSError as error:
         raise PlanError(f"{options.out!r} cannot be written: {error.strerror}") from error
-    print(f"checkpoint written to {out}")
+    print(f"{'checkpoint' if as_file else 'weights'} written to {out}")
+
+
+def _of_network(state: Mapping[str, Any], network: str | None) -> dict[str, Any]:
+    """The state dict of the network in that of the LightningModule."""
+    outermost = sorted({name.split(".")[0] for name in state})
+    if network is None and len(outermost) == 1:
+        [network] = outermost
+    prefix = f"{network}." if network else ""
+    found = {n.removeprefix(prefix): value for n, value in state.items() if n.startswith(prefix)}
+    if network is None or not found:
+        raise PlanError(
+            f"--network {network or ''} names no weights: say which of {', '.join(outermost)} is "
+            "to be written (a dotted name, such as net.model, or '' for the whole LightningModule)"
+        )
+    return found

@@ -4,6 +4,7 @@ Limits are those of the process's group and of all groups above it (cgroups of L
 versions), and that on its address space (``ulimit -v``).
 """
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -53,6 +54,12 @@ def free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"
     """Bytes that this process may still use if no other takes any; ``None``: not known."""
     host, limits = host_bytes(proc), [left for _, left in memory_limits(proc, cgroups)]
     return min(limits if host is None else [host, *limits], default=None)
+
+
+def give_back_memory() -> None:
+    """Return memory that was freed here to the system, from which the process else keeps it."""
+    with suppress(AttributeError, OSError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_on(device: torch.device) -> int | None:

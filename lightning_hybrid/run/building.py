@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
@@ -31,6 +31,7 @@ from lightning_hybrid.state import (
     having_all,
     placed,
     save_alone,
+    without_frozen,
 )
 
 
@@ -118,15 +119,25 @@ class BetweenRuns:
             return self.full_state_dict(module, here=here)
         return module.state_dict() if here else {}
 
-    def full_state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
-        """The same, with what other ranks hold; all ranks call it together."""
-        ranks = self._ranks
-        values = gather_after_run(module, ranks.mesh) if isinstance(ranks, World) else {}
+    def full_state_dict(
+        self, module: nn.Module, *, here: bool, frozen: bool = True
+    ) -> dict[str, Any]:
+        """The same, with what other ranks hold; all ranks call it together.
+
+        Args:
+            module: the LightningModule.
+            here: likewise.
+            frozen: whether parameters that require no gradient are in it.
+        """
+        ranks, values = self._ranks, dict[str, Tensor]()
+        if isinstance(ranks, World):
+            values = gather_after_run(module, ranks.mesh, frozen=frozen)
         if not here:
             return {}
         # state dicts are made by hooks of the user's too, which want to see all weights
         with having_all(module, values):
-            return module.state_dict()
+            state = module.state_dict()
+        return state if frozen else without_frozen(module, state)
 
     def optimizer_state(
         self, module: nn.Module, optimizer: Optimizer, *, here: bool

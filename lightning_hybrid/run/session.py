@@ -43,6 +43,7 @@ from lightning_hybrid.driver import (
 )
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Results, is_loss, read_fault
+from lightning_hybrid.remote import materialize
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches
 from lightning_hybrid.run.device_times import BUSY, StepWatcher
@@ -52,7 +53,7 @@ from lightning_hybrid.run.run import Run, scalers_of
 from lightning_hybrid.run.unequal_shares import UnequalShares
 from lightning_hybrid.run.world import Phase
 from lightning_hybrid.stage import Synchronised
-from lightning_hybrid.state import save_alone, were_divided
+from lightning_hybrid.state import save_alone, were_divided, without_frozen
 from lightning_hybrid.worker import Worker
 
 T = TypeVar("T")
@@ -399,13 +400,16 @@ class DriverSession:
 
     # ------------------------------------------------------------------ states
 
-    def state_dict(self, module: nn.Module, *, here: bool, gathers: bool = False) -> dict[str, Any]:
+    def state_dict(
+        self, module: nn.Module, *, here: bool, unread: bool | None = None
+    ) -> dict[str, Any]:
         """The state dict of the whole module (collective over the drivers).
 
         Args:
             module: the LightningModule.
             here: whether this rank is the one that gets it; the others get nothing.
-            gathers: whether numbers of workers are brought here, also for a sharded checkpoint.
+            unread: whether numbers of workers stay there until they are read; ``None``: as the
+                checkpoints of this run want it.
         """
         # else a callback saves what is left after a failure
         if self._run.world.phase is Phase.RUNNING:
@@ -415,13 +419,27 @@ class DriverSession:
             self._driver.weights.broadcast_buffers()
         if not here:
             return {}
-        unread, at_once = self._saves_shards and not gathers, self._streams and not gathers
+        at_once = self._streams and unread is None
+        unread = self._saves_shards if unread is None else unread
         with self._driver.weights.gathered(unread=unread, at_once=at_once):
             return module.state_dict()
 
-    def full_state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
-        """The same, with the numbers of all ranks."""
-        return self.state_dict(module, here=here, gathers=True)
+    def full_state_dict(
+        self, module: nn.Module, *, here: bool, frozen: bool = True
+    ) -> dict[str, Any]:
+        """The same, with the numbers of all ranks.
+
+        Args:
+            module: the LightningModule.
+            here: likewise.
+            frozen: whether parameters that require no gradient are in it; else they stay where
+                they are.
+        """
+        if frozen:
+            return self.state_dict(module, here=here, unread=False)
+        trained = without_frozen(module, self.state_dict(module, here=here, unread=True))
+        materialize(trained.values())
+        return trained
 
     def optimizer_state(
         self, module: nn.Module, optimizer: Optimizer, *, here: bool

@@ -22,6 +22,7 @@ from lightning_hybrid.state.deferred_weights import (
     make_what_no_network_owns,
     refuse_tied,
     to_send,
+    without_frozen,
 )
 from lightning_hybrid.state.divided_optimizer_states import (
     OtherReplicas,
@@ -42,6 +43,7 @@ from lightning_hybrid.state.optimizers import (
     unship,
     write_records,
 )
+from lightning_hybrid.state.safetensors_folder import write_safetensors
 from lightning_hybrid.state.sharded_checkpoint import (
     LAST_S,
     Divided,

@@ -124,7 +124,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = Path(path)
         with (
-            _becoming(_new(target), target) as new,
+            becoming(_new(target), target) as new,
             named_disk_errors(path),
             new.open("wb") as file,
             # weights of other ranks are fetched one by one as they are written: all may not fit
@@ -194,7 +194,7 @@ class ShardedSaves:
             write: writes the checkpoint to a folder.
             target: the path that this folder gets.
         """
-        with _becoming(_new_folder(target), target) as folder:
+        with becoming(new_folder(target), target) as folder:
             write(folder)
 
     def begin(self, stager: Stager, checkpoint: dict[str, Any], target: Path) -> None:
@@ -210,7 +210,7 @@ class ShardedSaves:
         """
         self.finish(stager)  # so that there are copies of one checkpoint at most
         # an event for each save: that of one which was given up must not end this one
-        folder, self._given_up = _new_folder(target), Event()
+        folder, self._given_up = new_folder(target), Event()
         try:
             write = stager.stage_shards(checkpoint, folder, self._given_up)
         except BaseException:
@@ -219,7 +219,7 @@ class ShardedSaves:
             raise
 
         def become() -> None:
-            with _becoming(folder, target):
+            with becoming(folder, target):
                 write()
 
         self._background.submit(become)
@@ -261,14 +261,15 @@ def _new(target: Path) -> Path:
     return new
 
 
-def _new_folder(target: Path) -> Path:
+def new_folder(target: Path) -> Path:
+    """A folder that is to become ``target``; see :func:`becoming`."""
     folder = _new(target)
     folder.mkdir()
     return folder
 
 
 @contextmanager
-def _becoming(new: Path, target: Path) -> Iterator[Path]:
+def becoming(new: Path, target: Path) -> Iterator[Path]:
     """Inside, a file or folder is filled. Then it replaces ``target``; after an error it goes.
 
     A kill leaves it, under a name that begins with a dot, and the next attempt removes it.

@@ -182,15 +182,32 @@ def having_all(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None
 # ---------------------------------------------------------------- after a run
 
 
-def gather_after_run(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
-    """The weights of the other stages, on the driver of replica 0; all ranks call it together."""
+def without_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of a module without parameters that require no gradient."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+    return {name: value for name, value in state.items() if name not in frozen}
+
+
+def gather_after_run(module: nn.Module, mesh: Mesh, *, frozen: bool = True) -> dict[str, Tensor]:
+    """The weights of the other stages, on the driver of replica 0; all ranks call it together.
+
+    Args:
+        module: the LightningModule.
+        mesh: the groups of ranks.
+        frozen: whether weights come that require no gradient on the driver.
+    """
     if mesh.coordinates.dp_rank or mesh.coordinates.ranks_per_replica == 1:
         return {}
     tensors = tensors_of(module)
     if not mesh.coordinates.is_driver:
         mine = {n: t for n, t in tensors.items() if is_of_one_rank(t) and not is_deferred(t)}
-        _answer_driver(mesh, mine)
+        wanted = mine if frozen else mesh.channel(0).receive(Answer).value
+        _answer_driver(mesh, {name: tensor for name, tensor in mine.items() if name in wanted})
         return {}
+    if not frozen:  # the driver knows what has been frozen during the run
+        for worker in range(1, mesh.coordinates.ranks_per_replica):
+            mesh.channel(worker).send(Answer(value=[*without_frozen(module, tensors)]))
     return {name: tensor for named in _hear_workers(mesh) for name, tensor in named.items()}
 
 

@@ -100,7 +100,7 @@ class Divided:
                 owned = place_of(tensor)
                 if owned is None and not (part in _DIVIDED and _is_plain(tensor)):
                     continue
-                same = owned or _memory(tensor)
+                same = owned or memory_of(tensor)
                 if same not in known:
                     known[same] = _outline(tensor)
                     key = _key(part, [step for _, step in steps])
@@ -122,7 +122,8 @@ def _is_plain(tensor: Tensor) -> bool:
     return known and dense
 
 
-def _memory(tensor: Tensor) -> tuple[object, ...]:
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """What only tensors have in common that are the same numbers in the same memory."""
     with as_they_are():
         place = storage_key(tensor.untyped_storage()), tensor.storage_offset()
         return *place, tensor.shape, tensor.stride(), tensor.dtype

@@ -594,14 +594,21 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         """
         return self._session.state_dict(self._module, here=self.is_global_zero)
 
-    def full_state_dict(self) -> dict[str, Any]:
+    def full_state_dict(self, *, ignore_frozen_params: bool = False) -> dict[str, Any]:
         """The state dict of the whole LightningModule, on rank 0; empty on all other ranks.
 
         Needed for a network that is made in ``configure_model``: it is whole on no rank. Call it on
         all ranks: in a hook (which run on the drivers), or after ``fit``, ``validate``, ``test`` or
         ``predict``, where every rank has kept its stage.
+
+        Args:
+            ignore_frozen_params: leave out parameters that require no gradient, as the option of
+                this name in `torch.distributed.checkpoint.state_dict`. They are not gathered: of a
+                network with adapters come the adapters alone, and buffers.
         """
-        return self._session.full_state_dict(self._module, here=self.is_global_zero)
+        return self._session.full_state_dict(
+            self._module, here=self.is_global_zero, frozen=not ignore_frozen_params
+        )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As on one device, on the driver of replica 0. After a run all ranks call it together."""

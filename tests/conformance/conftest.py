@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 from session import Session, selected
@@ -18,3 +19,12 @@ def records(
         return Session(suite, wanted[suite], tmp_path_factory.mktemp(suite.__name__))
 
     return lambda suite, row: run(suite).records[row.__name__]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests of one file may run apart (`make real`), those of rows do not: their suites
+    run all rows that were asked for, once.
+    """
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -42,6 +42,8 @@ STEPS = 6
 SEED = 7
 ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO = (1, 2), (1, 3), (2, 2)
 """Shapes: replicas, stages of each."""
+OF_REAL = ("transformers", "peft")
+"""Packages of the extra `real`: rows that need one run in `make real`."""
 Record = dict[str, Any]
 
 
@@ -342,11 +344,13 @@ class Conformance:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "row" in metafunc.fixturenames:
-            slow = pytest.mark.conformance
-            rows = [
-                pytest.param(row, marks=() if self.is_fast(row) else slow, id=row.__name__)
-                for row in self.rows()
-            ]
+            slow, real = pytest.mark.conformance, pytest.mark.real
+            rows = []
+            for row in self.rows():
+                marks = [real] if row.needs in OF_REAL else []
+                if not self.is_fast(row):
+                    marks.append(slow)
+                rows.append(pytest.param(row, marks=marks, id=row.__name__))
             metafunc.parametrize("row", rows)
 
     def test_row(

@@ -5,7 +5,7 @@ runs of the tests take less. There is one such process for rank 0 and another on
 ranks, so that sets of texts have another order there, as in processes that are started. All workers
 of a run of pytest use the same two.
 
-``python prepared.py PACKAGE SOCKET FILE_NUMBER`` is the process: it reads requests, a message of
+``python prepared.py PACKAGES SOCKET FILE_NUMBER`` is the process: it reads requests, a message of
 JSON each, from those who connect, answers each, and ends with the last of them.
 """
 
@@ -41,13 +41,17 @@ IMPORTED = (
 
 
 @cache
-def prepared(package: str = "lightning") -> tuple["PreparedProcess", "PreparedProcess"]:
+def prepared(
+    package: str = "lightning", libraries: tuple[str, ...] = ()
+) -> tuple["PreparedProcess", "PreparedProcess"]:
     """The process for rank 0, and the one for other ranks.
 
     Args:
         package: of Lightning.
+        libraries: modules that it imports too.
     """
-    return PreparedProcess(package, "first"), PreparedProcess(package, "others")
+    first, others = (PreparedProcess((package, *libraries), ranks) for ranks in ("first", "others"))
+    return first, others
 
 
 def start_ranks(
@@ -58,6 +62,7 @@ def start_ranks(
     cwd: Path,
     output: Path,
     package: str = "lightning",
+    libraries: tuple[str, ...] = (),
 ) -> list["Forked"]:
     """Start a script as often as it has ranks, as a cluster does for Lightning.
 
@@ -68,8 +73,9 @@ def start_ranks(
         cwd: where they work.
         output: a file to which they append what they print.
         package: of Lightning.
+        libraries: modules that are imported before.
     """
-    first, others = prepared(package)
+    first, others = prepared(package, libraries)
     port, ranks = free_port(), []
     for rank in range(count):
         mine = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", **variables(rank, count)}
@@ -83,18 +89,18 @@ class PreparedProcess:
     """The process, for those who ask it: who comes first starts it.
 
     Args:
-        package: of Lightning, which it imports.
+        packages: that of Lightning, and others that it imports.
         ranks: whose it is.
     """
 
-    def __init__(self, package: str, ranks: str) -> None:
+    def __init__(self, packages: tuple[str, ...], ranks: str) -> None:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}")
-        path = Path(tempfile.gettempdir()) / f"{run}-{package}-{ranks}"
+        path = Path(tempfile.gettempdir()) / "-".join((run, packages[0], *packages[1:2], ranks))
         self._connection = socket(AF_UNIX, SOCK_SEQPACKET)
         atexit.register(self._connection.close)
         with _one_at_a_time():
             if not path.exists():
-                _start(package, path)
+                _start(packages, path)
             self._connection.connect(f"{path}")
 
     def start(
@@ -163,7 +169,7 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
-def _start(package: str, path: Path) -> None:
+def _start(packages: tuple[str, ...], path: Path) -> None:
     """Not as a `Popen`, which warns at the end here: others may need the process for longer."""
     usual = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     root = str(Path(__file__).parents[2])
@@ -173,7 +179,7 @@ def _start(package: str, path: Path) -> None:
         listening.set_inheritable(True)
         os.posix_spawn(
             sys.executable,
-            [sys.executable, __file__, package, f"{path}", f"{listening.fileno()}"],
+            [sys.executable, __file__, ",".join(packages), f"{path}", f"{listening.fileno()}"],
             os.environ | usual | {"PYTHONPATH": root},
         )
 
@@ -231,8 +237,9 @@ def _begin(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for module in IMPORTED:
-        __import__(module.format(package=sys.argv[1]))
+    package, *libraries = sys.argv[1].split(",")
+    for module in (*(module.format(package=package) for module in IMPORTED), *libraries):
+        __import__(module)
     from untimed import leave_guards_untimed  # and no earlier: tests import this file too
 
     leave_guards_untimed()

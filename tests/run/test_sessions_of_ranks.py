@@ -313,7 +313,7 @@ def test_between_runs_a_module_is_whole_on_the_rank_that_saves() -> None:
 
 def test_after_a_run_what_other_ranks_made_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(building, "gather_after_run", lambda *asks: asked.append(asks) or {})
+    monkeypatch.setattr(building, "gather_after_run", lambda *asks, **_: asked.append(asks) or {})
     ranks = World.__new__(World)
     ranks.take_coordinates(cast(Any, SimpleNamespace(mesh="mesh")))
     module = Net()

@@ -1,0 +1,151 @@
+"""`lightning-hybrid consolidate --to safetensors`: the folder that `from_pretrained` takes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from libraries import needs
+
+from lightning_hybrid.cli import main
+from lightning_hybrid.state import AtomicCheckpointIO, ShardedSaves, save_alone
+
+MIB = 2**20
+real = pytest.mark.real
+
+
+def memory(field: str) -> int:
+    """A line of `/proc/self/status`, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def saved(weights: dict[str, Any], path: Path, kind: str) -> Path:
+    """A checkpoint with these weights, as a folder or as a file."""
+    checkpoint = {"epoch": 1, "state_dict": weights}
+    if kind == "sharded":
+        ShardedSaves().save(lambda folder: save_alone(checkpoint, folder), path)
+    else:
+        AtomicCheckpointIO().save_checkpoint(checkpoint, path)
+    return path
+
+
+@real
+@needs("safetensors")
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_each_weight_is_in_one_of_the_files(tmp_path: Path, kind: str) -> None:
+    from safetensors.torch import load_file
+
+    weights = {f"net.{n}": torch.randn(3, 40_000, dtype=torch.bfloat16) for n in range(5)}
+    weights["net.0.turned"] = torch.randn(4, 30_000).t()
+    weights["net.small"] = torch.tensor(7)
+    weights["net.tied"] = weights["net.3"]
+    path, out = saved(weights, tmp_path / "saved.ckpt", kind), tmp_path / "out"
+    size = ["--max-shard-size", "500 kB"]
+    assert main(["consolidate", str(path), str(out), "--to", "safetensors", *size]) == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(out.glob("model-0000?-of-00004.safetensors"))
+    assert len(files) == 4
+    found = {}
+    for file in files:
+        part = load_file(file)
+        assert all(index["weight_map"][name] == file.name for name in part)
+        found |= part
+    expected = {name.removeprefix("net."): w for name, w in weights.items() if name != "net.tied"}
+    assert found.keys() == expected.keys() == index["weight_map"].keys()
+    for name, weight in expected.items():
+        assert found[name].dtype is weight.dtype
+        assert torch.equal(found[name], weight)
+
+
+CONSOLIDATES = """
+import sys
+import torch.distributed.checkpoint
+import safetensors.torch
+from test_safetensors import memory
+from lightning_hybrid.cli import main
+
+before = memory("VmRSS")
+assert main(sys.argv[1:]) == 0
+print(memory("VmHWM") - before)
+"""
+
+
+@real
+@needs("safetensors")
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_folder_is_written_in_the_memory_of_one_file(tmp_path: Path, kind: str) -> None:
+    weights = {f"net.{n}": torch.full((4 * MIB,), float(n)) for n in range(24)}  # of 16 MiB
+    path, out = saved(weights, tmp_path / "saved.ckpt", kind), tmp_path / "out"
+    command = ["consolidate", str(path), str(out), "--to", "safetensors"]
+    here = os.pathsep.join((str(Path(__file__).parent), *sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", CONSOLIDATES, *command, "--max-shard-size", "64 MiB"],
+        env=os.environ | {"PYTHONPATH": here},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert len([*out.glob("*.safetensors")]) == 6
+    # a file, and a tensor twice while it is read from the folder; all are 384 MiB
+    assert int(done.stdout.split()[-1]) < (64 + 2 * 16 + 8) * MIB
+
+
+@real
+@needs("transformers", "safetensors")
+@pytest.mark.filterwarnings("ignore")
+def test_from_pretrained_takes_the_folder_with_tied_weights(tmp_path: Path) -> None:
+    import transformers
+    from networks_of_transformers import SHARD, network, save
+
+    save("gpt2", tmp_path / "base")
+    net = network("gpt2", tmp_path / "base", "plain")
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.mul_(1.5)
+    state = {f"net.{name}": weight for name, weight in net.state_dict().items()}
+    assert "net.lm_head.weight" in state  # which is `transformer.wte.weight`
+    path, out = saved(state, tmp_path / "saved.ckpt", "sharded"), tmp_path / "out"
+    like = ["--like", str(tmp_path / "base"), "--max-shard-size", SHARD.replace("KB", " kB")]
+    assert main(["consolidate", str(path), str(out), "--to", "safetensors", *like]) == 0
+    assert len([*out.glob("*.safetensors")]) > 3
+    again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+    assert again.lm_head.weight is again.transformer.wte.weight
+    for name, weight in net.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+
+
+@real
+@needs("safetensors")
+def test_of_several_networks_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
+    weights = {"student.weight": torch.ones(2), "teacher.body.weight": torch.zeros(2)}
+    path = saved(weights, tmp_path / "saved.ckpt", "full")
+    out = str(tmp_path / "out")
+    command = ["consolidate", str(path), out, "--to", "safetensors"]
+    assert main(command) == 2
+    assert "say which of student, teacher" in capsys.readouterr().err
+    assert main([*command, "--network", "nobody"]) == 2
+    assert "nobody names no weights" in capsys.readouterr().err
+    assert main([*command, "--network", "teacher.body"]) == 0
+    assert [*load_file(f"{out}/model.safetensors")] == ["weight"]
+    assert main([*command, "--network", "student"]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_without_the_library_the_error_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
+    path = saved({"net.weight": torch.ones(2)}, tmp_path / "saved.ckpt", "full")
+    out = tmp_path / "out"
+    assert main(["consolidate", str(path), str(out), "--to", "safetensors"]) == 2
+    assert "pip install safetensors" in capsys.readouterr().err
+    assert not out.exists()
