@@ -162,6 +162,25 @@ def refuse_two_names(people: Iterable[Named], where: str) -> None:
         )
 
 
+def refuse_other_spelling(names: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Refuse names of scans that a table has in another spelling only, and so says nothing of.
+
+    Raises:
+        TableError: ``OTHER_SPELLING``, with both names.
+    """
+    known = {canonical_subject(name): name for name in known}
+    spelled = {plain_form(name): name for name in known}
+    for name in names:
+        subject = canonical_subject(name)
+        if subject not in known and plain_form(subject) in spelled:
+            raise TableError(
+                "OTHER_SPELLING",
+                f"the scan of {name} has no row, and {spelled[plain_form(subject)]!r} has one",
+                where,
+                "write names in the table as the scans have them",
+            )
+
+
 Runs = tuple[str, ...]
 
 
