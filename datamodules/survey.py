@@ -17,7 +17,7 @@ from .profiles import refuse_mixture
 from .progression import LabelRule
 from .records import ScanRecord, count_line
 from .sources import Layout, Names, Reading, data_folders, read_source
-from .sources.people import refuse_two_names
+from .sources.people import Named, refuse_other_spelling, refuse_two_names
 from .space import name_grids
 from .tables import table_bytes
 
@@ -121,8 +121,6 @@ def survey(
         diagnosis_csv=diagnosis_csv,
         names=names,
     )
-    if not names.pattern:
-        refuse_two_names((r.subject for r in reading.records), str(_first(reading.tables, root)))
     own = reading.layout == "csv" or bool(names.label_column)
     if task.needs_history and reading.clinical is None and not own:
         raise DataError(
@@ -132,6 +130,12 @@ def survey(
             "put ADNIMERGE or DXSUM there, or name it with --data.diagnosis_csv / --diagnosis-csv",
         )
     records, problems = label_records(reading.records, task, rule or LabelRule(), reading.clinical)
+    if reading.clinical is not None:
+        strangers = (r.subject for r in records if r.reason == "missing")
+        refuse_other_spelling(strangers, reading.clinical.persons, str(reading.clinical.path))
+    if not names.pattern:
+        people = (Named(r.subject, r.sex, r.dx or r.dx_bl) for r in records)
+        refuse_two_names(people, str(_first(reading.tables, root)))
     warnings: list[Problem] = []
     problems = [*reading.problems, *problems]
     if store is not None:

@@ -11,7 +11,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,10 @@ from typing import Literal
 from .errors import TableError
 
 _DELIMITERS = (",", ";", "\t")
-MISSING = ("", "na", "n/a", "nan", "none", "-1", "-4")
+MISSING = (
+    *("", ".", "-", "?", "na", "n/a", "n.a.", "#n/a", "nan", "none", "null", "#null!"),
+    *("nd", "missing", "unknown", "unk", "not available", "-1", "-4", "-9", "-99", "-999"),
+)
 """Lower-case words that stand for no value."""
 
 
@@ -65,14 +68,31 @@ def table_bytes(
     return buffer.getvalue().encode()
 
 
-def number_in(text: str) -> float | None:
-    """The number that a cell is; None for any other text."""
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+def one_row_each(
+    table: Table, key: Callable[[Mapping[str, str]], str]
+) -> dict[str, tuple[dict[str, str], int]]:
+    """The row of each key, and its line; the same row again is one.
 
-
-def sex_in(text: str) -> str:
-    """F, M or empty."""
-    return {"f": "F", "female": "F", "m": "M", "male": "M"}.get(text.strip().lower(), "")
+    Raises:
+        TableError: ``TWO_ROWS``: two rows of a key differ, and nothing says which one is right.
+    """
+    found: dict[str, tuple[dict[str, str], int]] = {}
+    for row, line in zip(table.rows, table.lines):
+        first, where = found.setdefault(key(row), (row, line))
+        differ = [
+            f"{name} {first.get(name, '')!r} and {row[name]!r}"
+            for name in row
+            if first.get(name) != row[name]
+        ]
+        if differ and key(row):
+            raise TableError(
+                "TWO_ROWS",
+                f"lines {where} and {line} are both of {key(row)}: {', '.join(differ[:5])}",
+                str(table.path),
+                "keep the right row; what changes from visit to visit belongs into a table of "
+                "sessions",
+            )
+    return found
 
 
 def normalise(column: str) -> str:

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ..cells import Cells, quantity_in
 from ..errors import FolderError, TableError
 from ..records import ScanRecord
-from ..tables import MISSING, normalise, number_in, read_table, sex_in
+from ..tables import MISSING, normalise, one_row_each, read_table
 from .clinical import Clinical
-from .ids import canonical_session, image_number
-from .people import Names
+from .ids import canonical_session, canonical_subject, image_number
+from .people import Names, refuse_other_spelling
 from .reading import Reading
 from .scanner import header_of_scan, scanner_name
 from .tree import bare_record, is_nifti, require_folder, stem, what_is_there
@@ -51,7 +52,7 @@ def read_bids(root: Path, clinical: Clinical | None, names: Names) -> Reading:
             "give the BIDS folder itself, the one with participants.tsv",
         )
     table = root / "participants.tsv"
-    people = _participants(table, names) if table.is_file() else {}
+    people = _participants(table) if table.is_file() else {}
     column = _label_column(people, names)
     if column is None and (clinical is None or names.label_column):
         header = ", ".join(next(iter(people.values()), ({}, 0))[0]) or "no participants.tsv"
@@ -64,9 +65,16 @@ def read_bids(root: Path, clinical: Clinical | None, names: Names) -> Reading:
             "name the column of the labels with --data.label_column / --label-column, or give "
             "ADNIMERGE or DXSUM with --data.diagnosis_csv / --diagnosis-csv",
         )
-    records = [_record(path, table, people, names, column or "", root) for path in paths]
+    rows, lines = [row for row, _ in people.values()], [line for _, line in people.values()]
+    cells = Cells(table.name, rows, lines, ("age",))
+    records = [_record(path, table, people, names, column or "", root, cells) for path in paths]
+    refuse_other_spelling((f"sub-{_subject(path)}" for path in paths), people, str(table))
     groups = f"participants.tsv:{column}"
-    return Reading("bids", records, [], clinical, groups, (table,) if table.is_file() else ())
+    notes = cells.notes()
+    if clinical is None:  # tables of sessions may say the age
+        notes += cells.not_there({"participantid", "originalstudy", column or ""})
+    tables = (table,) if table.is_file() else ()
+    return Reading("bids", records, [], clinical, groups, tables, tuple(notes))
 
 
 # other parts of a complex image, and images with a contrast agent
@@ -75,12 +83,10 @@ _ENTITY = re.compile(r"(?:^|_)([a-z]+)-([0-9A-Za-z]+)")
 _People = dict[str, tuple[dict[str, str], int]]
 
 
-def _participants(table: Path, names: Names) -> _People:
+def _participants(table: Path) -> _People:
     """The row of each subject, and its line."""
     read = read_table(table, ("participantid",))
-    return {
-        names.person(row["participantid"]): (row, line) for row, line in zip(read.rows, read.lines)
-    }
+    return one_row_each(read, lambda row: canonical_subject(row["participantid"]))
 
 
 _LABELS = ("diagnosissc", "diagnosisbl", "diagnosis", "group", "dx")
@@ -94,21 +100,26 @@ def _label_column(people: _People, names: Names) -> str | None:
 
 
 def _record(
-    path: Path, table: Path, people: _People, names: Names, column: str, root: Path
+    path: Path,
+    table: Path,
+    people: _People,
+    names: Names,
+    column: str,
+    root: Path,
+    cells: Cells,
 ) -> ScanRecord:
     """A scan, with what tables and headers say of it."""
     parts = dict(_ENTITY.findall(stem(path)))
-    subject = names.person(f"sub-{parts.get('sub', '')}")
-    row, line = people.get(subject, ({}, 0))
+    name = f"sub-{_subject(path)}"
+    row, line = people.get(canonical_subject(name), ({}, 0))
     about = _about(path)
     image_id = image_number(about.get("scanid", ""))
-    name = f"I{image_id}" if image_id else stem(path).removesuffix("_T1w")
+    image = f"I{image_id}" if image_id else stem(path).removesuffix("_T1w")
     group = names.word(row.get(column, ""))
     header = {key: str(value) for key, value in header_of_scan(path, root).items()}
     tesla = about.get("mrifield", "") or header.get("MagneticFieldStrength", "")
-    field = re.match(r"\d+(\.\d+)?", tesla)
     return replace(
-        bare_record(path, subject, name, "bids"),
+        bare_record(path, names.person(name), image, "bids"),
         row=f"{table}, line {line}" if line else "",
         session=canonical_session(parts.get("ses", "")) or parts.get("ses", ""),
         description=stem(path).split("_", 2)[-1] if "run-" in path.name else "T1w",
@@ -116,14 +127,19 @@ def _record(
         dx_bl="" if group.lower() in MISSING else group,
         dx_source=f"participants.tsv:{column}={row.get(column, '')}",
         # at the first visit, where no table of sessions says more
-        age=number_in(row.get("age", "") or row.get("agebl", "")),
-        sex=sex_in(row.get("sex", "").strip()[:1]),
-        field_strength=float(field[0]) if field else None,
+        age=cells.number(row, "age"),
+        sex=cells.sex(row),
+        field_strength=quantity_in(tesla, "field_strength"),
         phase=row.get("originalstudy", ""),
         scanner=scanner_name(
             header.get("Manufacturer", ""), header.get("ManufacturersModelName", "")
         ),
     )
+
+
+def _subject(path: Path) -> str:
+    """What follows ``sub-`` in the name of a file; the standard allows letters and digits alone."""
+    return re.sub(r"^sub-|_.*", "", path.name)
 
 
 def _about(path: Path) -> dict[str, str]:

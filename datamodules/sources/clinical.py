@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from pathlib import Path
 
+from ..cells import Cells
 from ..dates import dates_in, find_dates
 from ..errors import TableError
 from ..labels import CONCLUSIONS, diagnosis, known_words
 from ..progression import DAYS_PER_MONTH, Visit
 from ..records import natural
-from ..tables import MISSING, Table, header_of, read_table, sex_in
+from ..tables import MISSING, Table, header_of, one_row_each, read_table
 from .ids import canonical_session, canonical_subject, registry_number
 from .people import Names
 
@@ -180,6 +181,7 @@ def _numbered(table: Table) -> Iterable[tuple[dict[str, str], int]]:
 
 def _adnimerge(table: Table) -> Clinical:
     dates = dates_in(table, "examdate")
+    cells = Cells(table.path.name, table.rows, table.lines)
     persons: dict[str, Person] = {}
     visits: dict[str, list[Visit]] = defaultdict(list)
     start: dict[str, date] = {}
@@ -195,39 +197,46 @@ def _adnimerge(table: Table) -> Clinical:
                 day,
                 dx,
                 session=canonical_session(row.get("viscode", "")),
-                age=_number(row, "age"),  # at baseline, until all visits are known
-                mmse=_number(row, "mmse"),
-                cdr_sb=_number(row, "cdrsb"),
+                age=cells.number(row, "age"),  # at baseline, until all visits are known
+                mmse=cells.number(row, "mmse"),
+                cdr_sb=cells.number(row, "cdr_sb"),
                 phase=_known(row, "colprot"),
-                field_strength=_number(row, "fldstreng"),
+                field_strength=cells.number(row, "field_strength"),
             )
         )
-        persons[subject] = _described(row, "ptgender", "dxbl")
+        persons[subject] = _described(row, cells, "dxbl")
     for subject, person in persons.items():
         seen = tuple(_aged(visit, start[subject]) for visit in visits[subject])
         persons[subject] = replace(person, visits=seen)
-    return Clinical(table.path, f"{table.path.name}:DX", persons, _notes(table.note, dates.note))
+    return Clinical(
+        table.path, f"{table.path.name}:DX", persons, _notes(table.note, dates.note, *cells.notes())
+    )
 
 
 def _adsl(table: Table) -> Clinical:
     """One visit for each person: the diagnosis at enrolment, and nothing of what came later."""
     dates = dates_in(table, "enrldt")
+    cells = Cells(table.path.name, table.rows, table.lines, ("age",))
     persons = {}
-    for row, line in _numbered(table):
+    for row, line in one_row_each(table, lambda row: row["usubjid"]).values():
         day = dates.day(row["enrldt"])
         if day is None:  # never enrolled, and so without a diagnosis
             continue
-        visit = Visit(day, _word(table, line, row, "dx"), session="M000", age=_number(row, "age"))
+        visit = Visit(
+            day, _word(table, line, row, "dx"), session="M000", age=cells.number(row, "age")
+        )
         # ADNI-<site>-<RID with zeros>
         number = _whole(row["usubjid"].rpartition("-")[2])
         persons[f"RID {number}"] = replace(
-            _described({**row, "site": row.get("siteid", "")}, "sex", "dx"), visits=(visit,)
+            _described({**row, "site": row.get("siteid", "")}, cells, "dx"), visits=(visit,)
         )
     note = (
         f"{table.path.name}: one diagnosis for each person, at enrolment; who changed later is not "
         "known from it (DXSUM of the same release says)"
     )
-    return Clinical(table.path, f"{table.path.name}:DX", persons, _notes(table.note, note))
+    return Clinical(
+        table.path, f"{table.path.name}:DX", persons, _notes(table.note, note, *cells.notes())
+    )
 
 
 def _with_people(found: Clinical, path: Path, kind: str) -> Clinical:
@@ -259,15 +268,10 @@ def _notes(*notes: str) -> tuple[str, ...]:
     return tuple(note for note in notes if note)
 
 
-def _described(row: dict[str, str], sex: str, group: str) -> Person:
-    """What a row says about the person; the columns of sex and group have these names."""
-    alleles = _number(row, "apoe4")
+def _described(row: dict[str, str], cells: Cells, group: str) -> Person:
+    """What a row says about the person; the column of the group has this name."""
     return Person(
-        (),
-        sex_in(row.get(sex, "")),
-        _known(row, group),
-        _whole(_known(row, "site")),
-        None if alleles is None else int(alleles),
+        (), cells.sex(row), _known(row, group), _whole(_known(row, "site")), cells.alleles(row)
     )
 
 
@@ -328,13 +332,16 @@ def _read_bids_tables(root: Path, names: Names) -> Clinical:
         for row, line in _numbered(table)
     ]
     participants = root / "participants.tsv"
-    people = read_table(participants, ("participantid",)).rows if participants.is_file() else ()
+    people: list[dict[str, str]] = []
+    if participants.is_file():
+        read = read_table(participants, ("participantid",))
+        people = [row for row, _ in one_row_each(read, lambda r: r["participantid"]).values()]
     return _clinica(root, people, rows, names)
 
 
 def _clinica(
     path: Path,
-    people: Iterable[dict[str, str]],
+    people: Sequence[dict[str, str]],
     rows: Iterable[tuple[Table, dict[str, str], int]],
     names: Names,
 ) -> Clinical:
@@ -342,6 +349,7 @@ def _clinica(
     rows = list(rows)
     column = next((c for c in _DAYS if any(c in row for _, row, _ in rows)), _DAYS[0])
     dates = find_dates(((t.path, line, row.get(column, "")) for t, row, line in rows), column)
+    cells = Cells(path.name, [row for _, row, _ in rows], [line for _, _, line in rows])
     for table, row, line in rows:
         name = row["sessionid"].strip()
         session = canonical_session(name) or name.removeprefix("ses-")
@@ -354,26 +362,27 @@ def _clinica(
                 day or nominal or _FORGOTTEN,
                 _concluded(_word(table, line, row, "diagnosis", names), row),
                 session=session,
-                age=_number(row, "age"),
-                mmse=_number(row, "mmse"),
-                cdr_sb=_number(row, "cdrsb"),
+                age=cells.number(row, "age"),
+                mmse=cells.number(row, "mmse"),
+                cdr_sb=cells.number(row, "cdr_sb"),
                 phase=_known(row, "currentstudy"),
-                field_strength=_number(row, "mrifield"),
+                field_strength=cells.number(row, "field_strength"),
                 dated=day is not None,
                 timed=(day or nominal) is not None,
             )
         )
+    of_people = Cells(path.name, people, range(len(people)), ("apoe4",))
     described = {names.person(row["participantid"]): row for row in people}
     persons = {
         subject: replace(
-            _described(described.get(subject, {}), "sex", "diagnosissc"),
+            _described(described.get(subject, {}), of_people, "diagnosissc"),
             visits=_dated_together(seen),
         )
         for subject, seen in visits.items()
     }
     final = any(visit.dx in CONCLUSIONS for seen in visits.values() for visit in seen)
     source = f"{path.name}:diagnosis" + (" (final classes)" if final else "")
-    return Clinical(path, source, persons, _notes(dates.note), final)
+    return Clinical(path, source, persons, _notes(dates.note, *cells.notes()), final)
 
 
 def _concluded(dx: str, row: dict[str, str]) -> str:
@@ -421,12 +430,6 @@ def _known(row: dict[str, str], column: str) -> str:
 def _whole(text: str) -> str:
     """``0295`` and ``295.0``, as spreadsheets and pandas save numbers, are 295."""
     return text.strip().removesuffix(".0").lstrip("0")
-
-
-def _number(row: dict[str, str], column: str) -> float | None:
-    """The first number in a cell: ``1.5 Tesla MRI`` is 1.5."""
-    match = re.match(r"[<>]?\s*(\d+(\.\d+)?)", _known(row, column))
-    return float(match[1]) if match else None
 
 
 def _word(

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from ..cells import Cells, quantity_in
 from ..dates import Dates, dates_in
 from ..errors import TableError
-from ..tables import number_in, read_table, sex_in
+from ..tables import read_table
 from .ids import adni_subject, image_number
 from .scanner import scanner_in
 
@@ -147,9 +148,10 @@ def read_collection(path: Path) -> Collection:
     """
     table = read_table(path, REQUIRED, _ALIASES)
     dates = dates_in(table, "acqdate")
+    cells = Cells(path.name, table.rows, table.lines, ("age",))
     rows: dict[str, CollectionRow] = {}
     for values, line in zip(table.rows, table.lines):
-        row = _parse(path, values, line, dates)
+        row = _parse(path, values, line, dates, cells)
         earlier = rows.setdefault(row.image_id, row)
         if (earlier.subject, earlier.group) != (row.subject, row.group):
             raise TableError(
@@ -159,11 +161,13 @@ def read_collection(path: Path) -> Collection:
                 str(path),
                 "remove the wrong row",
             )
-    notes = tuple(note for note in (table.note, dates.note) if note)
+    notes = tuple(note for note in (table.note, dates.note, *cells.notes()) if note)
     return Collection(path, rows, notes, "group" in table.rows[0])
 
 
-def _parse(path: Path, values: dict[str, str], line: int, dates: Dates) -> CollectionRow:
+def _parse(
+    path: Path, values: dict[str, str], line: int, dates: Dates, cells: Cells
+) -> CollectionRow:
     number = image_number(values["imagedataid"])
     subject = adni_subject(values.get("subject", ""))
     if not number or not subject:
@@ -178,8 +182,8 @@ def _parse(path: Path, values: dict[str, str], line: int, dates: Dates) -> Colle
         image_id=f"I{number}",
         subject=subject,
         group=values.get("group", ""),
-        sex=sex_in(values.get("sex", "")),
-        age=number_in(values.get("age", "")),
+        sex=cells.sex(values),
+        age=cells.number(values, "age"),
         visit=values.get("visit", ""),
         description=values.get("description", ""),
         acquired=dates.day(values.get("acqdate", "")),
@@ -193,6 +197,5 @@ def _parse(path: Path, values: dict[str, str], line: int, dates: Dates) -> Colle
 
 def _tesla(text: str) -> float | None:
     """Field strength: a number, or ``Field Strength=3.0`` among other settings."""
-    match = re.search(r"field strength\s*=\s*(\d+(\.\d+)?)", text, re.IGNORECASE)
-    match = match or re.match(r"(\d+(\.\d+)?)", text)
-    return float(match[1]) if match else None
+    match = re.search(r"field strength\s*=\s*([^;]*)", text, re.IGNORECASE)
+    return quantity_in(match[1] if match else text, "field_strength")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
 PTID = re.compile(r"\d{3}_S_\d{4,5}")  # five digits since ADNI4
-_SPELLING = re.compile(r"(?:SUB-)?(?:ADNI)?(\d{3})_?S_?(\d{4,5})", re.IGNORECASE)
+_SPELLING = re.compile(r"(?:SUB-)?(?:ADNI)?(\d{3})[_\-. ]?S[_\-. ]?(\d{4,5})", re.IGNORECASE)
 # studies whose names of people end in a session: OASIS-1 and -2, OASIS-3, BIDS
 _WITH_SESSION = (
     re.compile(r"(OAS[12]_\d{4})_(MR\d+)(?:_.*)?", re.IGNORECASE),
@@ -15,9 +16,21 @@ _WITH_SESSION = (
 _MONTH = re.compile(r"(?:SES-)?M(\d{1,3})", re.IGNORECASE)
 
 
+def one_spelling(text: str) -> str:
+    """A name without what nobody sees.
+
+    Composed and decomposed letters, wide digits and spaces of any kind are one (NFKC); invisible
+    characters and the spaces around it are nothing.
+    """
+    seen = "".join(
+        c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf"
+    )
+    return " ".join(seen.split())
+
+
 def adni_subject(text: str) -> str:
     """``sub-ADNI999S0001`` and ``999_s_0001`` are ``999_S_0001``; empty for what is no ADNI ID."""
-    match = _SPELLING.fullmatch(text.strip())
+    match = _SPELLING.fullmatch(one_spelling(text))
     return f"{match[1]}_S_{match[2]}" if match else ""
 
 
@@ -27,7 +40,7 @@ def canonical_subject(text: str) -> str:
     ``OAS1_0001_MR1`` is ``OAS1_0001``, ``OAS30001_MR_d0129`` is ``OAS30001``, ``sub-01_ses-M000``
     is ``01``.
     """
-    text = text.strip()
+    text = one_spelling(text)
     for pattern in _WITH_SESSION:
         if match := pattern.fullmatch(text):
             text = match[1].upper() if match[1][:3].upper() == "OAS" else match[1]

@@ -2,26 +2,33 @@
 
 Two scans of one person under two names are two people to a split: one is trained on, the other
 tested on. What studies are known to write is read as it is meant. Names that differ in nothing but
-case, leading zeros, ``.0`` or the name of a session are refused, unless a pattern says what a
-person's name is.
+their spelling are refused, and so are those that share a stem where the whole cohort looks like
+people with a few sessions each, unless a pattern says what a person's name is.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from ..errors import DataError, TableError
 from ..labels import diagnosis, known_words
-from .ids import PTID, canonical_session, canonical_subject, session_in_name
+from .ids import PTID, canonical_session, canonical_subject, one_spelling, session_in_name
 
 _OPTION = "--data.subject_pattern / --subject-pattern"
 _SESSION = re.compile(
-    r"[_\-. ](?:(?:ses|session|visit|v|mr|scan|tp|timepoint|time|t|wave|m|mo|month|y|yr|year|d|day"
-    r"|w|wk|week|fu|followup|run)[_\-]?\d+|bl|base|baseline|sc|screening|followup|repeat|retest)$"
+    r"(?:(?:ses|session|visit|v|mr|scan|tp|timepoint|time|t|wave|m|mo|month|y|yr|year|d|day"
+    r"|w|wk|week|fu|followup|run)\d+|bl|base|baseline|sc|screening|followup|repeat|retest)+"
 )
+_DAYS = ("%Y%m%d", "%d%m%Y", "%m%d%Y", "%y%m%d", "%Y-%m-%d", "%d-%m-%Y", "%m-%d-%Y", "%d-%b-%Y")
+_MANY = 8  # names of a stem: more are no sessions of a person
+_TORN = 0.2  # share of stems with people of two sexes or diagnoses; tables are wrong now and then
+_USUAL = 3  # the usual order of letters and digits: of every so many names, one has it
+_CHANCE = 10  # so many pairs of different people hardly agree in sex or diagnosis
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Names:
     def _read(self, name: str) -> tuple[str, str]:
         if not self.pattern or not name.strip():
             return canonical_subject(name), session_in_name(name)
-        match = re.search(self.pattern, name.strip())
+        match = re.search(self.pattern, one_spelling(name))
         if match is None:
             raise TableError(
                 "BAD_PATTERN",
@@ -107,34 +114,163 @@ def label_map(text: str) -> tuple[tuple[str, str], ...]:
     return tuple((word.strip(), name.strip()) for word, _, name in pairs)
 
 
-def refuse_two_names(subjects: Iterable[str], where: str) -> None:
-    """Refuse names of people that may be one person's.
+@dataclass(frozen=True)
+class Named:
+    """A name as a source writes it, and what is said of the person.
+
+    Attributes:
+        name: of the person.
+        sex: F, M or empty.
+        group: diagnosis; empty: not known.
+    """
+
+    name: str
+    sex: str = ""
+    group: str = ""
+
+
+def refuse_two_names(people: Iterable[Named], where: str) -> None:
+    """Refuse names that may be one person's.
+
+    Either they are the same in their plain form, or one is the other with more behind it, or they
+    share a stem and what follows looks like sessions over the whole cohort. The latter two are of
+    different people where sex, or else the diagnosis, differs: numbers of people behind that of a
+    hospital look like sessions otherwise.
 
     Raises:
         TableError: ``TWO_NAMES``, with the names.
     """
-    alike: dict[str, set[str]] = defaultdict(set)
-    for subject in subjects:
-        if subject and not PTID.fullmatch(subject):  # those are one spelling already
-            alike[_plainest(subject)].add(subject)
-    doubles = sorted(sorted(names) for names in alike.values() if len(names) > 1)
+    spellings: dict[Runs, dict[str, Named]] = defaultdict(dict)
+    for one in people:
+        if one.name and not PTID.fullmatch(one.name):  # those are one spelling already
+            spellings[plain_form(one.name)][one.name] = one
+    doubles = {tuple(sorted(same)) for same in spellings.values() if len(same) > 1}
+    known = {form: next(iter(same.values())) for form, same in spellings.items()}
+    doubles |= {
+        tuple(sorted(one.name for one in alike))
+        for alike in (*_extended(known), *_of_one_stem(known))
+        if not _differ(alike)
+    }
     if doubles:
-        shown = "; ".join(" and ".join(names[:3]) for names in doubles[:3])
+        shown = "; ".join(" and ".join(names[:3]) for names in sorted(doubles)[:3])
         raise TableError(
             "TWO_NAMES",
-            f"{len(doubles)} people may have several names, which differ in case, zeros or a "
-            f"session only: {shown}",
+            f"{len(doubles)} people may have several names: {shown}",
             where,
             f"say what of a name is the person with {_OPTION} REGEX, whose first group it is: "
             "'^(.+)_v\\d+$' cuts a session off, '^(.+)$' says that all these are different people",
         )
 
 
-def _plainest(name: str) -> str:
-    """What is left of a name without case, zeros in front, ``.0`` and a session."""
-    name = re.sub(r"\.0+$", "", name.strip().lower())
+def refuse_other_spelling(names: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Refuse names of scans that a table has in another spelling only, and so says nothing of.
+
+    Raises:
+        TableError: ``OTHER_SPELLING``, with both names.
+    """
+    known = {canonical_subject(name): name for name in known}
+    spelled = {plain_form(name): name for name in known}
+    for name in names:
+        subject = canonical_subject(name)
+        if subject not in known and plain_form(subject) in spelled:
+            raise TableError(
+                "OTHER_SPELLING",
+                f"the scan of {name} has no row, and {spelled[plain_form(subject)]!r} has one",
+                where,
+                "write names in the table as the scans have them",
+            )
+
+
+Runs = tuple[str, ...]
+
+
+def plain_form(name: str) -> Runs:
+    """The runs of letters and of digits in a name, which are what tells people apart.
+
+    Without case, separators, zeros in front, ``.0`` and ``sub``.
+    """
+    return tuple(re.sub(r"^0+(?=\d)", "", run) for run in _runs(name))
+
+
+def _runs(name: str) -> Runs:
+    name = re.sub(r"\.0+$", "", one_spelling(name).casefold())
     name = re.sub(r"^sub(?:ject|j)?[_\-]?(?=.)", "", name)
-    while (shorter := _SESSION.sub("", name)) and shorter != name:
-        name = shorter
-    name = re.sub(r"[_\-. ]+", "_", name)
-    return re.sub(r"(?<!\d)0+(?=\d)", "", name)
+    # case folding may take letters apart again
+    return tuple(re.findall(r"\d+|[^\W\d_]+", unicodedata.normalize("NFKC", name)))
+
+
+def _extended(known: Mapping[Runs, Named]) -> Iterator[list[Named]]:
+    """Names that are another one with more behind it: ``P17`` and ``P17 (2)``."""
+    longer: dict[Runs, list[Named]] = defaultdict(list)
+    for form, one in known.items():
+        for end in range(1, len(form)):
+            if form[:end] in known:
+                longer[form[:end]].append(one)
+    return ([known[stem], *own] for stem, own in longer.items() if len(own) < _MANY)
+
+
+def _of_one_stem(known: Mapping[Runs, Named]) -> Iterator[list[Named]]:
+    """Names of one stem, if stems are people over the whole cohort, and what follows sessions."""
+    for end in range(1, max(map(len, known), default=0)):
+        stems: dict[Runs, list[Named]] = defaultdict(list)
+        for form, one in known.items():
+            if len(form) > end:
+                stems[form[:end]].append(one)
+        shared = [own for own in stems.values() if len(own) > 1]
+        torn = sum(map(_differ, shared))
+        if not shared or torn > _TORN * len(shared) or sum(map(len, shared)) >= _MANY * len(shared):
+            continue
+        if _are_known(shared, end) or (_are_built_alike(known) and _are_few(stems, shared, end)):
+            yield from shared
+
+
+def _are_known(shared: Sequence[Sequence[Named]], end: int) -> bool:
+    """Whether what follows ``end`` runs and a separator are words for sessions, or days."""
+    for one in (one for own in shared for one in own):
+        runs, text = _runs(one.name), one_spelling(one.name).casefold()
+        apart = re.search(rf"{runs[end - 1]}[\W_]+{runs[end]}", text)
+        if not apart or not (_SESSION.fullmatch("".join(runs[end:])) or _is_day(runs[end:])):
+            return False
+    return True
+
+
+def _are_built_alike(known: Iterable[Runs]) -> bool:
+    """Whether letters and digits come in a usual order; in names drawn at random they do not."""
+    orders = Counter(tuple(run.isdigit() for run in form) for form in known)
+    return _USUAL * orders.most_common(1)[0][1] >= orders.total()
+
+
+def _are_few(
+    stems: Mapping[Runs, Sequence[Named]], shared: Sequence[Sequence[Named]], end: int
+) -> bool:
+    """Whether what follows ``end`` runs are the same few for many people.
+
+    Or they are different everywhere, and yet all pairs agree in sex or diagnosis.
+    """
+    if not any(run.isdigit() for form in stems for run in form):
+        return False  # a word and a number: numbers of people
+    names = [one for own in stems.values() for one in own]
+    ends = {_runs(one.name)[end:] for one in names}
+    told = all(one.sex or one.group for own in shared for one in own)
+    pairs = sum(map(len, shared)) < 3 * len(shared) and len(shared) >= _CHANCE and told
+    few = len(ends) < len(stems) and 3 * len(ends) <= len(names)
+    return pairs or (few and not all(map(_is_day, stems)))  # of one birthday may be two
+
+
+def _differ(people: Sequence[Named]) -> bool:
+    """Whether they cannot be one person: of two sexes or, if none is known, of two diagnoses."""
+    sexes = {one.sex for one in people} - {""}
+    return len(sexes or {one.group for one in people} - {""}) > 1
+
+
+def _is_day(runs: Runs) -> bool:
+    """Whether it may be a day of the years in which heads were scanned, with a time or without."""
+    text = runs[0][:8] if runs[0].isdigit() and len(runs[0]) >= 6 else "-".join(runs[:3])
+    for written in _DAYS:
+        try:
+            day = datetime.strptime(text, written)
+        except ValueError:
+            continue
+        if 1985 <= day.year <= 2045 and len(text) != 7:
+            return True
+    return False

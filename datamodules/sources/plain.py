@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ..cells import Cells
 from ..dates import dates_in
 from ..errors import NO_SCAN, FolderError, Problem
 from ..records import ScanRecord
 from ..series import is_t1
-from ..tables import normalise, number_in, read_table, sex_in
+from ..tables import normalise, read_table
 from .clinical import Clinical
 from .ids import canonical_session
 from .people import Names
@@ -27,7 +28,8 @@ from .scanner import scanner_in
 from .tree import bare_record, stem
 
 REQUIRED = ("path", "subject", "label")
-_ALLELES = ("0", "1", "2")
+_OTHERS = {"imageid", "session", "site", "phase", "cohort", "acqdate", "registered", "description"}
+_OTHERS |= {"scanner", "manufacturer", "manufacturersmodelname", "mfg", "mfgmodel", "model"}
 
 
 def plain_folders(table: Path) -> list[Path]:
@@ -46,6 +48,7 @@ def read_plain(table: Path, clinical: Clinical | None, names: Names) -> Reading:
     aliases = {"label": (normalise(names.label_column),)} if names.label_column else {}
     read = read_table(table, REQUIRED, aliases)
     dates = dates_in(read, "acqdate")
+    cells = Cells(table.name, read.rows, read.lines)
     copies = Counter(row["path"] for row in read.rows)
     records, problems = [], []
     for values, line in zip(read.rows, read.lines):
@@ -70,7 +73,7 @@ def read_plain(table: Path, clinical: Clinical | None, names: Names) -> Reading:
             acq_date=day.isoformat() if day else "",
             problem=problem,
         )
-        record = _with_columns(record, values, names)
+        record = _with_columns(record, values, names, cells)
         if not record.session:
             record = replace(record, session=names.session(values.get("subject", "")))
         records.append(record)
@@ -81,11 +84,14 @@ def read_plain(table: Path, clinical: Clinical | None, names: Names) -> Reading:
             str(table),
             "correct the paths, which are relative to the table",
         )
-    notes = tuple(note for note in (read.note, dates.note) if note)
+    lost = (*cells.notes(), *cells.not_there({*REQUIRED, *_OTHERS}))
+    notes = tuple(note for note in (read.note, dates.note, *lost) if note)
     return Reading("csv", records, problems, clinical, f"{table.name}:label", (table,), notes)
 
 
-def _with_columns(record: ScanRecord, values: Mapping[str, str], names: Names) -> ScanRecord:
+def _with_columns(
+    record: ScanRecord, values: Mapping[str, str], names: Names, cells: Cells
+) -> ScanRecord:
     """A record, with what the further columns say."""
     subject, registered = record.subject, values.get("registered", "").lower()
     return replace(
@@ -94,15 +100,15 @@ def _with_columns(record: ScanRecord, values: Mapping[str, str], names: Names) -
         description=values.get("description", "") or "T1w",
         reason="" if is_t1(values.get("description", "") or "T1w") else "not_t1",
         dx_bl=names.word(values.get("label", "")),
-        age=number_in(values.get("age", "")),
-        sex=sex_in(values.get("sex", "")),
+        age=cells.number(values, "age"),
+        sex=cells.sex(values),
         site=values.get("site", "") or subject[:3] * (subject[3:6] == "_S_"),
-        mmse=number_in(values.get("mmse", "")),
-        cdr_sb=number_in(values.get("cdrsb", "")),
-        apoe4=int(values["apoe4"]) if values.get("apoe4", "") in _ALLELES else None,
+        mmse=cells.number(values, "mmse"),
+        cdr_sb=cells.number(values, "cdr_sb"),
+        apoe4=cells.alleles(values),
         phase=values.get("phase", ""),
         cohort=values.get("cohort", ""),
         scanner=scanner_in(values),
-        field_strength=number_in(values.get("fieldstrength", "")),
+        field_strength=cells.number(values, "field_strength"),
         registered=registered if registered in ("yes", "no") else "",
     )

@@ -1,13 +1,14 @@
 """Scans that nobody has labelled: a file, a folder, or a table of them."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from datamodules.errors import TableError
+from datamodules.cells import Cells
 from datamodules.sources.people import Names
 from datamodules.sources.tree import is_nifti, stem, walk
-from datamodules.tables import MISSING, read_table, sex_in
+from datamodules.tables import MISSING, read_table
 from models.errors import UseError
 
 # the portal and BIDS write more around a person's name
@@ -25,6 +26,7 @@ class NewScan:
         age: years; None: not known.
         sex: F, M or empty.
         field_strength: tesla; None: not known.
+        unread: cells of the table that say something which was not understood, by column.
     """
 
     path: Path
@@ -33,6 +35,7 @@ class NewScan:
     age: float | None = None
     sex: str = ""
     field_strength: float | None = None
+    unread: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_scans(given: Path) -> list[NewScan]:
@@ -72,6 +75,7 @@ def _person(path: Path) -> str:
 
 def _from_table(table: Path) -> list[NewScan]:
     read = read_table(table, ("path",))
+    cells = Cells(table.name, read.rows, read.lines, ("age", "field_strength"))
     found = []
     for row in read.rows:
         path = (table.parent / row["path"]).absolute()
@@ -81,22 +85,13 @@ def _from_table(table: Path) -> list[NewScan]:
                 path,
                 known.get("imageid") or stem(path),
                 Names().person(known["subject"]) if known.get("subject") else _person(path),
-                _number(table, known, "age"),
-                sex_in(known.get("sex", "")),
-                _number(table, known, "fieldstrength"),
+                cells.number(row, "age"),
+                cells.sex(row),
+                cells.number(row, "field_strength"),
+                cells.unread(row),
             )
         )
     return found
-
-
-def _number(table: Path, row: dict[str, str], column: str) -> float | None:
-    text = row.get(column, "")
-    try:
-        return float(text) if text else None
-    except ValueError:
-        raise TableError(
-            "BAD_TABLE", f"{column} {text!r} is no number", str(table), "correct the table"
-        ) from None
 
 
 def _unique(scans: list[NewScan]) -> list[NewScan]:

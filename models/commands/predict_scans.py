@@ -142,6 +142,7 @@ def answer(
 ) -> Answer:
     """Check, prepare and classify one scan; write its overlay and its map. Never raises for it."""
     said = Answer(scan)
+    said.notes += [f"{name} {cell!r} was not read" for name, cell in scan.unread.items()]
     try:
         report = check_file(scan.path, leniency)
         if report.code:
