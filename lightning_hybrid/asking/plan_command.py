@@ -180,8 +180,8 @@ def with_limits(plans: Sequence[Plan], cluster: ClusterDescription) -> Plan:
         max((rank for device in owners for rank in ranks[device]), key=lambda rank: truediv(*rank))
         for owners in plan.owners
     ]
-    rows = zip(plan.rows, fullest)
+    pairs = zip(plan.rows, fullest)
     return replace(
         plan,
-        rows=tuple(replace(row, peak_bytes=held, limit_bytes=of) for row, (held, of) in rows),
+        rows=tuple(replace(row, peak_bytes=held, limit_bytes=of) for row, (held, of) in pairs),
     )
