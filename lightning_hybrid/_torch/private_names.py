@@ -53,6 +53,9 @@ OPTIONAL = {
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": (
         "attention on a CPU is taken to cost nothing where costs are counted"
     ),
+    "torch._dispatch.python:enable_python_dispatcher": (
+        "networks with complex numbers, or attention that returns its weights, take batches whole"
+    ),
     "torch:_VF": "recurrent layers are captured for each length of their sequences",
     "torch:_C._autograd._enable_record_function": _PROFILED,
     "torch.autograd.profiler:_is_profiler_enabled": _PROFILED,

@@ -1,6 +1,7 @@
 """Tensors: their memory, versions and hooks, fake ones, and modes that intercept operations."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,10 @@ _owners = find("torch:_C._storage_Use_Count")
 _swap = find("torch:_C._swap_tensor_impl")
 _refuse_pointer = find("torch:_C._set_throw_on_mutable_data_ptr")
 without_dispatch_modes = find("torch.utils._python_dispatch:_disable_current_modes")
+
+# inside, shapes of fake tensors are computed in Python, as TorchDynamo has it: torch's C++ code for
+# some operators (baddbmm, complex) turns a free size into that of the capture, or fails
+python_dispatcher = find("torch._dispatch.python:enable_python_dispatcher", nullcontext)
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "as_the_user_sees_them", "as_they_are"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_hybrid._torch.tensors import (
     TorchDispatchMode,
     as_they_are,
     draws,
+    python_dispatcher,
     schema,
     version,
 )
@@ -44,6 +45,7 @@ from lightning_hybrid.graph.row_rules import (
     KEEPS_ORDER,
     KEEPS_POSITION,
     LIKE,
+    LOOKS_AT_PLACES,
     SHAPED,
     TAKES_COLUMNS,
     TAKES_COUNTS,
@@ -63,6 +65,9 @@ _FOLLOWED = {
     *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
 }
 """Operators that take a graph and compute just what it does, forward and backward."""
+
+
+_LOST = "a size of the batch became a constant"
 
 
 @dataclass
@@ -179,21 +184,27 @@ class _Walk:
         # 1. Run it, and have each of its operators labelled by the rules. Where it fails nothing is
         #    known, and the example that TorchDynamo has noted stands for what it returns.
         run = self._run
-        run.begin()
         args, kwargs = arguments_of(node, self._values)
         given = [unwrapped(tensor) for _, tensor in tensors_in((args, kwargs))]
         is_unknown = _is_unknown(node) and any(run.label(t) is not None for t in given)
-        try:
-            self._values[node] = self._value(node, args, kwargs, example)
-            why = "an operation that may do anything, also backward" if is_unknown else run.why
-        except FAILURES as error:
-            # a comparison in an operation that fails may have fixed the batch's size for good
-            for symbol in run.symbols:
-                self._env.replacements.pop(symbol, None)
-            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.60}"
-            self._values[node] = example
-            for tensor in given if node in self._kept else ():
-                run.spoil(tensor)
+        for shapes_of in (nullcontext, python_dispatcher):
+            run.begin()
+            try:
+                with shapes_of():
+                    self._values[node] = self._value(node, args, kwargs, example)
+                why = "an operation that may do anything, also backward" if is_unknown else run.why
+                break
+            except FAILURES as error:
+                # a comparison in an operation that fails may have fixed the batch's size for good
+                for symbol in run.symbols:
+                    self._env.replacements.pop(symbol, None)
+                self._env.fake_tensor_cache.clear()  # (it does not tell the two ways apart)
+                why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.60}"
+                self._values[node] = example
+                if node in self._kept:  # (it may have written, and must not write again)
+                    for tensor in given:
+                        run.spoil(tensor)
+                    break
         # 2. Of an operation that the rules cannot know a trial may say that samples stay apart.
         if is_unknown and self._passes(node, (args, kwargs), given):
             self.found.tried.add(node)
@@ -270,7 +281,7 @@ class _Walk:
         if any(self._env.replace(symbol).is_number for symbol in run.symbols) or any(
             run.depends(then) and not run.depends(now) for now, then in sizes
         ):
-            raise RuntimeError("a size of the batch became a constant")
+            raise RuntimeError(_LOST)
         return value
 
     def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
@@ -445,7 +456,7 @@ class Labelling(TorchDispatchMode):
         if name in ("view", "alias", "detach") and len(given) == 1:
             self._roots[id(outs[0])] = self._roots.get(id(given[0]), id(given[0]))
         # 3. Results of most operators are not sorted; samples may have met; writes in place.
-        if name not in KEEPS_ORDER | {"sort"}:
+        if name not in KEEPS_ORDER | {"sort", "arange"}:
             labels = [replace(r, is_sorted=False) if isinstance(r, Rows) else r for r in labels]
         if reshapes:
             call.values["self"] = seen
@@ -496,6 +507,8 @@ class Labelling(TorchDispatchMode):
             return None  # (it is empty)
         if isinstance(label, Counts):
             return MEET if dims else label
+        if not dims:
+            raise RuntimeError(_LOST)
         if dims != [label.dim] or self._changes(label.outer):
             return MEET
         # whole repetitions of all samples, each with as many entries as any other
@@ -512,7 +525,8 @@ class Labelling(TorchDispatchMode):
             return MEET
         name = name_of(func)
         if func.namespace == "aten" and name == "arange" and self._is_range(call, outs):
-            return Rows(0, 1, Places(sympy.Integer(1), self.size(outs[0].shape[0])))
+            places = Places(sympy.Integer(1), self.size(call["end"]))
+            return Rows(0, places=places, is_sorted=True)
         # 2. A number that follows from the batch is another one in a micro-batch: x / len(x).
         sizes = ("size", "stride") if name in FACTORIES else ()
         if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
@@ -549,18 +563,21 @@ class Labelling(TorchDispatchMode):
             return name in TAKES_COLUMNS | KEEPS_ORDER
         own = self.label(call["self"])
         indexes = isinstance(own, Rows) and own.places is None
-        return name in KEEPS_POSITION or (
-            name in TAKES_PLACES and (indexes or name == "floor_divide")
-        )
+        return name in KEEPS_POSITION | LOOKS_AT_PLACES or (name in TAKES_PLACES and indexes)
 
     def _is_range(self, call: Call, outs: list[Tensor]) -> bool:
-        """Whether a call is ``arange(B)`` or, with k entries of each sample, ``arange(B * k)``."""
-        start, step = call["start"], call["step"]
-        whole = (start is None or (type(start) is int and start == 0)) and step in (None, 1)
-        if not whole or not outs:
+        """Whether a call is ``arange(B)`` or, with k entries of each sample, ``arange(B * k)``.
+
+        The latter also in steps, of which each sample has a whole number.
+        """
+        start, step = call["start"], 1 if call["step"] is None else call["step"]
+        whole = (start is None or (type(start) is int and start == 0)) and type(step) is not float
+        if not whole or not outs or self.depends(step) or not self.size(step).is_positive:
             return False
-        each = divided(self.size(outs[0].shape[0]), self.batch)
-        return each is not None and not self._changes(each)
+        count = self.size(outs[0].shape[0])
+        each = divided(count, self.batch)
+        fits = self.size(call["end"]) == count * self.size(step)
+        return fits and each is not None and not self._changes(each)
 
 
 _OF_SIZES = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "dim", "is_contiguous"}

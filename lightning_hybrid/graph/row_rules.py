@@ -403,6 +403,24 @@ def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[
     return MEET if call["scale_grad_by_freq"] else _looked_up(f, call, outs)
 
 
+def embedding_bag(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
+    """Sums of rows of a table: each bag must have entries of one sample alone.
+
+    So it must begin at a place of ``arange(0, B * k, k)``, with the entries in order.
+    """
+    rows, starts = f.label(call["indices"]), f.label(call["offsets"])
+    others = {f.label(t) for t in call.others("indices", "offsets", "weight")}
+    if rows != Rows(0) or others - {rows} or f.label(call["weight"]) is not FREE:
+        return MEET
+    bags = Rows(0, 1, Places(sympy.Integer(1), f.size(call["indices"].shape[0])))
+    if starts != bags or not starts.is_sorted or call["include_last_offset"]:
+        return MEET
+    if call["scale_grad_by_freq"]:
+        return MEET
+    of_which = Rows(0, 1, Places(sympy.Integer(1), f.size(call["offsets"].shape[0])))
+    return [rows, of_which, *[rows for _ in outs[2:]]]
+
+
 def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
     """Labels of a recurrent layer's outputs and last states (see `graph/recurrent_layers.py`)."""
     value, states, weights = args[:3]
@@ -442,12 +460,9 @@ def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
 
 def index(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     at, tensors = _picks(call)
-    rows = f.label(call["self"])
-    if not any(_is_mask(t) for t in tensors):
-        return _picked_from(f, call["self"], rows, at, tensors)
-    if not _is_own_mask(f, call["self"], at, tensors):
-        return MEET
-    return Rows(at[0], picked=f.picked_by(tensors[0], outs[0].shape[at[0]]))
+    if _is_own_mask(f, call["self"], at, tensors):
+        return Rows(at[0], picked=f.picked_by(tensors[0], outs[0].shape[at[0]]))
+    return _picked_from(f, call["self"], f.label(call["self"]), at, tensors)
 
 
 def _is_mask(tensor: Tensor) -> bool:
@@ -459,6 +474,8 @@ def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor
     rows, own = f.label(tensor), f.label(masks[0])
     if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
         return False
+    if not _is_mask(masks[0]):
+        return False
     if own.places is not None:  # whether a place is 0 is another thing in a micro-batch
         return False
     same = f.size(tensor.shape[rows.dim]) == f.size(masks[0].shape[own.dim])
@@ -468,9 +485,22 @@ def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor
 def _picked_from(
     f: Labelling, tensor: Tensor, rows: Label, at: list[int], tensors: list[Tensor]
 ) -> Label:
-    """The label of ``tensor[...]``, indexed by tensors of integers in the dimensions ``at``."""
-    if rows is MEET or any(_is_mask(t) for t in tensors):
+    """The label of ``tensor[...]``, indexed by integers, or a mask that all samples share.
+
+    Args:
+        f: knows the labels of tensors.
+        tensor: what is indexed.
+        rows: its label.
+        at: the dimensions that are indexed; of a mask the first one.
+        tensors: the indices.
+    """
+    if rows is MEET:
         return MEET
+    if any(_is_mask(t) for t in tensors):
+        masked, shared = tensors[0].dim(), len(tensors) == 1 and f.label(tensors[0]) is FREE
+        if not shared or not isinstance(rows, Rows) or at[0] <= rows.dim < at[0] + masked:
+            return MEET
+        return rows if rows.dim < at[0] else rows.at(rows.dim - masked + 1)
     # NumPy's rule: the dimensions of the indices replace theirs if those are adjacent, else lead
     count = max(t.dim() for t in tensors)
     adjacent = at == list(range(at[0], at[-1] + 1))
@@ -516,8 +546,8 @@ def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     rows = f.label(tensor)
     if not isinstance(rows, Rows):
         return MEET
-    if any(_is_mask(t) for t in tensors):
-        if not _is_own_mask(f, tensor, at, tensors) or at[0]:
+    if _is_own_mask(f, tensor, at, tensors):
+        if at[0]:
             return MEET
         if value.dim() == 0 and f.label(value) is FREE:  # one number wherever the mask is true
             return rows
@@ -525,7 +555,8 @@ def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
         shown = Rows(0, picked=f.picked_by(tensors[0], value.shape[0])) if own else None
         return rows if shown is not None and f.label(value) == shown else MEET
     there = _picked_from(f, tensor, rows, at, tensors)
-    count = tensor.dim() - len(at) + max(t.dim() for t in tensors)
+    indexed = sum(t.dim() if _is_mask(t) else 1 for t in tensors)
+    count = tensor.dim() - indexed + max(1 if _is_mask(t) else t.dim() for t in tensors)
     if not isinstance(there, Rows) or value.dim() > count:
         return MEET
     # (places that are added to other numbers are places no more)
@@ -621,8 +652,11 @@ KEEPS_ORDER = _names("_to_copy clone detach alias")
 KEEPS_POSITION = KEEPS_ORDER | _names("view _unsafe_view unsqueeze slice expand")
 """Operators whose results still are places if their input is."""
 
-TAKES_PLACES = _names("index index_put index_select index_add index_copy floor_divide")
+TAKES_PLACES = _names("index index_put index_select index_add index_copy")
 """Operators whose rules are right for indices that are places."""
+
+LOOKS_AT_PLACES = _names("floor_divide _embedding_bag _embedding_bag_forward_only")
+"""Operators whose rules look at places in all that they are given."""
 
 TAKES_COLUMNS = _names("select unbind squeeze view")
 """Operators that take the places out of what `nonzero` returns."""
@@ -699,6 +733,7 @@ _TABLE: dict[str, Rule] = {
     "bucketize searchsorted": letters("self:. -> ."),
     # with indices
     "embedding": embedding,
+    "_embedding_bag _embedding_bag_forward_only": embedding_bag,
     "gather": gather,
     "scatter scatter_add scatter_reduce": scatter,
     "index index_select": index,

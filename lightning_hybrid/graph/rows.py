@@ -49,7 +49,8 @@ class Rows:
         picked: what has picked the entries (a mask, an order), if they are not those of all samples
             in order. Each is made of one sample alone, but nobody knows of which; those of two
             tensors are the same only if the same has picked them. A micro-batch picks its own.
-        is_sorted: whether the entries are the sorted numbers from which the order ``picked`` comes.
+        is_sorted: whether the entries are the sorted numbers from which the order ``picked`` comes,
+            or places with equal steps from 0 on.
     """
 
     dim: int

@@ -234,6 +234,10 @@ class _Parts:
         """Whether the tail computes a node that it takes, or that is returned."""
         if _is_given(node):
             return False
+        writes = self.layers[node].effects.writes if node in self.layers else frozenset()
+        if writes and not self.followed.labels[node]:  # `h[mask] = 0` belongs to what it changes
+            changed = [n for n in node.all_input_nodes if writes & self._memory(n)]
+            return any(self.followed.meets(n) or self._belongs(n) for n in changed)
         label = self.followed.label(node)
         is_joined = label is None or (isinstance(label, Rows) and label.plain)
         if self.followed.meets(node) or not is_joined:

@@ -207,12 +207,61 @@ def mapped_over_time(net: Net, h: Tensor, y: Tensor) -> Tensor:
     return torch.vmap(lambda s: s - s.mean(0), in_dims=1, out_dims=1)(h)
 
 
+def fourier_over_samples(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    return torch.fft.fft(h, dim=0).real
+
+
+def fourier_over_everything(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    return h + torch.fft.irfftn(torch.fft.rfftn(h) * 0.5, s=h.shape)
+
+
+def response_among_samples(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    return F.local_response_norm(h.transpose(0, 1), 3, 0.5).transpose(0, 1)
+
+
+def response_among_folded_samples(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    return F.local_response_norm(h.reshape(1, -1, h.shape[-1]), 3, 0.5).view(h.shape)
+
+
+def one_sample_replaced(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    h = h.clone()
+    h[0] = h[-1].clone()
+    return h
+
+
+def all_replaced_through_a_fold(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    h = h.clone()
+    h.view(-1, h.shape[-1])[:: h.shape[1]] = h.mean((0, 1))
+    return h
+
+
+def written_where_another_mask_is(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    h = h.clone()
+    h[(y > 3).flip(0)] = 0
+    return h
+
+
+def written_after_they_have_met(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    h, mean = h.clone(), h.mean(0)
+    h[:, 0] = 0
+    return h - mean
+
+
+def bags_of_two_samples(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    of = (y[:, None] + torch.arange(4)).flatten()
+    some = F.embedding_bag(of, net.table.weight, torch.arange(0, len(of), 8), mode="sum")
+    return h + some.repeat_interleave(2, 0)[:, None]
+
+
 MEET: list[Meeting] = [
+    fourier_over_samples, one_sample_replaced, written_after_they_have_met,
     attention_with_time_first_by_default, rows_attend, view_that_should_transpose,
     running_sum_of_folded_samples, sample_before, frequency_of_labels, queue_of_keys,
     only_in_the_backward,
 ]  # fmt: skip
 ALSO_MEET: list[Meeting] = [
+    fourier_over_everything, response_among_samples, response_among_folded_samples,
+    all_replaced_through_a_fold, written_where_another_mask_is, bags_of_two_samples,
     encoder_layer_with_time_first_by_default, recurrent_with_time_first_by_default,
     heads_in_place_of_samples, standard_deviation_of_groups, rolled_when_folded,
     token_before_when_folded, strides_across_samples, pairs_of_samples, nearest_sample,
@@ -270,15 +319,64 @@ def beams(net: Net, h: Tensor, y: Tensor) -> Tensor:
     return torch.tanh(h.repeat_interleave(2, 0)).view(len(h), 2, *h.shape[1:]).sum(1)
 
 
+def padding_set_to_zero(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    h[torch.arange(h.shape[1]) > (y % h.shape[1])[:, None]] = 0
+    return h
+
+
+def classes_masked(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    h[:, :, net.queue[0] > 0] = -9.0
+    h[h < -8] += 1
+    return h
+
+
+def boxes(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    h[..., 2:4] += h[..., :2]
+    out = torch.empty_like(h)
+    out[..., :4], out[..., 4:] = h[..., :4].sigmoid(), h[..., 4:] - h[..., :4]
+    return out
+
+
+def padded_attention_with_weights(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    padded = torch.arange(h.shape[1]) > (y % h.shape[1])[:, None]
+    turned = h.transpose(0, 1)
+    out, weights = net.attention(turned, turned, turned, key_padding_mask=padded)
+    return out.transpose(0, 1) + weights.sum(1)[..., None]
+
+
+def fourier_over_time(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(h, dim=1) * torch.polar(net.queue[0].abs(), net.queue[1])
+    mixed = torch.fft.fft(torch.fft.fft(h, dim=2), dim=1)
+    return torch.fft.irfft(spectrum, n=h.shape[1], dim=1) + (mixed * mixed.conj()).real.sqrt()
+
+
+def response_among_channels(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    wide = F.local_response_norm(h[..., None].expand(-1, -1, -1, 2), 3, 0.5).sum(-1)
+    return wide + F.local_response_norm(h, 2, 0.5)
+
+
+def weighted_bags(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    of = y[:, None] + torch.arange(h.shape[1])
+    some = F.embedding_bag(of, net.table.weight, mode="sum", per_sample_weights=h[..., 0])
+    return h + (some + F.embedding_bag(of, net.table.weight, mode="max"))[:, None]
+
+
 APART: list[Meeting] = [
-    time_first, folded_windows, views_in_one_batch, own_token, mapped_over_samples, own_expert,
-    beams,
+    padding_set_to_zero, classes_masked, boxes, padded_attention_with_weights, fourier_over_time,
+    response_among_channels, weighted_bags, time_first, folded_windows, views_in_one_batch,
+    own_token, mapped_over_samples, own_expert, beams,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("apart", APART, ids=lambda apart: apart.__name__)
-def test_samples_that_only_seem_to_meet_are_split(apart: Meeting) -> None:
-    assert compare(apart, "middle").division == "proof"
+@pytest.mark.parametrize("place", ["middle", pytest.param("end", marks=slow)])
+def test_samples_that_only_seem_to_meet_are_split(apart: Meeting, place: str) -> None:
+    assert compare(apart, place).division == "proof"
+
+
+@pytest.mark.parametrize("last", [padding_set_to_zero, classes_masked, boxes])
+def test_what_is_assigned_last_is_split(last: Meeting) -> None:
+    assert compare(last, "end").division == "proof"
 
 
 def compare(meeting: Meeting, place: str) -> InParts:

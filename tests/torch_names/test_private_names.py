@@ -422,6 +422,26 @@ def tensors_without_memory_have_shapes(fake: Any, mode: Any) -> None:
     assert result.shape == (2, 4)
 
 
+@relied_on("torch._dispatch.python:enable_python_dispatcher")
+def a_free_size_stays_free_where_shapes_are_computed_in_python(dispatcher: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
+
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    free: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    value = mode.from_tensor(torch.ones(4), symbolic_context=free)
+    with mode, env.suppress_guards():
+        torch.complex(value, value)
+        env.fake_tensor_cache.clear()
+        with dispatcher():
+            assert isinstance(torch.complex(value, value).shape[0], torch.SymInt)
+
+
 @relied_on(
     "torch.overrides:_get_current_function_mode",
     "torch.overrides:_get_current_function_mode_stack",
