@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Callable, Mapping
 
-from lightning_hybrid.asking.shapes import Shape, fastest
 from lightning_hybrid.asking.study import Study, add_study_options, make_study
 from lightning_hybrid.asking.terminal import short, show_table, terminal
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning import Shape, fastest
 
 _KINDS: dict[str, Callable[[Shape], bool]] = {
     "data parallel": lambda shape: shape.arrangement.size == 1,

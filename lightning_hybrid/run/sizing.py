@@ -18,11 +18,12 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import fits, why_whole
 from lightning_hybrid.planning import (
     ASSUMED_TENSORS,
+    Asked,
     CalledNetwork,
     Machine,
     PartitionTable,
-    Prediction,
     Sizes,
+    choose_sizes,
 )
 from lightning_hybrid.run.rehearsal import rehearsal
 from lightning_hybrid.run.run import progress_beside
@@ -89,16 +90,20 @@ def _choose(
     progress.begin("looking at a training step")
     try:
         with rehearsal(trainer, module, config.names, device, precision) as looked:
-            choice = Prediction(
+            asked = Asked(
+                settings=config.settings,
+                microbatches=config.microbatches,
+                splits=_splits(looked),
+                allowed=allowed,
+                by_speed=config.balance == "speed",
+            )
+            choice = choose_sizes(
                 machine,
                 [partial(measured, seen) for seen in looked],
-                batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),
-                asked=config.microbatches,
-                splits=_splits(looked),
-                settings=config.settings,
-                present_bytes=present_bytes(module, device),
-                by_speed=config.balance == "speed",
-            ).choose(allowed)
+                max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),
+                asked,
+                present_bytes(module, device),
+            )
     finally:
         progress.over()
     rank_zero_info(choice.describe())

@@ -134,7 +134,7 @@ def test_how_many_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--input", "8,64", "--cluster", "none.yaml"], "no cluster can be read from 'none.yaml'"),
         (["--input", "8,64", "--json", "none/p.json"], "'none/p.json' cannot be written"),
         (["--config", "none.yaml"], "no configuration can be read from 'none.yaml'"),
-        (["--input", "9000000,64"], "the network does not fit in any shape"),
+        (["--input", "9000000,64"], "too small for the network, whatever the shape"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

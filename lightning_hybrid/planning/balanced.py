@@ -10,7 +10,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightning_hybrid.planning import StepProblem, fair_ends
+from lightning_hybrid.planning.chains import fair_ends
+from lightning_hybrid.planning.step_problem import StepProblem
 
 _HALVINGS = 24
 _ROOM = (1.0, 1.05, 1.2, 1.5)
@@ -31,7 +32,8 @@ def balanced_ends(problem: StepProblem, order: Sequence[int]) -> list[int] | Non
     if len(order) > problem.n:
         return None
     packing = _Packing(problem, order)
-    top = (packing.work[-1] + 2 * packing.dearest) / min(problem.speeds)
+    # (a little more, since sums are rounded)
+    top = (1 + 1e-9) * (packing.work[-1] + 2 * packing.dearest) / min(problem.speeds)
     if packing.ends(top) is None:
         return None
     low, high = 0.0, top
