@@ -22,7 +22,7 @@ from lightning_hybrid.planning import (
 )
 from lightning_hybrid.report import table
 
-_SHAPES = "Shapes, the fastest first"
+_SHAPES = "Shapes, the best first"
 _REPLICAS = "Replicas, each with its own share"
 _SHOWN = 8
 """Number of shapes in the table."""

@@ -53,7 +53,7 @@ class Study:
     origin: str
 
     def shapes(self, devices: int) -> list[Shape]:
-        """All ways to use `devices` devices, the fastest first.
+        """All ways to use `devices` devices, the best first.
 
         A way is numbers of replicas, devices, stages and micro-batches; see `Shape`.
         """

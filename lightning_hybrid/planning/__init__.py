@@ -26,7 +26,6 @@ from lightning_hybrid.planning.shapes import (
     Asked,
     Shape,
     Sizes,
-    fastest,
     plans_of,
     rank_shapes,
     recommended,

@@ -189,7 +189,9 @@ def rank_shapes(
     *,
     spare: float = SPARE,
 ) -> list[Shape]:
-    """All shapes on the devices of a cluster, the fastest first; then those that do not fit.
+    """All shapes on the devices of a cluster, the best first; then those that do not fit.
+
+    The best is the fastest, but one stage is preferred by :data:`WORTHWHILE`.
 
     Args:
         networks: For each network the costs of its partitions, which may measure them; one, if all
@@ -249,11 +251,11 @@ def _plain(
                 guesses.append(_guess(estimates, asked, genes))
                 if guesses[-1].fits:
                     break
-    guesses.sort(key=_rated)
+    guesses.sort(key=_rank)
     known: list[Shape] = []
     for place, guess in enumerate(guesses):
         # measuring takes seconds, and what is left would not be better
-        if not guess.fits or (known and _rated(guess) >= min(map(_rated, known))):
+        if not guess.fits or (known and _rank(guess) >= min(map(_rank, known))):
             break
         guesses[place] = _planned(spaces, asked, guess)
         known += [guesses[place]] * guesses[place].fits
@@ -399,7 +401,7 @@ def _shape(space: Arrangements, genes: Arrangement, search: str, *, equal: bool 
     )
 
 
-def fastest(shapes: Sequence[Shape]) -> Shape:
+def recommended(shapes: Sequence[Shape]) -> Shape:
     """The first shape that fits.
 
     Raises:
@@ -421,23 +423,6 @@ def fastest(shapes: Sequence[Shape]) -> Shape:
         f"{nearest}, where a device lacks {gigabytes(nearest.lacking_bytes)}.{numbers} What helps: "
         "more or larger devices, a smaller batch, or an optimizer with less state"
     )
-
-
-def recommended(shapes: Sequence[Shape]) -> Shape:
-    """The fastest shape that fits; one stage is preferred by :data:`WORTHWHILE`.
-
-    Raises:
-        PlanError: none fits, see `fastest`.
-    """
-    fastest(shapes)
-    return min(filter(lambda shape: shape.fits, shapes), key=_rated)
-
-
-def _rated(shape: Shape) -> tuple[bool, float, int]:
-    """What fits first, then by speed, where one stage is preferred."""
-    factor = WORTHWHILE if shape.arrangement.size == 1 else 1.0
-    rate = float(f"{factor / shape.samples_per_s:.9g}") if shape.samples_per_s else float("inf")
-    return not shape.fits, rate, shape.arrangement.microbatches
 
 
 def plans_of(
@@ -544,9 +529,10 @@ def _refined(space: Arrangements, shape: Shape) -> Shape:
 
 
 def _rank(shape: Shape) -> tuple[bool, float, int, int]:
-    """What fits first, then by speed; of equals, but for rounding, the simplest."""
-    rate = float(f"{shape.samples_per_s:.9g}")
-    return not shape.fits, -rate, len(shape.arrangement.ends), shape.arrangement.microbatches
+    """What fits first, then by speed, one stage preferred; of equals, but for rounding, simple."""
+    it, sample_s = shape.arrangement, shape.step_s / shape.samples
+    rated = float(f"{sample_s * (WORTHWHILE if it.size == 1 else 1.0):.9g}")
+    return not shape.fits, rated, len(it.ends), it.microbatches
 
 
 @lru_cache

@@ -15,7 +15,7 @@ from lightning_hybrid._lightning import Trainer, TrainerFn, rank_zero_info
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.graph import fits, why_whole
+from lightning_hybrid.graph import why_whole
 from lightning_hybrid.planning import (
     ASSUMED_TENSORS,
     Asked,
@@ -93,7 +93,7 @@ def _choose(
             asked = Asked(
                 settings=config.settings,
                 microbatches=config.microbatches,
-                splits=_splits(looked),
+                splits=lambda count: _why_whole(looked, count) is None,
                 allowed=allowed,
                 by_speed=config.balance == "speed",
             )
@@ -107,20 +107,12 @@ def _choose(
     finally:
         progress.over()
     rank_zero_info(choice.describe())
-    if config.microbatches is None and (reason := _why_whole(looked)) is not None:
+    if config.microbatches is None and (reason := _why_whole(looked, 2)) is not None:
         rank_zero_info(f"num_microbatches='auto' is 1: {reason}.")
     return choice.best.sizes
 
 
-def _why_whole(looked: Sequence[CalledNetwork]) -> str | None:
+def _why_whole(looked: Sequence[CalledNetwork], microbatches: int) -> str | None:
     """The reason why batches of a network cannot be split; ``None``: they can, for all networks."""
-    calls = [(s.graph, s.leaves) for s in looked if (s.graph.batch_of(s.leaves) or 1) > 1]
-    return next(filter(None, (why_whole(graph, leaves, 2) for graph, leaves in calls)), None)
-
-
-def _splits(looked: Sequence[CalledNetwork]) -> Callable[[int], bool]:
-    """Make a function that tells whether all networks allow a number of micro-batches."""
-    calls, whole = [(seen.graph, seen.leaves) for seen in looked], _why_whole(looked) is not None
-    return lambda microbatches: (
-        not whole and all(fits(graph, leaves, microbatches) for graph, leaves in calls)
-    )
+    calls = [(s.graph, s.leaves) for s in looked if s.graph.batch_of(s.leaves) != 1]
+    return next(filter(None, (why_whole(*call, microbatches) for call in calls)), None)

@@ -6,7 +6,7 @@ from planned import problem_on, simulate
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.partition_table import PartitionTable
-from lightning_hybrid.planning.shapes import Asked, fastest, plans_of, rank_shapes
+from lightning_hybrid.planning.shapes import Asked, plans_of, rank_shapes, recommended
 from lightning_hybrid.planning.step_problems import links_of, ring_s
 from lightning_hybrid.schedules.gpipe import gpipe
 
@@ -51,8 +51,8 @@ def test_all_shapes_use_all_devices_and_divide_the_batch() -> None:
 
 
 def test_replicas_win_where_links_are_fast_and_stages_where_they_are_slow() -> None:
-    assert fastest(rank_shapes([costs_of], cluster(4), 6)).arrangement.size == 1
-    slow = fastest(rank_shapes([costs_of], cluster(4, bandwidth=1e7, hosts=4), 6))
+    assert recommended(rank_shapes([costs_of], cluster(4), 6)).arrangement.size == 1
+    slow = recommended(rank_shapes([costs_of], cluster(4, bandwidth=1e7, hosts=4), 6))
     assert slow.arrangement.size > 1
 
 
@@ -94,7 +94,7 @@ def test_replicas_that_divide_states_fit_where_others_do_not() -> None:
 def test_what_does_not_fit_is_never_the_fastest() -> None:
     # a whole network needs 320 MB and its activations, half of one 160 MB
     shapes = rank_shapes([costs_of], cluster(4, memory=250e6), 6)
-    best = fastest(shapes)
+    best = recommended(shapes)
     assert best.arrangement.size > 1
     assert all(not shape.fits for shape in shapes if shape.arrangement.size == 1)
     whole = next(s for s in shapes if s.arrangement.size == s.arrangement.microbatches == 1)
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_never_the_fastest() -> None:
 
 def test_activations_are_computed_again_only_where_stages_fit_in_no_other_way() -> None:
     two = cluster(2, memory=250e6)  # half the network: 160 MB, and 4 MB a sample
-    best = fastest(rank_shapes([costs_of], two, 64))
+    best = recommended(rank_shapes([costs_of], two, 64))
     assert best.arrangement.recompute
     assert not any(s.arrangement.recompute for s in rank_shapes([costs_of], cluster(2), 64))
     made = [shape.arrangement for shape in rank_shapes([costs_of], two, 64)]
@@ -127,10 +127,10 @@ def test_activations_are_computed_again_only_where_stages_fit_in_no_other_way() 
 
 def test_where_nothing_fits_the_error_says_what_lacks() -> None:
     with pytest.raises(PlanError, match=r"too small for the network.*lacks 0\.0\d+ GB.*larger"):
-        fastest(rank_shapes([costs_of], cluster(4, memory=40e6), 6))
+        recommended(rank_shapes([costs_of], cluster(4, memory=40e6), 6))
     # a chain of four: 80 MB and activations of 6 samples, of 2 with recomputation
     with pytest.raises(PlanError) as caught:
-        fastest(rank_shapes([costs_of], cluster(4, memory=79e6), 6))
+        recommended(rank_shapes([costs_of], cluster(4, memory=79e6), 6))
     text = str(caught.value)
     assert "with 4 stages, 3 micro-batches and recompute=True, device 0 lacks 0.00502 GB" in text
     assert "It would fit with 8 stages, 3 micro-batches (each on a device with 0.079 GB" in text
@@ -189,8 +189,8 @@ def test_replicas_on_unlike_devices_share_by_their_speed() -> None:
 
 def test_no_shape_is_slower_than_the_first_devices_alone() -> None:
     for speeds, used in (((1.0, 0.02), None), ((1.0, 0.9, 0.01), 2), ((1.0, 1.0, 1.0), None)):
-        best = fastest(rank_shapes([costs_of], unlike(*speeds), 2))
+        best = recommended(rank_shapes([costs_of], unlike(*speeds), 2))
         for count in range(1, len(speeds)):
-            alone = fastest(rank_shapes([costs_of], unlike(*speeds).take(count), 2))
+            alone = recommended(rank_shapes([costs_of], unlike(*speeds).take(count), 2))
             assert best.samples_per_s >= alone.samples_per_s
         assert used in (None, len(best.arrangement.used))
