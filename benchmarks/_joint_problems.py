@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 from random_clusters import FLOPS_PER_S, given, resattnet
 
-from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.asking.step_problems import CostsOf
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.step_problems import CostsOf
 
 
 def vgg16() -> CostsOf:

@@ -32,11 +32,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.partition_costs import capture_call, measured_parts
-from lightning_hybrid.asking.shapes import plans_of, rank_shapes
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import optimizer_bytes
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.shapes import plans_of, rank_shapes
 
 HOSTS, MBIT, SHARE = 4, 500, 0.4
 TOKENS, WIDTH, HIDDEN, HEAD = 240, 256, 8192, 4096
@@ -85,7 +85,7 @@ def plans(out: Path) -> None:
     found: dict[str, Any] = {}
     fastest: tuple[float, str] = (float("inf"), "")
     for replicas in (1, 2, 4):
-        shapes = rank_shapes(costs_of, cluster, BATCH // replicas)
+        shapes = rank_shapes([costs_of], cluster, BATCH // replicas)
         mine = [shape for shape in shapes if shape.arrangement.replicas == replicas]
         fastest = min(fastest, (mine[0].step_s, str(mine[0])))
         for name, (number, copies) in SHAPES.items():

@@ -28,9 +28,9 @@ from orders import streamed
 from schedules import WINDOW, perceptron
 from timed_orders import time_orders
 
-from lightning_hybrid.asking.cluster_description import ClusterDescription
 from lightning_hybrid.asking.partition_costs import capture_call
 from lightning_hybrid.graph import network_partitions
+from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan

@@ -23,10 +23,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hybrid.asking.cluster_description import ClusterDescription
 from lightning_hybrid.asking.partition_costs import capture_call
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning.chains import best_chain
+from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import speedup

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from _results import record
 
-from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.partition_costs import capture_call, counted_parts
-from lightning_hybrid.asking.shapes import rank_shapes
-from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import optimizer_bytes
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.shapes import rank_shapes
 from lightning_hybrid.planning.simulate import simulate
+from lightning_hybrid.planning.step_problems import CostsOf
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules.gpipe import gpipe
 from models import ResAttNet3D
@@ -97,17 +97,17 @@ def main() -> None:
     torch.set_num_threads(1)
     a100 = ClusterDescription.load("8x8-a100")
     costs_of = timed("3D-ResAttNet-34, capture", lambda: resattnet(a100))
-    ranked = timed("    planned for 64 devices", lambda: rank_shapes(costs_of, a100, VOLUMES[0]))
+    ranked = timed("    planned for 64 devices", lambda: rank_shapes([costs_of], a100, VOLUMES[0]))
     print(f"    {len(ranked)} shapes, fastest: {ranked[0]}")
     costs_of, cluster = chain(1000), many_devices(1024)
     for batch in (6, 64):
         what = f"1,000 partitions planned for 1,024 devices, batches of {batch}"
-        ranked = timed(what, lambda batch=batch: rank_shapes(costs_of, cluster, batch))
+        ranked = timed(what, lambda batch=batch: rank_shapes([costs_of], cluster, batch))
         print(f"    {len(ranked)} shapes, fastest: {ranked[0]}")
     for partitions, count in ((12, 8), (38, 8), (12, 64), (38, 64)):
         costs_of, cluster = chain(partitions), many_devices(count, unlike=True)
         what = f"{partitions} partitions planned for {count} unlike devices, batches of 12"
-        ranked = timed(what, lambda c=costs_of, on=cluster: rank_shapes(c, on, 12))
+        ranked = timed(what, lambda c=costs_of, on=cluster: rank_shapes([c], on, 12))
         print(f"    {len(ranked)} shapes, fastest: {ranked[0]}")
     schedule = gpipe(1024, 64)
     costs = StepCosts(

@@ -26,14 +26,14 @@ import torch
 from _results import record
 
 from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run_counted
-from lightning_hybrid.asking.arrangements import Arrangement, Arrangements
-from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.partition_costs import capture_call, counted_parts
-from lightning_hybrid.asking.shapes import fastest, rank_shapes
-from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import PartitionTable, optimizer_bytes
+from lightning_hybrid.planning.arrangements import Arrangement, Arrangements
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.shapes import rank_shapes, recommended
+from lightning_hybrid.planning.step_problems import CostsOf
 from models import ResAttNet3D
 
 BATCH = 12
@@ -259,7 +259,7 @@ def main() -> None:
         costs_of = networks[network] = networks.get(network) or NETWORKS[network]()
         cluster = random_cluster(seed, costs_of(BATCH))
         count, start_s = len(cluster.devices), process_time()
-        planned = fastest(rank_shapes(costs_of, cluster, BATCH))
+        planned = recommended(rank_shapes([costs_of], cluster, BATCH, spare=0.0))
         seconds.append(process_time() - start_s)
         numbers = [m for m in range(1, BATCH + 1) if BATCH % m == 0]
         space = Arrangements(costs_of, cluster, BATCH, numbers)

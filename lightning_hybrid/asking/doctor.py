@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.comm import (
     PairProbe,
     Spread,
@@ -27,7 +26,15 @@ from lightning_hybrid.comm import (
     probe_pair,
 )
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import Device, look_at, measured_speeds, memory_of_rank
+from lightning_hybrid.planning import (
+    ClusterDescription,
+    Device,
+    DeviceSpec,
+    Level,
+    look_at,
+    measured_speeds,
+    memory_of_rank,
+)
 from lightning_hybrid.process import LETTING_GO_S, Meeting, make_store
 
 _ALL_PAIRS = 8

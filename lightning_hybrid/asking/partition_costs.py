@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.capture import Capture, NotCaptured, own_forward
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import FAILS, NetworkGraph, NetworkPartition
-from lightning_hybrid.planning import CalledNetwork, PartitionTable, count, update_s_per_byte
+from lightning_hybrid.planning import (
+    CalledNetwork,
+    CostsOf,
+    PartitionTable,
+    count,
+    update_s_per_byte,
+)
 
 
 class _Seen(Exception):
@@ -119,7 +124,7 @@ def measured_parts(
 
     @cache
     def costs_of(samples: int) -> PartitionTable:
-        mine = graph.split(leaves, batch // samples)[0]
+        mine = graph.split(leaves, -(-batch // samples))[0]
         called = CalledNetwork(name="", graph=graph, partitions=partitions, leaves=mine)
         table = called.profile(device)
         table = table.with_optimizer(partitions, state_bytes, divides=divides_states)

@@ -8,16 +8,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import truediv
 
-from lightning_hybrid.asking.cluster_description import ClusterDescription
-from lightning_hybrid.asking.shapes import Shape, fastest, plans_of
 from lightning_hybrid.asking.study import Study, add_study_options, make_study
 from lightning_hybrid.asking.terminal import short, show_table, terminal, write
-from lightning_hybrid.asking.units import spell
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import Plan, plan_page
+from lightning_hybrid.planning import (
+    ClusterDescription,
+    Plan,
+    Shape,
+    plan_page,
+    plans_of,
+    recommended,
+    spell,
+)
 from lightning_hybrid.report import table
 
-_SHAPES = "Shapes, the fastest first"
+_SHAPES = "Shapes, the best first"
 _REPLICAS = "Replicas, each with its own share"
 _SHOWN = 8
 """Number of shapes in the table."""
@@ -40,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     study = make_study(options)
     count = _count(options.devices, study)
     shapes = study.shapes(count)
-    best = fastest(shapes)
+    best = recommended(shapes)
     plans = plans_of(best, study.costs_of, study.cluster.take(count), study.batch)
     used = best.arrangement.used
     cluster = study.cluster.pick(used)
@@ -53,6 +58,7 @@ def run(options: argparse.Namespace) -> None:
         f"bubble {best.bubble:.1%}.",
         *_alone(study, best),
         *_left_out(study, used, count),
+        *_by_itself(shapes, best),
         *(
             ["Stages are those of the replica that ends last, memory of the fullest rank."]
             if unlike
@@ -85,6 +91,18 @@ def _alone(study: Study, best: Shape) -> list[str]:
         return []
     alone = next((shape for shape in study.shapes(1) if shape.fits), None)
     return [] if alone is None else ["One of these devices alone is faster than all of them."]
+
+
+def _by_itself(shapes: Sequence[Shape], best: Shape) -> list[str]:
+    """A line on what the Trainer takes where sizes are left open, if that is another shape."""
+    plain = [shape for shape in shapes if shape.plain and shape.fits]
+    if best.plain or not plain:
+        return []
+    taken = recommended(plain)
+    return [
+        f"With sizes left open the Trainer takes {taken}, {short(taken.samples_per_s)} samples/s: "
+        "what is shown here it takes as HybridGabraStrategy(plan=...)."
+    ]
 
 
 def _left_out(study: Study, used: Sequence[int], count: int) -> list[str]:
@@ -173,8 +191,8 @@ def with_limits(plans: Sequence[Plan], cluster: ClusterDescription) -> Plan:
     ranks: dict[int, list[tuple[int, int]]] = {}
     for number, limit in enumerate(limits):
         replica, device = divmod(number, plan.devices_per_replica)
-        rows = zip(plan.owners, plans[replica].rows)
-        held = sum(row.memory_bytes or 0 for owners, row in rows if device in owners)
+        mine = zip(plan.owners, plans[replica].rows)
+        held = sum(row.memory_bytes or 0 for owners, row in mine if device in owners)
         ranks.setdefault(device, []).append((held, round(limit)))
     fullest = [
         max((rank for device in owners for rank in ranks[device]), key=lambda rank: truediv(*rank))

@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Callable, Mapping
 
-from lightning_hybrid.asking.shapes import Shape, fastest
 from lightning_hybrid.asking.study import Study, add_study_options, make_study
 from lightning_hybrid.asking.terminal import short, show_table, terminal
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning import Shape, recommended
 
 _KINDS: dict[str, Callable[[Shape], bool]] = {
     "data parallel": lambda shape: shape.arrangement.size == 1,
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     fitting = {n: [shape for shape in study.shapes(n) if shape.fits] for n in counts}
     best = {number: shapes[0] for number, shapes in fitting.items() if shapes}
     if not best:
-        fastest(study.shapes(most))  # raises with what is missing
+        recommended(study.shapes(most))  # raises with what is missing
     rows = [_row(study, number, fitting[number]) for number in shown]
     columns = ("devices", *_KINDS, "samples/s", "efficiency", "shape")
     title = "Speed-up over one device, and the fastest shape"

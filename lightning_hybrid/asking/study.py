@@ -1,16 +1,13 @@
 """A network studied on a cluster, for the commands `plan` and `simulate`: shapes by their speed."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from lightning_hybrid.asking.cluster_description import ClusterDescription
 from lightning_hybrid.asking.partition_costs import counted_parts, measured_parts
-from lightning_hybrid.asking.shapes import Shape, rank_shapes
-from lightning_hybrid.asking.step_problems import CostsOf
 from lightning_hybrid.asking.target import (
     Target,
     add_target_options,
@@ -19,8 +16,19 @@ from lightning_hybrid.asking.target import (
     make_optimizer,
     read_target,
 )
-from lightning_hybrid.graph import network_partitions
-from lightning_hybrid.planning import device_name, optimizer_bytes, speedup
+from lightning_hybrid.graph import network_partitions, why_whole
+from lightning_hybrid.planning import (
+    AUTO,
+    Asked,
+    ClusterDescription,
+    CostsOf,
+    PlanSettings,
+    Shape,
+    device_name,
+    optimizer_bytes,
+    rank_shapes,
+    speedup,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Study:
         target: the network.
         cluster: the cluster, with all devices.
         batch: number of samples of a replica in a step.
-        splits: whether the batch can be split into micro-batches.
+        splits: whether the batch can be split into so many micro-batches.
         costs_of: function from the number of samples of a micro-batch to the table of the
             partitions.
         origin: a sentence on the origin of the times.
@@ -40,17 +48,17 @@ class Study:
     target: Target
     cluster: ClusterDescription
     batch: int
-    splits: bool
+    splits: Callable[[int], bool]
     costs_of: CostsOf
     origin: str
 
     def shapes(self, devices: int) -> list[Shape]:
-        """All ways to use `devices` devices, the fastest first.
+        """All ways to use `devices` devices, the best first.
 
         A way is numbers of replicas, devices, stages and micro-batches; see `Shape`.
         """
-        cluster = self.cluster.take(devices)
-        return rank_shapes(self.costs_of, cluster, self.batch, splits=self.splits)
+        asked = Asked(settings=PlanSettings(schedule=AUTO), splits=self.splits, wide=True)
+        return rank_shapes([self.costs_of], self.cluster.take(devices), self.batch, asked)
 
     @cached_property
     def one_device_s(self) -> float:
@@ -128,4 +136,8 @@ def make_study(options: argparse.Namespace) -> Study:
             "It compares shapes; for seconds use --measure. A micro-batch of half the samples is "
             "taken to cost half; optimizer step, loading and your code are left out."
         )
-    return Study(target, cluster, batch, graph.symbol is not None and batch > 1, costs_of, origin)
+
+    def splits(microbatches: int) -> bool:
+        return why_whole(graph, leaves, microbatches) is None
+
+    return Study(target, cluster, batch, splits, costs_of, origin)

@@ -1,7 +1,6 @@
 """Planning: costs of partitions, predicted step times and memory, search for cuts and sizes."""
 
 from lightning_hybrid.planning.called_network import CalledNetwork
-from lightning_hybrid.planning.chains import best_chain, fair_ends
 from lightning_hybrid.planning.cluster import (
     Cluster,
     Device,
@@ -12,16 +11,10 @@ from lightning_hybrid.planning.cluster import (
     want_second_look,
     with_second_look,
 )
-from lightning_hybrid.planning.copied_stages import (
-    CopiedStages,
-    best_cuts,
-    of_slowest,
-    owners_of,
-)
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
-from lightning_hybrid.planning.looped_placements import improved
 from lightning_hybrid.planning.measure import device_name
-from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lacks, what_would_fit
+from lightning_hybrid.planning.memory_check import gigabytes
 from lightning_hybrid.planning.memory_free import (
     free_addresses,
     free_bytes,
@@ -31,11 +24,20 @@ from lightning_hybrid.planning.memory_free import (
 )
 from lightning_hybrid.planning.memory_needed import ASSUMED_TENSORS, optimizer_bytes
 from lightning_hybrid.planning.partition_table import PartitionTable, count
-from lightning_hybrid.planning.plan import Plan, check_fields
+from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page
 from lightning_hybrid.planning.planner import Site, make_plan, plan_again
 from lightning_hybrid.planning.search import AUTO, Method, Objective, PlanSettings
+from lightning_hybrid.planning.shapes import (
+    Asked,
+    Shape,
+    Sizes,
+    plans_of,
+    rank_shapes,
+    recommended,
+)
 from lightning_hybrid.planning.shares import batch_sizes, deal
-from lightning_hybrid.planning.sizes import Machine, Prediction, Sizes
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.sizes import Machine, choose_sizes
+from lightning_hybrid.planning.step_problems import CostsOf
 from lightning_hybrid.planning.step_time import speedup
+from lightning_hybrid.planning.units import spell

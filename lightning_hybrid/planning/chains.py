@@ -21,6 +21,7 @@ pass with few labels, which need not be optimal.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,8 +61,7 @@ def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], f
         ends = programme.run(programme.time_s(ends), None) or ends
     step_s = programme.time_s(ends)
     if step_s == np.inf:
-        table = problem.table
-        lacks = least_lacks(table.memory_bytes, table.borrowed, problem.memory_limits, order)
+        lacks = least_lacks(problem.table, problem.memory_limits, order)
         worst = max(range(problem.m), key=lacks.__getitem__)
         raise PlanError(
             f"no chain of {problem.m} stages keeps every device within its memory: however it is "
@@ -113,9 +113,9 @@ class _Programme:
         Those of weights that an earlier stage owns are in it.
         """
         held: Floats = memory[None, :] - memory[:, None]
-        for partition, weights in enumerate(self.problem.table.borrowed):
-            for before, size in weights:
-                held[before + 1 : partition + 1, partition + 1 :] += size
+        for weight in self.problem.table.tied:
+            for before, use in pairwise(weight.partitions):
+                held[before + 1 : use + 1, use + 1 :] += weight.copy_bytes
         return held
 
     def _fronts(self) -> list[Floats]:

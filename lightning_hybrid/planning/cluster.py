@@ -183,7 +183,7 @@ def make_cluster(
         stages=stages,
         speeds=speeds,
         memory_bytes=tuple(
-            memory_of_rank(device, devices, _communicators(replicas, stages)) for device in devices
+            memory_of_rank(device, devices, communicators(replicas, stages)) for device in devices
         ),
         order=order_ranks(speeds, replicas, stages),
     )
@@ -194,7 +194,7 @@ COMMUNICATOR_BYTES = 100 * 2**20
 which is measured before communicators are made."""
 
 
-def _communicators(replicas: int, stages: int) -> int:
+def communicators(replicas: int, stages: int) -> int:
     """Number of NCCL communicators of a rank: two for each of its two edges, two over replicas."""
     return (4 if stages > 1 else 0) + (2 if replicas > 1 else 0)
 

@@ -98,22 +98,23 @@ class Fit:
 
         Those are the cuts for which the device that lacks most lacks as little as possible.
         """
-        return least_lacks(self._held, self.whole.borrowed, self._room, self._order)
+        return least_lacks(self._held, self._room, self._order)
 
     @property
     def fits(self) -> bool:
         """Whether there are cuts with which no device lacks memory, but for rounding."""
         ceilings = [size * (1 + SLACK) for size in self._room]
-        return _filled(self._held, self.whole.borrowed, ceilings, self._order) is not None
+        return _filled(self._held, ceilings, self._order) is not None
 
     @property
-    def _held(self) -> list[float]:
-        """(n,) bytes that each partition holds in training."""
+    def _held(self) -> PartitionTable:
+        """The table with the bytes that each partition holds in training."""
         way = self.way
         # a single stage runs the backward of each micro-batch before the next one's forward
         share = 1 / way.microbatches if way.recompute or way.stages == 1 else 1.0
         sizes = zip(self.whole.kept_bytes, self.whole.activation_bytes)
-        return [kept + share * activation for kept, activation in sizes]
+        held = [kept + share * activation for kept, activation in sizes]
+        return replace(self.whole, memory_bytes=held)
 
     @property
     def _room(self) -> list[float]:
@@ -139,17 +140,13 @@ class Fit:
         return f"with {self.way}, " + ", ".join(short[:_SHOWN]) + more
 
 
-Borrowed = Sequence[Sequence[tuple[int, float]]]
-
-
 def least_lacks(
-    held: Sequence[float], borrowed: Borrowed, limits: Sequence[float], order: Sequence[int]
+    table: PartitionTable, limits: Sequence[float], order: Sequence[int]
 ) -> list[float]:
     """Cut a chain so that the largest lack of memory of a device is least.
 
     Args:
-        held: (n,) bytes of each partition.
-        borrowed: for each partition, of weights of others, see `PartitionTable.borrowed`.
+        table: the partitions, with their memory.
         limits: (m,) bytes of each device.
         order: (m,) the device of each stage.
 
@@ -157,39 +154,36 @@ def least_lacks(
         (m,) bytes that each device lacks; a negative number is what it has left.
     """
     # with the upper bound as additional memory, each device could hold all partitions
-    copies = sum(size for weights in borrowed for _, size in weights)
-    low, high = -max(limits), sum(held) + copies - min(0.0, *limits)
+    copies = sum(weight.copy_bytes * len(order) for weight in table.tied)
+    low, high = -max(limits), sum(table.memory_bytes) + copies - min(0.0, *limits)
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        fits = _filled(held, borrowed, [limit + middle for limit in limits], order) is not None
+        fits = _filled(table, [limit + middle for limit in limits], order) is not None
         low, high = (low, middle) if fits else (middle, high)
-    filled = _filled(held, borrowed, [limit + high for limit in limits], order)
+    filled = _filled(table, [limit + high for limit in limits], order)
     if filled is None:  # fewer partitions than stages
         filled = [float("inf")] * len(limits)
     return [taken - limit for taken, limit in zip(filled, limits)]
 
 
 def _filled(
-    held: Sequence[float], borrowed: Borrowed, limits: Sequence[float], order: Sequence[int]
+    table: PartitionTable, limits: Sequence[float], order: Sequence[int]
 ) -> list[float] | None:
     """Bytes on each device if each stage in turn takes as much as fits; None: not all fits.
 
     Each stage gets at least one partition.
     """
-    taken, position = [0.0] * len(limits), 0
+    taken, position, count = [0.0] * len(limits), 0, len(table.memory_bytes)
     for stage, device in enumerate(order):
-        last = len(held) - (len(order) - 1 - stage)  # the later stages need one partition each
+        last = count - (len(order) - 1 - stage)  # the later stages need one partition each
         begun = position
-        while position < last:
-            copies = sum(size for before, size in borrowed[position] if before < begun)
-            if taken[device] + held[position] + copies > limits[device]:
-                break
-            taken[device] += held[position] + copies
+        while position < last and table.held(begun, position + 1) <= limits[device]:
             position += 1
         # every stage needs a partition
         if position == begun:
             return None
-    return taken if position == len(held) else None
+        taken[device] = table.held(begun, position)
+    return taken if position == count else None
 
 
 def what_lacks(tried: Sequence[Fit]) -> str:

@@ -33,6 +33,10 @@ class TiedWeight:
     elements: int = 0
     copy_bytes: float = 0.0
 
+    def borrowed(self, a: int, b: int) -> bool:
+        """Whether partitions a .. b - 1 use it, and an earlier one owns it."""
+        return self.partitions[0] < a and any(a <= k < b for k in self.partitions)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionTable:
@@ -226,17 +230,10 @@ class PartitionTable:
         nothing = (0.0,) * len(self.forward_s)
         return {name: [0.0, *accumulate(getattr(self, name) or nothing)] for name in names}
 
-    @cached_property
-    def borrowed(self) -> list[list[tuple[int, float]]]:
-        """For each partition, of the weights that others own: who used it last, and a copy's bytes.
-
-        A run that begins behind that one, and has this one, holds the copy.
-        """
-        found: list[list[tuple[int, float]]] = [[] for _ in self.forward_s]
-        for weight in self.tied:
-            for before, partition in pairwise(weight.partitions):
-                found[partition].append((before, weight.copy_bytes))
-        return found
+    def held(self, a: int, b: int) -> float:
+        """Bytes of partitions a .. b - 1 on one device, with copies of weights of earlier ones."""
+        sums = self.sums["memory_bytes"]
+        return sums[b] - sums[a] + sum(w.copy_bytes for w in self.tied if w.borrowed(a, b))
 
     def borrowed_by(
         self, ends: Sequence[int], devices: Sequence[int]

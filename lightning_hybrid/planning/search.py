@@ -95,6 +95,7 @@ class Replica:
             gets the last stage.
         bandwidth_bytes_per_s: bandwidth of the links between the devices.
         latency_s: latency of these links.
+        links: the links of a chain, where they are not equal.
         memory_limits: bytes that each device may hold, a hard limit; None: no limit. If stages have
             copies, one limit for each stage, that of the last stage first.
         after: for stages with copies, times of all-reduce and optimizer step.
@@ -106,6 +107,7 @@ class Replica:
     capacities: Sequence[float] | None = None
     bandwidth_bytes_per_s: float = float("inf")
     latency_s: float = 0.0
+    links: Links | None = None
     memory_limits: tuple[int, ...] | None = None
     after: AfterBackward = ()
 
@@ -144,7 +146,7 @@ def plan_stages(
         table=table,
         # the copies of a stage wait for the slowest one, whose speed is used for the cuts
         speeds=of_slowest(speeds, owners) if owners else speeds,
-        links=Links.equal(stages, *rates),
+        links=replica.links or Links.equal(stages, *rates),
         # a stream has no fill and drain, which are negligible with many micro-batches
         microbatches=_STREAM if settings.schedule in STREAMED else replica.microbatches,
         memory_limits=replica.memory_limits or (),
@@ -273,7 +275,9 @@ def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list
         # whatever the method is, since none of them can predict the step of this schedule
         return *best_loop(problem), "descent"
     if settings.allocation == "merging":
-        return _merged(problem, settings), _order(problem.m), "merging"
+        return _within(
+            problem, settings, (_merged(problem, settings), _order(problem.m), "merging")
+        )
     if settings.allocation == "exact" and not settings.contiguous and problem.m > 1:
         raise PlanError(
             "allocation='exact' places no partitions freely: use allocation='gabra', or "
@@ -281,7 +285,20 @@ def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list
         )
     if settings.objective == "step":
         return _shortest_step(problem, settings)
-    return _allocated(problem, settings.objective, settings)
+    return _within(problem, settings, _allocated(problem, settings.objective, settings))
+
+
+def _within(
+    problem: StepProblem, settings: PlanSettings, found: tuple[list[int], list[int], str]
+) -> tuple[list[int], list[int], str]:
+    """What was found, if it fits: `merging` knows no memory, and no allocation shared weights."""
+    if not problem.fits(*found[:2]):
+        raise PlanError(
+            f"with the cuts of allocation={settings.allocation!r}, which counts memory in part or "
+            f"not at all, {problem.m} stages do not fit ({[*problem.memory_limits]} bytes): use "
+            "allocation='gabra' and objective='step', which keep the limits"
+        )
+    return found
 
 
 def _shortest_step(
@@ -320,15 +337,7 @@ def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
             "allocation='merging' leaves one run of partitions for each device: use "
             "contiguous=True, or allocation='gabra'"
         )
-    # it looks at the costs of cuts alone, so memory is checked afterwards
-    ends = merge(problem.table.loads, _cut_costs(problem), problem.m)
-    if not problem.fits(ends, _order(problem.m)):
-        raise PlanError(
-            f"allocation='merging' knows no limits of memory, and with its cuts {problem.m} stages "
-            f"do not fit ({[*problem.memory_limits]} bytes): use allocation='gabra', which keeps "
-            "them"
-        )
-    return ends
+    return merge(problem.table.loads, _cut_costs(problem), problem.m)
 
 
 def _allocated(
@@ -360,14 +369,7 @@ def _allocated(
     except AllocationError as error:
         raise PlanError(f"stages({problem.m}) cannot be placed: {error}") from error
     ends, places = runs(found.assignment)
-    devices = [order[place] for place in places]
-    if not problem.fits(ends, devices):
-        raise PlanError(
-            f"objective={objective!r} leaves out what copies of shared weights take, and with its "
-            f"cuts {problem.m} stages do not fit ({[*problem.memory_limits]} bytes): use "
-            "objective='step', which counts them"
-        )
-    return ends, devices, "exact" if settings.contiguous else "gabra"
+    return ends, [order[place] for place in places], "exact" if settings.contiguous else "gabra"
 
 
 def _cut_costs(problem: StepProblem) -> list[float]:

@@ -15,14 +15,15 @@ from lightning_hybrid._lightning import Trainer, TrainerFn, rank_zero_info
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.graph import fits, why_whole
+from lightning_hybrid.graph import why_whole
 from lightning_hybrid.planning import (
     ASSUMED_TENSORS,
+    Asked,
     CalledNetwork,
     Machine,
     PartitionTable,
-    Prediction,
     Sizes,
+    choose_sizes,
 )
 from lightning_hybrid.run.rehearsal import rehearsal
 from lightning_hybrid.run.run import progress_beside
@@ -89,33 +90,29 @@ def _choose(
     progress.begin("looking at a training step")
     try:
         with rehearsal(trainer, module, config.names, device, precision) as looked:
-            choice = Prediction(
+            asked = Asked(
+                settings=config.settings,
+                microbatches=config.microbatches,
+                splits=lambda count: _why_whole(looked, count) is None,
+                allowed=allowed,
+                by_speed=config.balance == "speed",
+            )
+            choice = choose_sizes(
                 machine,
                 [partial(measured, seen) for seen in looked],
-                batch=max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),
-                asked=config.microbatches,
-                splits=_splits(looked),
-                settings=config.settings,
-                present_bytes=present_bytes(module, device),
-                by_speed=config.balance == "speed",
-            ).choose(allowed)
+                max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),
+                asked,
+                present_bytes(module, device),
+            )
     finally:
         progress.over()
     rank_zero_info(choice.describe())
-    if config.microbatches is None and (reason := _why_whole(looked)) is not None:
+    if config.microbatches is None and (reason := _why_whole(looked, 2)) is not None:
         rank_zero_info(f"num_microbatches='auto' is 1: {reason}.")
     return choice.best.sizes
 
 
-def _why_whole(looked: Sequence[CalledNetwork]) -> str | None:
+def _why_whole(looked: Sequence[CalledNetwork], microbatches: int) -> str | None:
     """The reason why batches of a network cannot be split; ``None``: they can, for all networks."""
-    calls = [(s.graph, s.leaves) for s in looked if (s.graph.batch_of(s.leaves) or 1) > 1]
-    return next(filter(None, (why_whole(graph, leaves, 2) for graph, leaves in calls)), None)
-
-
-def _splits(looked: Sequence[CalledNetwork]) -> Callable[[int], bool]:
-    """Make a function that tells whether all networks allow a number of micro-batches."""
-    calls, whole = [(seen.graph, seen.leaves) for seen in looked], _why_whole(looked) is not None
-    return lambda microbatches: (
-        not whole and all(fits(graph, leaves, microbatches) for graph, leaves in calls)
-    )
+    calls = [(s.graph, s.leaves) for s in looked if s.graph.batch_of(s.leaves) != 1]
+    return next(filter(None, (why_whole(*call, microbatches) for call in calls)), None)

@@ -70,10 +70,10 @@ def test_a_plan_is_shown_and_written(folder: Path, capsys: pytest.CaptureFixture
     assert sum(row.parameters for row in found.rows) == 6 * (64 * 64 + 64)
     shown = capsys.readouterr().out
     assert "Not measured: counted operations" in shown
-    assert "Shapes, the fastest first" in shown
+    assert "Shapes, the best first" in shown
     page = (folder / "plan.html").read_text()
     assert page.count('class="lane"') == found.world_size
-    assert "Shapes, the fastest first" in page
+    assert "Shapes, the best first" in page
 
 
 def test_an_argument_of_the_network_and_fewer_devices(folder: Path) -> None:
@@ -134,7 +134,7 @@ def test_how_many_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--input", "8,64", "--cluster", "none.yaml"], "no cluster can be read from 'none.yaml'"),
         (["--input", "8,64", "--json", "none/p.json"], "'none/p.json' cannot be written"),
         (["--config", "none.yaml"], "no configuration can be read from 'none.yaml'"),
-        (["--input", "9000000,64"], "the network does not fit in any shape"),
+        (["--input", "9000000,64"], "too small for the network, whatever the shape"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

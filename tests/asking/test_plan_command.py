@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 from planned import made_plan
 
-from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.asking.plan_command import with_limits
-from lightning_hybrid.asking.shapes import plans_of, rank_shapes
+from lightning_hybrid.planning.arrangements import Arrangement, Arrangements
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page, predicted_lanes
+from lightning_hybrid.planning.shapes import Shape, plans_of
 
 
 def cluster(*gigabytes: float) -> ClusterDescription:
@@ -47,12 +48,10 @@ def in_shares() -> tuple[ClusterDescription, list[Plan]]:
     ]
     level = Level(name="h", devices=6, bandwidth_bytes_per_s=1e12, latency_s=0.0)
     at = ClusterDescription(name="c", devices=tuple(devices), levels=(level,))
-    shape = next(
-        shape
-        for shape in rank_shapes(costs_of, at, 12)
-        if shape.shares
-        and (shape.arrangement.used, shape.arrangement.size) == (tuple(range(6)), 2)
-        and shape.arrangement.turns == 1 < shape.arrangement.microbatches
+    genes = Arrangement(tuple(range(6)), 3, (1, 1), 1, 3, False, (2, 4))
+    step_s, shares = Arrangements(costs_of, at, 12, [3]).timed(genes)
+    shape = Shape(
+        arrangement=genes, step_s=step_s, samples=36, bubble=0.0, search="given", shares=shares
     )
     return at, plans_of(shape, costs_of, at, 12)
 

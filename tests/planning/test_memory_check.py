@@ -18,7 +18,11 @@ def test_the_least_that_lacks_is_that_of_the_best_of_all_cuts(seed: int) -> None
         return max(sum(held[a:b]) - limits[d] for (a, b), d in zip(runs, order))
 
     best = min(worst(cuts) for cuts in combinations(range(1, len(held)), 2))
-    assert max(least_lacks(held, [[]] * len(held), limits, order)) == pytest.approx(best, abs=1e-9)
+    times = [1.0] * len(held)
+    table = PartitionTable(
+        forward_s=times, backward_s=times, cut_bytes=times[1:], memory_bytes=held
+    )
+    assert max(least_lacks(table, limits, order)) == pytest.approx(best, abs=1e-9)
 
 
 def fit(limit: float, stages: int = 2, **how: bool) -> Fit:

@@ -73,7 +73,7 @@ def test_merging_closes_the_most_expensive_cuts() -> None:
     assert found.allocation == "merging"
     with pytest.raises(PlanError, match="one run of partitions"):
         plan(allocation="merging", contiguous=False)
-    with pytest.raises(PlanError, match="no limits of memory"):
+    with pytest.raises(PlanError, match="2 stages do not fit"):
         plan(allocation="merging", memory_bytes=[6] * 6, memory_limits=[12, 12])
 
 

@@ -8,8 +8,8 @@ import torch
 from capturing import graph_of
 from torch import Tensor, nn
 
-from lightning_hybrid.asking.balanced import balanced_ends
 from lightning_hybrid.graph import NetworkPartition, network_partitions
+from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.memory_check import Fit, Way
 from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.step_problem import Links, StepProblem

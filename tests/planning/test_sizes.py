@@ -7,16 +7,20 @@ import pytest
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import cluster
+from lightning_hybrid.planning.arrangements import Arrangement
 from lightning_hybrid.planning.cluster import Device, Rates
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.search import PlanSettings
-from lightning_hybrid.planning.sizes import Candidate, Choice, Machine, Prediction, Sizes
+from lightning_hybrid.planning.shapes import Asked, Shape, Sizes
+from lightning_hybrid.planning.sizes import Choice, Machine, choose_sizes
 
 MS, MB = 1e-3, 1e6
 
 
-def choose(*asked: Any, allowed: Any = lambda replicas, stages: True, **more: Any) -> Choice:
-    return Prediction(*asked, **more).choose(allowed)
+def choose(
+    machine: Machine, networks: Any, *, batch: int, present_bytes: int = 0, **asked: Any
+) -> Choice:
+    return choose_sizes(machine, networks, batch, Asked(**asked), present_bytes)
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +166,7 @@ def test_batches_that_must_stay_whole_stay_whole() -> None:
 
 
 def test_given_micro_batches_are_taken_wherever_there_are_stages() -> None:
-    choice = choose(machine(), [Network(WIDE)], batch=32, asked=3)
+    choice = choose(machine(), [Network(WIDE)], batch=32, microbatches=3)
     taken = {c.sizes.stages > 1: c.sizes.microbatches for c in (choice.best, *choice.others)}
     assert taken == {True: 3, False: 1}
 
@@ -207,7 +211,7 @@ def test_a_limit_of_the_processes_changes_the_sizes(limit: float, stages: int) -
     network = layers(4, 25 * MS, 5 * MB, 0.1 * MB)
     best = choose(limited(limit * MB), [Network(network)], batch=8).best
     assert (best.sizes.stages, best.sizes.replicas) == (stages, 4 // stages)
-    assert not best.recompute
+    assert not best.arrangement.recompute
 
 
 def test_where_nothing_else_fits_no_memory_is_spared() -> None:
@@ -239,8 +243,8 @@ def test_micro_batches_are_as_small_as_the_room_wants() -> None:
         ).best
         for limit in (200, 60)
     )
-    assert not roomy.recompute
-    assert tight.recompute
+    assert not roomy.arrangement.recompute
+    assert tight.arrangement.recompute
     assert tight.sizes.microbatches > roomy.sizes.microbatches
 
 
@@ -266,16 +270,19 @@ def test_where_nothing_fits_the_error_has_the_numbers_of_what_would() -> None:
 def test_the_choice_is_told_with_what_comes_next() -> None:
     text = choose(machine(), [Network(TINY)], batch=6).describe()
     first, second, *more = text.splitlines()
-    assert first.startswith("Chosen for 2 devices: 2 replicas. Predicted step: 2.")
+    assert first.startswith("Chosen for 2 devices: 2 replicas x 1 stage, 1 micro-batch. Predicted")
     assert "for 2 batches" in first
-    assert second.startswith("Next: 1 x 2 stages, ")
+    assert second.startswith("Next: 1 replica x 2 stages, ")
     assert not more
 
 
 @pytest.mark.parametrize(("stages_s", "told"), [(0.97, True), (1.03, False)])
 def test_stages_that_save_too_little_are_told_so(stages_s: float, told: bool) -> None:
-    replicas = Candidate(sizes=Sizes(replicas=2, stages=1, microbatches=1), step_s=2.0)
-    stages = Candidate(sizes=Sizes(replicas=1, stages=2, microbatches=4), step_s=stages_s)
+    def of(replicas: int, stages: int, step_s: float) -> Shape:
+        genes = Arrangement((0, 1), replicas, (1,) * stages, 1, stages, False, (1,))
+        return Shape(arrangement=genes, step_s=step_s, samples=1, bubble=0.0, search="")
+
+    replicas, stages = of(2, 1, 2.0), of(1, 2, stages_s)
     text = Choice(best=replicas, others=(stages,), alone_s=1.5).describe()
     assert ("Stages are taken where they save 5% or more." in text) is told
 
@@ -291,9 +298,9 @@ def test_what_fits_only_with_activations_computed_again_is_told_so() -> None:
     parts = replace(wide, cut_bytes=(10 * MB,) * 3)
     devices = tuple(replace(d, memory_bytes=150 * 10**6) for d in machine().devices)
     small = replace(machine(), devices=devices)
-    assert not choose(machine(), [Network(parts)], batch=8).best.recompute
+    assert not choose(machine(), [Network(parts)], batch=8).best.arrangement.recompute
     choice = choose(small, [Network(parts)], batch=8)
-    assert choice.best.recompute
+    assert choice.best.arrangement.recompute
     assert choice.best.sizes.microbatches > 1
     assert "computed again" in choice.describe()
     with pytest.raises(PlanError, match="memory"):
@@ -315,4 +322,7 @@ def test_replicas_that_take_samples_by_their_speed_are_rated_so() -> None:
     # 40 of 28 samples on the first, 16 of 28 on the second at 0.4: equally long
     assert dealt.step_s == pytest.approx(18 * 75 * MS * 40 / 28 + after_s)
     choice = choose(unlike, [network], batch=28, by_speed=True)
-    assert "The replicas take 40, 16 samples. Predicted step" in choice.describe()
+    assert (
+        "2 replicas with 40, 16 samples x 1 stage, 1 micro-batch. Predicted step"
+        in choice.describe()
+    )

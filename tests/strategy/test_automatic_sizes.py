@@ -74,8 +74,10 @@ def test_a_tiny_network_is_replicated_and_equals_ddp_digit_for_digit(
         found = ranks[rank]["tiny"]
         assert found["shape"] == (2, rank)
         assert_the_same(found["user"], expected["tiny"]["user"])
-    assert "Chosen for 2 devices: 2 replicas. Predicted step: " in said(ranks, "tiny")
-    assert "Next: 1 x 2 stages" in said(ranks, "tiny")
+    assert "Chosen for 2 devices: 2 replicas x 1 stage, 1 micro-batch. Predicted step: " in said(
+        ranks, "tiny"
+    )
+    assert "Next: 1 replica x 2 stages" in said(ranks, "tiny")
 
 
 def test_the_sizes_that_are_announced_are_taken(ranks: Ranks) -> None:
@@ -83,7 +85,7 @@ def test_the_sizes_that_are_announced_are_taken(ranks: Ranks) -> None:
 
     (tests/planning/test_sizes.py chooses by given times.)
     """
-    shapes = {"1 x 2 stages": [(1, 0), (1, 1)], "2 replicas": [(2, 0), (2, 1)]}
+    shapes = {"1 replica x 2 stages": [(1, 0), (1, 1)], "2 replicas": [(2, 0), (2, 1)]}
     [chosen] = [name for name in shapes if f"2 devices: {name}" in said(ranks, "wide")]
     [other] = shapes.keys() - {chosen}
     assert [rank["wide"]["shape"] for rank in ranks] == shapes[chosen]

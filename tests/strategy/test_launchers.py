@@ -76,7 +76,9 @@ def test_every_launch_trains_as_one_device_or_as_ddp(
     run = Training(tmp_path, **{**CONFIG, **LAUNCHES[launch]})
     ranks = run.launch()
     assert "Chosen for 2 devices: " in run.output
-    expected = two_devices if "Chosen for 2 devices: 2 replicas." in run.output else one_device
+    expected = (
+        two_devices if "Chosen for 2 devices: 2 replicas x 1 stage" in run.output else one_device
+    )
     for rank in ranks:
         assert_same(dict(rank["weights"]), dict(expected["weights"]))
         assert_same(rank["metrics"], expected["metrics"])

@@ -10,7 +10,7 @@ from test_exact_training import SETTINGS, one_device
 
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import owners_of
+from lightning_hybrid.planning.copied_stages import owners_of
 
 pytestmark = pytest.mark.distributed
 Train = Callable[..., list[dict[str, Any]]]

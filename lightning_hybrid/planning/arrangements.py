@@ -19,9 +19,14 @@ from typing import Any
 import numpy as np
 
 from lightning_hybrid.allocation import Breeding, evolve
-from lightning_hybrid.asking.balanced import balanced_ends
-from lightning_hybrid.asking.cluster_description import ClusterDescription
-from lightning_hybrid.asking.step_problems import (
+from lightning_hybrid.errors import AllocationError
+from lightning_hybrid.planning.balanced import balanced_ends
+from lightning_hybrid.planning.cluster_description import ClusterDescription
+from lightning_hybrid.planning.copied_stages import CopiedStages, owners_of
+from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.shares import deal
+from lightning_hybrid.planning.step_problem import StepProblem
+from lightning_hybrid.planning.step_problems import (
     CostsOf,
     Ring,
     in_training,
@@ -32,8 +37,6 @@ from lightning_hybrid.asking.step_problems import (
     unlimited,
     with_copies,
 )
-from lightning_hybrid.errors import AllocationError
-from lightning_hybrid.planning import CopiedStages, PartitionTable, StepProblem, deal, owners_of
 
 Rng = np.random.Generator
 
@@ -120,6 +123,7 @@ class Arrangements:
         self.numbers = list(microbatches)
         self.cost = lru_cache(maxsize=None)(self._cost)
         self.kinds = lru_cache(maxsize=4096)(self._kinds)
+        self.costs = lru_cache(maxsize=None)(lambda slices: costs_of(-(-batch // slices)))
         self.table = lru_cache(maxsize=None)(self._table)
         self.problem = lru_cache(maxsize=4096)(self._problem)
         self.copied = lru_cache(maxsize=1024)(self._copied)
@@ -131,12 +135,17 @@ class Arrangements:
     @cached_property
     def partitions(self) -> int:
         """Their number."""
-        return len(self.costs_of(self.batch // self.numbers[0]).forward_s)
+        return len(self.costs(1).forward_s)
 
     @cached_property
     def may_copy(self) -> bool:
         """Whether stages may have copies: not where replicas divide the states of optimizers."""
-        return not self.costs_of(self.batch // self.numbers[0]).state_bytes
+        return not self.costs(1).state_bytes
+
+    def estimated(self) -> "Arrangements":
+        """The same with costs that are proportional to those of a whole batch."""
+        whole, batch = self.costs(1), self.batch
+        return Arrangements(lambda n: whole.scaled(n / batch), self.cluster, batch, self.numbers)
 
     def _cost(self, genes: Arrangement) -> float:
         """Seconds for a sample; infinite where a device cannot hold its stages."""
@@ -185,12 +194,8 @@ class Arrangements:
                 known[key] = found.step_time_s(genes.ends, chain)
             return known[key]
 
-        speeds = self._picked(used).relative_speeds
-        slowest = [min(speeds[k::size]) for k in range(size)]
-        chains = [speeds[k : k + size] for k in range(0, len(speeds), size)]
-        rates = [min(map(truediv, chain, slowest)) for chain in chains]
         total = genes.replicas * self.batch
-        rest = deal(total - genes.replicas * (slices - 1), rates)
+        rest = deal(total - genes.replicas * (slices - 1), self.rates(genes))
         shares = [slices - 1 + share for share in rest]
         replicas = range(genes.replicas)
         now_s = [time_s(r, shares[r]) for r in replicas]
@@ -205,6 +210,18 @@ class Arrangements:
                 now_s[replica] = time_s(replica, shares[replica])
                 then_s[replica] = time_s(replica, shares[replica] + 1)
 
+    def rates(self, genes: Arrangement) -> list[float]:
+        """Speeds of the replicas, relative to one of the slowest device of each stage."""
+        speeds, size = self._picked(genes.used).relative_speeds, genes.size
+        slowest = [min(speeds[k::size]) for k in range(size)]
+        chains = [speeds[k : k + size] for k in range(0, len(speeds), size)]
+        return [min(map(truediv, chain, slowest)) for chain in chains]
+
+    def dealt_s(self, genes: Arrangement, shares: Sequence[int]) -> float:
+        """Seconds of a step in which replicas take so many samples."""
+        mine = (self.of_replica(genes, share, r) for r, share in enumerate(shares))
+        return max(each.step_time_s(genes.ends, genes.chain) for each in mine)
+
     def of_replica(self, genes: Arrangement, share: int, replica: int) -> StepProblem:
         """The step of one replica with so many samples."""
         return self.problem(
@@ -213,7 +230,7 @@ class Arrangements:
 
     def bubble(self, genes: Arrangement, step_s: float, shares: Sequence[int]) -> float:
         """The share of the time of such a step in which the devices do not compute."""
-        table = self.costs_of(self.batch // genes.microbatches)
+        table = self.costs(genes.microbatches)
         sums = table.recomputed().sums if genes.recompute else table.sums
         speeds, busy_s = self._picked(genes.used).relative_speeds, 0.0
         owners = owners_of(genes.copies) * genes.turns
@@ -231,12 +248,17 @@ class Arrangements:
         return max(0.0, 1 - busy_s / (len(genes.used) * step_s)) if step_s else 0.0
 
     def _table(
-        self, slices: int, replicas: int, ring: Ring, recompute: bool, share: int
+        self, slices: int, replicas: int, size: int, ring: Ring, recompute: bool, share: int
     ) -> PartitionTable:
-        costs = self.costs_of(self.batch // slices).divided(replicas)
+        costs, rates = self.costs(slices).divided(replicas), self.cluster.rates
+        costs = costs.averaged() if replicas > 1 else costs
         costs = costs if share == self.batch else costs.scaled(share / self.batch)
-        reduce_s = rings_s(ring, costs.gradient_bytes, replicas)
-        return in_training(costs, slices, reduce_s, recompute)
+        reduce_s: Sequence[float] = rings_s(ring, costs.gradient_bytes, replicas)
+        if rates is not None:
+            reduce_s, step_s = rates.after_backward(costs.gradient_bytes, replicas)
+            costs = replace(costs, step_s=step_s)
+        # a single stage runs the backward of each micro-batch before the next one's forward
+        return in_training(costs, slices if size > 1 else 1, reduce_s, recompute)
 
     def _problem(
         self,
@@ -249,7 +271,7 @@ class Arrangements:
     ) -> StepProblem:
         """The step of the slowest devices, or that of one replica."""
         ring, links = self._rings(used, size), self._links(used, size)
-        table = self.table(slices, len(used) // size, ring, recompute, share)
+        table = self.table(slices, len(used) // size, size, ring, recompute, share)
         return problem_of(table, self._picked(used), size, slices, links, recompute, replica)
 
     def _copied(self, used: tuple[int, ...], copies: tuple[int, ...], slices: int) -> CopiedStages:

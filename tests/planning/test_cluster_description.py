@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_hybrid.asking.cluster_description import SHIPPED, ClusterDescription
-from lightning_hybrid.asking.units import parse, spell
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.cluster_description import SHIPPED, ClusterDescription
+from lightning_hybrid.planning.units import parse, spell
 
 SHIPPED_NAMES = ["8x8-a100", "cpu-processes", "dgx-h100", "p3.16xlarge", "workstation"]
 

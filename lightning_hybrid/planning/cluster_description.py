@@ -1,6 +1,6 @@
 """Descriptions of clusters, their devices and links, to plan for a cluster without having it.
 
-A description is a YAML file, see `lightning_hybrid/asking/clusters/`::
+A description is a YAML file, see `lightning_hybrid/planning/clusters/`::
 
     name: two workstations
     devices:                      # in the order of the ranks
@@ -34,9 +34,10 @@ from typing import Any, Self
 
 import yaml
 
-from lightning_hybrid.asking.units import parse, spell
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import check_fields
+from lightning_hybrid.planning.cluster import Rates
+from lightning_hybrid.planning.plan import check_fields
+from lightning_hybrid.planning.units import parse, spell
 
 SHIPPED = Path(__file__).parent / "clusters"
 """Folder of the descriptions that come with the package."""
@@ -87,6 +88,8 @@ class ClusterDescription:
         places: for each device, its number in the whole cluster, by which levels group it; empty:
             its own number.
         unit: the FLOP/s that count as speed 1; None: those of the first device.
+        rates: measured costs of all-reduces and optimizer steps; None: all-reduces are rings over
+            the levels, and the costs of a network have its steps.
 
     Raises:
         PlanError: there is no device; a level is not made of whole groups of the level inside; or
@@ -99,6 +102,7 @@ class ClusterDescription:
     about: str = ""
     places: tuple[int, ...] = ()
     unit: float | None = None
+    rates: Rates | None = None
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -153,6 +157,14 @@ class ClusterDescription:
             places=() if places == tuple(range(len(places))) else places,
             unit=self._unit,
         )
+
+    def sparing(self, share: float) -> Self:
+        """The cluster with this fraction of each device's memory taken away."""
+        left = (
+            replace(d, memory_bytes=d.memory_bytes and (1 - share) * d.memory_bytes)
+            for d in self.devices
+        )
+        return replace(self, devices=tuple(left))
 
     def take(self, count: int) -> Self:
         """The cluster with its first `count` devices only.

@@ -7,13 +7,13 @@ from itertools import combinations, pairwise
 import pytest
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.asking.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.asking.shapes import Shape, fastest, plans_of, rank_shapes
-from lightning_hybrid.asking.step_problems import CostsOf, ring_s
-from lightning_hybrid.planning import owners_of
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.copied_stages import owners_of
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
+from lightning_hybrid.planning.shapes import Shape, plans_of, rank_shapes, recommended
 from lightning_hybrid.planning.simulate import DealtCosts
+from lightning_hybrid.planning.step_problems import CostsOf, ring_s
 from lightning_hybrid.schedules import Copy
 
 HOST = Level(name="host", devices=2, bandwidth_bytes_per_s=8e9, latency_s=0.0)
@@ -106,7 +106,7 @@ def by_hand(shape: Shape, at: ClusterDescription, ends: list[int], batch: int) -
 def test_of_four_devices_no_cuts_of_any_shape_with_copies_are_faster(
     speeds: tuple[float, ...],
 ) -> None:
-    shapes = [s for s in rank_shapes(costs_of, cluster(*speeds), 12) if s.arrangement.has_copies]
+    shapes = [s for s in rank_shapes([costs_of], cluster(*speeds), 12) if s.arrangement.has_copies]
     # of four devices, and of the first three where they are not alike
     expected = {(3, 1), (2, 2), (1, 3), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
     expected |= {(2, 1), (1, 2)} if len(set(speeds)) > 1 else set()
@@ -135,7 +135,7 @@ def test_copies_in_front_of_the_parameters_are_fastest_between_slow_hosts(
     levels: tuple[Level, ...],
 ) -> None:
     at = cluster(1.0, 1.0, 1.0, 1.0, levels=levels)
-    best = fastest(rank_shapes(costs_of, at, 12))
+    best = recommended(rank_shapes([costs_of], at, 12))
     assert best.arrangement.copies == (3, 1)
     assert str(best).startswith("1 replica x 2 stages (3-1 copies)")
     plan = plans_of(best, costs_of, at, 12)[0]
@@ -165,8 +165,8 @@ def test_copies_of_the_last_stage_pay_until_their_outputs_are_large() -> None:
     at, found = cluster(1.0, 1.0, 1.0, 1.0, levels=(SLOW,)), {}
     for outputs in (4e3, 1e7):
         costs = parameters_in_front(outputs)
-        shapes = rank_shapes(costs, at, 12)
-        found[outputs] = fastest(shapes)
+        shapes = rank_shapes([costs], at, 12)
+        found[outputs] = recommended(shapes)
         copied = [s.samples_per_s for s in shapes if s.arrangement.copies[-1] > 1]
         assert (found[outputs].samples_per_s == max(copied)) == (outputs == 4e3)
         plan = plans_of(found[outputs], costs, at, 12)[0]
@@ -180,7 +180,7 @@ def test_copies_of_the_last_stage_pay_until_their_outputs_are_large() -> None:
 def test_on_fast_links_the_fastest_shape_has_no_copies() -> None:
     fast = replace(NETWORK, bandwidth_bytes_per_s=1e11, latency_s=1e-6)
     at = cluster(1.0, 1.0, 1.0, 1.0, levels=(fast,))
-    assert not fastest(rank_shapes(costs_of, at, 12)).arrangement.has_copies
+    assert not recommended(rank_shapes([costs_of], at, 12)).arrangement.has_copies
 
 
 def test_replicas_that_divide_states_have_no_copies() -> None:
@@ -188,7 +188,7 @@ def test_replicas_that_divide_states_have_no_copies() -> None:
         return replace(costs_of(samples), kept_bytes=(2e6,) * 6, state_bytes=(1e6,) * 6)
 
     for at in (cluster(1.0, 1.0, 1.0, 1.0), cluster(1.0, 0.4, 1.0)):
-        assert not any(s.arrangement.has_copies for s in rank_shapes(dividing, at, 4))
+        assert not any(s.arrangement.has_copies for s in rank_shapes([dividing], at, 4))
 
 
 def test_stages_that_share_a_weight_have_no_copies() -> None:
@@ -197,6 +197,6 @@ def test_stages_that_share_a_weight_have_no_copies() -> None:
     def tied(samples: int) -> PartitionTable:
         return replace(costs_of(samples), tied=[TiedWeight(1e6, (0, 5))])
 
-    shapes = rank_shapes(tied, cluster(1.0, 1.0, 1.0, 1.0, levels=(SLOW,)), 12)
+    shapes = rank_shapes([tied], cluster(1.0, 1.0, 1.0, 1.0, levels=(SLOW,)), 12)
     made = [shape.arrangement for shape in shapes]
     assert {genes.copies for genes in made if genes.has_copies} == {(1, 2, 1)}

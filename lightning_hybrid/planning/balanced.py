@@ -10,7 +10,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightning_hybrid.planning import StepProblem, fair_ends
+from lightning_hybrid.planning.chains import fair_ends
+from lightning_hybrid.planning.step_problem import StepProblem
 
 _HALVINGS = 24
 _ROOM = (1.0, 1.05, 1.2, 1.5)
@@ -31,7 +32,8 @@ def balanced_ends(problem: StepProblem, order: Sequence[int]) -> list[int] | Non
     if len(order) > problem.n:
         return None
     packing = _Packing(problem, order)
-    top = (packing.work[-1] + 2 * packing.dearest) / min(problem.speeds)
+    # (a little more, since sums are rounded)
+    top = (1 + 1e-9) * (packing.work[-1] + 2 * packing.dearest) / min(problem.speeds)
     if packing.ends(top) is None:
         return None
     low, high = 0.0, top
@@ -79,8 +81,8 @@ class _Packing:
             if self.ceilings:
                 held = self.memory[start] + self.ceilings[device]
                 end = min(end, bisect_right(self.memory, held) - 1)
-                if problem.table.tied:
-                    end = self._with_copies(start, end, held)
+                while end > start and problem.table.held(start, end) > self.ceilings[device]:
+                    end -= 1
             if run < count - 1:
                 while end > start and problem.table.cut_bytes[end - 1] * self.rates[run] > limit_s:
                     end -= 1
@@ -89,12 +91,3 @@ class _Packing:
             ends.append(end)
             start = end
         return ends if start == n else None
-
-    def _with_copies(self, start: int, end: int, most: float) -> int:
-        """The end of a run that also has room for copies of weights of other runs."""
-        for partition in range(start, end):
-            weights = self.problem.table.borrowed[partition]
-            most -= sum(size for before, size in weights if before < start)
-            if self.memory[partition + 1] > most:
-                return partition
-        return end

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from planned import step_problem
 
-from lightning_hybrid.asking.balanced import balanced_ends
+from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.chains import best_chain, fair_ends
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 

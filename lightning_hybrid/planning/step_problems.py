@@ -9,15 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_hybrid.asking.cluster_description import ClusterDescription, Level
-from lightning_hybrid.planning import (
-    CopiedStages,
-    Links,
-    PartitionTable,
-    StepProblem,
-    of_slowest,
-    owners_of,
-)
+from lightning_hybrid.planning.cluster_description import ClusterDescription, Level
+from lightning_hybrid.planning.copied_stages import CopiedStages, of_slowest, owners_of
+from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.step_problem import Links, StepProblem
 
 CostsOf = Callable[[int], PartitionTable]
 """A function from the number of samples of a micro-batch to the table of the partitions, timed for

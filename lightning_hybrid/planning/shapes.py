@@ -1,0 +1,540 @@
+"""Which shape: every number of replicas, stages, stages per device and micro-batches, by its speed.
+
+A shape uses all devices of a cluster: R replicas of S devices, whose stages are v in a row on each
+device (v > 1: a loop, which shortens the bubble and crosses more cuts), and M micro-batches. As in
+Lightning, every replica has a batch of its own, so shapes with different R are compared by samples
+per second and not by the time of a step.
+
+The Trainer, whose sizes are left open, and the command `plan` ask the same function. Both get the
+*plain* shapes, R S = N with v = 1: all are cut by `balanced`, with times that are proportional to
+those of a whole batch; then, the best first, each is measured at its own micro-batches and planned
+as a run plans it (`planner.plan_within`), until no estimate is better than what was planned. So no
+more is measured than may be the best.
+
+The command also gets what a plan can say and the Trainer does not take by itself: loops, copies of
+stages, and where devices are not alike unequal shares of the R batches (``balance="speed"``), other
+orders of the devices, and some of them left out (``Trainer(devices=...)``).
+
+Where stages do not fit, a shape is tried once more with stages that run their forward again for the
+backward and hold the activations of one micro-batch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import accumulate, combinations, pairwise
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning.arrangements import MOST_TURNS, Arrangement, Arrangements, improve
+from lightning_hybrid.planning.cluster import order_ranks
+from lightning_hybrid.planning.cluster_description import ClusterDescription
+from lightning_hybrid.planning.copied_stages import best_cuts, owners_of
+from lightning_hybrid.planning.looped_placements import improved
+from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lacks, what_would_fit
+from lightning_hybrid.planning.memory_needed import remaining
+from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.planner import plan_within
+from lightning_hybrid.planning.search import PlanSettings, Replica
+from lightning_hybrid.planning.shares import deal
+from lightning_hybrid.planning.step_problems import CostsOf, unlimited
+
+SPARE = 0.1
+"""Fraction of a device's memory that shapes leave free if they can: what a step holds is predicted,
+and what the process and other code take is not known."""
+WORTHWHILE = 0.95
+"""Several stages are taken only if they are predicted to take at most this fraction of the time of
+replicas of one stage: predictions are off by some percent, and replicas alone train exactly as
+under DDP."""
+_MOST_MICROBATCHES = 64
+"""Micro-batches that are tried at most. More of them hold no less, since all are in flight."""
+_REFINED = 5
+"""Loops and shapes with copies that are looked at again."""
+_MOST_COPIED = 8
+"""Devices of a replica whose stages have copies, at most."""
+_ALL_SIZES = 8
+"""Numbers of unlike devices that are all tried; of larger ones those that divide their number."""
+_ALL_COPIED = 4
+"""Unlike devices whose shapes with copies are all tried; of more they are left to the search."""
+_STARTS = 100
+"""Shapes that this search is given."""
+_QUICK = 400
+"""Partitions times devices up to which cuts are searched for in a moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a run.
+
+    Attributes:
+        replicas: number of replicas.
+        stages: number of devices of a replica.
+        microbatches: number of micro-batches of a replica's batch.
+    """
+
+    replicas: int
+    stages: int
+    microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is asked of shapes.
+
+    Attributes:
+        settings: options of the user.
+        microbatches: number of micro-batches that the user has set; None: it is chosen too.
+        splits: function that tells whether batches may be split into a number of micro-batches.
+        allowed: function that tells whether numbers of replicas and stages may be chosen.
+        by_speed: whether replicas take samples by their speed.
+        wide: whether all that a plan can say is looked at, or plain shapes on all devices alone.
+    """
+
+    settings: PlanSettings = field(default_factory=PlanSettings)
+    microbatches: int | None = None
+    splits: Callable[[int], bool] = lambda microbatches: True
+    allowed: Callable[[int, int], bool] = lambda replicas, stages: True
+    by_speed: bool = False
+    wide: bool = False
+
+    def numbers(self, size: int, batch: int) -> list[int]:
+        """The numbers of micro-batches to try of a plain shape with `size` devices a replica."""
+        if size == 1:  # nobody to overlap them with
+            return [1]
+        if self.microbatches is not None:
+            return [self.microbatches]
+        # micro-batches of two samples at least, if possible: one may take a slow path
+        limit = max(batch // 2, min(batch, 2))
+        tried = {2, size, 2 * size, 4 * size, *_divisors(batch, 4 * size)} - {1}
+        return [1, *filter(self.splits, (m for m in sorted(tried) if m <= limit))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """An arrangement: how fast it is, and whether it fits.
+
+    Attributes:
+        arrangement: numbers of replicas, stages and micro-batches, devices and cuts.
+        step_s: predicted seconds of a step.
+        samples: number of samples of all replicas in a step.
+        bubble: share of the devices' time in which they do not compute.
+        search: what found the cuts: `balanced` or `dynamic`; with copies `exact` or `descent`.
+        lacking_bytes: what the fullest device lacks; 0: it fits.
+        shares: samples that each replica takes in a step; empty: all take as many.
+        fit: of what does not fit, what lacks if each device has one stage.
+        plans: of a plain shape that was planned, the plan of each network.
+        refusal: why it cannot be planned, if not for lack of memory.
+        plain: whether the Trainer takes it by itself, where sizes are left open.
+    """
+
+    arrangement: Arrangement
+    step_s: float
+    samples: int
+    bubble: float
+    search: str
+    lacking_bytes: float = 0.0
+    shares: tuple[int, ...] = ()
+    fit: Fit | None = None
+    plans: tuple[Plan, ...] = ()
+    refusal: str = ""
+    plain: bool = False
+
+    @property
+    def sizes(self) -> Sizes:
+        """Numbers of replicas, devices and micro-batches."""
+        it = self.arrangement
+        return Sizes(replicas=it.replicas, stages=it.size, microbatches=it.microbatches)
+
+    @property
+    def batch_s(self) -> float:
+        """Predicted seconds of a step divided by its number of batches."""
+        return self.step_s / self.arrangement.replicas
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device can hold its stages."""
+        return self.lacking_bytes <= 0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput of all replicas."""
+        return self.samples / self.step_s if self.step_s else float("inf")
+
+    @property
+    def stages(self) -> str:
+        """Their number, with their copies."""
+        return f"{len(self.arrangement.copies)}{self._copies}"
+
+    @property
+    def _copies(self) -> str:
+        copies = "-".join(map(str, self.arrangement.copies))
+        return f" ({copies} copies)" if self.arrangement.has_copies else ""
+
+    def __str__(self) -> str:
+        it = self.arrangement
+        taking = f" with {', '.join(map(str, self.shares))} samples" if self.shares else ""
+        loop = f" x {it.turns} a device" if it.turns > 1 else ""
+        return (
+            f"{it.replicas} replica{'s' * (it.replicas > 1)}{taking} x {len(it.copies)} "
+            f"stage{'s' * (it.size > 1)}{self._copies}{loop}, "
+            f"{it.microbatches} micro-batch{'es' * (it.microbatches > 1)}"
+            f"{', activations computed again' * it.recompute}"
+        )
+
+
+def rank_shapes(
+    networks: Sequence[CostsOf],
+    cluster: ClusterDescription,
+    batch: int,
+    asked: Asked | None = None,
+    *,
+    spare: float = SPARE,
+) -> list[Shape]:
+    """All shapes on the devices of a cluster, the best first; then those that do not fit.
+
+    The best is the fastest, but one stage is preferred by :data:`WORTHWHILE`.
+
+    Args:
+        networks: For each network the costs of its partitions, which may measure them; one, if all
+            that a plan can say is asked for.
+        cluster: The devices. All are used; where they are not alike, also the first ones alone.
+        batch: Samples of one replica in a step.
+        asked: What is asked for.
+        spare: Fraction of the devices' memory that is left free if anything fits so.
+
+    Raises:
+        PlanError: the batch is empty.
+    """
+    if batch < 1:
+        raise PlanError(f"a replica takes {batch} samples a step: at least 1 is needed")
+    asked, found = asked or Asked(wide=True), list[Shape]()
+    for left in (spare, 0.0):
+        found = _ranked(networks, cluster.sparing(left), batch, asked)
+        if any(shape.fits for shape in found) or not spare:
+            break
+    return found
+
+
+def _ranked(
+    networks: Sequence[CostsOf], cluster: ClusterDescription, batch: int, asked: Asked
+) -> list[Shape]:
+    divisors = _divisors(batch, _MOST_MICROBATCHES)
+    numbers = [m for m in divisors if m == 1 or asked.splits(m)] if asked.wide else [1]
+    spaces = [Arrangements(costs_of, cluster, batch, numbers) for costs_of in networks]
+    everyone = tuple(range(len(cluster.devices)))
+    found = [replace(shape, plain=True) for shape in _plain(spaces, asked, everyone)]
+    if asked.wide:
+        found += _wide(spaces[0], found, everyone)
+        if len(set(cluster.devices)) > 1:
+            found += _joint(spaces[0], asked, found)
+    return sorted(found, key=_rank)
+
+
+def _plain(
+    spaces: Sequence[Arrangements], asked: Asked, order: Sequence[int], number: int | None = None
+) -> list[Shape]:
+    """The plain shapes on the first devices of an order, those that may be the best planned."""
+    seats, speeds = order[:number], spaces[0].cluster.relative_speeds
+    estimates = [space.estimated() for space in spaces]
+    guesses = []
+    for size in _divisors(len(seats)):
+        replicas = len(seats) // size
+        if not asked.allowed(replicas, size) or all(size > s.partitions for s in spaces):
+            continue
+        used = order_ranks([speeds[k] for k in seats], replicas, size)
+        devices = (*(seats[k] for k in used), *sorted(set(range(len(speeds))) - {*seats}))
+        for slices in asked.numbers(size, spaces[0].batch):
+            recompute = asked.settings.recompute if size > 1 else False
+            # one micro-batch would hold as much as before
+            both = (False, True) if slices > 1 else (False,)
+            for again in both if recompute == "auto" else (bool(recompute),):
+                genes = Arrangement(devices, replicas, (1,) * size, 1, slices, again, ())
+                guesses.append(_guess(estimates, asked, genes))
+                if guesses[-1].fits:
+                    break
+    guesses.sort(key=_rank)
+    known: list[Shape] = []
+    for place, guess in enumerate(guesses):
+        # measuring takes seconds, and what is left would not be better
+        if not guess.fits or (known and _rank(guess) >= min(map(_rank, known))):
+            break
+        guesses[place] = _planned(spaces, asked, guess)
+        known += [guesses[place]] * guesses[place].fits
+    return guesses
+
+
+def _guess(spaces: Sequence[Arrangements], asked: Asked, genes: Arrangement) -> Shape:
+    """A plain shape as far as balanced cuts tell, each network with all of the memory."""
+    cut = [space.recut(_on_drivers(space, genes)) for space in spaces]
+    shapes = [_shape(s, g, "balanced", equal=True) for s, g in zip(spaces, cut) if g is not None]
+    space, whole = max(zip(spaces, shapes), key=lambda pair: pair[0].partitions)
+    fits = [_fit(space, shape.arrangement) for space, shape in zip(spaces, shapes)]
+    at, shares = whole.arrangement, tuple[int, ...]()
+    if asked.by_speed and max(space.kinds(at.used, at.size)):
+        shares = deal(at.replicas * space.batch, space.rates(at))
+    return replace(
+        whole,
+        step_s=sum(shape.step_s for shape in shapes) * _dealt(space, at, shares),
+        shares=shares,
+        lacking_bytes=max(shape.lacking_bytes for shape in shapes),
+        fit=next((fit for fit, shape in zip(fits, shapes) if not shape.fits), None),
+    )
+
+
+def _dealt(space: Arrangements, genes: Arrangement, shares: tuple[int, ...]) -> float:
+    """How much longer a step takes with unequal shares; 1 without."""
+    if not shares or not space.equal_s(genes) < float("inf"):
+        return 1.0
+    return space.dealt_s(genes, shares) / space.equal_s(genes)
+
+
+def _on_drivers(space: Arrangements, genes: Arrangement) -> Arrangement:
+    """The same for a network with fewer partitions than devices, which stays on the drivers."""
+    if genes.size <= space.partitions:
+        return genes
+    drivers = genes.used[:: genes.size]
+    others = tuple(k for k in genes.devices if k not in drivers)
+    return replace(genes, devices=(*drivers, *others), copies=(1,), recompute=False)
+
+
+def _planned(spaces: Sequence[Arrangements], asked: Asked, guess: Shape) -> Shape:
+    """A plain shape at its own micro-batches, as a run plans it; or by the guess's cuts if large.
+
+    Several networks are placed one after the other, each in the memory that is left.
+    """
+    at, plans = guess.arrangement, list[Plan]()
+    for space in spaces:
+        genes = _on_drivers(space, replace(at, recompute=False))
+        problem = space.whole(genes)
+        if problem.n * problem.m > _QUICK and len(spaces) == 1:
+            cut = space.recut(at)
+            return guess if cut is None else _shape(space, cut, "balanced", equal=True)
+        limits = tuple(map(round, problem.memory_limits)) or None
+        replica = Replica(
+            replicas=at.replicas,
+            stages=genes.size,
+            microbatches=at.microbatches,
+            capacities=problem.speeds,
+            links=problem.links,
+            memory_limits=remaining(limits, plans),
+        )
+        try:
+            plans.append(plan_within(problem.table, asked.settings, replica))
+        except PlanError as error:
+            fit = _fit(space, replace(genes, recompute=at.recompute))
+            lacks = max(fit.lacks) if fit.limits else 0.0
+            refusal = "" if lacks > 0 or plans else str(error)
+            return replace(guess, lacking_bytes=max(lacks, 1.0), fit=fit, refusal=refusal)
+    space, whole = max(zip(spaces, plans), key=lambda pair: pair[0].partitions)
+    ends = tuple(accumulate(len(row.partitions) for row in whole.rows))
+    genes = replace(at, recompute=whole.recompute, ends=ends)
+    step_s = sum(plan.step_s for plan in plans) * _dealt(space, at, guess.shares)
+    return replace(
+        guess,
+        arrangement=genes,
+        step_s=step_s,
+        bubble=space.bubble(genes, step_s, guess.shares),
+        search=whole.allocation,
+        plans=tuple(plans),
+    )
+
+
+def _wide(
+    space: Arrangements, plain: Sequence[Shape], order: tuple[int, ...], *, copied: bool = True
+) -> list[Shape]:
+    """Loops, shapes with copies, and unequal shares, on the devices of plain shapes."""
+    found: list[Shape] = []
+    for size, seats in {s.arrangement.size: s.arrangement.used for s in plain}.items():
+        devices = (*seats, *sorted(set(order) - {*seats}))
+        for slices in space.numbers:
+            genes = Arrangement(devices, len(seats) // size, (1,) * size, 1, slices, False, ())
+            turns = range(2, MOST_TURNS + 1 if size > 1 else 2)
+            cut = (space.recut(replace(genes, turns=number)) for number in turns)
+            found += (_shape(space, g, "balanced", equal=True) for g in cut if g is not None)
+            if copied and space.may_copy:
+                found += _copied(space, space.seated(genes))
+    found.sort(key=_rank)
+    for number in _promising(found):
+        found[number] = _refined(space, found[number])
+    alone = (shape for shape in (*plain, *found) if not shape.arrangement.has_copies)
+    dealt = (_shape(space, shape.arrangement, shape.search) for shape in alone)
+    return [*found, *(shape for shape in dealt if shape.shares)]
+
+
+def _joint(space: Arrangements, asked: Asked, found: Sequence[Shape]) -> list[Shape]:
+    """Shapes on unlike devices, also without some of them: the best first devices, and of all."""
+    count, speeds = len(space.cluster.devices), space.cluster.relative_speeds
+    everyone = tuple(range(count))
+    by_speed = tuple(sorted(everyone, key=lambda k: -speeds[k]))
+    seeds, alone = [*found], list[Shape]()
+    # all smaller numbers of many devices would take long
+    for number in (k for k in range(1, count + 1) if k <= _ALL_SIZES or count % k == 0):
+        for order, into in ((everyone, alone), (by_speed, seeds)):
+            if (number < count) if order is everyone else (by_speed != everyone):
+                plain = _plain([space], asked, order, number)
+                into += [*plain, *_wide(space, plain, everyone, copied=count <= _ALL_COPIED)]
+    starts: dict[object, Arrangement] = {}
+    for shape in sorted([*seeds, *alone], key=_rank):
+        genes = shape.arrangement
+        if shape.fits and len(starts) < _STARTS:
+            starts.setdefault((genes.replicas, genes.copies, genes.turns), genes)
+    best = improve(space, [*starts.values()])
+    return alone if best is None else [*alone, _shape(space, best, "descent")]
+
+
+def _shape(space: Arrangements, genes: Arrangement, search: str, *, equal: bool = False) -> Shape:
+    """What an arrangement takes, with the best shares of its replicas or with equal ones."""
+    step_s, shares = (space.equal_s(genes), ()) if equal else space.timed(genes)
+    lacking = 0.0
+    if step_s == float("inf"):  # show what lacks
+        problem = space.whole(genes)
+        held = zip(problem.held(genes.ends, genes.chain), problem.memory_limits)
+        lacking = max(size - limit for size, limit in held)
+        step_s = unlimited(problem).step_time_s(genes.ends, genes.chain)
+    return Shape(
+        arrangement=genes,
+        step_s=step_s,
+        samples=genes.replicas * space.batch,
+        bubble=space.bubble(genes, step_s, shares),
+        search=search,
+        lacking_bytes=lacking,
+        shares=shares,
+    )
+
+
+def recommended(shapes: Sequence[Shape]) -> Shape:
+    """The first shape that fits.
+
+    Raises:
+        PlanError: none does; the text says what lacks where, and what would fit.
+    """
+    for shape in shapes:
+        if shape.fits:
+            return shape
+    refusal = next((shape.refusal for shape in shapes if shape.refusal), "")
+    if refusal or not shapes:
+        raise PlanError(refusal or "no numbers of replicas and stages are allowed here")
+    # of many shapes that do not fit the text tells of one
+    simplest = sorted(shapes, key=lambda shape: shape.arrangement.microbatches)
+    nearest = min(simplest, key=lambda shape: shape.lacking_bytes)
+    tried = [shape.fit for shape in simplest if shape.fit is not None]
+    numbers = f" What lacks for each: {what_lacks(tried)}. {what_would_fit(tried)}" if tried else ""
+    raise PlanError(
+        "the memory of the devices is too small for the network, whatever the shape; nearest is "
+        f"{nearest}, where a device lacks {gigabytes(nearest.lacking_bytes)}.{numbers} What helps: "
+        "more or larger devices, a smaller batch, or an optimizer with less state"
+    )
+
+
+def plans_of(
+    shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int
+) -> list[Plan]:
+    """The plan of a shape from `rank_shapes`, which was given the same; as each replica runs it.
+
+    Replicas with unequal shares have other times and other memory, and nothing else of their own.
+    The step of the plan is that of the replica with the longest.
+    """
+    genes, shares = shape.arrangement, shape.shares
+    space = Arrangements(costs_of, cluster, batch, (genes.microbatches,))
+    whole = space.whole(genes)
+    if genes.has_copies:
+        copied = space.copied(genes.used, genes.copies, genes.microbatches)
+        costs = replace(
+            copied.stage_costs(genes.ends), devices=[*map(min, owners_of(genes.copies))]
+        )
+    else:
+        costs = whole.costs(genes.ends, genes.chain)
+    table, seats = whole.table, sorted(genes.used)
+    # of the devices only those that are used have a rank
+    ranks = tuple(map(seats.index, genes.used))
+    if shape.plans:
+        plan = replace(shape.plans[0], ranks=() if ranks == (*range(len(seats)),) else ranks)
+        return [plan] * genes.replicas
+    plan = Plan(
+        replicas=genes.replicas,
+        stages=len(genes.ends),
+        microbatches=genes.microbatches,
+        schedule="gpipe",
+        cuts=tuple(table.names[end] for end in genes.ends[:-1]),
+        devices=owners_of(genes.copies) if genes.has_copies else tuple(genes.chain),
+        capacities=tuple(whole.speeds),
+        rows=table.rows(genes.ends, costs),
+        predicted_step_s=shape.step_s,
+        objective="step",
+        allocation=shape.search,
+        recompute=genes.recompute,
+        shares=shares,
+        ranks=() if ranks == tuple(range(len(seats))) else ranks,
+    )
+    plans = [plan] * genes.replicas
+    for replica, share in enumerate(shares):
+        mine = space.of_replica(genes, share, replica)
+        rows = mine.table.rows(genes.ends, mine.costs(genes.ends, genes.chain))
+        step_s = mine.step_time_s(genes.ends, genes.chain)
+        plans[replica] = replace(plan, rows=rows, predicted_step_s=step_s)
+    return plans
+
+
+def _fit(space: Arrangements, genes: Arrangement) -> Fit:
+    """The same shape as far as its memory goes; without limits it lacks nothing."""
+    problem = space.whole(genes)
+    way = Way(stages=genes.size, microbatches=genes.microbatches, recompute=genes.recompute)
+    fit = Fit.of(problem.table, way, problem.memory_limits, space.batch)
+    # the problem has taken what is crossing away
+    kept = genes.recompute * fit.crossing_bytes
+    return replace(fit, limits=[limit + kept for limit in problem.memory_limits])
+
+
+def _copied(space: Arrangements, plain: Arrangement) -> Iterator[Shape]:
+    """Shapes of two or three stages with copies, as far as they fit."""
+    size = plain.size
+    if not 2 < size <= _MOST_COPIED:
+        return
+    for cuts in [(k,) for k in range(1, size)] + [*combinations(range(1, size), 2)]:
+        copies = tuple(b - a for a, b in pairwise((0, *cuts, size)))
+        genes = space.recut(replace(plain, copies=copies)) if max(copies) > 1 else None
+        # of what does not fit, the chain of as many devices says what lacks
+        if genes is not None and space.equal_s(genes) < float("inf"):
+            yield _shape(space, genes, "balanced", equal=True)
+
+
+def _promising(found: Sequence[Shape]) -> Iterator[int]:
+    """Indices in ``found`` of its first `_REFINED` loops and shapes with copies each."""
+    kinds: dict[object, list[int]] = {}
+    for number, shape in enumerate(found):
+        kinds.setdefault(shape.arrangement.has_copies, []).append(number)
+    for numbers in kinds.values():
+        yield from numbers[:_REFINED]
+
+
+def _refined(space: Arrangements, shape: Shape) -> Shape:
+    """A loop, or stages with copies, with better cuts, where that is quick."""
+    genes = shape.arrangement
+    problem, chain = space.whole(genes), genes.chain
+    if problem.n * problem.m > _QUICK:
+        return shape
+    search = "descent"
+    try:
+        if genes.has_copies:
+            copied = space.copied(genes.used, genes.copies, genes.microbatches)
+            ends, all_tried = best_cuts(copied)
+            search = "exact" if all_tried else search
+        else:
+            ends = improved([*genes.ends], partial(problem.step_time_s, devices=chain))
+    except PlanError:
+        return shape
+    found = _shape(space, replace(genes, ends=tuple(ends)), search, equal=True)
+    # a search that finds nothing faster leaves the cuts as they are
+    worse = shape.fits and found.step_s >= shape.step_s
+    return replace(shape, search=search) if worse else found
+
+
+def _rank(shape: Shape) -> tuple[bool, float, int, int]:
+    """What fits first, then by speed, one stage preferred; of equals, but for rounding, simple."""
+    it, sample_s = shape.arrangement, shape.step_s / shape.samples
+    rated = float(f"{sample_s * (WORTHWHILE if it.size == 1 else 1.0):.9g}")
+    return not shape.fits, rated, len(it.ends), it.microbatches
+
+
+@lru_cache
+def _divisors(number: int, most: int | None = None) -> tuple[int, ...]:
+    return tuple(d for d in range(1, min(number, most or number) + 1) if number % d == 0)
