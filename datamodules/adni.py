@@ -90,6 +90,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         reverters: leave out who was demented once and not at a later visit, or take the diagnosis
             at the visit.
         gaps: leave visits without a diagnosis between two equal ones, or fill them.
+        other_dementia: leave out people whose dementia has another cause, or take it for AD.
         collection_csv: the collection table, when it is not the only CSV in ``root``.
         diagnosis_csv: ADNIMERGE, DXSUM, or a table or BIDS folder of Clinica; diagnoses are then
             those at the scan, with what came of them. None: such a table directly in ``root``, or
@@ -141,6 +142,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         ad: Literal["ever", "baseline"] = "ever",
         reverters: Literal["exclude", "visit"] = "exclude",
         gaps: Literal["leave", "fill"] = "leave",
+        other_dementia: Literal["exclude", "ad"] = "exclude",
         collection_csv: str | Path | None = None,
         diagnosis_csv: str | Path | None = None,
         subject_pattern: str = "",
@@ -179,6 +181,7 @@ class ADNIDataModule(lightning.LightningDataModule):
             ad=ad,
             reverters=reverters,
             gaps=gaps,
+            other_dementia=other_dementia,
         )
         self.collection_csv = Path(collection_csv) if collection_csv else None
         self.diagnosis_csv = Path(diagnosis_csv) if diagnosis_csv else None

@@ -151,6 +151,11 @@ class ScanDataset(PersistentDataset):
             status = Path(record.path).stat()
             if (status.st_size, status.st_mtime_ns) != (record.bytes, record.mtime_ns):
                 raise OSError("the file has changed since it was checked")
+            if record.sha256:  # it may have been replaced at the same size and time
+                with Path(record.path).open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                if found != record.sha256:
+                    raise OSError("the file has changed since it was checked")
             prepared = self._pre_transform({"image": record.path})
         except Exception as error:
             raise ScanReadError(

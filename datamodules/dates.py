@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date, datetime, timedelta
 from pathlib import Path
 
 from .errors import TableError
@@ -110,6 +110,16 @@ def _unreadable(filled: Collection[Cell], column: str) -> TableError:
     """Names the first cell that differs from most others."""
     usual = max(_WAYS, key=lambda way: sum(_parse(text, way) is not None for _, _, text in filled))
     path, line, text = next(cell for cell in filled if _parse(cell[2], usual) is None)
+    serial = re.fullmatch(r"\d{5}(\.\d+)?", text)
+    if serial:
+        day = date(1899, 12, 30) + timedelta(days=float(text))
+        return TableError(
+            "BAD_DATE",
+            f"line {line}: {column} {text!r} is a spreadsheet's number of a day, {day} unless it "
+            "counts from 1904",
+            str(path),
+            "give the column the format of a date, YYYY-MM-DD, and export the table again",
+        )
     others = f"; others are {_WAYS[usual]}" if any(_parse(t, usual) for _, _, t in filled) else ""
     return TableError(
         "BAD_DATE",

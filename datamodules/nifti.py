@@ -130,10 +130,18 @@ def _read_header(path: Path, start: bytes) -> tuple[Any, int]:
     shape = tuple(int(n) for n in raw.get_data_shape())
     if len(volume_shape(shape)) != 3 or min(shape[:3]) < 2:
         raise BadFile("NOT_3D", f"shape {shape}", "give one 3-D volume per file")
+    if is_map(raw):
+        what = raw.get_intent()[0]
+        raise BadFile("MAP", f"the header says: {what}, not intensities", "exclude the map")
     promised = int(raw.get_data_offset()) + math.prod(shape) * _voxel_bytes(raw)
     if promised > _LARGEST_BYTES:  # before anything of that size is asked for
         raise BadFile("TOO_LARGE", f"the header claims {promised / 2**30:.0f} GiB", AGAIN)
     return kind, promised
+
+
+def is_map(header: Any) -> bool:
+    """Whether a header says that the voxels are a statistic, an estimate or labels."""
+    return 2 <= int(header["intent_code"]) <= 1003
 
 
 def volume_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -38,6 +38,8 @@ class LabelRule:
         reverters: what scans are of people who were demented once and not at a later visit:
             nothing, or what was diagnosed at the visit.
         gaps: whether a visit without a diagnosis between two visits with the same one has that one.
+        other_dementia: what people are whose dementia has another cause, where the table says it
+            (DXDDUE of DXSUM): nothing, or demented like the others.
     """
 
     horizon_months: float = 36.0
@@ -48,6 +50,7 @@ class LabelRule:
     ad: Literal["ever", "baseline"] = "ever"
     reverters: Literal["exclude", "visit"] = "exclude"
     gaps: Literal["leave", "fill"] = "leave"
+    other_dementia: Literal["exclude", "ad"] = "exclude"
 
     def __post_init__(self) -> None:
         if not (self.horizon_months > self.tolerance_months >= 0 and self.max_days_apart >= 0):
@@ -65,7 +68,7 @@ class Visit:
 
     Attributes:
         day: the date; when not ``dated``, only distances between days mean something.
-        dx: NC, SMC, MCI or AD; empty when not known.
+        dx: NC, SMC, MCI or AD; OD for a dementia of another cause; empty when not known.
         session: M and the month (``M012``), or empty.
         age: years.
         mmse: mini-mental state, 0 to 30.
@@ -109,9 +112,11 @@ def visit_of_scan(
     """
     known = [visit for visit in visits if visit.dx]
     if day is not None and any(visit.dated for visit in known):
-        near = min(known, key=lambda visit: abs((visit.day - day).days))
+        # of two as near the earlier one, and never the one that stands first in a table
+        near = min(known, key=lambda visit: (abs((visit.day - day).days), visit.day, repr(visit)))
         return near if abs((near.day - day).days) <= max_days_apart else None
-    return next((visit for visit in known if session and visit.session == session), None)
+    same = [visit for visit in known if session and visit.session == session]
+    return min(same, key=lambda visit: (visit.day, repr(visit)), default=None)
 
 
 def label_visit(
@@ -119,16 +124,26 @@ def label_visit(
 ) -> tuple[str, str]:
     """(class, reason) of a scan taken at the visit ``near`` of ``history``: one of them is empty.
 
-    Reasons: ``smc``, ``reverted``, ``unstable``, ``short_follow_up``, ``interval_censored``
-    (converted between two visits around the horizon), ``converts_after_horizon``,
-    ``demented_later`` (AD, but not at the first visit, where that is asked for), ``no_dates`` (MCI,
-    and sessions that name no time).
+    Reasons: ``smc``, ``other_dementia`` (at any visit), ``reverted``, ``unstable`` (also: two
+    diagnoses on one day), ``short_follow_up``, ``interval_censored`` (converted between two visits
+    around the horizon), ``converts_after_horizon``, ``demented_later`` (AD, but not at the first
+    visit, where that is asked for), ``no_dates`` (MCI, and sessions that name no time).
     """
     rule = rule or LabelRule()
-    if rule.smc == "normal":
-        history = [replace(visit, dx="NC") if visit.dx == "SMC" else visit for visit in history]
-        near = replace(near, dx="NC") if near.dx == "SMC" else near
-    visits = sorted((visit for visit in history if visit.dx), key=lambda visit: visit.day)
+    meant = {"SMC": "NC"} if rule.smc == "normal" else {}
+    meant |= {"OD": "AD"} if rule.other_dementia == "ad" else {}
+    near = replace(near, dx=meant.get(near.dx, near.dx))
+    seen = [replace(visit, dx=meant.get(visit.dx, visit.dx)) for visit in history if visit.dx]
+    visits = sorted(seen, key=lambda visit: visit.day)
+    if any(visit.dx == "OD" for visit in visits):
+        return "", "other_dementia"
+    if len({(visit.day, visit.dx) for visit in visits}) > len({visit.day for visit in visits}):
+        return "", "unstable"
+    return _label_among(visits, near, rule)
+
+
+def _label_among(visits: Sequence[Visit], near: Visit, rule: LabelRule) -> tuple[str, str]:
+    """Likewise, of visits in order of time with one diagnosis a day."""
     later = [visit for visit in visits if visit.day > near.day]
     if near.dx == "AD":
         stays = all(visit.dx == "AD" for visit in later)

@@ -36,7 +36,7 @@ class ScanRecord:
         session: visit, as M and the month (``M012``) where that is known, else as the source writes
             it.
         description: of the series, as the source writes it.
-        dx: NC, MCI, AD, sMCI, pMCI or SMC.
+        dx: NC, MCI, AD, sMCI, pMCI or SMC; OD for a dementia of another cause.
         dx_source: table, column and value that ``dx`` comes from.
         dx_bl: research group, or the group at screening: not the diagnosis at the scan.
         label: index into the task's class names.

@@ -50,7 +50,8 @@ def is_t1(description: str) -> bool:
 def choose_series(records: Iterable[ScanRecord]) -> list[ScanRecord]:
     """Keep one series per subject and visit; exclude the others as ``other_series:<the winner>``.
 
-    A visit is the session, or without one the day of the scan.
+    A visit is the session, or without one the day of the scan; in BIDS without sessions there is
+    one.
     """
     records = list(records)
     best: dict[tuple[str, str], ScanRecord] = {}
@@ -66,7 +67,8 @@ def choose_series(records: Iterable[ScanRecord]) -> list[ScanRecord]:
 
 
 def _visit(record: ScanRecord) -> tuple[str, str]:
-    return record.subject, record.session or record.acq_date or record.image_id
+    alone = "" if record.layout == "bids" else record.image_id
+    return record.subject, record.session or record.acq_date or alone
 
 
 def preference(record: ScanRecord) -> tuple[int, bool, bool, bool, int, str]:

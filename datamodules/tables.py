@@ -1,6 +1,7 @@
 """Reading CSV files that people have opened in spreadsheets.
 
-Accepts UTF-8 with or without BOM, UTF-16 with BOM and Windows-1252; comma, semicolon and tab.
+Accepts UTF-8 with or without BOM, UTF-16 with BOM and Windows-1252; comma, semicolon and tab; above
+the header Excel's ``sep=;`` and lines that begin with ``#``.
 Column names are compared without case, spaces, dots and underscores. All values stay text:
 converting ``0295`` or ``NA`` is the business of whoever knows the column.
 """
@@ -184,7 +185,9 @@ def _decode(path: Path) -> tuple[str, str]:
         raise _bad(path, "NUL bytes: not a text file", "save it as CSV in UTF-8")
     if text.lstrip()[:15].lower().startswith(("<!doctype", "<html")):
         raise _bad(path, "a web page", "log in to the portal and export the table again")
-    return text, encoding
+    # the lines that are left out are kept empty: lines are counted in messages
+    head = re.match(r"(?:\s*(?:sep=.|#[^\r\n]*)\r?\n)+", text, re.IGNORECASE)
+    return ("\n" * head[0].count("\n") + text[head.end() :] if head else text), encoding
 
 
 def _delimiter(

@@ -296,7 +296,7 @@ def _dxsum(table: Table) -> Clinical:
         visits[subject].append(
             Visit(
                 day or _nominal(session) or _FORGOTTEN,
-                _dxsum_state(table, line, row),
+                _caused(_dxsum_state(table, line, row), row),
                 session=session,
                 phase=_known(row, "colprot") or _known(row, "phase"),
                 dated=day is not None,
@@ -304,7 +304,14 @@ def _dxsum(table: Table) -> Clinical:
         )
     persons = {subject: Person(_dated_together(seen)) for subject, seen in visits.items()}
     source = f"{table.path.name}:DIAGNOSIS"
-    return Clinical(table.path, source, persons, _notes(table.note, dates.note))
+    other = [sum(visit.dx == "OD" for visit in seen) for seen in visits.values()]
+    note = (
+        f"{table.path.name}: {sum(other)} visits of {sum(map(bool, other))} people are dementia of "
+        "another cause (DXDDUE 2); --data.other_dementia / --other-dementia says what they are"
+    )
+    return Clinical(
+        table.path, source, persons, _notes(table.note, dates.note, note if any(other) else "")
+    )
 
 
 def _dxsum_state(table: Table, line: int, row: dict[str, str]) -> str:
@@ -314,6 +321,11 @@ def _dxsum_state(table: Table, line: int, row: dict[str, str]) -> str:
         return _CHANGES.get(_whole(change)) or _word(table, line, row, "dxchange")
     column = "diagnosis" if _known(row, "diagnosis") else "dxcurren"
     return _CODES.get(_whole(current)) or _word(table, line, row, column)
+
+
+def _caused(dx: str, row: dict[str, str]) -> str:
+    """A dementia, or one of another cause than Alzheimer's disease."""
+    return "OD" if dx == "AD" and _whole(_known(row, "dxddue")) == "2" else dx
 
 
 def _read_bids_tables(root: Path, names: Names) -> Clinical:
@@ -400,9 +412,9 @@ def _dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
     if not any(visit.dated for visit in visits):
         if all(visit.timed for visit in visits):
             return tuple(visits)
-        ordered = sorted(visits, key=lambda visit: natural(visit.session))
-        days = (_FORGOTTEN + timedelta(days=number) for number in range(len(ordered)))
-        return tuple(replace(v, day=day, timed=False) for v, day in zip(ordered, days))
+        names = sorted({visit.session for visit in visits}, key=natural)
+        days = {name: _FORGOTTEN + timedelta(days=n) for n, name in enumerate(names)}
+        return tuple(replace(v, day=days[v.session], timed=False) for v in visits)
     anchors = ((v, _nominal(v.session)) for v in visits if v.dated and v.session)
     anchor = next(((v, nominal) for v, nominal in anchors if nominal), None)
     if anchor is None:

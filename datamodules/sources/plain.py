@@ -9,10 +9,11 @@ Further columns are used when they are there: ``image_id``, ``session``, ``age``
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 from ..cells import Cells
 from ..dates import dates_in
@@ -49,10 +50,10 @@ def read_plain(table: Path, clinical: Clinical | None, names: Names) -> Reading:
     read = read_table(table, REQUIRED, aliases)
     dates = dates_in(read, "acqdate")
     cells = Cells(table.name, read.rows, read.lines)
-    copies = Counter(row["path"] for row in read.rows)
+    paths = [_path(table, row["path"]) for row in read.rows]
+    copies = Counter(map(os.path.realpath, paths))  # one file, however it is written
     records, problems = [], []
-    for values, line in zip(read.rows, read.lines):
-        path = (table.parent / values["path"]).absolute()
+    for values, line, path in zip(read.rows, read.lines, paths):
         subject = names.person(values.get("subject", ""))
         name = values.get("imageid") or f"{subject}_{stem(path)}"
         where = f"{table}, line {line}"
@@ -61,9 +62,10 @@ def read_plain(table: Path, clinical: Clinical | None, names: Names) -> Reading:
             problems.append(Problem(NO_SCAN, f"no file {path}", action, where, subject, name))
             continue
         problem = ""
-        if not subject or copies[values["path"]] > 1:
+        rows = copies[os.path.realpath(path)]
+        if not subject or rows > 1:
             problem = "BAD_ROW" if not subject else "DUPLICATE_ID"
-            found = "no subject" if not subject else f"{copies[values['path']]} rows for this file"
+            found = "no subject" if not subject else f"{rows} rows for this file"
             problems.append(Problem(problem, found, "correct the table", where, subject, name))
         day = dates.day(values.get("acqdate", ""))
         record = replace(
@@ -80,13 +82,23 @@ def read_plain(table: Path, clinical: Clinical | None, names: Names) -> Reading:
     if not records:
         raise FolderError(
             "NO_SCANS",
-            f"none of {len(read.rows)} listed files exists, the first is {read.rows[0]['path']}",
+            f"none of {len(read.rows)} listed files exists, the first is {read.rows[0]['path']}, "
+            f"looked for at {paths[0]}",
             str(table),
-            "correct the paths, which are relative to the table",
+            "correct the paths, which are relative to the table; a drive of Windows (D:\\\\) lies "
+            "elsewhere here",
         )
     lost = (*cells.notes(), *cells.not_there({*REQUIRED, *_OTHERS}))
     notes = tuple(note for note in (read.note, dates.note, *lost) if note)
     return Reading("csv", records, problems, clinical, f"{table.name}:label", (table,), notes)
+
+
+def _path(table: Path, cell: str) -> Path:
+    """A file of a table, by one name; Windows' paths are read where nothing else lies there."""
+    path = table.parent / cell
+    if "\\" in cell and not path.exists():
+        path = table.parent / PureWindowsPath(cell).as_posix()
+    return Path(os.path.normpath(path.absolute()))
 
 
 def _with_columns(

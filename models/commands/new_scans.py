@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import nibabel as nib
+
 from datamodules.cells import Cells
+from datamodules.nifti import is_map
 from datamodules.sources.people import Names
 from datamodules.sources.tree import is_nifti, stem, walk
 from datamodules.tables import MISSING, read_table
@@ -49,15 +52,26 @@ def find_scans(given: Path) -> list[NewScan]:
         TableError: the table cannot be understood.
     """
     if given.is_dir():
-        found = [_from_file(path, given) for path in walk(given) if is_nifti(path)]
+        files = [path for path in walk(given) if is_nifti(path)]
+        found = [_from_file(path, given) for path in files if not _is_map(path)]
+        if len(found) < len(files):
+            print(f"{len(files) - len(found)} files below {given} are maps and no scans: left out")
         if not found:
-            raise UseError(f"There is no .nii or .nii.gz file below {given}.")
+            raise UseError(f"There is no .nii or .nii.gz file with a scan below {given}.")
         return _unique(found)
     if not given.is_file():
         raise UseError(f"There is no file or folder {given}; give a scan, a folder or a table.")
     if given.suffix.lower() in (".csv", ".tsv", ".txt"):
         return _unique(_from_table(given))
     return [_from_file(given, given.parent)]
+
+
+def _is_map(path: Path) -> bool:
+    """Whether it is a map, of an earlier run or of any other tool; what is damaged is none."""
+    try:
+        return is_map(nib.load(path).header)
+    except Exception:  # whatever a damaged file makes of its reader; the check names it
+        return False
 
 
 def _from_file(path: Path, root: Path) -> NewScan:

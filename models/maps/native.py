@@ -46,10 +46,11 @@ def to_native(heatmap: Array, affine: Array, scan: Path) -> nib.Nifti1Image:
 
 
 def volume(values: Array, affine: Array) -> nib.Nifti1Image:
-    """A NIfTI image of float32 in millimetres of the scanner."""
+    """A NIfTI image of float32 in millimetres of the scanner; its header says that it is a map."""
     # nibabel has no types
     image = nib.Nifti1Image(values.astype(np.float32), affine)  # type: ignore[no-untyped-call]
     image.header.set_xyzt_units("mm")  # type: ignore[no-untyped-call]
+    image.header.set_intent("estimate")  # type: ignore[no-untyped-call]
     image.set_sform(affine, 1)  # type: ignore[no-untyped-call]
     image.set_qform(affine, 1)  # type: ignore[no-untyped-call]
     return image

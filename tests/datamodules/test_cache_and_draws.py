@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from test_adni_datamodule import SHAPE, make, prepared
 
 from datamodules import ADNIDataModule
+from datamodules.errors import ScanReadError
 
 ROOT = Path(__file__).parents[2]
 READS = """
@@ -22,6 +23,7 @@ import sys
 from pathlib import Path
 import torch
 from datamodules import ADNIDataModule
+from datamodules.errors import ScanReadError
 root, cache = map(Path, sys.argv[1:3])
 made = ADNIDataModule(root, spatial_shape=(24, 28, 24), spacing_mm=8.0, val_fraction=0.2,
                       test_fraction=0.2, cache_dir=cache)
@@ -205,3 +207,16 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     module = prepared(tiny_cohort, tmp_path / "cache")
     assert total(module) == pytest.approx(float(out.strip().splitlines()[-1]))
     assert len(list(images.iterdir())) == len(module.scans("train"))
+
+
+def test_a_file_that_was_replaced_at_the_same_size_and_time_is_refused(download, tmp_path):
+    module = prepared(download, tmp_path / "cache")
+    record = module.scans("train")[0]
+    path = Path(record.path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # in the length that gzip keeps
+    path.write_bytes(bytes(data))
+    os.utime(path, ns=(record.mtime_ns, record.mtime_ns))
+    assert path.stat().st_size == record.bytes
+    with pytest.raises(ScanReadError, match="has changed since it was checked"):
+        module.dataset("train")[0]

@@ -65,6 +65,17 @@ def test_all_releases_of_dxsum_are_read(tmp_path):
     assert course(new, "999_S_10002") == ["NC"]
 
 
+@pytest.mark.parametrize("code", ["2", "2.0", "02"])
+def test_a_dementia_of_another_cause_is_told_apart_and_said(tmp_path, code):
+    lines = DXSUM_NEW.splitlines()
+    own = [f"{lines[0]},DXDDUE", f"{lines[1]},{code}", f"{lines[2]},{code}", f"{lines[3]},1"]
+    path = table(tmp_path, "\n".join([*own, f"{lines[4]},-4"]))
+    assert course(path, "999_S_0001") == ["MCI", "OD", "AD"]  # the cause of a dementia alone
+    (note,) = read_clinical(path).notes
+    assert "1 visits of 1 people are dementia of another cause (DXDDUE 2)" in note
+    assert "--other-dementia" in note
+
+
 def test_a_visit_without_a_date_is_placed_by_its_month(tmp_path):
     person = read_clinical(table(tmp_path, DXSUM_OLD)).person("999_S_0001")
     assert [visit.dated for visit in person.visits] == [True, False]

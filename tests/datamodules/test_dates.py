@@ -64,6 +64,12 @@ def test_what_could_be_either_and_is_not_the_portals_way_is_asked(text):
     assert "YYYY-MM-DD" in error.value.action
 
 
+@pytest.mark.parametrize(("text", "day"), [("38831", "2006-04-24"), ("38831.5", "2006-04-24")])
+def test_a_spreadsheets_number_of_a_day_is_named_with_that_day(text, day):
+    with pytest.raises(TableError, match=rf"(?s)BAD_DATE.*'{text}' .*{day}.*1904.*YYYY-MM-DD"):
+        column(text, "", "38840")
+
+
 def test_a_cell_of_another_kind_is_named():
     with pytest.raises(TableError, match=r"BAD_DATE: line 4: examdate '2006-04-05'; others are m"):
         column("4/25/2006", "5/26/2006", "2006-04-05")

@@ -240,3 +240,51 @@ def test_nothing_is_written_beside_listed_scans(tmp_path, capsys):
     assert "INSIDE_DATA" in capsys.readouterr().err
     assert main(["check", str(table), "--out", str(tmp_path / "report")]) == 1  # an empty file
     assert "EMPTY" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("entity", ["run-2", "run-02", "acq-fast", "rec-norm"])
+def test_bids_without_sessions_has_one_scan_of_a_person(cohorts, tmp_path, entity):
+    root = Path(shutil.copytree(cohorts / "bids", tmp_path / "bids"))
+    for folder in sorted(root.glob("sub-*/ses-M000")):
+        shutil.move(folder / "anat", folder.parent / "anat")
+    for folder in (*root.glob("sub-*/ses-*"), root / "truth"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for path in (*root.rglob("*_ses-M000_*"), *root.glob("sub-*/*_sessions.tsv")):
+        if path.suffix == ".tsv":
+            path.unlink()
+        else:
+            path.rename(path.with_name(path.name.replace("_ses-M000", "")))
+    first = next(r for r in look(root).records if r.used)
+    copied = Path(first.path).with_name(Path(first.path).name.replace("_T1w", f"_{entity}_T1w"))
+    shutil.copy(first.path, copied)
+    own = [r for r in look(root).records if r.subject == first.subject]
+    assert sorted((r.used, r.reason.partition(":")[0]) for r in own) == [
+        (False, "other_series"),
+        (True, ""),
+    ]
+
+
+@pytest.mark.parametrize("spelling", ["./{}", "a//../{}", "//{}", "link.nii.gz", "..\\{1}\\{0}"])
+def test_one_file_is_one_scan_however_its_path_is_written(cohorts, tmp_path, spelling):
+    scan = sorted((cohorts / "ida").rglob("*.nii.gz"))[0]
+    own = tmp_path / "own"
+    (own / "a").mkdir(parents=True)
+    shutil.copy(scan, own / "p.nii.gz")
+    (own / "link.nii.gz").symlink_to(own / "p.nii.gz")
+    name = f"{own.as_posix()[1:]}/p.nii.gz" if spelling.startswith("//") else "p.nii.gz"
+    rows = ["path,subject,label", "p.nii.gz,P1,AD", f"{spelling.format(name, own.name)},P2,NC"]
+    (own / "t.csv").write_text("\n".join(rows) + "\n")
+    found = survey(own / "t.csv", TASKS["ad_nc"], None)
+    assert [r.problem for r in found.records] == ["DUPLICATE_ID"] * 2
+
+
+def test_paths_of_windows_are_read(cohorts, tmp_path):
+    scan = sorted((cohorts / "ida").rglob("*.nii.gz"))[0]
+    (tmp_path / "scans").mkdir()
+    shutil.copy(scan, tmp_path / "scans" / "p.nii.gz")
+    table = tmp_path / "t.csv"
+    table.write_text("path,subject,label\nscans\\p.nii.gz,P1,AD\n")
+    assert [r.used for r in survey(table, TASKS["ad_nc"], None).records] == [True]
+    table.write_text("path,subject,label\nD:\\scans\\p.nii.gz,P1,AD\n")
+    with pytest.raises(FolderError, match=r"(?s)NO_SCANS.*D:.*drive of Windows"):
+        survey(table, TASKS["ad_nc"], None)

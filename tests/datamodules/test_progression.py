@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import date, timedelta
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from datamodules.labelling import label_records
 from datamodules.labels import TASKS
 from datamodules.progression import LabelRule, Visit, filled, label_visit, visit_of_scan
 from datamodules.records import ScanRecord
-from datamodules.sources.clinical import Clinical, Person
+from datamodules.sources.clinical import Clinical, Person, read_clinical
 from datamodules.synth import CohortSpec, generate
 
 START = date(2010, 3, 1)
@@ -30,6 +31,54 @@ def history(text: str) -> list[Visit]:
 def label_scan(visits: list[Visit], rule: LabelRule | None = None) -> tuple[str, str]:
     near = visit_of_scan(visits, START, "", (rule or LabelRule()).max_days_apart)
     return label_visit(visits, near, rule) if near else ("", "no_dx_near_scan")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MCI 0 24, AD 24",
+        "MCI 0, AD 0",
+        "NC 0 12, MCI 12",
+        "AD 0 12, NC 12 24",
+        "MCI 0 36, AD 36 48",
+    ],
+)
+@pytest.mark.parametrize("reverters", ["exclude", "visit"])
+def test_two_diagnoses_of_one_day_are_unstable_in_any_order_of_rows(text, reverters):
+    rule = LabelRule(reverters=reverters)
+    found = {label_scan(list(order), rule) for order in permutations(history(text))}
+    assert found == {("", "unstable")}
+
+
+def test_of_two_visits_as_near_one_is_taken_in_any_order_of_rows():
+    visits = [
+        Visit(START - timedelta(days=9), "MCI", mmse=27),
+        Visit(START + timedelta(days=9), "NC"),
+        Visit(START - timedelta(days=9), "MCI", mmse=26),
+    ]
+    found = {visit_of_scan(order, START, "", 60) for order in permutations(visits)}
+    assert found == {visits[2]}
+
+
+def test_sessions_that_name_no_time_may_stand_in_any_order(tmp_path):
+    header, rows = "participant_id\tsession_id\tdiagnosis", ["a\tMCI", "a\tAD", "b\tMCI"]
+    found = set()
+    for order in permutations(rows):
+        path = tmp_path / "sessions.tsv"
+        path.write_text("\n".join([header, *(f"sub-1\tses-{row}" for row in order)]) + "\n")
+        person = read_clinical(path).person("1")
+        near = visit_of_scan(person.visits, None, "b", 60)
+        found.add(label_visit(person.visits, near))
+    assert found == {("", "unstable")}
+
+
+def test_a_dementia_of_another_cause_is_what_the_rule_says():
+    visits = history("MCI 0, OD 12 24")
+    assert label_scan(visits) == ("", "other_dementia")
+    assert label_scan(visits, LabelRule(other_dementia="ad")) == ("pMCI", "")
+    ill = history("OD 0 12")
+    assert label_scan(ill) == ("", "other_dementia")
+    assert label_scan(ill, LabelRule(other_dementia="ad")) == ("AD", "")
 
 
 @pytest.mark.parametrize(

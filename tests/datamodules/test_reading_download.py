@@ -95,6 +95,8 @@ def retouch(text: str, how: str) -> bytes:
         "tab": text.replace('","', '"\t"').encode(),
         "unquoted": text.replace('"', "").encode(),
         "renamed": text.replace("Image Data ID", "Image_Data_ID").encode(),
+        "sep": b"sep=;\r\n" + text.replace('","', '";"').encode(),
+        "comments": b"# exported\n#\n\n" + text.encode(),
         "crlf": text.replace("\n", "\r\n").encode(),
         "iso dates": redated(text, "%Y-%m-%d"),
         "iso dates with time": redated(text, "%Y-%m-%d %H:%M:%S.0"),
@@ -115,6 +117,7 @@ def redated(text: str, written: str) -> bytes:
     "how",
     [
         *("bom", "utf16", "cp1252", "semicolon", "tab", "unquoted", "renamed", "crlf"),
+        *("sep", "comments"),
         *("iso dates", "iso dates with time", "german dates", "british dates", "dates of Excel"),
     ],
 )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from datamodules.checks import FileReport
+from datamodules.checks import FileReport, check_file
 from datamodules.nifti import BadFile
 from datamodules.synth import CohortSpec, generate
 from models.cli import main
@@ -58,6 +58,17 @@ def test_the_same_numbers_as_the_model_gives_for_the_prepared_scan(trained, tmp_
     with torch.no_grad():
         expected = own.network(own.prepare(path)[0][None]).softmax(dim=1)[0]
     assert [float(row["p_NC"]), float(row["p_AD"])] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_maps_of_an_earlier_run_are_no_scans(trained, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "scans"
+    folder.mkdir()
+    path = Path(shutil.copy(scans_of(trained / "new")[0], folder / "P7.nii.gz"))
+    predict(monkeypatch, trained, path, folder / "said")
+    assert [scan.path for scan in find_scans(folder)] == [path]
+    assert "1 files below" in capsys.readouterr().out
+    (found,) = (folder / "said").glob("*.nii.gz")
+    assert check_file(found).code == "MAP"
 
 
 @pytest.mark.conformance
