@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.asking.units import parse
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planning import parse
 from lightning_hybrid.state import AtomicCheckpointIO, write_safetensors
 
 

@@ -40,4 +40,4 @@ from lightning_hybrid.planning.shares import batch_sizes, deal
 from lightning_hybrid.planning.sizes import Machine, choose_sizes
 from lightning_hybrid.planning.step_problems import CostsOf
 from lightning_hybrid.planning.step_time import speedup
-from lightning_hybrid.planning.units import spell
+from lightning_hybrid.planning.units import parse, spell
