@@ -12,8 +12,6 @@ the process is killed.
 """
 
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import py_object, pythonapi
@@ -26,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid._torch.autograd import unrecorded
-from lightning_hybrid.comm.threads import BackgroundThread
+from lightning_hybrid.comm.threads import BackgroundThread, end_process
 from lightning_hybrid.comm.travelling_errors import is_late
 from lightning_hybrid.errors import HybridError, RemoteError
 
@@ -226,13 +224,8 @@ class StuckSends:
 
 
 def _kill(reason: str) -> None:
-    print(
-        f"Process {os.getpid()} is killed: a send of it would wait for ever. {reason}",
-        file=sys.stderr,
-        flush=True,
-    )
     # an exception cannot wake a thread that waits inside of gloo
-    os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+    end_process(f"Process {os.getpid()} is killed: a send of it would wait for ever. {reason}")
 
 
 SENDS = StuckSends(_kill)

@@ -7,14 +7,18 @@ its first object, Python drops the thread with a line on the console, and the wa
 
 import _thread
 import atexit
+import os
+import signal
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Event, Thread
 from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
 _BEGINS_WITHIN_S = 10.0
-_ENDS_WITHIN_S = 5.0
+_ENDS_WITHIN_S, _SAYS_WITHIN_S = 5.0, 1.0
 
 
 class BackgroundThread(Thread):
@@ -70,6 +74,20 @@ class BackgroundThread(Thread):
         except RuntimeError as error:
             self._failures.append(error)
             self._begun.set()
+
+
+def end_process(reason: str) -> None:
+    """Print a line and kill this process, whether or not anybody reads what it prints."""
+
+    def say() -> None:
+        with suppress(OSError):
+            print(reason, file=sys.stderr, flush=True)
+
+    says = BackgroundThread(say, "hybrid-says")
+    with suppress(MemoryError, RuntimeError):
+        says.start()
+        says.join(_SAYS_WITHIN_S)
+    os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 
 _AWAITED: WeakSet[Thread] = WeakSet()

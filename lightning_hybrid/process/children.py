@@ -12,10 +12,11 @@ from contextlib import suppress
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.process.faults import GRACE_S
 
-# waits for a line from the process that has started it; kills the ranks if its pipe closes instead
+# waits for a line from the process that has started it; if its pipe closes instead, kills the ranks
+# (and only then says so: nobody may read that any more, and to write would end it)
 _KEEPER = (
-    'read -r met || { echo "Ranks that have not met yet end (processes $*): the process that has '
-    'started them is gone." >&2; kill -9 "$@" 2>/dev/null; }'
+    'read -r met || { kill -9 "$@" 2>/dev/null; echo "Ranks that have not met yet end (processes '
+    '$*): the process that has started them is gone." >&2; }'
 )
 # gives each of its arguments, the numbers of processes, some seconds to end
 _LATER = (

@@ -1,8 +1,5 @@
 """Find the first error of a run on every rank, through the store: the first to fail writes it."""
 
-import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -11,7 +8,7 @@ from datetime import timedelta
 from errno import EMFILE, ENFILE
 from socket import create_connection
 from threading import Event
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -22,6 +19,7 @@ from lightning_hybrid.comm import (
     Coordinates,
     Failure,
     Group,
+    end_process,
     fail_next_meeting,
     is_gone,
     is_late,
@@ -160,7 +158,7 @@ class Watch:
     """
 
     def __init__(self, here: Coordinates, store: Store, timeout: timedelta) -> None:
-        self._here, self._store = here, store
+        self._here, self._store = here, cast(Any, store)  # torch's type stubs lack `clone`
         self._timeout_s = timeout.total_seconds()
         self._own: Any = None
         self._serves = False
@@ -172,6 +170,7 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch."""
+        self._own = self._store.clone()
         self._thread.start()
 
     def serve(self) -> None:
@@ -220,21 +219,17 @@ class Watch:
                 return
         if self._over.wait(GRACE_S):
             return
-        print(
+        end_process(
             f"{self._here} is killed: it did not end within {GRACE_S:.0f} s of a failure "
-            f"elsewhere: {raised(cause.text)}",
-            file=sys.stderr,
-            flush=True,
+            f"elsewhere: {raised(cause.text)}"
         )
-        os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
     def _failed(self) -> Failure | None:
         """The failure that a rank has recorded, or the loss of the store's host; else ``None``."""
         for _ in range(_TRIES):
             if _answers(self._store):
                 with suppress(RuntimeError):  # the connection is broken
-                    store: Any = self._store  # torch's type stubs lack `clone`
-                    self._own = self._own or store.clone()
+                    self._own = self._own or self._store.clone()
                     self._exchange_signs(self._own)
                     failed = self._own.check([FAULT]) and not self._serves
                     return read_fault(self._own) if failed else None

@@ -1,13 +1,10 @@
 """Notices ranks of this host that end before the run does, killed or with an error code."""
 
-import os
-import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Collection, Sequence
 
-from lightning_hybrid.comm import BackgroundThread
+from lightning_hybrid.comm import BackgroundThread, end_process
 from lightning_hybrid.process.children import Children, not_caught
 from lightning_hybrid.process.faults import GRACE_S
 
@@ -61,12 +58,9 @@ class KilledRanks(BackgroundThread):
             return
         failed = next(child for child, code in zip(self._children, self._codes(given_up)) if code)
         reason = f" {not_caught()};" if self._after_a_failure else ""
-        print(
-            f"A process of this run (PID {failed.pid}) ended with code {failed.returncode};"
-            f"{reason} the others did not end within {GRACE_S:.0f} s and are killed.",
-            file=sys.stderr,
-            flush=True,
-        )
         for child in self._children:
             child.kill()
-        os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+        end_process(
+            f"A process of this run (PID {failed.pid}) ended with code {failed.returncode};"
+            f"{reason} the others did not end within {GRACE_S:.0f} s and are killed."
+        )

@@ -187,7 +187,8 @@ class ReplicaRanks:
             The failure that came first, on another rank; ``None``: it is this one.
         """
         rank, world = str(self.coordinates), self._ranks.world
-        ours = world.phase is Phase.TOGETHER and isinstance(error, Exception)
+        begun = self._ranks.sizes_are_open or world.has_coordinates
+        ours = begun and world.phase is Phase.TOGETHER and isinstance(error, Exception)
         if ours and self.global_rank >= self.num_replicas:
             error.add_note(
                 f"({code} runs on workers too. To them {by}.global_rank, here {self.global_rank}, "

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_hybrid.comm import threads
 from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
@@ -26,7 +27,7 @@ def watched(store: Any, here: Coordinates = HERE, timeout_s: float = 30) -> Watc
 
 
 class Flaky:
-    """A connection to a store that breaks after some looks."""
+    """A store whose first connection breaks after some looks."""
 
     def __init__(self, store: Any, good: int) -> None:
         self._store, self._good = store, good
@@ -46,8 +47,8 @@ class Flaky:
         return self._store.get(key)
 
     def clone(self) -> "Flaky":
-        other = Flaky(self._store, 10**6)
-        other.looks = self.looks
+        other = Flaky(self._store, self._good)
+        self._good, other.looks = 10**6, self.looks  # only the first connection breaks
         return other
 
 
@@ -57,7 +58,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event = threading.Event()
     monkeypatch.setattr(faults, "_LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(faults, "GRACE_S", 0.1)
-    monkeypatch.setattr(faults.os, "kill", lambda *_: event.set())
+    monkeypatch.setattr(threads.os, "kill", lambda *_: event.set())
     return event
 
 

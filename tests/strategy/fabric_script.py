@@ -8,6 +8,7 @@ tensors on the CPU.
 
 import json
 import sys
+import threading
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -502,6 +503,11 @@ def is_refused(fabric: Fabric) -> Record:
 
 
 @loop
+def sets_nothing_up(fabric: Fabric) -> Record:
+    return {"heard": torch.tensor(fabric.broadcast(7))}
+
+
+@loop
 def fails_on_a_driver(fabric: Fabric) -> None:
     net = make(Convolutions)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -579,6 +585,7 @@ def run(name: str, fabric: Fabric, times: int = 1) -> Any:
     return {
         "seen": records,
         "kept": weights(kept),
+        "threads": sum(t.name.startswith("hybrid") for t in threading.enumerate()),
         "states beside": all(s["momentum_buffer"].device == p.device for p, s in states),
     }
 

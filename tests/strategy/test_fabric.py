@@ -82,7 +82,7 @@ def check(folder: Path, loops: Sequence[str], replicas: int, stages: int, **opti
 
 
 def test_loops_evaluate_save_and_load_in_stages_as_on_one_device(tmp_path: Path) -> None:
-    check(tmp_path, ["clips_by_norm_and_evaluates", "saves_and_loads"], 1, 2)
+    check(tmp_path, ["sets_nothing_up", "clips_by_norm_and_evaluates", "saves_and_loads"], 1, 2)
 
 
 @slow
