@@ -436,14 +436,16 @@ def plans_of(
     genes, shares = shape.arrangement, shape.shares
     space = Arrangements(costs_of, cluster, batch, (genes.microbatches,))
     whole = space.whole(genes)
+    table = whole.table
     if genes.has_copies:
         copied = space.copied(genes.used, genes.copies, genes.microbatches)
+        table = copied.chain.table
         costs = replace(
             copied.stage_costs(genes.ends), devices=[*map(min, owners_of(genes.copies))]
         )
     else:
         costs = whole.costs(genes.ends, genes.chain)
-    table, seats = whole.table, sorted(genes.used)
+    seats = sorted(genes.used)
     # of the devices only those that are used have a rank
     ranks = tuple(map(seats.index, genes.used))
     if shape.plans:
