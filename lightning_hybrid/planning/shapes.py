@@ -37,6 +37,7 @@ from lightning_hybrid.planning.planner import plan_within
 from lightning_hybrid.planning.search import PlanSettings, Replica
 from lightning_hybrid.planning.shares import deal
 from lightning_hybrid.planning.step_problems import CostsOf, unlimited
+from lightning_hybrid.schedules import STREAMED
 
 SPARE = 0.1
 """Fraction of a device's memory that shapes leave free if they can: what a step holds is predicted,
@@ -254,8 +255,12 @@ def _plain(
     guesses.sort(key=_rank)
     known: list[Shape] = []
     for place, guess in enumerate(guesses):
-        # measuring takes seconds, and what is left would not be better
-        if not guess.fits or (known and _rank(guess) >= min(map(_rank, known))):
+        if not guess.fits:
+            break
+        # Measuring takes seconds, and what is left would not be better. (A stream of batches has no
+        # fill and drain, which are in the guesses.)
+        streamed = asked.settings.schedule in STREAMED
+        if known and not streamed and _rank(guess) >= min(map(_rank, known)):
             break
         guesses[place] = _planned(spaces, asked, guess)
         known += [guesses[place]] * guesses[place].fits
@@ -321,8 +326,9 @@ def _planned(spaces: Sequence[Arrangements], asked: Asked, guess: Shape) -> Shap
             plans.append(plan_within(problem.table, asked.settings, replica))
         except PlanError as error:
             fit = _fit(space, replace(genes, recompute=at.recompute))
+            fit = replace(fit, limits=replica.memory_limits or ())
             lacks = max(fit.lacks) if fit.limits else 0.0
-            refusal = "" if lacks > 0 or plans else str(error)
+            refusal = "" if lacks > 0 else str(error)
             return replace(guess, lacking_bytes=max(lacks, 1.0), fit=fit, refusal=refusal)
     space, whole = max(zip(spaces, plans), key=lambda pair: pair[0].partitions)
     ends = tuple(accumulate(len(row.partitions) for row in whole.rows))
@@ -436,14 +442,16 @@ def plans_of(
     genes, shares = shape.arrangement, shape.shares
     space = Arrangements(costs_of, cluster, batch, (genes.microbatches,))
     whole = space.whole(genes)
+    table = whole.table
     if genes.has_copies:
         copied = space.copied(genes.used, genes.copies, genes.microbatches)
+        table = copied.chain.table
         costs = replace(
             copied.stage_costs(genes.ends), devices=[*map(min, owners_of(genes.copies))]
         )
     else:
         costs = whole.costs(genes.ends, genes.chain)
-    table, seats = whole.table, sorted(genes.used)
+    seats = sorted(genes.used)
     # of the devices only those that are used have a rank
     ranks = tuple(map(seats.index, genes.used))
     if shape.plans:

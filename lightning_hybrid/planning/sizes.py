@@ -151,12 +151,10 @@ def choose_sizes(
     shapes = rank_shapes(costs, machine.described(present_bytes), batch, asked)
     if not shapes:
         raise PlanError(
-            f"no numbers of replicas and stages of {len(machine.devices)} devices are allowed here"
+            f"no numbers of replicas and stages of {len(machine.devices)} devices are allowed "
+            "here, or the network has fewer partitions than they have stages"
         )
-    try:
-        best = recommended(shapes)
-    except PlanError as error:
-        raise PlanError(f"{error}. Two tensors of state are assumed for each parameter") from error
+    best = recommended(shapes)
     others: dict[int, Shape] = {}
     for shape in shapes:
         if shape.fits and shape.sizes.stages != best.sizes.stages:

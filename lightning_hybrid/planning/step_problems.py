@@ -142,6 +142,9 @@ def with_copies(
         cluster: The cluster, for the all-reduces over the owners of each stage.
     """
     owners, table = owners_of(copies), problem.table
+    if len(cluster.devices) == problem.m:  # copies average too, as several replicas do anyway
+        held = [size + copy for size, copy in zip(table.memory_bytes, table.gradient_bytes)]
+        table = replace(table, memory_bytes=held)
     groups = [
         [k + d for k in range(0, len(cluster.devices), problem.m) for d in devices]
         for devices in owners

@@ -71,7 +71,9 @@ def problem_on(
     """The problem of replicas of so many devices, on all of a cluster: see `problem_of`."""
     replicas = len(cluster.devices) // devices
     reduce_s = rings_s(ring_of(cluster, devices), costs.gradient_bytes, replicas)
-    table = in_training(costs, microbatches, reduce_s, recompute)
+    costs = costs.averaged() if replicas > 1 else costs
+    # one stage runs the backward of a micro-batch before the next forward
+    table = in_training(costs, microbatches if devices > 1 else 1, reduce_s, recompute)
     links = links_of(cluster, devices)
     return problem_of(table, cluster, devices, microbatches, links, recompute, replica)
 

@@ -110,6 +110,14 @@ def test_an_accelerator_reduces_beside_its_backward() -> None:
     assert hidden.best.step_s == pytest.approx(18 * 75 * MS + 8e-10 * 18 * 0.5 * MB)
 
 
+def test_a_stream_of_batches_has_no_bubble() -> None:
+    streamed = PlanSettings(schedule="pipedream", recompute=False)
+    at = machine(reduce_s=0.0, reduce_bytes_per_s=4e9)
+    for settings, stages in ((PlanSettings(), 1), (streamed, 2)):
+        best = choose(at, [Network(WIDE)], batch=32, settings=settings, microbatches=1).best
+        assert best.sizes.stages == stages
+
+
 def test_what_cannot_win_is_not_measured() -> None:
     network = Network(CONVOLUTIONS)
     choose(machine(), [network], batch=6)
