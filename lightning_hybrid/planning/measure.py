@@ -25,7 +25,7 @@ from lightning_hybrid.graph import (
 )
 from lightning_hybrid.planning.memory_free import give_back_memory
 from lightning_hybrid.planning.partition_table import PartitionTable
-from lightning_hybrid.stage import fresh, input_part, own_copy, stays_on_cpu, with_saved
+from lightning_hybrid.stage import copy_to_measure, fresh, input_part, stays_on_cpu, with_saved
 
 ENOUGH_S = 0.1
 """Measurements are not repeated beyond this total of seconds: a long time is known well enough."""
@@ -105,25 +105,25 @@ def _measure(
         for leaf, value in zip(graph.leaves, map(_outside_inference, fresh(graph, leaves)))
     ]
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
-    # results by code and sizes: most networks repeat a block
-    known: dict[Hashable, dict[str, Any]] = {}
+    # results and outputs by code and sizes: most networks repeat a block
+    known: dict[Hashable, tuple[dict[str, Any], list[Any]]] = {}
     rows, differentiable = [], False
     codes = cut(graph, partitions, range(1, len(partitions)))
     for partition, code in zip(partitions, codes):
-        stage = Stage(code, graph.network, device)
-        tensors = [own_copy(state[name], device) for name in code.tensors]
-        key = code.code.shape(), differentiable, _sizes((*tensors, *values))
+        stage, own = Stage(code, graph.network, device), [state[name] for name in code.tensors]
+        key = code.code.shape(), differentiable, _sizes((*own, *values))
+        differentiable |= any(tensor.requires_grad for tensor in own)
         if key not in known:
-            clock = clock_of(device)
-            one = _Partition(stage, tensors, values, numbers, clock, differentiable)
-            known[key] = one.timed(repeats, device)
-        differentiable |= any(tensor.requires_grad for tensor in tensors)
-        with torch.no_grad():
-            values = stage.run_with(tensors, values, numbers)
+            tensors, clock = [copy_to_measure(tensor, device) for tensor in own], clock_of(device)
+            one = _Partition(stage, tensors, values, numbers, clock, key[1])
+            times = one.timed(repeats, device)
+            with torch.no_grad():
+                known[key] = times, stage.run_with(tensors, values, numbers)
+        times, values = known[key]
         output_bytes = sum(value.nbytes for value in values)
         if partition.stop == len(graph.layers):
             output_bytes = round(cuts.bytes(partition.stop) * scale)
-        rows.append({**known[key], "output_bytes": output_bytes})
+        rows.append({**times, "output_bytes": output_bytes})
     return PartitionTable.of(graph, partitions, rows, batch, device_name(device))
 
 

@@ -1,12 +1,13 @@
 """Tensors whose numbers are on other ranks, in files or not made yet: proxies, deferred tensors."""
 
-from lightning_hybrid.remote.deferral import Deferral, has_loaded
+from lightning_hybrid.remote.deferral import Deferral, forget_made, has_loaded
 from lightning_hybrid.remote.deferred import (
     give_up,
     is_deferred,
     is_of_one_rank,
     is_offloaded,
     is_vacant,
+    like,
     materialize,
     materialize_here,
     materialized_with,
@@ -19,6 +20,7 @@ from lightning_hybrid.remote.deferred import (
 from lightning_hybrid.remote.hollow_network import Hollow, NoMemory, watched
 from lightning_hybrid.remote.intercepted import Intercepted
 from lightning_hybrid.remote.living_views import View, views_of
+from lightning_hybrid.remote.mapped_files import mappings
 from lightning_hybrid.remote.proxy import Kind, hook_refused, read_now
 from lightning_hybrid.remote.remote import RemoteTensors
 from lightning_hybrid.remote.remote_gradients import RemoteGradients

@@ -4,13 +4,19 @@ Inside `Deferral.building` every new tensor is on the meta device, and a `Tape` 
 operations on it; random generators advance as on one device (the numbers are drawn into scratch
 memory and dropped). Afterwards the module's parameters and buffers are deferred
 (:mod:`lightning_hybrid.remote.deferred`), and playing the tape makes their numbers.
+
+What is read from files has these as its source. A large tensor in the memory of a mapped file is
+not read: views of it are made, everything else is recorded. Threads that are started meanwhile
+record as well, since libraries load files in such. A tensor for which code asks ``device="meta"``
+has no numbers on one device either, and is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +27,7 @@ from lightning_hybrid._torch.tensors import (
     TorchDispatchMode,
     as_they_are,
     draws,
+    is_shared,
     schema,
     swap_memory,
 )
@@ -32,13 +39,16 @@ from lightning_hybrid.remote.deferred import (
     SEEMING,
     Maker,
     defer,
+    elsewhere,
     is_deferred,
     is_offloaded,
+    makes_views,
     offload,
     show,
 )
 from lightning_hybrid.remote.initialization_tape import Tape, View, memory_for
 from lightning_hybrid.remote.intercepted import ordinary
+from lightning_hybrid.remote.mapped_files import in_mapped_file
 from lightning_hybrid.remote.unread import is_unread
 
 
@@ -49,6 +59,15 @@ def has_loaded(tensor: Any) -> bool:
         return False
     with as_they_are():
         return deferral.tape.is_marked(tensor)
+
+
+_living: weakref.WeakSet[Deferral] = weakref.WeakSet()
+
+
+def forget_made() -> None:
+    """After a cut, drop what no tensor of this rank is made of any more, and close its files."""
+    for deferral in _living:
+        deferral.tape.forget()
 
 
 class Deferral(Maker):
@@ -63,14 +82,24 @@ class Deferral(Maker):
     def __init__(self, device: torch.device) -> None:
         self.tape = Tape(device)
         self.device = device
-        self.active = self.playing = False
+        self.active = False
+        self.lock = threading.RLock()
+        self._thread = threading.local()
         self._shown: dict[int, list[weakref.ref[Any]]] = {}
+        _living.add(self)
+
+    @property
+    def recording(self) -> bool:
+        """Whether this thread records what is done to tensors."""
+        return self.active and not getattr(self._thread, "unrecorded", 0)
 
     @contextlib.contextmanager
     def building(self, module: nn.Module) -> Iterator[None]:
         """Inside, new tensors have no memory; afterwards those of ``module`` are deferred."""
-        with self._noting():
+        before = {id(tensor) for _, tensor in _state(module)}
+        with self._noting(), _started_threads(self._recorded):
             yield
+        self._take_real(tensor for _, tensor in _state(module) if id(tensor) not in before)
         self._take(module)
 
     @contextlib.contextmanager
@@ -101,11 +130,26 @@ class Deferral(Maker):
         """
         self.active, self.tape.marking = True, marking
         try:
-            # (one answers what Python reads of tensors, the other records what autograd calls)
-            with _Answers(self), _Recorder(self):
+            with self._recorded():
                 yield
         finally:
             self.active = self.tape.marking = False
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Inside, this thread records operations, until the module is built."""
+        # (one answers what Python reads of tensors, the other records what autograd calls)
+        with _Answers(self), _Recorder(self):
+            yield
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Inside, operations of this thread run as ever."""
+        self._thread.unrecorded = getattr(self._thread, "unrecorded", 0) + 1
+        try:
+            yield
+        finally:
+            self._thread.unrecorded -= 1
 
     def _bring_back(self, module: nn.Module) -> list[tuple[Tensor, str, str]]:
         """Let tensors that other ranks own be written to here.
@@ -115,20 +159,17 @@ class Deferral(Maker):
         """
         away: list[Any] = [tensor for _, tensor in _state(module) if is_offloaded(tensor)]
         before = [(tensor, tensor._full_name, tensor._where) for tensor in away]
-        for tensor, name, _ in before:
+        for tensor, name, where in before:
             with as_they_are():
+                # (what is not written to cannot be read)
+                self.tape.put(tensor, elsewhere(tensor, name, where))
                 self.open(tensor, name)
-                # (of an earlier load: its owner has it)
-                self.tape.marked.discard(self.tape.view(tensor).key)
         return before
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         # (so that the operations that the tape plays are not recorded again)
-        before, self.playing = self.playing, True
-        try:
+        with self.lock, self.unrecorded():
             return self.tape.real([self.tape.view(tensor) for tensor in tensors])
-        finally:
-            self.playing = before
 
     def settle(self, tensor: Tensor, value: Tensor) -> None:
         storage, key = value.untyped_storage(), self.tape.view(tensor).key
@@ -143,6 +184,15 @@ class Deferral(Maker):
     def open(self, tensor: Tensor, name: str) -> None:
         defer(tensor, self, name, "")
         self._shown.setdefault(self.tape.view(tensor).key, []).append(weakref.ref(tensor))
+
+    def _take_real(self, tensors: Iterable[Tensor]) -> None:
+        """Put tensors that have numbers (loaded from files) on the tape, which then holds them."""
+        with as_they_are():
+            for tensor in tensors:
+                plain = type(tensor) in (nn.Parameter, Tensor) and tensor.layout is torch.strided
+                # (what code has another view of stays in that view's memory)
+                if plain and tensor.is_leaf and not (tensor.is_meta or is_shared(tensor)):
+                    swap_memory(tensor, ordinary(tensor, self.tape.lift(tensor)))
 
     def _take(self, module: nn.Module) -> None:
         """Make deferred tensors of a module's parameters and buffers that the tape has recorded.
@@ -196,6 +246,12 @@ class _Answers(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not self._deferral.recording:
+            return func(*args, **kwargs)
+        of_storage = func is torch.asarray and not isinstance(args[0], Tensor)
+        if of_storage or _is_meta(kwargs.get("device")):
+            with self._deferral.unrecorded():
+                return func(*args, **kwargs)
         if func in SEEMING or func in NUMBERS:
             with as_they_are():
                 known = isinstance(args[0], Tensor) and self._deferral.tape.knows(args[0])
@@ -236,24 +292,32 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._deferral.playing:
+        if not self._deferral.recording:
             return func(*args, **(kwargs or {}))
-        with as_they_are():
+        with self._deferral.lock, as_they_are():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation: without memory if it makes tensors or has arguments without memory."""
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        if any(isinstance(value, torch.UntypedStorage) for value in args):
+            # (as `torch.load` does: an empty tensor gets the memory that was read or mapped)
+            swap_memory(args[0], torch.empty(0, dtype=args[0].dtype, device=args[1].device))
+            return func(*args, **kwargs)
         if any(map(is_unread, tensors)):  # (of a checkpoint: the tape reads them when it is played)
             lifted = rebuild((args, kwargs), lambda v: self._tape.lift(v) if is_unread(v) else v)
             return self._run(func, *lifted)
         names = {argument.name for argument in schema(func).arguments}
         # (`new_empty` and the like have a tensor among their arguments, and make another one)
         makes = "device" in names and (not tensors or schema(func).name.startswith("aten::new_"))
+        bare = [t for t in tensors if t.is_meta and not self._tape.knows(t)]
+        if bare:  # (made with `device="meta"`)
+            return self._beside_bare(func, args, kwargs, bare)
         if not makes and not any(tensor.is_meta for tensor in tensors):
             if _is_meta(kwargs.get("device")):  # (as by `device=weight.device`)
                 kwargs = {**kwargs, "device": self._tape.device}
-            return func(*args, **kwargs)
+            if makes_views(func) or not any(map(in_mapped_file, tensors)):
+                return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if not all(tensor.is_meta for tensor in written):
             return self._for_real(func, args, kwargs, written)
@@ -262,6 +326,30 @@ class _Recorder(TorchDispatchMode):
             device = self._tape.device if given is None or _is_meta(given) else given
             kwargs = {**kwargs, "device": device}
         return self._without_memory(func, args, kwargs, written)
+
+    def _beside_bare(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bare: list[Tensor]
+    ) -> Any:
+        """Run an operation with an argument that has no numbers on one device either.
+
+        Raises:
+            DeferredError: it needs the numbers.
+        """
+        known = [t for _, t in tensors_in((args, kwargs)) if self._tape.knows(t)]
+        device = kwargs.get("device")
+        if not known and (device is None or _is_meta(device)):
+            return func(*args, **kwargs)
+        if schema(func).name.endswith("_like") or schema(func).name.startswith("aten::new_"):
+            # (it looks at sizes and type alone)
+            alike = {id(t): self._tape.made(t) for t in bare}
+            return self._run(func, *rebuild((args, kwargs), lambda v: alike.get(id(v), v)))
+        written = _written(func, args, kwargs)
+        if not known or (written and not any(map(self._tape.knows, written))):
+            return func(*args, **kwargs)
+        raise DeferredError(
+            f"{func} in configure_model reads a tensor of size {tuple(bare[0].shape)} that was "
+            'made with device="meta" and has no numbers.'
+        )
 
     def _without_memory(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
@@ -343,6 +431,33 @@ class _Recorder(TorchDispatchMode):
             lambda v: next(real) if isinstance(v, Tensor) and v.is_meta else v,
         )
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _started_threads(
+    inside: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Within, threads that this one starts, and those that they start, run in another context."""
+    kind: Any = threading.Thread
+    original, members = kind.start, {threading.get_ident()}
+
+    def start(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def run_inside() -> None:
+            members.add(threading.get_ident())
+            with inside():
+                run()
+
+        if threading.get_ident() in members:
+            thread.run = run_inside  # type: ignore[method-assign]
+        original(thread)
+
+    kind.start = start
+    try:
+        yield
+    finally:
+        kind.start = original
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

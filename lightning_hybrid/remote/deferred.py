@@ -149,8 +149,7 @@ def _gradient_elsewhere(func: Any, tensor: Any, value: Any = None) -> Any:
     It is a tensor of that worker: code may see whether there is one, or clear it, and not read it.
     """
     with as_they_are():
-        gradient: Any = like(tensor, "meta")
-    defer(gradient, None, f"{tensor._full_name}.grad", tensor._where)
+        gradient: Any = elsewhere(tensor, f"{tensor._full_name}.grad", tensor._where)
     if func in getters("grad"):
         return gradient if tensor._gradients.has_deferred(tensor._full_name) else None
     if value is None:
@@ -236,10 +235,17 @@ def offload(tensor: Any, name: str, where: str) -> None:
         where: which rank owns it, in the words of errors.
     """
     with as_they_are():
-        if not isinstance(tensor, _Deferred):
-            # (on the meta device, where it keeps its size, strides and type)
-            swap_memory(tensor, ordinary(tensor, like(tensor, "meta")))
+        # (on the meta device, where it keeps its size, strides and type; and not in memory that a
+        # maker knows)
+        swap_memory(tensor, ordinary(tensor, like(tensor, "meta")))
         defer(tensor, None, name, where)
+
+
+def elsewhere(tensor: Tensor, name: str, where: str) -> Tensor:
+    """A tensor like another one, which another rank owns."""
+    twin = like(tensor, "meta")
+    defer(twin, None, name, where)
+    return twin
 
 
 def like(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -347,16 +353,19 @@ class _OnlyLooks(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        described = schema(func)
-        aliases = [returned.alias_info for returned in described.returns]
-        views = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
         # (a view in autograd's graph needs real memory, since its gradient belongs to the tensor)
-        tracked = torch.is_grad_enabled() and described.name != "aten::detach"
+        tracked = torch.is_grad_enabled() and schema(func).name != "aten::detach"
         with as_they_are():
             wanted = tracked and any(t.requires_grad for _, t in tensors_in((args, kwargs)))
-        if not views or wanted:
+        if not makes_views(func) or wanted:
             raise _Computes
         return func(*args, **(kwargs or {}))
+
+
+def makes_views(operator: Any) -> bool:
+    """Whether all that an operator returns are views of its arguments, which it does not change."""
+    aliases = [returned.alias_info for returned in schema(operator).returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: list[Any]) -> Any:

@@ -178,10 +178,19 @@ class Tape:
 
     def lift(self, tensor: Tensor) -> Tensor:
         """A new tensor without memory whose numbers will be those of a real one."""
-        twin = like(tensor, "meta")
-        view = self.view(twin)
-        nothing: frozenset[int] = frozenset()
-        self._add(Step(Constant.of(tensor), (), {}, (view,), nothing, frozenset({view.key})))
+        twin = self.made(tensor)
+        self.put(twin, tensor)
+        return twin
+
+    def put(self, tensor: Tensor, value: Tensor) -> None:
+        """Record that a tensor without memory has the numbers of another one."""
+        view, nothing = self.view(tensor), frozenset[int]()
+        self._add(Step(Constant.of(value), (), {}, (view,), nothing, frozenset({view.key})))
+
+    def made(self, like_this: Tensor) -> Tensor:
+        """A new tensor without memory, of the size and type of another one, and with no numbers."""
+        twin = like(like_this, "meta")
+        self.view(twin)
         return twin
 
     def record(

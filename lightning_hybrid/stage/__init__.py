@@ -27,8 +27,8 @@ from lightning_hybrid.stage.rank_stages import (
 from lightning_hybrid.stage.split_backward import input_part
 from lightning_hybrid.stage.stage_check import (
     check,
+    copy_to_measure,
     fresh,
-    own_copy,
     stays_on_cpu,
     with_room_for,
     with_saved,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.errors import StitchError
 from lightning_hybrid.graph import Leaf, NetworkGraph, Stage, StageCode, cut_at, make_stages
-from lightning_hybrid.remote import is_deferred, value_of
+from lightning_hybrid.remote import is_deferred, like, value_of
 
 Result = TypeVar("Result")
 
@@ -208,6 +208,19 @@ def own_copy(value: Tensor, device: torch.device) -> Tensor:
         wanted = value.requires_grad
         copy = value_of(value).detach().to(device, copy=True)
     return copy.requires_grad_(wanted)
+
+
+def copy_to_measure(value: Tensor, device: torch.device) -> Tensor:
+    """A copy of a parameter or buffer on ``device``, to measure what computes with it.
+
+    Weights that this rank has not made or read get other numbers, since most are another rank's.
+    """
+    if not (is_deferred(value) and isinstance(value, nn.Parameter)) or value.itemsize == 1:
+        return own_copy(value, device)
+    with as_they_are():
+        copy = like(value, device)
+        copy = copy.normal_(std=0.02) if copy.is_floating_point() else copy.zero_()
+        return copy.requires_grad_(value.requires_grad)
 
 
 def _difference(one: Any, other: Any, *, exact: bool) -> str | None:

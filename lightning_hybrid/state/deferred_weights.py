@@ -20,6 +20,7 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import (
     RemoteGradients,
+    forget_made,
     has_loaded,
     is_deferred,
     is_of_one_rank,
@@ -137,6 +138,7 @@ class Takeover:
                 vacate(tensors[name])
         for name in names:
             occupy(tensors[name])
+        forget_made()
         let_go_of_checkpoints()
 
     def settle(self, arrived: Iterable[str]) -> None:

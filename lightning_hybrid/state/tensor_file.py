@@ -34,7 +34,15 @@ from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.comm import TensorSpec, bytes_of
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import free_addresses, gigabytes
-from lightning_hybrid.remote import Unread, is_unread, is_vacant, leave_unread, unread, value_of
+from lightning_hybrid.remote import (
+    Unread,
+    is_unread,
+    is_vacant,
+    leave_unread,
+    mappings,
+    unread,
+    value_of,
+)
 from lightning_hybrid.stage import tensors_of
 
 PIECE_BYTES = 64 * 2**20
@@ -259,10 +267,8 @@ def let_go_of_checkpoints() -> None:
     with suppress(OSError, AttributeError):  # other systems than Linux, and old ones
         madvise = ctypes.CDLL(None).madvise
         # torch keeps its mappings to itself; the system knows them all
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            addresses, *_, path = line.split(maxsplit=5)
+        for begin, end, path in mappings():
             if path in _checkpoints:
-                begin, end = (int(address, 16) for address in addresses.split("-"))
                 madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _PAGE_OUT)
 
 

@@ -1,0 +1,151 @@
+"""Weights that ``configure_model`` loads stay in their file until a rank makes its stages."""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from deferring import build, made
+from torch import Tensor, nn
+
+from lightning_hybrid.errors import DeferredError
+from lightning_hybrid.remote.deferral import forget_made
+from lightning_hybrid.remote.deferred import is_deferred, materialize, offload, value_of
+
+SIZE, MIB = 1100, 2**20  # of a weight of 2.3 MiB in bfloat16
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are looked at in /proc")
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(4)))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.pt"
+    torch.save(made(layers).bfloat16().state_dict(), path)
+    return path
+
+
+def in_memory(path: Path) -> int | None:
+    """How many bytes of a mapped file were read; ``None``: it is not mapped."""
+    found, ours = None, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split(maxsplit=5)
+        if not name.endswith(":"):
+            ours = bool(rest) and rest[-1] == str(path)
+        elif ours and name == "Rss:":
+            found = (found or 0) + int(rest[0]) * 1024
+    return found
+
+
+def copied(path: Path) -> nn.Module:
+    network = layers()
+    network.load_state_dict(torch.load(path, mmap=True))
+    return network
+
+
+def assigned(path: Path) -> nn.Module:
+    with torch.device("meta"):
+        network = layers()
+    network.load_state_dict(torch.load(path, mmap=True), assign=True)
+    return network
+
+
+def converted(path: Path) -> nn.Module:
+    return assigned(path).double()
+
+
+def in_threads(path: Path) -> nn.Module:
+    """Converts weights in threads, as `transformers` does."""
+    with torch.device("meta"):
+        network = layers()
+    with ThreadPoolExecutor(2) as pool:
+        values = torch.load(path, mmap=True).items()
+        waiting = {name: pool.submit(value.to, torch.float32) for name, value in values}
+    for name, value in waiting.items():
+        layer = network.get_submodule(name.removesuffix(".weight"))
+        layer.weight = nn.Parameter(value.result())
+    return network
+
+
+def joined(path: Path) -> nn.Module:
+    """Makes one weight of several, as of the experts of a mixture."""
+    network = layers()
+    values = [*torch.load(path, mmap=True).values()]
+    network[1].weight = nn.Parameter(torch.cat([values[1][:100], values[2][100:]]))
+    return network
+
+
+@pytest.mark.parametrize("load", [copied, assigned, converted, in_threads, joined])
+def test_a_rank_reads_what_it_makes(load: Callable[[Path], nn.Module], saved: Path) -> None:
+    torch.manual_seed(5)
+    expected = load(saved)[1].weight.detach().clone()
+    network, _ = build(lambda: load(saved))
+    assert all(map(is_deferred, network.parameters()))
+    assert (in_memory(saved) or 0) < MIB
+    materialize(network[1].parameters())
+    assert torch.equal(network[1].weight, expected) and network[1].weight.dtype == expected.dtype
+    assert 2 * MIB < (in_memory(saved) or 0) < 4 * MIB
+    for number in (0, 2, 3):
+        offload(network[number].weight, f"{number}.weight", "on rank 1")
+    forget_made()
+    assert in_memory(saved) is None
+
+
+def test_what_is_asked_for_on_meta_draws_and_has_nothing() -> None:
+    def with_bare() -> nn.Module:
+        with torch.device("meta"):
+            bare = nn.Linear(5, 5)
+            nn.init.normal_(bare.bias)
+        network = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), bare)
+        network[1].weight = nn.Parameter(torch.empty_like(bare.weight, device="cpu"))
+        nn.init.normal_(network[1].weight)
+        return network
+
+    expected, state = made(with_bare), torch.get_rng_state()
+    network, _ = build(with_bare)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [p.is_meta and not is_deferred(p) for p in network[2].parameters()] == [True, True]
+    for found, value in zip(network[:2].parameters(), expected[:2].parameters()):
+        assert torch.equal(value_of(found), value)
+
+
+def test_numbers_that_one_device_does_not_have_are_refused() -> None:
+    def reads() -> nn.Module:
+        layer, bare = nn.Linear(3, 3), torch.empty(3, device="meta")
+        with torch.no_grad():
+            layer.bias.copy_(bare)
+        return layer
+
+    with pytest.raises(DeferredError, match=r"copy_.* reads a tensor of size \(3,\).*meta"):
+        build(reads)
+
+
+def test_what_code_has_another_view_of_stays_with_it() -> None:
+    table = torch.arange(6.0)
+    tensors: list[Tensor] = []
+
+    def shared() -> nn.Module:
+        layer = nn.Linear(2, 3, bias=False)
+        with torch.device("meta"):
+            bare = nn.Linear(2, 3, bias=False)
+        bare.weight = nn.Parameter(table.view(3, 2))
+        tensors.append(bare.weight)
+        return nn.Sequential(layer, bare)
+
+    network, _ = build(shared)
+    assert [is_deferred(p) for p in network.parameters()] == [True, False]
+    table[0] = 7
+    assert tensors[0][0, 0] == 7
+
+
+def test_what_another_rank_has_is_not_read_by_a_load_that_writes_a_part() -> None:
+    network, deferral = build(lambda: nn.Linear(4, 4))
+    offload(network.weight, "weight", "on rank 1")
+    with deferral.loading(network, alone=False), torch.no_grad():
+        network.weight[:2] = 1
+    with pytest.raises(DeferredError, match="'weight' is on rank 1"):
+        materialize([network.weight])
