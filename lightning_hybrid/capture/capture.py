@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -89,6 +90,8 @@ _COUNT = itertools.count()
 warnings.filterwarnings(
     "ignore", "The .grad attribute of a Tensor that is not a leaf", module=r"torch\._"
 )
+
+_KILLED_LOADER = re.compile(r"DataLoader worker \(pid.* (is killed by signal|exited un).*")
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
@@ -238,6 +241,7 @@ class Capture:
 
         Raises:
             NotCaptured: TorchDynamo cannot follow; nothing has happened.
+            RuntimeError: a process of a loader was killed meanwhile.
         """
         values = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         own = {id(value): value for value in values if _is_other(value)}
@@ -275,6 +279,9 @@ class Capture:
             FailOnRecompileLimitHit,
             GuardOnDataDependentSymNode,
         ) as error:
+            # the handler of SIGCHLD raises that wherever Python is
+            if killed := _KILLED_LOADER.search(str(error)):
+                raise RuntimeError(killed[0]) from error
             if PACKS in str(error):
                 raise NotCaptured(PACKS, by_its_kind=True) from error
             if installs_hooks(str(error), self.network):

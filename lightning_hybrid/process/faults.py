@@ -76,8 +76,9 @@ def first_fault(ranks: Ranks | None, error: BaseException, where: str) -> Failur
             time.sleep(_WITNESS_DELAY_S)
             if not _answers(ranks.store):
                 return lost_ranks(ranks.coordinates, [0])
-        if isinstance(error, ConnectionLost) and error.late:
-            _let_the_nearest_speak(ranks, error.peer)
+        late = isinstance(error, ConnectionLost) and error.late
+        if late and not _let_the_nearest_speak(ranks, getattr(error, "peer", None)):
+            return None  # the store's host has stopped
         data = mine.to_json()
         first = _ask(ranks.store, lambda: ranks.store.compare_set(FAULT, "", data).decode(), data)
         if first != data:
@@ -87,21 +88,22 @@ def first_fault(ranks: Ranks | None, error: BaseException, where: str) -> Failur
     return mine if told else None
 
 
-def _let_the_nearest_speak(ranks: Ranks, peer: str | None) -> None:
+def _let_the_nearest_speak(ranks: Ranks, peer: str | None) -> bool:
     """After a time-out, wait so that a rank that has waited for the stopped one reports first.
 
     When one rank stops, those that wait for it and those that wait for these time out together.
     Each writes to the store that it lives; one whose ``peer`` has done so does not know the cause,
-    and waits for longer.
+    and waits for longer. Returns whether the store answers.
     """
 
-    def wait_if_it_lives() -> None:
+    def wait_if_it_lives() -> bool:
         ranks.store.set(f"here: {ranks.coordinates}", "")
         time.sleep(_LATE_DELAY_S)
         if peer is None or ranks.store.check([f"here: {peer}"]):
             time.sleep(_WITNESS_DELAY_S)
+        return True
 
-    _ask(ranks.store, wait_if_it_lives, None, _LATE_DELAY_S + _STORE_S)
+    return _ask(ranks.store, wait_if_it_lives, False, _LATE_DELAY_S + _STORE_S)
 
 
 def lost_ranks(here: Coordinates, ranks: Iterable[int]) -> Failure:
@@ -170,7 +172,6 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch."""
-        self._own = self._store.clone()
         self._thread.start()
 
     def serve(self) -> None:
@@ -234,6 +235,7 @@ class Watch:
                     failed = self._own.check([FAULT]) and not self._serves
                     return read_fault(self._own) if failed else None
                 self._own = None
+                return None  # the next look has another one
             if self._over.wait(_LOOK_EVERY_S):
                 return None
         return Failure("rank 0, the host of the store, is gone")

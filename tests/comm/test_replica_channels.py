@@ -48,6 +48,14 @@ def test_a_driver_hears_of_a_worker_that_leaves_before_it_has_said_anything() ->
         driver.channel(1).receive(Answer)
 
 
+def test_a_worker_hears_of_a_driver_that_leaves_before_its_first_command() -> None:
+    driver, *workers = MemoryReplica(3).lines
+    driver.say_goodbye(FAILURE)
+    for worker in workers:
+        with pytest.raises(ValueError, match="on purpose"):
+            worker.channel(0).receive(Message)
+
+
 def test_a_peer_that_is_gone_keeps_no_goodbye_from_the_others() -> None:
     replica = MemoryReplica(3)
     driver, _, second = replica.lines

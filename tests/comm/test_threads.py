@@ -1,5 +1,6 @@
 """A thread that cannot begin is an error, and not a wait without an end."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -50,3 +51,20 @@ def test_a_process_gives_those_that_it_awaits_time_to_end() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "0.5\n"), done.stderr
+
+
+@pytest.mark.parametrize("reader", ["nobody", "one that is busy"])
+def test_a_process_ends_where_nobody_reads_why(reader: str) -> None:
+    script = (
+        "import os, runpy, sys\n"
+        f"end_process = runpy.run_path({threads.__file__!r})['end_process']\n"
+        "reads, writes = os.pipe()\n"
+        "os.dup2(writes, 2)\n"
+        "os.set_blocking(2, False)\n"
+        "if sys.argv[1] == 'nobody': os.close(reads)\n"
+        "else: os.write(2, bytes(2**20))  # as much as there is room for\n"
+        "os.set_blocking(2, True)\n"
+        "end_process('a reason')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, reader], timeout=120)
+    assert done.returncode == -signal.SIGKILL

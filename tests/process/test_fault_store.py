@@ -89,10 +89,29 @@ def test_a_store_whose_host_is_gone_ends_a_process_that_goes_on(
     host = dist.TCPStore("127.0.0.1", 0, None, True)
     store = dist.TCPStore("127.0.0.1", host.port, None, False)
     watch = watched(store)
+    while not host.check(["signs of life of rank 1"]):
+        time.sleep(0.01)
     del host
     assert killed.wait(30)
     watch.close()
     assert "rank 0, the host of the store, is gone" in capfd.readouterr().err
+
+
+def test_a_rank_whose_request_waits_for_others_hears_of_their_failure_all_the_same(
+    killed: threading.Event,
+) -> None:
+    host = dist.TCPStore("127.0.0.1", 0, None, True)
+    store = dist.TCPStore("127.0.0.1", host.port, None, False)
+    # as a process group's constructor asks for the address of a peer
+    waits = threading.Thread(target=lambda: store.get("address"))
+    waits.start()
+    watch = watched(store)
+    host.set("fault", Failure.of(OSError("on purpose"), "rank 0").to_json())
+    assert killed.wait(30)
+    assert waits.is_alive()
+    host.set("address", "")
+    waits.join(30)
+    watch.close()
 
 
 def test_a_closed_watch_has_no_thread() -> None:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -61,18 +60,3 @@ def test_it_ends_too_where_nobody_reads_what_is_said_of_it(tmp_path: Path) -> No
     os.set_inheritable(writes, True)
     os.close(reads)
     assert not child_lives_on(tmp_path, met=False, stderr=writes)
-
-
-def test_a_process_ends_where_nobody_reads_why() -> None:
-    script = (
-        "import os, sys\n"
-        "from lightning_hybrid.comm.threads import end_process\n"
-        "reads, writes = os.pipe()\n"
-        "os.dup2(writes, 2)\n"
-        "if sys.argv[1] == 'nobody': os.close(reads)\n"
-        "else: os.write(2, bytes(os.fpathconf(2, 'PC_PIPE_BUF') * 16))  # it is full\n"
-        "end_process('a reason')\n"
-    )
-    for reader in ("nobody", "one that is busy"):
-        done = subprocess.run([sys.executable, "-c", script, reader], timeout=120)
-        assert done.returncode == -signal.SIGKILL

@@ -322,6 +322,18 @@ def test_after_a_run_what_other_ranks_made_is_gathered(monkeypatch: pytest.Monke
     assert asked == [(module, "mesh")]  # all ranks take part
 
 
+def test_a_failure_before_the_run_is_told_to_workers_that_serve_already() -> None:
+    told: list[Any] = []
+    ranks = World.__new__(World)
+    ranks.take_coordinates(
+        cast(Any, SimpleNamespace(mesh=SimpleNamespace(say_goodbye=told.append)))
+    )
+    failure = Failure("rank 0 failed")
+    BetweenRuns(ranks, Building()).fail(failure, ValueError())
+    assert told == [failure]
+    BetweenRuns(NoWorld(), Building()).fail(failure, ValueError())  # nobody is known
+
+
 def test_what_needs_a_run_says_so_outside_of_it() -> None:
     strategy = HybridGabraStrategy()
     Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)

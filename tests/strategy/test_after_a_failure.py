@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.comm.connections import GroupHandle
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError
@@ -62,6 +63,15 @@ def test_who_fails_in_a_run_begins_no_meeting(phase: Phase) -> None:
     world = world_of(0)
     world.phase = phase
     assert world.fail(ValueError("on purpose"), "rank 0") is None
+
+
+def test_a_rank_that_has_no_group_of_all_tells_the_others() -> None:
+    everyone: Any = SimpleNamespace(coordinates=Coordinates(1, 1, 2), store=dist.HashStore())
+    everyone.world = GroupHandle()
+    assert World(everyone, MINUTE).fail(ValueError("on purpose"), "rank 1") is None
+    told = World(everyone, MINUTE).fail(KeyError("later"), "rank 0")
+    assert told is not None
+    assert str(told.exception()) == "on purpose"
 
 
 def test_a_rank_that_has_no_place_yet_says_so() -> None:
