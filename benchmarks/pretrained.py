@@ -233,9 +233,7 @@ def show(peer: str, ranks: list[dict[str, Any]], size: float) -> None:
         kinds = ("peak", "read", "disk")
         values |= {f"{peer}, rank {number}: {kind}": rank[kind] for kind in kinds}
     read, disk = (sum(rank[what] for rank in ranks) / size for what in ("read", "disk"))
-    print(
-        f"{peer}: all ranks: read {read:.2f} x the folder, from the disk {disk:.2f} x", flush=True
-    )
+    print(f"{peer}: all read {read:.2f} x the folder, from the disk {disk:.2f} x", flush=True)
     record(values, "MiB")
     record({f"{peer}: read by all": read, f"{peer}: from the disk by all": disk}, "")
     record({f"{peer}: until {what}": s for what, s in ranks[0]["seconds"].items()}, "s")
