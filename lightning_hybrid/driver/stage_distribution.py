@@ -20,7 +20,6 @@ from lightning_hybrid.stage import (
 from lightning_hybrid.state import (
     Takeover,
     leave_to_worker,
-    refuse_tied,
     to_send,
 )
 
@@ -73,16 +72,15 @@ class Distribution:
             NetworkError: code of a stage cannot be sent to its rank, or its stages cannot be shared
                 or copied as the placement says.
             Exception: a worker cannot make its stages.
-            DeferredError: stages share a weight that is made in ``configure_model``.
         """
         borrowed = borrowed_parameters(network, placement)
-        refuse_tied(name, tensors_of(self._module), borrowed)
         self._refuse_compiled(name, borrowed[0])
         _refuse_copies(name, network, codes, placement.devices)
         self._order(number, name, codes, placement)
         prefix = f"{name}." if name else ""
         remote = self._hand_out_weights(prefix, codes, placement.devices, borrowed)
-        return self._make_engine(prefix, network, codes, placement), remote
+        tied = [prefix + n for n in frozenset().union(*borrowed)]
+        return self._make_engine(prefix, network, codes, placement, tied), remote
 
     def distribute_again(self, network: DrivenNetwork, codes: Sequence[StageCode]) -> None:
         """Have all ranks make their stages of another graph of a network.
@@ -162,7 +160,7 @@ class Distribution:
         Returns:
             By ``pp_rank`` of the worker, names in the LightningModule of what it owns.
         """
-        tensors = tensors_of(self._module)
+        tensors, tied = tensors_of(self._module), frozenset().union(*borrowed)
         remote: dict[int, tuple[str, ...]] = {}
         for worker in self._workers.ranks:
             theirs = [c for c, owners in zip(codes, map(copies_of, devices)) if worker in owners]
@@ -174,20 +172,25 @@ class Distribution:
             # (after they were sent, since this may free their memory here)
             leave_to_worker(
                 tensors,
-                remote[worker],
+                [full for n, full in names.items() if n not in tied],
                 f"on {self._mesh.coordinates.at(worker)}",
                 self._commands.remote.gradients,
             )
         return remote
 
     def _make_engine(
-        self, prefix: str, network: nn.Module, codes: Sequence[StageCode], placement: Placement
+        self,
+        prefix: str,
+        network: nn.Module,
+        codes: Sequence[StageCode],
+        placement: Placement,
+        tied: Sequence[str],
     ) -> Engine:
         """Make this rank's stages, on its device, and the engine that runs them."""
         own = stages_of(placement.devices, self._mesh.coordinates.pp_rank)
         here = make_stages([codes[number] for number in own], network, self._device)
         mine = [prefix + n for part in here for n in part.tensor_names]
-        Takeover(self._module, mine, (), self._mesh.coordinates).settle(())
+        Takeover(self._module, mine, tied, self._mesh.coordinates, tied=tied).settle(())
         for part in here:
             part.move(self._device)
         return Engine(

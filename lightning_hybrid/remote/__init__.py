@@ -2,12 +2,14 @@
 
 from lightning_hybrid.remote.deferral import Deferral, forget_made, has_loaded
 from lightning_hybrid.remote.deferred import (
+    count_as_whole,
     give_up,
     is_deferred,
     is_of_one_rank,
     is_offloaded,
     is_vacant,
     like,
+    make_vacant,
     materialize,
     materialize_here,
     materialized_with,

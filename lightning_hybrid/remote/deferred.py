@@ -176,6 +176,14 @@ def is_of_one_rank(tensor: Any) -> bool:
     return "_was_deferred" in vars(tensor)
 
 
+def count_as_whole(tensor: Tensor) -> None:
+    """Have a tensor count as made in ``__init__``: all ranks know it, and those that use it own it.
+
+    (:func:`is_of_one_rank` is false of it.)
+    """
+    vars(tensor).pop("_was_deferred", None)
+
+
 # ---------------------------------------------------------------- making
 
 
@@ -489,6 +497,22 @@ def occupy(tensor: Tensor, device: torch.device | None = None) -> None:
         with torch.no_grad(), as_they_are():
             contiguous = torch.contiguous_format
             tensor.data = torch.empty_like(tensor, device=device, memory_format=contiguous)
+
+
+def make_vacant(tensors: Iterable[Tensor]) -> None:
+    """Make vacant parameters of deferred ones, whose numbers are not made or read.
+
+    One that is not contiguous is made.
+
+    Raises:
+        DeferredError: another rank owns one.
+    """
+    for tensor in tensors:
+        if is_deferred(tensor) and not is_offloaded(tensor) and tensor.is_contiguous():
+            with as_they_are():
+                show(tensor, like(tensor, "cpu"))
+            vacate(tensor)
+        materialize([tensor])
 
 
 _LOST = "not here: its rank has failed, or could not hand it over"

@@ -20,6 +20,7 @@ from lightning_hybrid._torch.tensors import as_they_are, without_dispatch_modes
 from lightning_hybrid.remote.deferred import (
     Before,
     Maker,
+    count_as_whole,
     defer,
     exchange,
     is_deferred,
@@ -94,7 +95,7 @@ def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
 def _become(tensor: Any, value: Tensor) -> None:
     """Make an ordinary tensor of an unread one, in the memory of ``value``, with its gradient."""
     before = make_ordinary(tensor, value).memory
-    vars(tensor).pop("_was_deferred", None)  # (it is not a tensor that other ranks lack)
+    count_as_whole(tensor)
     with as_they_are():
         gradient = before.grad
     if gradient is not None:

@@ -20,7 +20,6 @@ from lightning_hybrid.state.deferred_weights import (
     having_all,
     leave_to_worker,
     make_what_no_network_owns,
-    refuse_tied,
     to_send,
     without_frozen,
 )

@@ -4,7 +4,7 @@ Each rank makes the weights of its own stage, or reads them from a checkpoint th
 loaded without reading its numbers (:mod:`lightning_hybrid.remote.deferred`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import (
     RemoteGradients,
+    count_as_whole,
     forget_made,
     has_loaded,
     is_deferred,
@@ -27,6 +28,7 @@ from lightning_hybrid.remote import (
     is_offloaded,
     is_unread,
     left_unread,
+    make_vacant,
     materialize,
     materialize_here,
     materialized_with,
@@ -80,30 +82,6 @@ def leave_to_worker(
             tensors[name]._gradients = gradients
 
 
-def refuse_tied(
-    name: str, tensors: Mapping[str, Tensor], borrowed: Sequence[Iterable[str]]
-) -> None:
-    """Refuse tied weights of ``configure_model`` that two ranks use: one alone can make them.
-
-    Args:
-        name: of the network.
-        tensors: of the LightningModule, by name.
-        borrowed: per rank of a replica, names in the network of what another one owns.
-
-    Raises:
-        DeferredError: a parameter made in ``configure_model`` is in stages of several ranks.
-    """
-    prefix = f"{name}." if name else ""
-    for device, names in enumerate(borrowed):
-        for parameter in sorted(prefix + n for n in names if is_of_one_rank(tensors[prefix + n])):
-            raise DeferredError(
-                f"device {device} of a replica shares {parameter!r} of network {name!r} with "
-                f"another one, and {parameter!r} is made in configure_model, by one rank alone. "
-                "Cut elsewhere (HybridGabraStrategy(allocation=[...])), so that one stage has both "
-                "uses, or make the network in __init__."
-            )
-
-
 class Takeover:
     """On a rank that gets a stage: makes the weights of it, and gives up those of other stages.
 
@@ -113,6 +91,8 @@ class Takeover:
         others: names of those of the other stages.
         coordinates: this rank.
         vacates: whether parameters of the other stages give their memory back.
+        tied: names of the parameters that stages of several ranks use. Each rank of these makes its
+            own copy, and from then on they are as if they were made in ``__init__``.
     """
 
     def __init__(
@@ -123,21 +103,26 @@ class Takeover:
         coordinates: Coordinates,
         *,
         vacates: bool = False,
+        tied: Collection[str] = (),
     ) -> None:
         tensors = tensors_of(module)
         missing = {id(tensor) for tensor in materialize_here(tensors[name] for name in names)}
         self._missing = [name for name in names if id(tensors[name]) in missing]
         self._coordinates = coordinates
-        mine = {id(tensors[name]) for name in names}
+        mine, shared = ({id(tensors[name]) for name in each} for each in (names, tied))
         for name in set(others) - set(names):
             if id(tensors[name]) in mine:  # another name of a tied weight
                 continue
-            if is_of_one_rank(tensors[name]):
+            if id(tensors[name]) in shared:
+                (make_vacant if vacates else materialize)([tensors[name]])
+            elif is_of_one_rank(tensors[name]):
                 offload(tensors[name], name, f"on another rank of replica {coordinates.dp_rank}")
             elif vacates and isinstance(tensors[name], nn.Parameter):
                 vacate(tensors[name])
         for name in names:
             occupy(tensors[name])
+        for name in tied:
+            count_as_whole(tensors[name])
         forget_made()
         let_go_of_checkpoints()
 

@@ -33,6 +33,7 @@ from lightning_hybrid.stage import (
     StageOptions,
     Stopwatch,
     Trace,
+    borrowed_parameters,
     lent_parameters,
     names_of,
     state_buffers,
@@ -201,8 +202,11 @@ class Worker:
         names = [prefix + n for n in names_of(mine)]
         whole = [*network.named_parameters(), *network.named_buffers()]
         others = (prefix + name for name, _ in whole)
+        borrowed = borrowed_parameters(network, order.placement)
         takeover = Takeover(
-            *(self._module, names, others, self._mesh.coordinates), vacates=order.vacates
+            *(self._module, names, others, self._mesh.coordinates),
+            vacates=order.vacates,
+            tied=[prefix + name for name in frozenset().union(*borrowed)],
         )
         self._weights.expect(takeover)
         for stage in mine:

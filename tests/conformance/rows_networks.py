@@ -514,6 +514,34 @@ class TiesAcrossStages(Row):
                 self.net.first.weight.mul_(0.5)
 
 
+class TiesAcrossStagesOfConfigureModel(TiesAcrossStages):
+    """One matrix is used in every stage, of a network that is made in `configure_model`: the ranks
+    that use it have copies, and the network is whole on none.
+    """
+
+    sampled = True
+    gathered = True
+
+    def build(self) -> None:
+        self.net: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = self.Net().double()
+
+
+class TiesFirstAndLastOfConfigureModel(TiesAcrossStagesOfConfigureModel):
+    """The same, where the stage in the middle does not use the matrix; validation comes first."""
+
+    options: ClassVar = {"gradient_clip_val": 0.5}
+
+    class Net(TiesAcrossStages.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second.weight = nn.Parameter(torch.empty(6, 6))
+            nn.init.xavier_normal_(self.second.weight)
+
+
 class TiesAcrossStagesAndAccumulates(TiesAcrossStages):
     """One matrix is used in every stage, with `accumulate_grad_batches=2`."""
 

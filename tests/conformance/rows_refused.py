@@ -59,23 +59,6 @@ class RefusedTiedWeightsCompiled(TiesAcrossStages):
     control = False
 
 
-class RefusedTiedWeightsInConfigureModel(TiesAcrossStages):
-    """Weights that are tied across stages, of a network that is made in `configure_model`: make it
-    in `__init__`.
-    """
-
-    shapes = (ONE_OF_TWO, ONE_OF_THREE)
-    refused = ("'net.first.weight'", "configure_model", "__init__")
-    gathered = True
-
-    def build(self) -> None:
-        self.net: nn.Module | None = None
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = self.Net().double()
-
-
 class RefusedLineSearchInReplicas(SearchesLines):
     """LBFGS with a line search and several replicas: each would search by its own loss, and `ddp`
     waits for ever.

@@ -125,7 +125,6 @@ class TestTwoStagesThatWereChosen(Conformance):
             "RefusedSingleLayer",
             "HooksAllModules",
             "RefusedTiedWeightsCompiled",
-            "RefusedTiedWeightsInConfigureModel",
         )
         return [row for row in super().rows() if row.__name__ not in without]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferral import forget_made
 from lightning_hybrid.remote.deferred import is_deferred, materialize, offload, value_of
+from lightning_hybrid.remote.mapped_files import in_mapped_file
 
 SIZE, MIB = 1100, 2**20  # of a weight of 2.3 MiB in bfloat16
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are looked at in /proc")
@@ -87,12 +88,23 @@ def test_a_rank_reads_what_it_makes(load: Callable[[Path], nn.Module], saved: Pa
     assert all(map(is_deferred, network.parameters()))
     assert (in_memory(saved) or 0) < MIB
     materialize(network[1].parameters())
-    assert torch.equal(network[1].weight, expected) and network[1].weight.dtype == expected.dtype
+    assert torch.equal(network[1].weight, expected)
+    assert network[1].weight.dtype == expected.dtype
     assert 2 * MIB < (in_memory(saved) or 0) < 4 * MIB
     for number in (0, 2, 3):
         offload(network[number].weight, f"{number}.weight", "on rank 1")
     forget_made()
     assert in_memory(saved) is None
+
+
+def test_a_large_tensor_in_a_mapped_file_is_known(saved: Path, tmp_path: Path) -> None:
+    torch.save(torch.ones(9), tmp_path / "small.pt")
+    weights = torch.load(saved, mmap=True)
+    assert in_mapped_file(weights["1.weight"])
+    assert in_mapped_file(weights["1.weight"].view(-1)[5:])
+    assert not in_mapped_file(torch.load(saved)["1.weight"])
+    assert not in_mapped_file(torch.load(tmp_path / "small.pt", mmap=True))
+    assert not in_mapped_file(torch.ones(MIB).share_memory_())
 
 
 def test_what_is_asked_for_on_meta_draws_and_has_nothing() -> None:
