@@ -51,7 +51,7 @@ check: $(READY)
 	$(PYTEST) 2 $(wildcard tests/$(ROOM)) tests/test_architecture.py -m "not conformance and not as_gpu and not real and not distributed"
 
 # what users train with, in an environment of its own; PART=TEXT: one of twelve parts
-REAL = $(PYTEST) 2 --dist loadgroup -m real $(if $(PART),--part "$(PART)") tests/real tests/conformance
+REAL = $(PYTEST) 2 --dist loadgroup -m real $(if $(PART),--part "$(PART)") tests/real tests/state tests/conformance
 real: export PATH := $(CURDIR)/.venv-real/bin:$(PATH)
 real: .venv-real/.ready
 	$(REAL)

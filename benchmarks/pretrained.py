@@ -9,8 +9,10 @@ forward, of each rank:
 * peak: what it has in memory beyond what it had before the fit, with the pages of the folder's
   files that it has mapped (sampled). For stages beside the aim, 1.15 x (the folder / stages) +
   256 MiB; a worker, which no hook runs on, is watched to the end of the step;
-* read: bytes of the folder that it has touched in mapped pages, or copied by `read`. For all ranks
-  of a run together beside the size of the folder; the aim is 1.2 x;
+* read: bytes of the folder's files that it has touched, which are mapped pages in its memory. For
+  all ranks of a run together beside the size of the folder; the aim is 1.2 x;
+* disk: bytes that came from the disk for it, where the page cache was empty; ranks of a host share
+  what one of them has read;
 * seconds: until the network is there, until the first batch, until the first loss (with stages, the
   capture of the graph is in the last one).
 
@@ -86,15 +88,15 @@ class Watch:
 
     Attributes:
         peak: the most that the process has had beyond the beginning, in bytes.
-        read: bytes of the folder that it has read: of each file the most that was mapped and in
-            memory, and what was copied.
+        read: of each file the most that was mapped and in memory, all together, in bytes.
+        disk: bytes that the system has read from a disk for this process.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._over = str(folder.resolve()), Event()
-        self.peak = self.read = 0
+        self.peak = self.read = self.disk = 0
         self._touched = dict[str, int]()
-        self._base, self._copied = self._own(), self._copies()
+        self._base, self._before = self._own(), self._from_disk()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -103,7 +105,8 @@ class Watch:
         if not self._over.is_set():
             self._over.set()
             self._thread.join()
-            self.read = sum(self._touched.values()) + self._copies() - self._copied
+            self.read = sum(self._touched.values())
+            self.disk = self._from_disk() - self._before
 
     def _run(self) -> None:
         while not self._over.wait(0.05):
@@ -121,9 +124,9 @@ class Watch:
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(own))
 
     @staticmethod
-    def _copies() -> int:
+    def _from_disk() -> int:
         lines = Path("/proc/self/io").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
     def _mapped(self) -> Iterator[tuple[str, int]]:
         file = ""
@@ -209,6 +212,7 @@ def run(peer: str, folder: Path, out: Path) -> None:
     result = {
         "peak": module.watch.peak / MIB,
         "read": module.watch.read / MIB,
+        "disk": module.watch.disk / MIB,
         "seconds": module.seconds,
         "loss": getattr(module, "loss", None),
     }
@@ -224,12 +228,14 @@ def show(peer: str, ranks: list[dict[str, Any]], size: float) -> None:
         if kind == "hybrid":
             aim = 1.15 * size / int(count) + 256
             text += f" ({rank['peak'] / aim:.2f} of the aim of {aim:.0f})"
-        print(f"{text}, read {rank['read']:.0f} MiB, s: {rank['seconds']}, loss {rank['loss']}")
-        values |= {f"{peer}, rank {number}: {what}": rank[what] for what in ("peak", "read")}
-    read = sum(rank["read"] for rank in ranks)
-    print(f"{peer}: all ranks have read {read / size:.2f} x the folder", flush=True)
+        text += f", read {rank['read']:.0f} MiB, {rank['disk']:.0f} of them from the disk"
+        print(f"{text}, s: {rank['seconds']}, loss {rank['loss']}")
+        kinds = ("peak", "read", "disk")
+        values |= {f"{peer}, rank {number}: {kind}": rank[kind] for kind in kinds}
+    read, disk = (sum(rank[what] for rank in ranks) / size for what in ("read", "disk"))
+    print(f"{peer}: all read {read:.2f} x the folder, from the disk {disk:.2f} x", flush=True)
     record(values, "MiB")
-    record({f"{peer}: read by all": read / size}, "")
+    record({f"{peer}: read by all": read, f"{peer}: from the disk by all": disk}, "")
     record({f"{peer}: until {what}": s for what, s in ranks[0]["seconds"].items()}, "s")
 
 

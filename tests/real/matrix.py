@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,22 +151,29 @@ def page_with_table(page: str) -> str:
     return f"{before}{MARK}\n{table()}\n{MARK}{after}"
 
 
+def note(cell: Cell, result: dict[str, Any]) -> None:
+    """Write a result to the file and to the page, beside others who do."""
+    with Path(__file__).open() as lock:
+        flock(lock, LOCK_EX)
+        results = (read() if RESULTS.exists() else {}) | {cell.name: result}
+        in_order = {each.name: results[each.name] for each in CELLS if each.name in results}
+        RESULTS.write_text(json.dumps(in_order, indent=1) + "\n")
+        PAGE.write_text(page_with_table(PAGE.read_text()))
+
+
 def main(words: list[str]) -> None:
-    results = read() if RESULTS.exists() else {}
     for cell in CELLS:
         if words and not any(word in cell.name for word in words):
             continue
         with tempfile.TemporaryDirectory() as folder:
             try:
-                results[cell.name] = run(cell, Path(folder))
-            except (Failed, AssertionError, RuntimeError) as error:
+                result = run(cell, Path(folder))
+            except (AssertionError, RuntimeError) as error:
                 lines = str(error).splitlines() or [type(error).__name__]
                 print("\n".join(lines), file=sys.stderr)
-                results[cell.name] = {"failed": lines[-1]}
-        print(cell.name, results[cell.name], flush=True)
-        in_order = {c.name: results[c.name] for c in CELLS if c.name in results}
-        RESULTS.write_text(json.dumps(in_order, indent=1) + "\n")
-    PAGE.write_text(page_with_table(PAGE.read_text()))
+                result = {"failed": lines[-1]}
+        print(cell.name, result, flush=True)
+        note(cell, result)
 
 
 if __name__ == "__main__":

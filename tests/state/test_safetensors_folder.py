@@ -12,7 +12,9 @@ import torch
 from libraries import needs
 
 from lightning_hybrid.cli import main
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.state import AtomicCheckpointIO, ShardedSaves, save_alone
+from lightning_hybrid.state.safetensors_folder import write_safetensors
 
 MIB = 2**20
 real = pytest.mark.real
@@ -66,8 +68,9 @@ CONSOLIDATES = """
 import sys
 import torch.distributed.checkpoint
 import safetensors.torch
-from test_safetensors import memory
+from test_safetensors_folder import memory
 from lightning_hybrid.cli import main
+from lightning_hybrid.errors import HybridError
 
 before = memory("VmRSS")
 assert main(sys.argv[1:]) == 0
@@ -93,30 +96,6 @@ def test_a_folder_is_written_in_the_memory_of_one_file(tmp_path: Path, kind: str
     assert len([*out.glob("*.safetensors")]) == 6
     # a file, and a tensor twice while it is read from the folder; all are 384 MiB
     assert int(done.stdout.split()[-1]) < (64 + 2 * 16 + 8) * MIB
-
-
-@real
-@needs("transformers", "safetensors")
-@pytest.mark.filterwarnings("ignore")
-def test_from_pretrained_takes_the_folder_with_tied_weights(tmp_path: Path) -> None:
-    import transformers
-    from networks_of_transformers import SHARD, network, save
-
-    save("gpt2", tmp_path / "base")
-    net = network("gpt2", tmp_path / "base", "plain")
-    with torch.no_grad():
-        for weight in net.parameters():
-            weight.mul_(1.5)
-    state = {f"net.{name}": weight for name, weight in net.state_dict().items()}
-    assert "net.lm_head.weight" in state  # which is `transformer.wte.weight`
-    path, out = saved(state, tmp_path / "saved.ckpt", "sharded"), tmp_path / "out"
-    like = ["--like", str(tmp_path / "base"), "--max-shard-size", SHARD.replace("KB", " kB")]
-    assert main(["consolidate", str(path), str(out), "--to", "safetensors", *like]) == 0
-    assert len([*out.glob("*.safetensors")]) > 3
-    again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
-    assert again.lm_head.weight is again.transformer.wte.weight
-    for name, weight in net.state_dict().items():
-        assert torch.equal(again.state_dict()[name], weight), name
 
 
 @real
@@ -149,3 +128,11 @@ def test_without_the_library_the_error_says_what_to_install(
     assert main(["consolidate", str(path), str(out), "--to", "safetensors"]) == 2
     assert "pip install safetensors" in capsys.readouterr().err
     assert not out.exists()
+
+
+@real
+@needs("safetensors")
+def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HybridError, match=r"'net\.extra' is a dict and no tensor"):
+        write_safetensors({"net.extra": {}}, tmp_path / "out", MIB)
+    assert [*tmp_path.iterdir()] == []
