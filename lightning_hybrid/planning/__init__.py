@@ -22,7 +22,13 @@ from lightning_hybrid.planning.device_speed import look_at, measure_speed, updat
 from lightning_hybrid.planning.looped_placements import improved
 from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lacks, what_would_fit
-from lightning_hybrid.planning.memory_free import free_addresses, free_bytes, free_of_host, free_on
+from lightning_hybrid.planning.memory_free import (
+    free_addresses,
+    free_bytes,
+    free_of_host,
+    free_on,
+    return_freed,
+)
 from lightning_hybrid.planning.memory_needed import ASSUMED_TENSORS, optimizer_bytes
 from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.plan import Plan, check_fields

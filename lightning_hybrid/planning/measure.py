@@ -6,11 +6,9 @@ gradients and random generators stay what they are, and no hook runs.
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from lightning_hybrid.graph import (
     Stage,
     cut,
 )
+from lightning_hybrid.planning.memory_free import return_freed
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.stage import fresh, input_part, own_copy, stays_on_cpu, with_saved
 
@@ -299,8 +298,7 @@ class PeakMemory:
             torch.accelerator.reset_peak_memory_stats(self._device)
             return
         # return freed memory to the system: used again, it would not count
-        with suppress(AttributeError, OSError):  # only glibc has it
-            ctypes.CDLL(None).malloc_trim(0)
+        return_freed()
         (_PROCESS / "clear_refs").write_text("5")  # resets the peak to the memory in use now
 
     def taken(self) -> int:

@@ -4,6 +4,7 @@ Limits are those of the process's group and of all groups above it (cgroups of L
 versions), and that on its address space (``ulimit -v``).
 """
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,6 +36,12 @@ def host_bytes(proc: Path = Path("/proc")) -> int | None:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return None
+
+
+def return_freed() -> None:
+    """Give memory that was freed back to the system; C's allocator keeps it between what lives."""
+    with suppress(AttributeError, OSError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def memory_limits(
