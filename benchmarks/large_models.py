@@ -1,11 +1,14 @@
 """How much memory each rank needs at most, phase by phase, where a model is large.
 
-Three steps with Adam, a checkpoint in the middle of the fit, the end of the fit; and another run,
-which goes on from that checkpoint. Counted is the most that a process has in memory (`VmHWM`, which
-is set back between phases; Linux), without what it had before the model was made. Beside it stands
-its ratio to the aim, which is 1.15 x (one device's peak of the steps / stages) + 64 MiB, and what
-the plan says. A worker's figure is that of the whole fit. `2x2` are two replicas of two stages, and
-`zero` has the replicas divide the states of the optimizer, of which each rank's size is shown.
+With the strategy's default settings: three steps with Adam, a checkpoint in the middle of the fit,
+its end; with the same Trainer `test` and `predict`; and five more calls, `fit` and `test` by turns.
+Then another process goes on from that checkpoint. Counted is the most that a process has in memory
+(`VmHWM`, which is set back between phases; Linux), without what it had before the model was made.
+After each of the calls, what it has then (`VmRSS`) is shown too. A phase of a rank is marked if it
+needs more than the aim, which is 1.15 x (one device's peak of this phase / stages) + 64 MiB. A
+worker has no phases in a fit, so that its `fit` is beside one device's steps. `2x2` are two
+replicas of two stages, and `zero` has the replicas divide the states of the optimizer, of which
+each rank's size is shown.
 
     python benchmarks/large_models.py --width 4096 --layers 24
     python benchmarks/large_models.py --model gpt --width 1024 --layers 24
@@ -65,6 +68,7 @@ class Phases:
     def __init__(self) -> None:
         self.base = memory("VmRSS")
         self.peaks: dict[str, float] = {}
+        self.left: dict[str, float] = {}
         self.times: dict[str, float] = {}
         self._begun = time.perf_counter()
         self._reset()
@@ -73,6 +77,7 @@ class Phases:
         """A phase is over; the next one begins."""
         peak = (memory("VmHWM") - self.base) / MIB
         self.peaks[phase] = max(self.peaks.get(phase, 0.0), round(peak))
+        self.left[phase] = round((memory("VmRSS") - self.base) / MIB)
         now = time.perf_counter()
         self.times[phase] = round(now - self._begun, 2)
         self._begun = now
@@ -193,6 +198,18 @@ class Model(LightningModule):
         self.losses.append(loss.item())
         return loss
 
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        assert self.net is not None
+        self.log("mean", self.net(self._inputs(batch)).mean())
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert self.net is not None
+        mean: Tensor = self.net(self._inputs(batch)).mean()
+        return mean
+
+    def _inputs(self, batch: Tensor) -> Tensor:
+        return batch[:, :-1] if self._kind == "gpt" else batch
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return Adam(self.parameters(), lr=1e-4)
 
@@ -207,21 +224,25 @@ class Model(LightningModule):
             data = torch.randn(12, width, generator=generator)
         return DataLoader(data, batch_size=len(data) // 3)  # type: ignore[arg-type]
 
+    test_dataloader = predict_dataloader = train_dataloader
+
 
 class Saves(Callback):
     """Looks at the phases of the driver, and saves in the second step."""
 
     def __init__(self, phases: Phases, folder: Path) -> None:
-        self._phases, self._folder = phases, folder
+        self._phases, self._folder, self._first = phases, folder, True
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._first &= trainer.global_step <= 3
         if trainer.global_step == 2:
             self._phases.over("steps")
             trainer.save_checkpoint(self._folder / "saved.ckpt")
             self._phases.over("checkpoint")
 
     def on_train_end(self, *_: Any) -> None:
-        self._phases.over("steps")
+        if self._first:
+            self._phases.over("steps")
 
 
 def numbers_after(module: Model, trainer: Any) -> dict[str, float]:
@@ -257,8 +278,6 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
         strategy = HybridGabraStrategy(
             data_parallel_size=int(replicas),
             pipeline_parallel_size=int(count),
-            num_microbatches=2,
-            verify="auto" if again == "verify" else False,
             recompute=again == "recompute",
             schedule="looped" if again == "looped" else "auto",
             shard_optimizer_states=again == "zero",
@@ -270,11 +289,24 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
         default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(module, ckpt_path=arguments.resume)
-    phases.over("end" if module.losses else "all")  # workers have no hooks
+    phases.over("end" if module.losses else "fit")  # workers have no hooks
     after = numbers_after(module, trainer) if arguments.read else {}
+    if not (arguments.resume or arguments.fit_alone):
+        trainer.test(module, verbose=False)
+        phases.over("test")
+        trainer.predict(module)
+        phases.over("predict")
+        for number in range(5):
+            if number % 2:
+                trainer.test(module, verbose=False)
+            else:
+                trainer.fit_loop.max_epochs += 1
+                trainer.fit(module)
+            phases.over(f"call {number + 1}")
     plan = getattr(trainer.strategy, "plan", None)
     result = {
         "peaks": phases.peaks,
+        "left": phases.left,
         "times": phases.times,
         "losses": module.losses,
         "states": Adam.states / MIB,
@@ -284,21 +316,33 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
     (folder / f"rank{os.environ.get('LOCAL_RANK', '0')}.json").write_text(json.dumps(result))
 
 
-def show(peer: str, path: Path, alone: float | None, how: str) -> float:
-    """Print the line of one rank. Returns the peak of its steps."""
+def show(peer: str, path: Path, alone: dict[str, float], how: str) -> dict[str, float]:
+    """Print the line of one rank. Returns its peaks.
+
+    Args:
+        peer: how it runs.
+        path: of its results.
+        alone: the peaks of one device, if it has run.
+        how: whether it has gone on from a checkpoint.
+    """
     seen = json.loads(path.read_text())
-    highest = max(seen["peaks"].values())
-    text = f"{peer}{how}, {path.stem}: {seen['peaks']} s: {seen['times']}"
-    text += f", states {seen['states']:.0f}"
-    if alone is not None and peer != "one device":
-        aim = 1.15 * alone / int(peer.split()[1].rpartition("x")[2]) + 64
-        text += f", {highest / aim:.2f} of the aim of {aim:.0f}"
+    peaks: dict[str, float] = seen["peaks"]
+    stages = 1 if peer == "one device" else int(peer.split()[1].rpartition("x")[2])
+    shown = []
+    for phase, mib in peaks.items():
+        text = f"{phase} {mib:.0f}"
+        beside = alone.get("steps" if phase == "fit" else phase)
+        if beside is not None and stages > 1:
+            aim = 1.15 * beside / stages + 64
+            text += f" ({aim:.0f}{' MISSED' if mib > aim else ''})"
+        shown.append(text)
+    text = f"{peer}{how}, {path.stem}: {', '.join(shown)}; left {[*seen['left'].values()]}"
+    text += f"; s {[*seen['times'].values()]}; states {seen['states']:.0f}"
     planned = seen["planned"].get(path.stem.removeprefix("rank"))
     text += "" if planned is None else f", planned {planned:.0f}"
     print(text, " ".join(f"{loss:.7f}" for loss in seen["losses"]), flush=True)
     record({f"{peer}{how}, {path.stem}: {at}": mib for at, mib in seen["peaks"].items()}, "MiB")
-    steps: float = seen["peaks"].get("steps", highest)
-    return steps
+    return peaks
 
 
 def main() -> None:
@@ -312,6 +356,7 @@ def main() -> None:
     parser.add_argument("--run", metavar="PEER", help="one of them, here")
     parser.add_argument("--out", type=Path, help="folder of its results and checkpoint")
     parser.add_argument("--resume", help="checkpoint that it goes on from")
+    parser.add_argument("--fit-alone", action="store_true", help="no calls after it")
     parser.add_argument("--read", action="store_true", help="all that it finds afterwards")
     arguments = parser.parse_args()
     _, width, layers, size = NETWORKS[arguments.model]
@@ -322,7 +367,7 @@ def main() -> None:
     with torch.device("meta"):
         weights = sum(p.numel() for p in NETWORKS[arguments.model][0](*sizes).parameters())
     print(f"{weights / 1e6:.0f} M parameters, {weights * 4 / MIB:.0f} MiB; peaks in MiB, by rank")
-    alone = None
+    alone: dict[str, float] = {}
     for peer in arguments.peers.split(";"):
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
@@ -341,8 +386,8 @@ def main() -> None:
                     print(f"{peer}{how}: failed: {last}", flush=True)
                     break
                 for path in found:
-                    steps = show(peer, path, alone, how)
-                    alone = steps if peer == "one device" and not how else alone
+                    peaks = show(peer, path, alone, how)
+                    alone = peaks if peer == "one device" and not how else alone
                     path.unlink()
 
 

@@ -250,6 +250,12 @@ class DrivenOptimizers:
         for link in self._links:
             link.bring_state()
 
+    def forget(self) -> None:
+        """After the run: what still refers to this object keeps no states alive."""
+        for link in self._links:
+            link.forget()
+        self.optimizers, self._links = [], []
+
     # -------------------------------------------- what an optimizer link asks for, and states
 
     @signals_deferred
@@ -461,8 +467,8 @@ class DrivenOptimizers:
             self._commands.tell(command)
 
     def _ship_new_groups(self, index: int) -> None:
-        """Send the optimizers if `add_param_group` has changed one since they were sent."""
-        if self._links[index].has_new_groups:
+        """Send the optimizers if none were, or `add_param_group` has changed one since."""
+        if self._links[index].reason is None or self._links[index].has_new_groups:
             self.ship()
 
     # ------------------------------------------------------------------ gradients of one

@@ -264,9 +264,10 @@ class Driver:
         # before optimizers are sent: a state goes to the owner of its parameter
         self._ownership.add(driven.number, remote, copied)
         self._replicated.add(replica_group, driven.full_names(driven.owned_names))
-        self.optimizers.ship()
+        if self._options.trains:  # (else with the first step, if an evaluation takes one)
+            self.optimizers.ship()
         tensors = tensors_of(self._module)
-        owned_there = (name for names in remote.values() for name in names)
+        owned_there = [name for names in remote.values() for name in names]
         stages = [own.specializations[0] for own in driven.engine.owned]
         used_here = driven.full_names(name for stage in stages for name in stage.buffer_names)
         proxies = (name for name in owned_there if not is_deferred(tensors[name]))
@@ -280,6 +281,8 @@ class Driver:
         if self._options.trains:
             self._workers.flush()  # messages that are being sent use the memory of the weights
             self.remote.vacate(self._ownership.lent)
+        elif not self._options.share:
+            self.remote.adopt_fetched({*owned_there})
         if self._options.share:
             self._share_from_replica_0(driven.number, replica_group)
 
@@ -503,6 +506,7 @@ class Driver:
             # also where no network was cut: scripts read groups of optimizers on each rank
             self.optimizers.ship_in_any_case()
         self._end(protocol.End(results))
+        self.optimizers.forget()
 
     @signals_deferred
     def end_stages(self) -> None:

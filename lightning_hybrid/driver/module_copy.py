@@ -31,9 +31,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid._torch.modules import is_compiled, tables
-from lightning_hybrid._torch.tensors import as_they_are, same_numbers, version
+from lightning_hybrid._torch.tensors import as_they_are, same_numbers
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.capture import plain
+from lightning_hybrid.remote import writes_to
 
 _CONTAINERS = (dict, list, set, deque)
 _MANY = 10_000
@@ -324,7 +325,7 @@ class ModuleCopy:
             if trainer is not None:  # (a copied LightningModule does not refer to its Trainer)
                 part.trainer = trainer
         # the copy shares these with the run, so its forward must not write to them
-        before = [version(p) for p in weights]
+        before = [*map(writes_to, weights)]
         with ExitStack() as stack:
             stack.enter_context(undone(self._root, self._origin))
             stack.enter_context(_unheard())
@@ -332,7 +333,7 @@ class ModuleCopy:
             if is_compiled(module):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             result = module.forward(*arguments, **keywords)
-        if before != [version(p) for p in weights]:
+        if before != [*map(writes_to, weights)]:
             raise WritesWeights("it writes into its parameters")
         return module, result, (arguments, keywords)
 

@@ -61,6 +61,7 @@ class OptimizerLink:
         self._note_sent()
         self._begun = self._sent
         self._state: DriverState | None = None
+        self._own_step: MethodType | None = None
         self._attributes: dict[str, Any] = {}
         self._kinds: set[object] = set()
         self._depth = 0  # a step that calls its base class's step runs the hooks twice
@@ -136,7 +137,7 @@ class OptimizerLink:
         """
         optimizer = self.optimizer
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if self.whole:
+        if self.whole or self.reason is None:  # (an evaluation has left them as they were)
             return
         if not any(map(is_of_one_rank, parameters)):
             states: defaultdict[Any, Any] = defaultdict(dict, self._fetch(optimizer.state))
@@ -226,6 +227,10 @@ class OptimizerLink:
             if self._step_before is not None:
                 attributes["step"] = self._step_before
 
+    def forget(self) -> None:
+        """After the run: leave nothing in which this object would keep the optimizer alive."""
+        self._state, self._own_step = None, None
+
     def _sizes(self) -> list[int]:
         return [len(group["params"]) for group in self.optimizer.param_groups]
 
@@ -264,8 +269,8 @@ class OptimizerLink:
             self._stepped(optimizer, arguments, keywords)
             return result
 
-        self._own_step = MethodType(step, self.optimizer)
-        return self._own_step
+        own = self._own_step = MethodType(step, self.optimizer)
+        return own
 
     def _stepping(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
         """Before a step: restrict the optimizer to what this rank owns, but not in the closure.
@@ -343,8 +348,7 @@ class OptimizerLink:
         if self.whole:
             return state_dict
         # (if all states are here, the state dict has them already)
-        here = self._state is not None and self.is_back
-        remote = {} if here else self._counterparts.state(self._index)
+        remote = {} if self.is_back else self._counterparts.state(self._index)
         return complete(optimizer, state_dict, self._names, remote)
 
     def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:

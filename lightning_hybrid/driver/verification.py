@@ -17,7 +17,7 @@ The Python runs before the stages do, so that the effects which remain are those
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ from lightning_hybrid.driver.module_copy import ModuleCopy, RandomStates, Rows, 
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph
-from lightning_hybrid.planning import free_bytes
+from lightning_hybrid.planning import free_bytes, give_back_memory
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import generators_of_microbatch, random_state, set_random_state
 
@@ -149,7 +149,7 @@ class Check:
         self._random, self._before = RandomStates(), random_state(self._device)
         self._copy: ModuleCopy | None = None
         self._start: Callable[[], AbstractContextManager[None]]
-        self._divided = self._draws = False
+        self._divided = self._draws = self._sparing = False
         self._parts = self._first = 1
         self._expected: Made = None  # on the first micro-batch if the network draws, else on all
         self._raised: NetworkError | None = None
@@ -243,7 +243,9 @@ class Check:
                 f"the weights of the other stages have {absent / 1e9:.3g} GB, which have no memory "
                 f"here, and {room / 1e9:.3g} GB are free; verify=1 looks at all calls"
             )
-        self._driver.remote.bring(prefix)
+        # (a copy that writes has weights of its own; on a GPU they come to it, one way or another)
+        self._sparing = not writes and self._device.type == "cpu"
+        self._driver.remote.bring(prefix, parameters=not self._sparing)
         arguments = self._arguments, self._keywords
         try:
             self._copy = ModuleCopy(self._of.root, found.module, *arguments, batched, writes=writes)
@@ -277,6 +279,8 @@ class Check:
         found = _given(result, (self._arguments, self._keywords))
         with self._or_give_up():
             self._compare(found | self._attributes(self.found.module))
+        self._copy = self._expected = None
+        give_back_memory()
 
     def _compare(self, found: dict[str, Any]) -> None:
         """Compare results with those of the Python, and if they differ find out why.
@@ -341,7 +345,8 @@ class Check:
         if rows is not None and not self._copy.is_complete:
             raise _Inconclusive("a tensor with the size of the batch is none of its arguments")
         try:
-            with self._random.again(), self._start():
+            fetched = self._driver.remote.one_by_one() if self._sparing else nullcontext()
+            with self._random.again(), self._start(), fetched:
                 module, result, given = self._copy.call(self._device, rows)
         except Exception as error:  # (by the user's code, or for lack of memory)
             memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)

@@ -469,15 +469,21 @@ def is_vacant(tensor: Any) -> bool:
         return bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
 
 
-def vacate(tensor: Tensor) -> None:
+def vacate(tensor: Tensor, *, in_graph: bool = False) -> None:
     """Free a tensor's memory, unless another tensor shares it or autograd's graph refers to it.
 
     A tensor that is not contiguous keeps its memory, without which TorchDynamo cannot capture it.
+
+    Args:
+        tensor: the tensor.
+        in_graph: whether to do so also where a graph refers to it; nobody runs its backward.
     """
     with torch.no_grad(), as_they_are():
         if is_deferred(tensor) or tensor.layout is not torch.strided or not tensor.is_contiguous():
             return
-        if is_vacant(tensor) or is_shared(tensor) or is_held(tensor) or tensor.is_inference():
+        if is_vacant(tensor) or is_shared(tensor) or tensor.is_inference():
+            return
+        if is_held(tensor) and not in_graph:
             return
         empty = torch.empty_like(tensor)
         # (by `data`, so that it stays the object that modules and optimizers refer to)

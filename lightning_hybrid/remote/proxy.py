@@ -117,6 +117,9 @@ class _Kept:
     def read(self, remote: Remote, _: Tensor | None = None) -> Any:
         """Do nothing."""
 
+    def done(self) -> None:
+        """Do nothing."""
+
     touch = enter_graph = gradient = assign_gradient = read
 
 
@@ -153,7 +156,9 @@ class _Proxy(Intercepted):
                     proxy._source.table.touch(proxy._source)
             if torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(result)):
                 _enter_graph(proxies)
-            return _same_memory(result, proxies)
+            result = _same_memory(result, proxies)
+            _done(proxies)
+            return result
 
     def numbers(self) -> Tensor:
         with as_they_are():
@@ -214,11 +219,24 @@ def source_of(tensor: Any) -> Remote | None:
     return tensor._source if isinstance(tensor, _Proxy) else None
 
 
+def writes_to(tensor: Tensor) -> int:
+    """A number that changes when code here writes to a tensor (and not by the fetch of a proxy)."""
+    source = source_of(tensor)
+    with as_they_are():
+        return version(tensor) if source is None else source.changed
+
+
 def _enter_graph(proxies: Sequence[Any]) -> None:
     """Tell the tables of parameters among proxies that autograd has recorded their use."""
     for proxy in proxies:
         if isinstance(proxy, RemoteParameter) and proxy.requires_grad:
             proxy._source.table.enter_graph(proxy._source)
+
+
+def _done(proxies: Sequence[Any]) -> None:
+    """Tell the tables of proxies that an operation has used them."""
+    for proxy in proxies:
+        proxy._source.table.done()
 
 
 def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:

@@ -56,6 +56,16 @@ from lightning_hybrid.remote.unread import is_unread, left_unread
 _IN_MODULES = (Kind.PARAMETER, Kind.BUFFER)
 
 
+def _left(fetched: Iterable[Remote], *, in_graph: bool = False) -> list[Remote]:
+    """Free the memory of parameters; returns those that have it still, and why see `vacate`."""
+    for remote in fetched:
+        if not (in_graph and remote.changed):
+            vacate(remote.value, in_graph=in_graph)
+        if is_vacant(remote.value):
+            remote.seen = None
+    return [remote for remote in fetched if not is_vacant(remote.value)]
+
+
 class RemoteTensors:
     """All proxies of one driver, with what is needed to fetch and send their values.
 
@@ -91,6 +101,7 @@ class RemoteTensors:
         self._at_hand = False  # whether code runs inside of `at_hand`
         self._writes = 0
         self._here: list[Remote] = []  # parameters with memory that may be freed
+        self._lone: list[Remote] | None = None  # those with memory for one operation
         self._brought: dict[str, Tensor] = {}
         self.in_graph = self.changed = False
 
@@ -179,14 +190,29 @@ class RemoteTensors:
 
     def _leave(self) -> None:
         """Free the memory of parameters that were fetched, unless something else refers to it."""
-        left = []
-        for remote in self._here:
-            vacate(remote.value)
-            if is_vacant(remote.value):
-                remote.seen = None
-            else:
-                left.append(remote)
-        self._here = left
+        self._here = _left(self._here)
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Inside, parameters without memory get it for an operation; nobody runs its backward."""
+        self._lone = []
+        # (a network is called while its proxies are suspended)
+        plain = [remote for remote in self._owned() if source_of(remote.value) is None]
+        for remote in plain:
+            make_proxy(remote.value, remote)
+        try:
+            yield
+        finally:
+            self.done()
+            for remote in plain:
+                make_plain(remote.value)
+            self._here += self._lone
+            self._lone = None
+
+    def done(self) -> None:
+        """Note that an operation has used what it has read."""
+        if self._lone:
+            self._lone = _left(self._lone, in_graph=True)
 
     def begin_step(self) -> None:
         """Note at the start of a training step that no proxy is in autograd's graph."""
@@ -334,10 +360,14 @@ class RemoteTensors:
         finally:
             self._busy = False
 
-    def adopt_fetched(self) -> None:
-        """Note that all weights and buffers with memory here are as the owners have them."""
+    def adopt_fetched(self, names: Collection[str] | None = None) -> None:
+        """Note that weights and buffers with memory here are as the owners have them.
+
+        Args:
+            names: of these tensors; ``None``: of all.
+        """
         for remote in self._owned():
-            if not is_vacant(remote.value):
+            if (names is None or remote.name in names) and not is_vacant(remote.value):
                 remote.seen = self._age[remote.kind]
                 remote.settle()
         self._writes += 1
@@ -426,7 +456,7 @@ class RemoteTensors:
             self.flush()
             # (one alone the first time: reading a single weight must not fetch a whole network)
             wanted = [remote]
-            if self._reads[kind]:
+            if self._reads[kind] and self._lone is None:
                 wanted = [r for r in self._tensors[kind].values() if r.seen != age]
                 if kind is Kind.GRADIENT:
                     wanted = [r for r in wanted if r is remote or r.name in self.gradients.known]
@@ -434,15 +464,16 @@ class RemoteTensors:
             with torch.no_grad():
                 self._fetch(wanted)
 
-    def bring(self, prefix: str = "") -> None:
+    def bring(self, prefix: str = "", *, parameters: bool = True) -> None:
         """Fetch the parameters and buffers of a module that are stale here, in one go.
 
         Args:
             prefix: the beginning of their names.
+            parameters: whether they are fetched too, or buffers alone.
         """
         self.flush()
         with torch.no_grad(), as_they_are():
-            for kind in _IN_MODULES:
+            for kind in _IN_MODULES if parameters else [Kind.BUFFER]:
                 named = self._tensors[kind].items()
                 self._fetch([r for name, r in named if name.startswith(prefix)])
 
@@ -543,7 +574,7 @@ class RemoteTensors:
         """Have memory for a tensor on this device. Returns whether there was none."""
         if is_vacant(remote.value):
             occupy(remote.value, self.device)
-            self._here.append(remote)
+            (self._here if self._lone is None else self._lone).append(remote)
             return True
         if remote.value.device != self.device:
             remote.value.data = remote.value.data.to(self.device)

@@ -41,7 +41,7 @@ from lightning_hybrid.driver import (
     Planner,
     bring_here,
 )
-from lightning_hybrid.planning import Plan
+from lightning_hybrid.planning import Plan, give_back_memory
 from lightning_hybrid.process import Results, is_loss, read_fault
 from lightning_hybrid.remote import materialize
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
@@ -526,6 +526,7 @@ class DriverSession:
         results = self._run.framework.collect(returned)
         results.plans.update(self._run.plans)
         self._driver.end(results, weights=self._changed)
+        give_back_memory()
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         """Remember what :meth:`abort` is to tell.
@@ -585,10 +586,10 @@ class WorkerSession:
         """What was trained."""
         return self._run.module
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The user's, with the state of what this rank owns."""
-        return self._worker.optimizers
+    def take_optimizers(self) -> list[Optimizer]:
+        """The user's, with the state of what this rank owns; after the run, and once."""
+        optimizers, self._worker.optimizers[:] = [*self._worker.optimizers], []
+        return optimizers
 
     def serve(self) -> Results:
         """Obey the driver until the run is over. Returns its results, which are adopted here.
@@ -605,8 +606,9 @@ class WorkerSession:
         self._run.world.phase = Phase.TOGETHER
         self._run.plans.update(results.plans)
         self._run.module.cpu()
-        for optimizer in self.optimizers if self.fitting else ():
+        for optimizer in self._worker.optimizers if self.fitting else ():
             state = move_data_to_device(dict(optimizer.state), torch.device("cpu"))
             optimizer.state.update(state)
         self._run.framework.adopt(results)
+        give_back_memory()
         return results

@@ -397,9 +397,11 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     def _serve(self, session: WorkerSession) -> Results:
         """On a worker: obey the driver until the run is over. Returns its results."""
         forget_loaded_checkpoint(self._module.trainer)
+        if session.fitting:
+            self.optimizers = []  # as on one device, the states of an earlier fit are dropped first
         results = session.serve()
         if session.fitting:
-            self.optimizers = session.optimizers
+            self.optimizers = session.take_optimizers()
         self._ranks.joined.end_run()
         return results
 

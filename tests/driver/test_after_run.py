@@ -1,16 +1,18 @@
 """After a run each rank finds all weights, and changes its own; files need not be readable."""
 
+import gc
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import pytest
 import torch
-from driven import Replica, batches, loss_of, model
+from driven import Replica, batches, let_go, loss_of, model
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel
 
@@ -195,6 +197,91 @@ def test_a_run_ends_whatever_hooks_have_made_of_its_networks(
     if change is _replace_parameter:
         before["net.0.weight"] *= 2
     assert_same(dict(there.state_dict()), before)  # of the parts that it knows
+
+
+def test_code_without_a_backward_has_memory_for_the_weights_of_one_operation(
+    replicas: Any,
+) -> None:
+    trained = Trained(replicas, (1, 0))
+    [value] = batches(1)
+    remote = trained.replica.driver.remote
+    absent = remote.absent_bytes("net.")
+    assert absent == 2 * (9 + 3) * 8
+    output, held = value, []
+    # (nothing is saved for a backward; the graph refers to the weights all the same)
+    unsaved = saved_tensors_hooks(lambda _: None, lambda _: value)
+    with remote.suspended(), remote.one_by_one(), unsaved:
+        for layer in trained.module.net:
+            output = layer(output)
+            held.append(absent - remote.absent_bytes("net."))
+    assert output.requires_grad
+    assert held == [0] * len(held)
+    assert_same(output, trained.reference.net(value))
+    trained.mine.step()
+    trained.theirs.step()
+    trained.end()
+    assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
+
+
+def test_what_refers_to_an_ended_run_keeps_no_optimizer_alive(replicas: Any) -> None:
+    trained = Trained(replicas, (1, 0))
+    trained.end()
+    optimizer, states = ref(trained.mine), [*trained.mine.state.values()]
+    living = [ref(value) for state in states for value in state.values()]
+    assert optimizer() is not None
+    assert living
+    gc.collect()
+    gc.disable()  # what only it would free is alive until it comes, beside another fit's states
+    try:
+        del trained.mine, trained.states, states
+        assert optimizer() is None
+        assert [each() for each in living] == [None] * len(living)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_an_evaluation_sends_states_only_if_it_takes_a_step(replicas: Any, steps: bool) -> None:
+    module, reference = model(), model()
+    mine, theirs = (AdamW(each.parameters(), lr=0.1) for each in (module, reference))
+    [value] = batches(1)
+    for each, optimizer in ((module, mine), (reference, theirs)):
+        loss_of(each, each.net(value)).backward()
+        optimizer.step()
+
+    class Evaluated(Replica):
+        """The optimizers of an earlier fit are there when the network is cut."""
+
+        def cut(self, *arguments: Any, **keywords: Any) -> None:
+            self.driver.optimizers.connect([mine])
+            super().cut(*arguments, **keywords)
+
+    replica = Evaluated(module, value, (1, 0))
+    [worker] = replica.workers.values()
+    try:
+        output = replica(value)
+        assert_same(output, reference.net(value))
+        assert_same(mine.state_dict(), theirs.state_dict())
+        assert worker.optimizers == []
+        if steps:
+            for each, optimizer, given in (
+                (module, mine, output), (reference, theirs, reference.net(value))
+            ):  # fmt: skip
+                optimizer.zero_grad()
+                loss_of(each, given).backward()
+            replica.driver.gradients.after_backward()
+            mine.step()
+            theirs.step()
+            replica.driver.commands.ask(Check())
+            assert len(worker.optimizers[0].state) == 4
+        replica.driver.bring_all()
+        replica.driver.close()
+        replica.driver.end("results", weights=steps)
+    finally:
+        let_go(replica)
+    replica.close()
+    assert_same(dict(module.state_dict()), dict(reference.state_dict()))
+    assert_same(mine.state_dict(), theirs.state_dict())
 
 
 @pytest.fixture

@@ -58,6 +58,9 @@ class Elsewhere:
     def touch(self, _: "Elsewhere") -> None:
         self.heard.append("touch")
 
+    def done(self) -> None:
+        """Nothing is to be freed."""
+
     def enter_graph(self, _: "Elsewhere") -> None:
         self.heard.append("enter")
 

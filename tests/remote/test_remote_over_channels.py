@@ -26,6 +26,7 @@ def test_weights_of_other_ranks_are_read_and_written_over_their_channels(replica
     with torch.no_grad():
         for worker in theirs:
             [worker[name].add_(1) for name in names]
+        replica.driver.remote.outdate(Kind.PARAMETER)  # as by a step of theirs
         assert names
         assert all(torch.equal(mine[name] + 0, first[name] + 1) for name in names)
         [mine[name].mul_(2) for name in names]
