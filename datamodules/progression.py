@@ -12,15 +12,18 @@ reason why there is none:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import date, timedelta
 from itertools import pairwise
 from typing import Literal
 
 from .errors import DataError
 
 DAYS_PER_MONTH = 30.4375
+FORGOTTEN = date(1900, 1, 1)
+"""Where visits without a date are counted from."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Visit:
 
     Attributes:
         day: the date; when not ``dated``, only distances between days mean something.
-        dx: NC, SMC, MCI or AD; empty when not known.
+        dx: NC, SMC, MCI, AD or other; empty when not known.
         session: M and the month (``M012``), or empty.
         age: years.
         mmse: mini-mental state, 0 to 30.
@@ -105,13 +108,28 @@ def visit_of_scan(
 ) -> Visit | None:
     """The visit with a diagnosis that a scan belongs to.
 
-    By date when both have one, since no image is keyed by a visit code; else by the session.
+    By date when both have one, since no image is keyed by a visit code; by the day since a start
+    that is not known, where sessions count days (``d0129``); else by the session.
     """
     known = [visit for visit in visits if visit.dx]
-    if day is not None and any(visit.dated for visit in known):
+    dated = any(visit.dated for visit in known)
+    if day is None and not dated and re.fullmatch(r"d\d+", session):
+        day = nominal_day(session)
+        known = [visit for visit in known if visit.session[:1] == "d"]
+        dated = bool(known)
+    if day is not None and dated:
         near = min(known, key=lambda visit: abs((visit.day - day).days))
         return near if abs((near.day - day).days) <= max_days_apart else None
     return next((visit for visit in known if session and visit.session == session), None)
+
+
+def nominal_day(session: str) -> date | None:
+    """The day that a session names, by month (``M012``) or by day (``d0129``); None for others."""
+    if match := re.fullmatch(r"M(\d+)", session):
+        return FORGOTTEN + timedelta(days=round(int(match[1]) * DAYS_PER_MONTH))
+    if match := re.fullmatch(r"d(\d+)", session):
+        return FORGOTTEN + timedelta(days=int(match[1]))
+    return None
 
 
 def label_visit(
@@ -121,6 +139,7 @@ def label_visit(
 
     Reasons: ``smc``, ``reverted``, ``unstable``, ``short_follow_up``, ``interval_censored``
     (converted between two visits around the horizon), ``converts_after_horizon``,
+    ``other_diagnosis`` (impaired, and neither MCI nor AD),
     ``demented_later`` (AD, but not at the first visit, where that is asked for), ``no_dates`` (MCI,
     and sessions that name no time).
     """
@@ -139,8 +158,8 @@ def label_visit(
         return "AD", ""
     if near.dx == "NC":
         return ("NC", "") if all(visit.dx == "NC" for visit in visits) else ("", "unstable")
-    if near.dx == "SMC":
-        return "", "smc"
+    if near.dx in ("SMC", "other"):
+        return "", "smc" if near.dx == "SMC" else "other_diagnosis"
     if any(visit.dx == "AD" for visit in visits if visit.day < near.day):
         return "", "unstable"
     return _label_mci(near, later, rule) if near.timed else ("", "no_dates")

@@ -19,6 +19,7 @@ from ..sources import Layout, Names, read_source
 from ..sources.ids import PTID
 from ..sources.tree import bare_record, is_nifti, stem, walk
 from ..tables import table_bytes
+from .convert import Converted, as_nifti, convert_dicom, has_dicom
 from .itk import simple_itk
 from .one_scan import MEASURES, Prepared, Settings, prepare_scan
 from .quality import write_page
@@ -26,6 +27,7 @@ from .strip import require
 from .template import SPACE
 
 TABLE = "prepared.csv"
+_SHOWN = 8  # kinds of series that are left out
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,29 @@ class Found:
         left_out: how many are not wanted: other series, images that are no T1.
         problems: what is wrong with the others.
         diagnoses: table or folder of diagnoses over time; None: there is none.
+        notes: what a user should know of how they were found.
     """
 
     records: list[ScanRecord]
     left_out: int
     problems: list[Problem]
     diagnoses: Path | None
+    notes: tuple[str, ...] = ()
 
 
 def find(
     root: Path,
     layout: Layout | None,
     names: Names,
+    out: Path,
     *,
     collection_csv: Path | None = None,
     diagnosis_csv: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Found:
-    """The scans of a folder in any layout, of a table, of a folder of loose files, or one file.
+    """The scans of a folder in any layout, of a table, of loose files or DICOM files, or one file.
+
+    What is no NIfTI file is converted into ``out``.
 
     Raises:
         DataError: nothing there, or it cannot be read.
@@ -66,9 +74,11 @@ def find(
         )
     except FolderError as error:
         loose = [path for path in walk(root) if is_nifti(path)] if root.is_dir() else []
-        if error.code != "NO_SCANS" or not loose:
+        if error.code != "NO_SCANS" or not (loose or has_dicom(root)):
             raise
-        return Found([_loose(path, names) for path in loose], 0, [], None)
+        if not loose:
+            return _of_dicom(convert_dicom(root, out, names, progress), diagnosis_csv)
+        return Found([_loose(path, names) for path in loose], 0, [], diagnosis_csv)
     if reading.layout == "caps":
         raise DataError(
             "ALREADY_PREPARED", "a CAPS folder", str(root), "its scans are registered already"
@@ -79,7 +89,19 @@ def find(
     if reading.clinical is not None:  # the group at the scan is not the diagnosis: no label is
         used = [replace(record, dx_bl="") for record in used]
     diagnoses = reading.clinical.path if reading.clinical is not None else None
+    used = [as_nifti(record, out) for record in used]
     return Found(used, len(chosen) - len(used) - bad, list(reading.problems), diagnoses)
+
+
+def _of_dicom(converted: Converted, diagnosis_csv: Path | None) -> Found:
+    chosen = choose_series(converted.records)
+    used = [record for record in chosen if record.used]
+    others = [f"{n} x {name}" for name, n in converted.left_out.most_common(_SHOWN)]
+    dots = ", ..." * (len(converted.left_out) > _SHOWN)
+    listed = f"series that are no T1-weighted heads by their names: {', '.join(others)}{dots}"
+    notes = tuple(note for note in (converted.note, listed * bool(others)) if note)
+    left_out = len(chosen) - len(used) + converted.left_out.total()
+    return Found(used, left_out, [], diagnosis_csv, notes)
 
 
 def _loose(path: Path, names: Names) -> ScanRecord:

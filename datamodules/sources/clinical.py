@@ -24,7 +24,7 @@ from pathlib import Path
 from ..dates import dates_in, find_dates
 from ..errors import TableError
 from ..labels import CONCLUSIONS, diagnosis, known_words
-from ..progression import DAYS_PER_MONTH, Visit
+from ..progression import FORGOTTEN, Visit, nominal_day
 from ..records import natural
 from ..tables import MISSING, Table, header_of, read_table, sex_in
 from .ids import canonical_session, canonical_subject, registry_number
@@ -41,7 +41,6 @@ _NAME = re.compile(r"(?!.*dict)(adnimerge|dxsum)", re.IGNORECASE)
 # of ADNIMERGE2: one row for each person, with the diagnosis at enrolment
 _PEOPLE = re.compile(r"(?!.*dict)adsl", re.IGNORECASE)
 _ADSL = {"usubjid", "dx", "enrldt"}
-_FORGOTTEN = date(1900, 1, 1)  # where undated visits are counted from
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,9 @@ class Clinical:
         notes: what was read in an unusual way.
         final: whether the diagnoses are conclusions (stable or progressive MCI) and no diagnoses at
             a visit; they are used as they are.
+        for_all_scans: whether a person has one diagnosis, which holds for every scan.
+        within_days: how far a scan may be from its visit, where the study has visits and scans at
+            other times; None: as the rule of the labels says.
     """
 
     path: Path
@@ -81,6 +83,19 @@ class Clinical:
     persons: dict[str, Person] = field(repr=False)
     notes: tuple[str, ...] = ()
     final: bool = False
+    for_all_scans: bool = False
+    within_days: int | None = None
+
+    @property
+    def says(self) -> str:
+        """Where labels come from, for people."""
+        if self.for_all_scans:
+            return f"{self.source}, one for each person"
+        if self.within_days:
+            return (
+                f"{self.source}, at the visit nearest to each scan, {self.within_days} days at most"
+            )
+        return f"{self.source}, at the visit of each scan"
 
     def person(self, subject: str) -> Person | None:
         """The person with this canonical ID."""
@@ -291,14 +306,14 @@ def _dxsum(table: Table) -> Clinical:
             continue
         visits[subject].append(
             Visit(
-                day or _nominal(session) or _FORGOTTEN,
+                day or nominal_day(session) or FORGOTTEN,
                 _dxsum_state(table, line, row),
                 session=session,
                 phase=_known(row, "colprot") or _known(row, "phase"),
                 dated=day is not None,
             )
         )
-    persons = {subject: Person(_dated_together(seen)) for subject, seen in visits.items()}
+    persons = {subject: Person(dated_together(seen)) for subject, seen in visits.items()}
     source = f"{table.path.name}:DIAGNOSIS"
     return Clinical(table.path, source, persons, _notes(table.note, dates.note))
 
@@ -348,10 +363,10 @@ def _clinica(
         day = dates.day(row.get(column, ""))
         if not session and day is None:
             continue
-        nominal = _nominal(session)
+        nominal = nominal_day(session)
         visits[names.person(row["participantid"])].append(
             Visit(
-                day or nominal or _FORGOTTEN,
+                day or nominal or FORGOTTEN,
                 _concluded(_word(table, line, row, "diagnosis", names), row),
                 session=session,
                 age=_number(row, "age"),
@@ -367,7 +382,7 @@ def _clinica(
     persons = {
         subject: replace(
             _described(described.get(subject, {}), "sex", "diagnosissc"),
-            visits=_dated_together(seen),
+            visits=dated_together(seen),
         )
         for subject, seen in visits.items()
     }
@@ -382,7 +397,7 @@ def _concluded(dx: str, row: dict[str, str]) -> str:
     return _PROGRESSIONS.get(word, dx) if dx == "MCI" else dx
 
 
-def _dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
+def dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
     """Days of one person's visits on one scale: real ones and nominal ones do not mix.
 
     An undated visit is placed by its month from a dated one; without any, all stay nominal. If the
@@ -392,9 +407,9 @@ def _dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
         if all(visit.timed for visit in visits):
             return tuple(visits)
         ordered = sorted(visits, key=lambda visit: natural(visit.session))
-        days = (_FORGOTTEN + timedelta(days=number) for number in range(len(ordered)))
+        days = (FORGOTTEN + timedelta(days=number) for number in range(len(ordered)))
         return tuple(replace(v, day=day, timed=False) for v, day in zip(ordered, days))
-    anchors = ((v, _nominal(v.session)) for v in visits if v.dated and v.session)
+    anchors = ((v, nominal_day(v.session)) for v in visits if v.dated and v.session)
     anchor = next(((v, nominal) for v, nominal in anchors if nominal), None)
     if anchor is None:
         return tuple(visit for visit in visits if visit.dated)
@@ -402,15 +417,6 @@ def _dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
     return tuple(
         v if v.dated else replace(v, day=v.day + shift) for v in visits if v.dated or v.timed
     )
-
-
-def _nominal(session: str) -> date | None:
-    """The day that a session names, by month (``M012``) or by day (``d0129``); None for others."""
-    if match := re.fullmatch(r"M(\d+)", session):
-        return _FORGOTTEN + timedelta(days=round(int(match[1]) * DAYS_PER_MONTH))
-    if match := re.fullmatch(r"d(\d+)", session):
-        return _FORGOTTEN + timedelta(days=int(match[1]))
-    return None
 
 
 def _known(row: dict[str, str], column: str) -> str:

@@ -20,7 +20,8 @@ from datamodules.profiles import choose_profile
 from datamodules.progress import progress_bar
 from datamodules.records import ScanRecord, write_manifest
 from datamodules.report import first_scans, write_demographics
-from datamodules.sources.people import Names, label_map
+from datamodules.sources import LAYOUTS, Names
+from datamodules.sources.people import label_map
 from datamodules.survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
 from models.calibration import predictive_values
 from models.commands.cohort_tables import (
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ckpt_path", required=True, type=Path, help="RUN/checkpoints/best.ckpt")
     parser.add_argument("--cohort", required=True, type=Path, help="folder or table of the cohort")
     parser.add_argument("--out", type=Path, help="default: RUN/external/NAME of the cohort")
-    parser.add_argument("--layout", choices=("auto", "ida", "bids", "caps", "csv"), default="auto")
+    parser.add_argument("--layout", choices=("auto", *LAYOUTS), default="auto")
     parser.add_argument("--collection_csv", type=Path)
     parser.add_argument("--diagnosis_csv", type=Path)
     parser.add_argument("--subject_pattern", default="")
