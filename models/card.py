@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from models.reference import Reference, from_checkpoint
-from models.results import load_metrics, run_folder
+from models.results import load_metrics, load_settings, run_folder
 from models.tables import read_table
 from models.tasks import classes_of
 from models.transfer import KEY, read_checkpoint
@@ -104,7 +104,9 @@ def _internal(run: Path) -> str:
         for name in _SHOWN
         if name in values
     ]
-    return "; ".join(lines) + " (95 % intervals, where people are enough for one)."
+    beside = (load_settings(run / "test_baseline.json") or {}).get("verdict", "")
+    text = "; ".join(lines) + " (95 % intervals, where people are enough for one)."
+    return f"{text} {beside}".rstrip()
 
 
 def _with_interval(values: Mapping[str, Any], name: str) -> str:

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from models.attention import AttentionKind
 from models.errors import UseError
-from models.intervals import intervals
+from models.intervals import measured
 from models.metrics import evaluate
 from models.optimisation import OptimizerName, ScheduleName, make_optimizer, rate_factor
 from models.predictions import Prediction, Predictions, arrays
@@ -245,10 +245,10 @@ class ResAttNetClassifier(LightningModule):
         probabilities, labels, subjects = arrays(self.evaluated)
         if not len(labels):
             return
-        values = evaluate(probabilities, labels)
         if part == "test":
-            for name, (low, high) in intervals(probabilities, labels, subjects).items():
-                values |= {f"{name}_low": low, f"{name}_high": high}
+            values = measured(probabilities, labels, subjects)
+        else:
+            values = evaluate(probabilities, labels)
         # gathered: all ranks log the same values
         accuracy = values.pop("accuracy")
         self.log(f"{part}/accuracy", accuracy, prog_bar=True, sync_dist=True)
