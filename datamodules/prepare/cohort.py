@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from ..sources import Layout, Names, read_source
 from ..sources.ids import PTID
 from ..sources.tree import bare_record, is_nifti, stem, walk
 from ..tables import table_bytes
-from .convert import Converted, as_nifti, convert_dicom, has_dicom
+from .convert import as_nifti, convert_dicom, has_dicom
 from .itk import simple_itk
 from .one_scan import MEASURES, Prepared, Settings, prepare_scan
 from .quality import write_page
@@ -77,7 +78,7 @@ def find(
         if error.code != "NO_SCANS" or not (loose or has_dicom(root)):
             raise
         if not loose:
-            return _of_dicom(convert_dicom(root, out, names, progress), diagnosis_csv)
+            return _of_dicom(*convert_dicom(root, out, names, progress), diagnosis_csv)
         return Found([_loose(path, names) for path in loose], 0, [], diagnosis_csv)
     if reading.layout == "caps":
         raise DataError(
@@ -93,15 +94,18 @@ def find(
     return Found(used, len(chosen) - len(used) - bad, list(reading.problems), diagnoses)
 
 
-def _of_dicom(converted: Converted, diagnosis_csv: Path | None) -> Found:
-    chosen = choose_series(converted.records)
-    used = [record for record in chosen if record.used]
-    others = [f"{n} x {name}" for name, n in converted.left_out.most_common(_SHOWN)]
-    dots = ", ..." * (len(converted.left_out) > _SHOWN)
-    listed = f"series that are no T1-weighted heads by their names: {', '.join(others)}{dots}"
-    notes = tuple(note for note in (converted.note, listed * bool(others)) if note)
-    left_out = len(chosen) - len(used) + converted.left_out.total()
-    return Found(used, left_out, [], diagnosis_csv, notes)
+def _of_dicom(
+    records: Sequence[ScanRecord], others: Counter[str], diagnosis_csv: Path | None
+) -> Found:
+    used = [record for record in choose_series(records) if record.used]
+    people = {record.subject for record in records}
+    notes = [f"{len(records)} T1-weighted series of {len(people)} people by their patient IDs"]
+    if others:
+        listed = ", ".join(f"{n} x {name}" for name, n in others.most_common(_SHOWN))
+        dots = ", ..." * (len(others) > _SHOWN)
+        notes.append(f"series that are no T1-weighted heads by their names: {listed}{dots}")
+    left_out = len(records) - len(used) + others.total()
+    return Found(used, left_out, [], diagnosis_csv, tuple(notes))
 
 
 def _loose(path: Path, names: Names) -> ScanRecord:

@@ -14,7 +14,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -40,21 +40,6 @@ _PARTS = {"P", "PHASE", "REAL", "R", "IMAGINARY", "I"}  # of a complex image
 _DAYS = 365.25
 
 
-@dataclass(frozen=True)
-class Converted:
-    """What became of a folder of DICOM files.
-
-    Attributes:
-        records: one for each T1-weighted series.
-        left_out: how many series of each description are not T1-weighted.
-        note: what is odd about the names of people.
-    """
-
-    records: list[ScanRecord]
-    left_out: Counter[str]
-    note: str = ""
-
-
 def has_dicom(root: Path) -> bool:
     """Whether there is a DICOM file below a folder, whatever its name."""
     return root.is_dir() and any(_is_dicom(path) for path in walk(root))
@@ -67,10 +52,13 @@ def _is_dicom(path: Path) -> bool:
 
 def convert_dicom(
     root: Path, out: Path, names: Names, progress: Callable[[int, int], None] | None = None
-) -> Converted:
+) -> tuple[list[ScanRecord], Counter[str]]:
     """Convert the T1-weighted series below ``root``, one of its folders after the other.
 
     A folder that has not changed since it was converted is left as it is.
+
+    Returns:
+        A record for each of them, and how many series of each description are of another kind.
 
     Raises:
         DataError: dcm2niix is not there or fails.
@@ -84,14 +72,7 @@ def convert_dicom(
         left_out.update(known["left_out"])
         if progress:
             progress(count, len(folders))
-    records = [_record(one, out, names) for one in series]
-    note = ""
-    if len({record.subject for record in records}) == 1 < len(folders):
-        note = (
-            f"all scans are of one person, {records[0].subject}; if they are not, the patient IDs "
-            "were lost on the way: export the images again with pseudonyms"
-        )
-    return Converted(records, left_out, note)
+    return [_record(one, out, names) for one in series], left_out
 
 
 def _with_dicom(root: Path) -> list[Path]:
@@ -223,14 +204,9 @@ def as_nifti(record: ScanRecord, out: Path) -> ScanRecord:
         values = values.reshape(values.shape[:3])
         front, up, left = (float(size) for size in image.header.get_zooms()[:3])
         n = values.shape
-        affine = np.array(
-            [
-                [0, 0, -left, left * n[2] / 2],
-                [front, 0, 0, -front * n[0] / 2],
-                [0, up, 0, -up * n[1] / 2],
-                [0, 0, 0, 1],
-            ]
-        )
+        affine = np.diag([0.0, 0.0, 0.0, 1.0])
+        affine[[1, 2, 0], [0, 1, 2]] = front, up, -left
+        affine[:3, 3] = left * n[2] / 2, -front * n[0] / 2, -up * n[1] / 2
         turned = nib.Nifti1Image(values.astype(values.dtype.newbyteorder("=")), affine)
         turned.header.set_xyzt_units("mm")
         turned.set_qform(affine, 1)

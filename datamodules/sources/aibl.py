@@ -2,7 +2,7 @@
 
 ``aibl_pdxconv`` has the diagnosis of each visit (``DXCURREN`` 1 healthy, 2 MCI, 3 AD) and no date;
 dates stand in the tables of scans and tests. A visit is dated by its scan, if there is one: scans
-are then found by their own day. ``-4`` is no value; of the birthday the year is given (``/1938``).
+are then found by their own day. ``-4`` is no value. Age and sex stand in the collection's table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from .ids import canonical_session
 _DIAGNOSES = "aibl_pdxconv"
 _DATED = ("mri3meta", "mrimeta", "mmse", "cdr", "neurobat")
 _CODES = {"1": "NC", "2": "MCI", "3": "AD"}
-_SEX = {"1": "M", "2": "F"}
 _Visit = tuple[str, str]  # person, session
 
 
@@ -57,8 +56,6 @@ def read_aibl(folder: Path) -> Clinical:
                 if day := dates.day(row.get("examdate", "")):
                     days.setdefault(visit, day)
     scores = {visit: number_in(row.get("mmscore", "")) for visit, row in _rows(folder, "mmse")}
-    people = _rows(folder, "ptdemog")
-    sexes = {who: _SEX.get(row.get("ptgender", ""), "") for (who, _), row in people}
     alleles = {who: _e4(row) for (who, _), row in _rows(folder, "apoeres")}
     table = _table(folder, "pdxconv")
     assert table is not None
@@ -78,7 +75,7 @@ def read_aibl(folder: Path) -> Clinical:
             )
         )
     persons = {
-        who: Person(dated_together(own), sexes.get(who, ""), "", sites[who], alleles.get(who))
+        who: Person(dated_together(own), "", "", sites[who], alleles.get(who))
         for who, own in seen.items()
     }
     return Clinical(table.path, f"{table.path.name}:DXCURREN", persons)

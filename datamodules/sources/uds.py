@@ -12,10 +12,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from datetime import timedelta
+from os.path import commonpath
 from pathlib import Path
 
-from ..progression import Visit, nominal_day
+from ..progression import FORGOTTEN, Visit
 from ..tables import header_of, number_in, read_table
 from .clinical import Clinical, Person
 from .ids import canonical_subject
@@ -40,17 +42,6 @@ _CAUSES = {"probad": "probadif", "possad": "possadif", "alzdis": "alzdisif"}
 _NOT_THE_FIRST = ("2", "3")  # contributing, non-contributing
 _NORMAL = ("cognitively normal", "no dementia")
 _SEX = {"1": "M", "2": "F", "m": "M", "f": "F"}
-
-
-@dataclass
-class _Seen:
-    """What the forms say of one visit."""
-
-    d1: str = ""
-    b4: str = ""
-    age: float | None = None
-    mmse: float | None = None
-    cdr_sb: float | None = None
 
 
 def find_uds(where: Path, everywhere: bool) -> dict[str, Path]:
@@ -83,44 +74,34 @@ def read_uds(forms: dict[str, Path]) -> Clinical:
     Raises:
         TableError: a form cannot be read.
     """
-    seen: dict[tuple[str, int], _Seen] = defaultdict(_Seen)
-    for kind in ("D1", "B4", "old"):
-        for person, day, row in _visits(forms.get(kind), kind):
-            visit = seen[person, day]
-            if kind == "D1":
-                visit.d1 = _of_flags(row)
-            else:
-                visit.b4 = _of_words(row)
-                visit.mmse = number_in(row.get("mmse", ""))
-                visit.cdr_sb = number_in(row.get("cdrsum", ""))
-            visit.age = visit.age or number_in(row.get("ageatvisit", ""))
+    seen: dict[tuple[str, int], Visit] = {}
+    for kind in ("D1", "B4", "old"):  # D1 says more
+        for person, days, row in _visits(forms.get(kind), kind):
+            names = ("ageatvisit", "mmse", "cdrsum")
+            age, mmse, cdr_sb = (number_in(row.get(name, "")) for name in names)
+            dx = _of_flags(row) if kind == "D1" else _of_words(row)
+            day = FORGOTTEN + timedelta(days=days)
+            first = seen.get((person, days), Visit(day, "", f"d{days:04d}", age, dated=False))
+            seen[person, days] = replace(first, dx=first.dx or dx, mmse=mmse, cdr_sb=cdr_sb)
     visits: dict[str, list[Visit]] = defaultdict(list)
-    for (person, days), one in sorted(seen.items()):
-        session = f"d{days:04d}"
-        start = nominal_day(session)
-        assert start is not None
-        dx = one.d1 or one.b4
-        visits[person].append(Visit(start, dx, session, one.age, one.mmse, one.cdr_sb, dated=False))
+    for (person, _), visit in sorted(seen.items(), key=lambda item: item[0]):
+        visits[person].append(visit)
     people = _people(forms.get("people"))
     persons = {
         person: Person(tuple(own), *people.get(person, ("", "", "", None)))
         for person, own in visits.items()
     }
-    names = [forms[kind].name for kind in ("D1", "B4", "old") if kind in forms]
+    tables = [forms[kind].name for kind in ("D1", "B4", "old") if kind in forms]
     others = sum(visit.dx == "other" for own in visits.values() for visit in own)
     notes = []
     if others:
         notes.append(f"{others} visits with an impairment that is neither MCI nor AD: of no class")
     if "D1" not in forms:
-        notes.append(f"{names[0]} knows no MCI; the form D1 (OASIS3_UDSd1_diagnoses.csv) does")
-    path = forms[next(kind for kind in ("D1", "B4", "old") if kind in forms)]
-    folder = path.parent
-    while len(forms) > 1 and not all(p.is_relative_to(folder) for p in forms.values()):
-        folder = folder.parent
-    folder = folder.parent if folder.name == "scans" else folder
+        notes.append(f"{tables[0]} knows no MCI; the form D1 (OASIS3_UDSd1_diagnoses.csv) does")
+    folder = Path(commonpath(forms.values()))
     return Clinical(
-        folder if len(forms) > 1 else path,
-        " and ".join(names),
+        folder.parent if folder.name == "scans" else folder,
+        " and ".join(tables),
         persons,
         tuple(notes),
         within_days=_WITHIN_DAYS,

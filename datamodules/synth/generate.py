@@ -21,7 +21,7 @@ from .anatomy import Anatomy, build_anatomy
 from .clinical import mmse
 from .cohort import CohortSpec, ScanPlan, plan_cohort
 from .files import FileForm, draw_form, write_volume
-from .layouts import LAYOUTS, person_name, scan_name
+from .layouts import LAYOUTS, scan_name
 from .levels import LEVELS, Level
 from .render import Rendered, render
 from .subject import draw_head, draw_scanner, tilted
@@ -228,8 +228,7 @@ def _write_scan(folder: Path, spec: CohortSpec, plan: ScanPlan) -> _Written:
         effect.as_posix(): write_volume(folder / effect, rendered.effect, form, "float32"),
     }
     paths = {"path": scan, "planted": planted, "effect": effect}
-    person = person_name(plan.subject, spec.layout)
-    truth = {"subject": person, "image_id": name, **_truth_row(plan, rendered, form)}
+    truth = {"subject": plan.subject.ptid, "image_id": name, **_truth_row(plan, rendered, form)}
     if spec.raw:
         truth["to_template"] = " ".join(f"{x:.5f}" for x in rendered.to_template.ravel())
     return _Written(

@@ -47,17 +47,6 @@ class LayoutWriter:
     write: Callable[[Path, Path, Array, FileForm, ScanPlan], dict[str, int]] | None = None
 
 
-def person_name(subject: Subject, layout: SynthLayout) -> str:
-    """What the data module calls a person."""
-    names: dict[str, Callable[[Subject], str]] = {
-        "aibl": lambda who: f"AIBL_{studies.aibl_number(who)}",
-        "oasis1": studies.oasis1_name,
-        "oasis3": studies.oasis3_name,
-        "dicom": studies.patient,
-    }
-    return names[layout](subject) if layout in names else subject.ptid
-
-
 def scan_name(plan: ScanPlan, layout: SynthLayout) -> str:
     """What the data module calls the scan: the image ID, where a layout has one."""
     if layout == "oasis1":
@@ -264,26 +253,24 @@ def _label(plan: ScanPlan) -> str:
     return label_visit(visits, near)[0] or near.dx
 
 
+def _is_scan(plan: ScanPlan) -> bool:
+    return plan.kind != "mask"
+
+
+def _is_first(plan: ScanPlan) -> bool:
+    return plan.kind == "t1" and plan.months == 0
+
+
 _ANY = CohortSpec((("NC", 1),))
 LAYOUTS: dict[SynthLayout, LayoutWriter] = {
     "ida": LayoutWriter(download_path, _ida_tables, lambda plan: True),
-    "bids": LayoutWriter(_bids_path, _bids_tables, lambda plan: plan.kind != "mask"),
+    "bids": LayoutWriter(_bids_path, _bids_tables, _is_scan),
     "caps": LayoutWriter(_caps_path, _caps_tables, lambda plan: plan.kind == "t1"),
     "csv": LayoutWriter(_plain_path, _plain_tables, lambda plan: plan.kind == "t1"),
-    "aibl": LayoutWriter(studies.aibl_path, studies.aibl_tables, lambda plan: plan.kind != "mask"),
+    "aibl": LayoutWriter(studies.aibl_path, studies.aibl_tables, _is_scan),
     "oasis1": LayoutWriter(
-        studies.oasis1_path,
-        studies.oasis1_tables,
-        lambda plan: plan.kind == "t1" and plan.months == 0,
-        studies.write_analyze,
+        studies.oasis1_path, studies.oasis1_tables, _is_first, studies.write_analyze
     ),
-    "oasis3": LayoutWriter(
-        studies.oasis3_path, studies.oasis3_tables, lambda plan: plan.kind != "mask"
-    ),
-    "dicom": LayoutWriter(
-        studies.dicom_path,
-        studies.dicom_tables,
-        lambda plan: plan.kind != "mask",
-        studies.write_dicom,
-    ),
+    "oasis3": LayoutWriter(studies.oasis3_path, studies.oasis3_tables, _is_scan),
+    "dicom": LayoutWriter(studies.dicom_path, studies.dicom_tables, _is_scan, studies.write_dicom),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import locale
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -79,10 +80,6 @@ def aibl_tables(spec: CohortSpec, plans: Sequence[ScanPlan], paths: Paths) -> di
         "mmse": (
             "EXAMDATE,MMSCORE",
             [(*k, f"{s.day(m):%m/%d/%Y}", round(mmse(s, m))) for s, k, m, _ in visits],
-        ),
-        "ptdemog": (
-            "PTGENDER,PTDOB",
-            [(*key[s], "bl", _sex(s), f"/{s.first_scan.year - int(s.age)}") for s in persons],
         ),
         "apoeres": (
             "APGEN1,APGEN2",
@@ -253,7 +250,9 @@ def _write_slice(path: Path, values: Array, sizes: Array, tags: dict[str, str]) 
     writer = sitk.ImageFileWriter()
     writer.KeepOriginalImageUIDOn()
     writer.SetFileName(str(path))
+    before = locale.setlocale(locale.LC_CTYPE)
     writer.Execute(image)
+    locale.setlocale(locale.LC_CTYPE, before)  # it leaves another one, and Python reads ASCII then
 
 
 def dicom_tables(spec: CohortSpec, plans: Sequence[ScanPlan], paths: Paths) -> dict[str, bytes]:

@@ -160,6 +160,13 @@ class ClassifierCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("data.task", "model.task")
+        parser.add_argument(
+            "--init",
+            type=str | None,
+            default=None,
+            help="weights that `fit` starts from: folder of a MONAI bundle, or a file of weights",
+        )
+        parser.link_arguments("init", "model.init_from")
 
     def before_instantiate_classes(self) -> None:
         if self.subcommand == "fit":
@@ -272,7 +279,7 @@ class ClassifierCLI(LightningCLI):
 
     def _set_beside(self, metrics: Path) -> None:
         """Write what a simple baseline says of the same scans, and whether the network beats it."""
-        from models.baseline import fit_baseline, verdict  # scikit-learn is slow to import
+        from models.commands.baseline import fit_baseline, verdict  # scikit-learn is slow to import
 
         said, names = self.model.evaluated, self.model.class_names
         baseline = fit_baseline(self.datamodule, said)

@@ -13,7 +13,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from datamodules.records import ScanRecord
-from models.baseline import Baseline, fit_baseline, hippocampal, verdict
+from models.commands.baseline import Baseline, fit_baseline, hippocampal, verdict
 from models.localisation import REGIONS
 from models.predictions import Prediction
 from models.report.sections import metrics
