@@ -63,10 +63,9 @@ def card_of_folds(folder: Path) -> list[tuple[str, str]]:
         for name, row in rows.items()
         if name in _SHOWN and row["sd"]
     )
-    know = " Calibration and training data of the first network; the others differ by a fold."
     own = {"Model": model, "Evaluation: the run's own held-out people": f"{tested}."}
     own["Evaluation: other cohorts"] = _external(folder)
-    own["Calibration"] = parts["Calibration"] + know
+    own["Calibration"] = f"Of the first network: {parts['Calibration']}"
     return list((parts | own).items())
 
 

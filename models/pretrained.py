@@ -52,8 +52,8 @@ def start_from(network: nn.Module, path: Path) -> str:
     network.load_state_dict({own[name][0]: given[name] for name in fits}, strict=False)
     parts = Counter(own[name][0].partition(".")[0] for name in own)
     matched = Counter(own[name][0].partition(".")[0] for name in fits)
-    text = f"{len(fits)} of {len(own)} entries from {path}: "
-    text += ", ".join(f"{part} {matched[part]} of {n}" for part, n in parts.items())
+    counts = ", ".join(f"{part} {matched[part]} of {n}" for part, n in parts.items())
+    text = f"{len(fits)} of {len(own)} entries from {path}: {counts}"
     for name in sorted({*alike} - {*fits}):
         shapes = [tuple(value.shape) for value in (given[name], own[name][1])]
         text += f"; {own[name][0]} is {shapes[0]} there and {shapes[1]} here, not taken"

@@ -67,7 +67,9 @@ def convert_dicom(
     series: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
     for count, folder in enumerate(folders, start=1):
-        known = _known(folder, out) or _convert(folder, out)
+        key = sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+        index = out / FOLDER / f"{key}.json"
+        known = _known(folder, index) or _convert(folder, index)
         series += [{**one, "patient": one["patient"] or folder.name} for one in known["series"]]
         left_out.update(known["left_out"])
         if progress:
@@ -83,19 +85,14 @@ def _with_dicom(root: Path) -> list[Path]:
     return _with_dicom(inside[0]) if len(inside) == 1 else inside
 
 
-def _known(folder: Path, out: Path) -> dict[str, Any] | None:
+def _known(folder: Path, index: Path) -> dict[str, Any] | None:
     """What was converted before from the same files."""
     try:
-        said: dict[str, Any] = json.loads(_index(folder, out).read_text())
+        said: dict[str, Any] = json.loads(index.read_text())
     except (OSError, ValueError):
         return None
-    there = all((out / FOLDER / one["file"]).is_file() for one in said["series"])
+    there = all(index.with_name(one["file"]).is_file() for one in said["series"])
     return said if said["state"] == _state(folder) and there else None
-
-
-def _index(folder: Path, out: Path) -> Path:
-    key = sha256(str(folder.resolve()).encode()).hexdigest()[:12]
-    return out / FOLDER / f"{key}.json"
 
 
 def _state(folder: Path) -> str:
@@ -103,11 +100,11 @@ def _state(folder: Path) -> str:
     return sha256(repr(files).encode()).hexdigest()
 
 
-def _convert(folder: Path, out: Path) -> dict[str, Any]:
+def _convert(folder: Path, index: Path) -> dict[str, Any]:
     """Convert the T1-weighted series of one folder; say which, and what else there was."""
-    (out / FOLDER).mkdir(parents=True, exist_ok=True)
+    index.parent.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, Any]] = []
-    with TemporaryDirectory(dir=out / FOLDER, prefix=".") as there:
+    with TemporaryDirectory(dir=index.parent, prefix=".") as there:
         listed = [
             (number, name.removeprefix(f"{there}/"))
             for number, name in _LISTED.findall(_dcm2niix(folder, Path(there), "%d", "-n", "-1"))
@@ -121,10 +118,10 @@ def _convert(folder: Path, out: Path) -> dict[str, Any]:
             said = json.loads(path.with_suffix(".json").read_text())
             if not _PARTS & {str(word).upper() for word in said.get("ImageType", ())}:
                 found.append(_described(said, path.stem))
-                path.replace(out / FOLDER / found[-1]["file"])
+                path.replace(index.with_name(found[-1]["file"]))
     others = Counter(name for number, name in listed if number not in wanted)
     content = {"state": _state(folder), "series": found, "left_out": others}
-    write_atomically(_index(folder, out), (json.dumps(content, indent=1) + "\n").encode())
+    write_atomically(index, (json.dumps(content, indent=1) + "\n").encode())
     return content
 
 

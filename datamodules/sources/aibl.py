@@ -56,7 +56,6 @@ def read_aibl(folder: Path) -> Clinical:
                 if day := dates.day(row.get("examdate", "")):
                     days.setdefault(visit, day)
     scores = {visit: number_in(row.get("mmscore", "")) for visit, row in _rows(folder, "mmse")}
-    alleles = {who: _e4(row) for (who, _), row in _rows(folder, "apoeres")}
     table = _table(folder, "pdxconv")
     assert table is not None
     seen: dict[str, list[Visit]] = defaultdict(list)
@@ -74,10 +73,7 @@ def read_aibl(folder: Path) -> Clinical:
                 dated=day is not None,
             )
         )
-    persons = {
-        who: Person(dated_together(own), "", "", sites[who], alleles.get(who))
-        for who, own in seen.items()
-    }
+    persons = {who: Person(dated_together(own), site=sites[who]) for who, own in seen.items()}
     return Clinical(table.path, f"{table.path.name}:DXCURREN", persons)
 
 
@@ -121,8 +117,3 @@ def _dx(table: Table, row: dict[str, str]) -> str:
             "correct the table, or export it again",
         )
     return _CODES[code]
-
-
-def _e4(row: dict[str, str]) -> int | None:
-    genes = [row.get(name, "").removesuffix(".0") for name in ("apgen1", "apgen2")]
-    return genes.count("4") if all(gene in ("2", "3", "4") for gene in genes) else None

@@ -55,14 +55,16 @@ def _read_people(path: Path, names: Names) -> Clinical:
         word = row.get(label, "")
         dx = "" if word.lower() in MISSING else diagnosis(names.word(word))
         name = names.person(row.get(person, ""))
-        found = f"line {line}: {label} {word!r} is none of {known_words()}" if dx is None else ""
-        if name in people and people[name].dx_bl != (dx or ""):
-            found = f"line {line}: {name} is {dx or 'nothing'}, and {people[name].dx_bl} before"
-        if found:
+        twice = name in people and people[name].dx_bl != dx
+        if dx is None or twice:
+            known = people[name].dx_bl if twice else known_words()
+            found = (
+                f"line {line}: {name} is {word!r}, and {'was' if twice else 'known are'} {known}"
+            )
             action = "correct it, or say what the word means with --data.label_map / --label-map"
-            raise TableError("UNKNOWN_LABEL" if dx is None else "BAD_ROW", found, str(path), action)
-        visit = Visit(FORGOTTEN, dx or "", age=number_in(row.get("age", "")), dated=False)
-        people[name] = Person((visit,), sex_in(row.get("sex", "")), dx or "")
+            raise TableError("BAD_ROW" if twice else "UNKNOWN_LABEL", found, str(path), action)
+        visit = Visit(FORGOTTEN, dx, age=number_in(row.get("age", "")), dated=False)
+        people[name] = Person((visit,), sex_in(row.get("sex", "")), dx)
     source = f"{path.name}:{label}"
     notes = (table.note,) if table.note else ()
     return Clinical(path, source, people, notes, final=True, for_all_scans=True)

@@ -40,7 +40,6 @@ _OLD_NAMES = {
 _MCI = {"mciamem", "mciaplus", "mcinon1", "mcinon2"}
 _CAUSES = {"probad": "probadif", "possad": "possadif", "alzdis": "alzdisif"}
 _NOT_THE_FIRST = ("2", "3")  # contributing, non-contributing
-_NORMAL = ("cognitively normal", "no dementia")
 _SEX = {"1": "M", "2": "F", "m": "M", "f": "F"}
 
 
@@ -142,7 +141,7 @@ def _of_words(row: dict[str, str]) -> str:
     words = row.get("dx1", "").strip().lower()
     if words in ("", ".", "na", "n/a"):
         return ""
-    if words in _NORMAL:
+    if words in ("cognitively normal", "no dementia"):
         return "NC" if (number_in(row.get("cdrtot", "")) or 0) == 0 else "other"
     return "AD" if re.match(r"(ad|dat)\b", words) else "other"
 

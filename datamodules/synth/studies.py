@@ -38,10 +38,6 @@ def _csv(header: str, rows: Sequence[Sequence[object]]) -> bytes:
     return "\n".join([header, *(",".join(map(str, row)) for row in rows), ""]).encode()
 
 
-def _sex(subject: Subject) -> int:
-    return 1 + (subject.sex == "F")
-
-
 def aibl_number(subject: Subject) -> int:
     """The number of a person in AIBL."""
     return 999_000 + subject.number
@@ -80,10 +76,6 @@ def aibl_tables(spec: CohortSpec, plans: Sequence[ScanPlan], paths: Paths) -> di
         "mmse": (
             "EXAMDATE,MMSCORE",
             [(*k, f"{s.day(m):%m/%d/%Y}", round(mmse(s, m))) for s, k, m, _ in visits],
-        ),
-        "apoeres": (
-            "APGEN1,APGEN2",
-            [(*key[s], "bl", 3 + (s.apoe4 > 1), 3 + (s.apoe4 > 0)) for s in persons],
         ),
     }
     for name, (columns, rows) in study.items():
@@ -155,7 +147,7 @@ def oasis3_tables(spec: CohortSpec, plans: Sequence[ScanPlan], paths: Paths) -> 
     b4, d1, persons = [], [], []
     for who in people(plans):
         name, genes = oasis3_name(who), ("33", "34", "44")[who.apoe4]
-        persons.append((name, f"{who.age:.2f}", _sex(who), genes))
+        persons.append((name, f"{who.age:.2f}", 1 + (who.sex == "F"), genes))
         for months, dx in who.course.visits:
             day, words = _days(who, months), _WORDS[dx]
             visit = (name, f"{name}_UDSb4_{day}", day[1:], f"{who.age_at(months):.2f}")

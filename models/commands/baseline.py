@@ -6,8 +6,7 @@ are registered to MNI152, else that of the head. Numbers that are not known are 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +22,7 @@ _KNOWN = 0.5  # share of the training scans for which a number must be known
 _SURE = 0.05
 
 
-@dataclass(frozen=True)
-class Baseline:
+class Baseline(NamedTuple):
     """A baseline and what it says of the test scans.
 
     Attributes:

@@ -85,10 +85,10 @@ def metrics(run: Path) -> str:
     for path in sorted(run.glob("test_metrics*.json"), key=_number):
         values = {k.removeprefix("test/"): v for k, v in load_metrics(path).items()}
         columns: dict[str, dict[str, Any]] = {"held-out subjects (95 %)": values}
-        simple, said = beside(path, "baseline", ".json"), ""
-        if simple.is_file():
+        simple = beside(path, "baseline", ".json")
+        said = (load_settings(simple) or {}).get("verdict", "")
+        if said:
             columns["baseline, the same subjects (95 %)"] = load_metrics(simple)
-            said = (load_settings(simple) or {}).get("verdict", "")
         rows: list[dict[str, Any]] = [
             {"metric": name}
             | {

@@ -170,7 +170,6 @@ def test_visits_of_aibl_are_dated_by_their_scan_and_by_the_first_visit_without_a
         "mmse": "RID,SITEID,VISCODE,EXAMDATE,MMSCORE\n"
         "999001,1,bl,03/20/2007,29\n999001,1,m18,-4,28",
         "mri3meta": "RID,SITEID,VISCODE,EXAMDATE\n999001,1,bl,05/25/2007",
-        "apoeres": "RID,SITEID,VISCODE,APGEN1,APGEN2\n999001,1,bl,3,4",
     }
     for name, text in tables.items():
         (tmp_path / f"aibl_{name}_01-Jun-2018.csv").write_text(text + "\n")
@@ -178,7 +177,7 @@ def test_visits_of_aibl_are_dated_by_their_scan_and_by_the_first_visit_without_a
     first, second, third = person.visits
     assert (first.day.isoformat(), first.dx, first.mmse) == ("2007-05-25", "NC", 29)
     assert (second.day.year, second.dx, second.mmse) == (2008, "MCI", 28)
-    assert (third.dx, person.apoe4) == ("", 1)
+    assert (third.dx, person.site) == ("", "1")
     (tmp_path / "aibl_mmse_28-Apr-2015.csv").write_text(tables["mmse"] + "\n")
     with pytest.raises(TableError, match=r"SEVERAL_TABLES.*aibl_mmse"):
         find_diagnoses(tmp_path, None, Names())
