@@ -22,7 +22,6 @@ _SAME = (
     (r"\.shortcut\.", ".downsample."),
 )
 _WRAPPED = ("state_dict", "model", "network")
-_SHOWN = 5
 
 
 def start_from(network: nn.Module, path: Path) -> str:
@@ -81,8 +80,7 @@ def _common(name: str) -> str:
 
 
 def _named(names: Any) -> str:
-    dots = ", ..." if len(names) > _SHOWN else ""
-    return ", ".join(list(names)[:_SHOWN]) + dots
+    return ", ".join(list(names)[:5]) + ", ..." * (len(names) > 5)
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
