@@ -24,7 +24,9 @@ from pathlib import Path
 from ..dates import dates_in, find_dates
 from ..errors import TableError
 from ..labels import CONCLUSIONS, diagnosis, known_words
-from ..progression import FORGOTTEN, Visit, nominal_day
+from ..progression import FORGOTTEN as _FORGOTTEN
+from ..progression import Visit
+from ..progression import nominal_day as _nominal
 from ..records import natural
 from ..tables import MISSING, Table, header_of, read_table, sex_in
 from .ids import canonical_session, canonical_subject, registry_number
@@ -306,7 +308,7 @@ def _dxsum(table: Table) -> Clinical:
             continue
         visits[subject].append(
             Visit(
-                day or nominal_day(session) or FORGOTTEN,
+                day or _nominal(session) or _FORGOTTEN,
                 _dxsum_state(table, line, row),
                 session=session,
                 phase=_known(row, "colprot") or _known(row, "phase"),
@@ -363,10 +365,10 @@ def _clinica(
         day = dates.day(row.get(column, ""))
         if not session and day is None:
             continue
-        nominal = nominal_day(session)
+        nominal = _nominal(session)
         visits[names.person(row["participantid"])].append(
             Visit(
-                day or nominal or FORGOTTEN,
+                day or nominal or _FORGOTTEN,
                 _concluded(_word(table, line, row, "diagnosis", names), row),
                 session=session,
                 age=_number(row, "age"),
@@ -407,9 +409,9 @@ def dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
         if all(visit.timed for visit in visits):
             return tuple(visits)
         ordered = sorted(visits, key=lambda visit: natural(visit.session))
-        days = (FORGOTTEN + timedelta(days=number) for number in range(len(ordered)))
+        days = (_FORGOTTEN + timedelta(days=number) for number in range(len(ordered)))
         return tuple(replace(v, day=day, timed=False) for v, day in zip(ordered, days))
-    anchors = ((v, nominal_day(v.session)) for v in visits if v.dated and v.session)
+    anchors = ((v, _nominal(v.session)) for v in visits if v.dated and v.session)
     anchor = next(((v, nominal) for v, nominal in anchors if nominal), None)
     if anchor is None:
         return tuple(visit for visit in visits if visit.dated)
