@@ -170,7 +170,7 @@ def _dcm2niix(folder: Path, there: Path, name: str, *chosen: str) -> str:
             str(folder),
             "pip install '.[prepare]'",
         ) from None
-    command = [tool, "-b", "y", "-ba", "n", "-z", "n", "-d", "9", "-w", "2", "-f", name]
+    command = [tool, "-b", "y", "-ba", "n", "-c", "", "-z", "n", "-d", "9", "-w", "2", "-f", name]
     done = subprocess.run(
         [*command, *chosen, "-o", str(there), str(folder)], capture_output=True, text=True
     )

@@ -143,7 +143,7 @@ def _of_words(row: dict[str, str]) -> str:
         return ""
     if words in ("cognitively normal", "no dementia"):
         return "NC" if (number_in(row.get("cdrtot", "")) or 0) == 0 else "other"
-    return "AD" if re.match(r"(ad|dat)\b", words) else "other"
+    return "AD" if re.match(r"(ad|dat)\b(?!.*cannot be primary)", words) else "other"
 
 
 def _people(path: Path | None) -> dict[str, tuple[str, str, str, int | None]]:

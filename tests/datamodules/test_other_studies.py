@@ -124,6 +124,7 @@ def test_a_form_d1_says_who_has_alzheimers_disease_and_who_another_dementia(tmp_
         ("AD dem distrubed social- prior", 1, "AD"),
         ("DAT w/depresss not contribut", 1, "AD"),
         ("DLBD- primary", 1, "other"),
+        ("AD dem cannot be primary", 1, "other"),
         ("uncertain  possible NON AD dem", 0.5, "other"),
         ("Cognitively normal", 0.5, "other"),  # which of them is wrong, nobody knows
         (".", 0, ""),
