@@ -35,9 +35,7 @@ from ..tables import sex_in
 
 FOLDER = "converted"
 _LISTED = re.compile(r"^\t(\d+)\t(.*)$", re.MULTILINE)  # number and name of a series
-_AT_ONCE = 16  # series that dcm2niix takes in one call
 _PARTS = {"P", "PHASE", "REAL", "R", "IMAGINARY", "I"}  # of a complex image
-_DAYS = 365.25
 
 
 def has_dicom(root: Path) -> bool:
@@ -110,9 +108,8 @@ def _convert(folder: Path, index: Path) -> dict[str, Any]:
             for number, name in _LISTED.findall(_dcm2niix(folder, Path(there), "%d", "-n", "-1"))
         ]
         wanted = list(dict.fromkeys(number for number, name in listed if is_t1(name)))
-        for start in range(0, len(wanted), _AT_ONCE):
-            numbers = wanted[start : start + _AT_ONCE]
-            chosen = [text for number in numbers for text in ("-n", number)]
+        for start in range(0, len(wanted), 16):  # so many series it takes in one call
+            chosen = [text for number in wanted[start : start + 16] for text in ("-n", number)]
             _dcm2niix(folder, Path(there), "%j", *chosen)
         for path in sorted(Path(there).glob("*.nii")):
             said = json.loads(path.with_suffix(".json").read_text())
@@ -130,11 +127,13 @@ def _described(said: dict[str, Any], name: str) -> dict[str, Any]:
     day = str(said.get("AcquisitionDateTime", ""))[:10]
     born = str(said.get("PatientBirthDate", ""))
     days = (np.datetime64(day) - np.datetime64(born)).astype(int) if day and born else None
+    patient = str(said.get("PatientID", "")).strip()
+    words = re.sub(r"[^0-9A-Za-z]+", "-", f"{patient} {day}")
     return {
-        "file": f"{sha256(name.encode()).hexdigest()[:16]}.nii",
-        "patient": str(said.get("PatientID", "")).strip(),
+        "file": f"{words}_{sha256(name.encode()).hexdigest()[:8]}.nii",
+        "patient": patient,
         "sex": sex_in(str(said.get("PatientSex", ""))),
-        "age": None if days is None else round(float(days) / _DAYS, 1),
+        "age": None if days is None else round(float(days) / 365.25, 1),
         "day": day,
         "description": str(said.get("SeriesDescription", "") or said.get("ProtocolName", "")),
         "field_strength": said.get("MagneticFieldStrength"),
