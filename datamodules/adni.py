@@ -134,7 +134,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         flip: bool = False,
         eval_visits: Literal["baseline", "all"] = "baseline",
         shuffle_labels: bool = False,
-        layout: Literal["auto", "ida", "bids", "caps", "csv"] = "auto",
+        layout: Literal["auto", "ida", "bids", "caps", "csv", "oasis"] = "auto",
         horizon_months: float = 36.0,
         tolerance_months: float = 3.0,
         late_converters: Literal["exclude", "stable"] = "exclude",

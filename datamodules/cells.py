@@ -67,6 +67,11 @@ def sex_in(text: str) -> str:
     return _SEXES.get(_plain(text), "")
 
 
+def number_in(text: str) -> float | None:
+    """The number that a cell is; None for any other text."""
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+
+
 def quantity_in(text: str, name: str) -> float | None:
     """The number that a cell of a quantity is; None for one that nobody has, or any other text."""
     match = _NUMBER.fullmatch(_plain(text))

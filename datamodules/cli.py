@@ -32,6 +32,7 @@ from .sources.people import label_map
 from .split_drawing import extend_split, make_split, rarest_classes
 from .splits import SPLITS, load_split, save_split
 from .survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
+from .synth.cohort import SynthLayout
 from .synth.levels import GROUPS, Diagnosis, Difficulty
 
 _PROGRAM = "python -m datamodules"
@@ -187,8 +188,9 @@ def _add_source(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--diagnosis-csv",
         type=Path,
-        help="diagnoses over time: ADNIMERGE, DXSUM, a table of `clinica iotools merge-tsv` or "
-        "a BIDS folder (default: the one directly in ROOT)",
+        help="diagnoses over time: ADNIMERGE, DXSUM, a table of `clinica iotools merge-tsv`, a "
+        "BIDS folder, or the tables of AIBL or OASIS-3 (default: those in ROOT); or a table with "
+        "one row for each person (subject, label)",
     )
     parser.add_argument(
         "--subject-pattern",
@@ -281,7 +283,11 @@ def _add_cohort(parser: ArgumentParser) -> None:
 def _add_variety(parser: ArgumentParser) -> None:
     """How a synthetic cohort is written, and what it has beside its diagnoses."""
     parser.add_argument(
-        "--layout", choices=LAYOUTS, default="ida", help="how the files lie (default: ida)"
+        "--layout",
+        choices=get_args(SynthLayout),
+        default="ida",
+        help="how the files lie (default: ida); aibl, oasis1, oasis3: as that study gives them "
+        "away; dicom: as a hospital does (needs SimpleITK)",
     )
     parser.add_argument(
         "--courses",
@@ -361,14 +367,19 @@ def _prepare(options: Namespace) -> int:
 
     if options.root.is_dir():
         refuse_inside(options.root, options.out, "OUT")
-    found = find(
-        options.root,
-        None if options.layout == "auto" else options.layout,
-        Names(options.subject_pattern, options.label_column, options.label_map),
-        collection_csv=options.collection_csv,
-        diagnosis_csv=options.diagnosis_csv,
-    )
+    with progress_bar("DICOM folders") as advance:
+        found = find(
+            options.root,
+            None if options.layout == "auto" else options.layout,
+            Names(options.subject_pattern, options.label_column, options.label_map),
+            options.out,
+            collection_csv=options.collection_csv,
+            diagnosis_csv=options.diagnosis_csv,
+            progress=advance,
+        )
     show(f"{len(found.records)} scans to prepare, {found.left_out} not wanted")
+    for note in found.notes:
+        show(f"note: {note}")
     if not found.records:
         show(listing(found.problems))
         raise DataError(

@@ -12,7 +12,7 @@ from datetime import date
 
 from .errors import Problem
 from .labels import CONCLUSIONS, Task, diagnosis, known_words
-from .progression import LabelRule, Visit, filled, label_visit, visit_of_scan
+from .progression import LabelRule, Visit, filled, label_visit, nominal_day, visit_of_scan
 from .records import ScanRecord
 from .series import choose_series
 from .sources.clinical import Clinical, Person
@@ -80,7 +80,11 @@ def _from_history(
     if rule.gaps == "fill":
         person = replace(person, visits=tuple(filled(person.visits)))
     day = date.fromisoformat(record.acq_date) if record.acq_date else None
-    visit = visit_of_scan(person.visits, day, record.session, rule.max_days_apart)
+    apart = clinical.within_days or rule.max_days_apart
+    if clinical.for_all_scans:
+        visit: Visit | None = person.visits[0]
+    else:
+        visit = visit_of_scan(person.visits, day, record.session, apart)
     if visit is None:
         return replace(record, reason=record.reason or "no_dx_near_scan")
     record = _at_visit(record, visit, day)
@@ -114,18 +118,24 @@ def _class_of(person: Person, visit: Visit, rule: LabelRule) -> tuple[str, str]:
 
 
 def _at_visit(record: ScanRecord, visit: Visit, day: date | None) -> ScanRecord:
+    session, age, apart = visit.session or record.session, visit.age, None
+    if day and visit.dated:
+        apart = (visit.day - day).days
+    elif visit.session[:1] == "d" and (counted := nominal_day(record.session)):
+        session, apart = record.session, (visit.day - counted).days
+        age = None if age is None else round(age - apart / 365.25, 1)
     return replace(
         record,
-        session=visit.session or record.session,
-        age=visit.age if visit.age is not None else record.age,
-        mmse=visit.mmse,
-        cdr_sb=visit.cdr_sb,
+        session=session,
+        age=age if age is not None else record.age,
+        mmse=visit.mmse if visit.mmse is not None else record.mmse,
+        cdr_sb=visit.cdr_sb if visit.cdr_sb is not None else record.cdr_sb,
         phase=visit.phase or record.phase,
         field_strength=(
             record.field_strength if record.field_strength is not None else visit.field_strength
         ),
         exam_date=visit.day.isoformat() if visit.dated else "",
-        days_apart=(visit.day - day).days if day and visit.dated else None,
+        days_apart=apart,
     )
 
 

@@ -18,6 +18,7 @@ _WORDS = {
     "pMCI": ("pmci",),
     "rMCI": ("rmci", "regmci"),
     "uMCI": ("umci", "ukmci", "usmci"),
+    "other": ("other",),  # impaired, and none of these: dementia of another cause, not yet certain
 }
 CONCLUSIONS = {"sMCI": "", "pMCI": "", "rMCI": "reverted", "uMCI": "unstable"}
 """What is said of an MCI when its future is known, and why some of them have no class."""

@@ -113,6 +113,9 @@ def _read_header(path: Path, start: bytes) -> tuple[Any, int]:
     gzipped = start.startswith(_GZIP)
     header = _start(start) if gzipped else start[:540]
     kind = _nifti_class(header)
+    if path.suffix == ".img" and path.with_suffix(".hdr").is_file():
+        detail = "half of an ANALYZE pair (.hdr/.img)"
+        raise BadFile("NOT_NIFTI", detail, "`python -m datamodules prepare` converts OASIS-1's")
     if kind is None and gzipped and len(header) < 348:
         raise BadFile("CORRUPT_GZIP", "the gzip stream breaks off within the header", AGAIN)
     if kind is None:
@@ -183,7 +186,10 @@ def _what_it_is(header: bytes) -> tuple[str, str]:
     """What lies there in place of a NIfTI file, by its first bytes, and what to do."""
     sizes = {int.from_bytes(header[:4], order) for order in ("little", "big")}
     if header[128:132] == b"DICM":
-        return "a DICOM file", "convert it with dcm2niix, or choose NiFTI in the portal"
+        return (
+            "a DICOM file",
+            "convert it: `python -m datamodules prepare` runs dcm2niix",
+        )
     if header[:4] == b"\0\0\0\1":
         return "a FreeSurfer volume (.mgz)", "convert it: mri_convert IN.mgz OUT.nii.gz"
     if 348 in sizes:

@@ -12,15 +12,18 @@ reason why there is none:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import date, timedelta
 from itertools import pairwise
 from typing import Literal
 
 from .errors import DataError
 
 DAYS_PER_MONTH = 30.4375
+FORGOTTEN = date(1900, 1, 1)
+"""Where visits without a date are counted from."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Visit:
 
     Attributes:
         day: the date; when not ``dated``, only distances between days mean something.
-        dx: NC, SMC, MCI or AD; OD for a dementia of another cause; empty when not known.
+        dx: NC, SMC, MCI or AD; OD for a dementia of another cause, other for another impairment;
+            empty when not known.
         session: M and the month (``M012``), or empty.
         age: years.
         mmse: mini-mental state, 0 to 30.
@@ -108,15 +112,30 @@ def visit_of_scan(
 ) -> Visit | None:
     """The visit with a diagnosis that a scan belongs to.
 
-    By date when both have one, since no image is keyed by a visit code; else by the session.
+    By date when both have one, since no image is keyed by a visit code; by the day since a start
+    that is not known, where sessions count days (``d0129``); else by the session.
     """
     known = [visit for visit in visits if visit.dx]
-    if day is not None and any(visit.dated for visit in known):
+    dated = any(visit.dated for visit in known)
+    if day is None and not dated and re.fullmatch(r"d\d+", session):
+        day = nominal_day(session)
+        known = [visit for visit in known if visit.session[:1] == "d"]
+        dated = bool(known)
+    if day is not None and dated:
         # of two as near the earlier one, and never the one that stands first in a table
         near = min(known, key=lambda visit: (abs((visit.day - day).days), visit.day, repr(visit)))
         return near if abs((near.day - day).days) <= max_days_apart else None
     same = [visit for visit in known if session and visit.session == session]
     return min(same, key=lambda visit: (visit.day, repr(visit)), default=None)
+
+
+def nominal_day(session: str) -> date | None:
+    """The day that a session names, by month (``M012``) or by day (``d0129``); None for others."""
+    if match := re.fullmatch(r"M(\d+)", session):
+        return FORGOTTEN + timedelta(days=round(int(match[1]) * DAYS_PER_MONTH))
+    if match := re.fullmatch(r"d(\d+)", session):
+        return FORGOTTEN + timedelta(days=int(match[1]))
+    return None
 
 
 def label_visit(
@@ -126,8 +145,9 @@ def label_visit(
 
     Reasons: ``smc``, ``other_dementia`` (at any visit), ``reverted``, ``unstable`` (also: two
     diagnoses on one day), ``short_follow_up``, ``interval_censored`` (converted between two visits
-    around the horizon), ``converts_after_horizon``, ``demented_later`` (AD, but not at the first
-    visit, where that is asked for), ``no_dates`` (MCI, and sessions that name no time).
+    around the horizon), ``converts_after_horizon``, ``other_diagnosis`` (impaired, and neither MCI
+    nor AD), ``demented_later`` (AD, but not at the first visit, where that is asked for),
+    ``no_dates`` (MCI, and sessions that name no time).
     """
     rule = rule or LabelRule()
     meant = {"SMC": "NC"} if rule.smc == "normal" else {}
@@ -154,8 +174,8 @@ def _label_among(visits: Sequence[Visit], near: Visit, rule: LabelRule) -> tuple
         return "AD", ""
     if near.dx == "NC":
         return ("NC", "") if all(visit.dx == "NC" for visit in visits) else ("", "unstable")
-    if near.dx == "SMC":
-        return "", "smc"
+    if near.dx in ("SMC", "other"):
+        return "", "smc" if near.dx == "SMC" else "other_diagnosis"
     if any(visit.dx == "AD" for visit in visits if visit.day < near.day):
         return "", "unstable"
     return _label_mci(near, later, rule) if near.timed else ("", "no_dates")

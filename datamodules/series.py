@@ -80,7 +80,7 @@ def preference(record: ScanRecord) -> tuple[int, bool, bool, bool, int, str]:
     digits = re.sub(r"\D", "", record.image_id) if record.image_id[:1] == "I" else ""
     return (
         0 if scaled else 1 if corrected else 2,
-        bool(re.search(r"repeat|^mpr_r(_|$)", name)),
+        bool(re.search(r"repeat|_rpt|^mpr_r(_|$)", name)),
         late and "accel" not in name,
         record.field_strength is not None and abs(record.field_strength - wanted) > 0.6,
         int(digits or 0),

@@ -147,7 +147,7 @@ def survey(
         warnings += _research_groups(reading, records)
     clinical = reading.clinical
     tables = tuple(dict.fromkeys((*reading.tables, *((clinical.path,) if clinical else ()))))
-    labels = f"{clinical.source}, at the visit of each scan" if clinical else reading.groups
+    labels = clinical.says if clinical else reading.groups
     notes = reading.notes + (clinical.notes if clinical else ())
     return Survey(root, reading.layout, tables, records, problems, warnings, labels, notes)
 
@@ -175,6 +175,7 @@ def refuse_nothing(found: Survey) -> None:
 
 
 _REMEDIES = {
+    "NOT_NIFTI": "convert them: `python -m datamodules prepare ROOT OUT` takes DICOM and OASIS-1",
     "not_in_task": "choose another --task / --data.task, or give scans of its classes",
     "not_t1": "give T1-weighted scans, or correct the names of the series in the table",
     "missing": "give diagnoses of these people: --data.diagnosis_csv / --diagnosis-csv",
@@ -185,7 +186,7 @@ _REMEDIES = {
 
 def _research_groups(reading: Reading, records: Sequence[ScanRecord]) -> list[Problem]:
     """A warning when labels are no diagnoses; a table of one's own says what it means."""
-    if reading.clinical is not None:
+    if reading.clinical is not None or reading.layout == "oasis":
         return []
     return [
         Problem(

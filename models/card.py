@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from models.folds import checkpoints_of
 from models.reference import Reference, from_checkpoint
-from models.results import load_metrics, run_folder
+from models.results import load_metrics, load_settings, run_folder
 from models.tables import read_table
 from models.tasks import classes_of
 from models.transfer import KEY, read_checkpoint
@@ -45,6 +46,27 @@ def card(ckpt_path: Path) -> list[tuple[str, str]]:
             "or another scanner would. Maps show what raises a score, which need not be disease.",
         ),
     ]
+
+
+def card_of_folds(folder: Path) -> list[tuple[str, str]]:
+    """The same about the runs of ``python -m models folds``, which are averaged to one model."""
+    found = checkpoints_of(folder)
+    parts = dict(card(next(iter(found.values()))))
+    each = ", ".join(f"{name} ({path.relative_to(folder)})" for name, path in found.items())
+    model = f"The mean probabilities of {len(found)} networks: {each}. Each: {parts['Model']}"
+    rows = {row["metric"]: row for row in read_table(folder / "folds.tsv")}
+    columns = {"": "vote", "_low": "vote_low", "_high": "vote_high"}
+    values = {n + end: float(r[c]) for n, r in rows.items() for end, c in columns.items() if r[c]}
+    tested = "; ".join(
+        f"{name.replace('_', ' ')} {_with_interval(values, name)}, the networks one by one "
+        f"{float(row['mean']):.3f} +- {float(row['sd']):.3f}"
+        for name, row in rows.items()
+        if name in _SHOWN and row["sd"]
+    )
+    own = {"Model": model, "Evaluation: the run's own held-out people": f"{tested}."}
+    own["Evaluation: other cohorts"] = _external(folder)
+    own["Calibration"] = f"Of the first network: {parts['Calibration']}"
+    return list((parts | own).items())
 
 
 def as_markdown(title: str, parts: list[tuple[str, str]]) -> str:
@@ -104,7 +126,9 @@ def _internal(run: Path) -> str:
         for name in _SHOWN
         if name in values
     ]
-    return "; ".join(lines) + " (95 % intervals, where people are enough for one)."
+    beside = (load_settings(run / "test_baseline.json") or {}).get("verdict", "")
+    text = "; ".join(lines) + " (95 % intervals, where people are enough for one)."
+    return f"{text} {beside}".rstrip()
 
 
 def _with_interval(values: Mapping[str, Any], name: str) -> str:

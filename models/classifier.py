@@ -1,8 +1,10 @@
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,10 +12,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from models.attention import AttentionKind
 from models.errors import UseError
-from models.intervals import intervals
+from models.intervals import measured
 from models.metrics import evaluate
 from models.optimisation import OptimizerName, ScheduleName, make_optimizer, rate_factor
 from models.predictions import Prediction, Predictions, arrays
+from models.pretrained import freeze as freeze_parts
+from models.pretrained import start_from
 from models.resattnet import OPTIONS, WIDTHS, Depth, ResAttNet3D, StemKernel, StemStride
 from models.tasks import TaskName, classes_of
 from models.transfer import KEY, hashed, transfer
@@ -60,6 +64,10 @@ class ResAttNetClassifier(LightningModule):
             data module (`class_weights`), None counts every scan alike.
         transfer_from: Checkpoint whose network's weights training starts from. Refused when a
             subject held out now was trained on then.
+        init_from: Folder of a MONAI bundle, or file of weights (MedicalNet's and the like), that
+            training starts from: what matches in name and shape is taken (``fit --init``).
+        freeze: Parts of the network, such as stem or layer1, that keep their weights and batch
+            statistics.
     """
 
     def __init__(
@@ -88,11 +96,14 @@ class ResAttNetClassifier(LightningModule):
         label_smoothing: float = 0.0,
         class_weights: list[float] | Literal["balanced"] | None = None,
         transfer_from: str | None = None,
+        init_from: str | None = None,
+        freeze: list[str] = [],  # noqa: B006
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.class_names = classes_of(task)
         self.network = self.make_network()
+        freeze_parts(self.network, freeze)
         self.class_weights: Tensor | None
         self.register_buffer("class_weights", self._given_weights(class_weights), persistent=False)
         self.evaluated: list[Prediction] = []
@@ -120,6 +131,9 @@ class ResAttNetClassifier(LightningModule):
         if self.hparams["class_weights"] == "balanced" and self.class_weights is not None:
             # in place: callbacks that copy the module have copied this buffer before
             self.class_weights.copy_(torch.tensor(self._balanced_weights(datamodule)))
+        if self.hparams["init_from"]:
+            text = start_from(self.network, Path(self.hparams["init_from"]))
+            rank_zero_info(f"{text}. Whom they were trained on is not known.")
         if self.hparams["transfer_from"]:
             held_out = [*_subjects(datamodule, "val"), *_subjects(datamodule, "test")]
             path = self.hparams["transfer_from"]
@@ -142,6 +156,12 @@ class ResAttNetClassifier(LightningModule):
                 "batch_size 1 batch normalisation has one value of it; give --data.batch_size 2 or "
                 f"more, or a --data.spacing_mm at which the volume has more than {stride} voxels"
             )
+
+    def train(self, mode: bool = True) -> "ResAttNetClassifier":
+        """Switch to training or evaluation; what is frozen stays in evaluation."""
+        super().train(mode)
+        freeze_parts(self.network, self.hparams["freeze"])
+        return self
 
     def forward(self, image: Tensor) -> Tensor:
         """Scores (B, classes) of images (B, C, D, H, W)."""
@@ -245,10 +265,10 @@ class ResAttNetClassifier(LightningModule):
         probabilities, labels, subjects = arrays(self.evaluated)
         if not len(labels):
             return
-        values = evaluate(probabilities, labels)
         if part == "test":
-            for name, (low, high) in intervals(probabilities, labels, subjects).items():
-                values |= {f"{name}_low": low, f"{name}_high": high}
+            values = measured(probabilities, labels, subjects)
+        else:
+            values = evaluate(probabilities, labels)
         # gathered: all ranks log the same values
         accuracy = values.pop("accuracy")
         self.log(f"{part}/accuracy", accuracy, prog_bar=True, sync_dist=True)

@@ -64,6 +64,28 @@ def main(arguments: list[str]) -> None:
     for row in summary:
         print("  ".join(f"{_shown(value):>18}" for value in row.values()))
     print(f"summary written to {options.out / 'folds.tsv'}")
+    from models.card import as_markdown, card_of_folds  # reads checkpoints, which takes seconds
+
+    text = as_markdown("Several networks as one", card_of_folds(options.out))
+    (options.out / "model_card.md").write_text(text, encoding="utf-8")
+    print(f"all of them as one model: --ckpt_path {options.out}, for `predict` and `test --cohort`")
+
+
+def checkpoints_of(folder: Path) -> dict[str, Path]:
+    """The checkpoint of each finished run in a folder of this command, by its name.
+
+    Raises:
+        UseError: There is none.
+    """
+    marks = sorted(folder.glob(f"*/{DONE}"))
+    if not marks:
+        raise UseError(f"{folder} has no finished runs; give a checkpoint, or --out of `folds`.")
+    found = {}
+    for mark in marks:
+        run = mark.parent / "run" / Path(json.loads(mark.read_text())["run"]).name
+        newest = max(run.glob("checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime)
+        found[mark.parent.name] = newest
+    return found
 
 
 def _parts(folds: int, leave_out: Sequence[str] | None) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def run_folder(ckpt_path: str | Path) -> Path:
-    """The folder of the run that a checkpoint belongs to."""
+    """The folder of the run that a checkpoint belongs to; a folder of several runs is itself."""
+    if Path(ckpt_path).is_dir():
+        return Path(ckpt_path)
     folder = Path(ckpt_path).parent
     return folder.parent if folder.name == "checkpoints" else folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from ..sources import Layout, Names, read_source
 from ..sources.ids import PTID
 from ..sources.tree import bare_record, is_nifti, stem, walk
 from ..tables import table_bytes
+from .convert import as_nifti, convert_dicom, has_dicom
 from .itk import simple_itk
 from .one_scan import MEASURES, Prepared, Settings, prepare_scan
 from .quality import write_page
@@ -26,6 +28,7 @@ from .strip import require
 from .template import SPACE
 
 TABLE = "prepared.csv"
+_SHOWN = 8  # kinds of series that are left out
 
 
 @dataclass(frozen=True)
@@ -37,23 +40,29 @@ class Found:
         left_out: how many are not wanted: other series, images that are no T1.
         problems: what is wrong with the others.
         diagnoses: table or folder of diagnoses over time; None: there is none.
+        notes: what a user should know of how they were found.
     """
 
     records: list[ScanRecord]
     left_out: int
     problems: list[Problem]
     diagnoses: Path | None
+    notes: tuple[str, ...] = ()
 
 
 def find(
     root: Path,
     layout: Layout | None,
     names: Names,
+    out: Path,
     *,
     collection_csv: Path | None = None,
     diagnosis_csv: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Found:
-    """The scans of a folder in any layout, of a table, of a folder of loose files, or one file.
+    """The scans of a folder in any layout, of a table, of loose files or DICOM files, or one file.
+
+    What is no NIfTI file is converted into ``out``.
 
     Raises:
         DataError: nothing there, or it cannot be read.
@@ -66,9 +75,11 @@ def find(
         )
     except FolderError as error:
         loose = [path for path in walk(root) if is_nifti(path)] if root.is_dir() else []
-        if error.code != "NO_SCANS" or not loose:
+        if error.code != "NO_SCANS" or not (loose or has_dicom(root)):
             raise
-        return Found([_loose(path, names) for path in loose], 0, [], None)
+        if not loose:
+            return _of_dicom(*convert_dicom(root, out, names, progress), diagnosis_csv)
+        return Found([_loose(path, names) for path in loose], 0, [], diagnosis_csv)
     if reading.layout == "caps":
         raise DataError(
             "ALREADY_PREPARED", "a CAPS folder", str(root), "its scans are registered already"
@@ -79,7 +90,22 @@ def find(
     if reading.clinical is not None:  # the group at the scan is not the diagnosis: no label is
         used = [replace(record, dx_bl="") for record in used]
     diagnoses = reading.clinical.path if reading.clinical is not None else None
+    used = [as_nifti(record, out) for record in used]
     return Found(used, len(chosen) - len(used) - bad, list(reading.problems), diagnoses)
+
+
+def _of_dicom(
+    records: Sequence[ScanRecord], others: Counter[str], diagnosis_csv: Path | None
+) -> Found:
+    used = [record for record in choose_series(records) if record.used]
+    people = {record.subject for record in records}
+    notes = [f"{len(records)} T1-weighted series of {len(people)} people by their patient IDs"]
+    if others:
+        listed = ", ".join(f"{n} x {name}" for name, n in others.most_common(_SHOWN))
+        dots = ", ..." * (len(others) > _SHOWN)
+        notes.append(f"series that are no T1-weighted heads by their names: {listed}{dots}")
+    left_out = len(records) - len(used) + others.total()
+    return Found(used, left_out, [], diagnosis_csv, tuple(notes))
 
 
 def _loose(path: Path, names: Names) -> ScanRecord:

@@ -11,8 +11,9 @@ from ..errors import FolderError
 from ..tables import header_of
 from .bids import find_bids, read_bids
 from .caps import find_caps, read_caps
-from .clinical import find_clinical
+from .diagnoses import find_diagnoses
 from .ida import discover, find_ida, read_ida
+from .oasis import find_oasis, read_oasis
 from .people import Names
 from .plain import REQUIRED as PLAIN_COLUMNS
 from .plain import plain_folders, read_plain
@@ -36,8 +37,9 @@ def read_source(
         root: folder of the data, or a table of scans.
         layout: how they lie there; None: found out.
         collection_csv: the portal's collection table (``ida``).
-        diagnosis_csv: ADNIMERGE, DXSUM, a table of ``clinica iotools merge-tsv``, or a BIDS folder
-            with the tables that Clinica writes. None: looked for in ``root``.
+        diagnosis_csv: ADNIMERGE, DXSUM, a table of ``clinica iotools merge-tsv``, a BIDS folder
+            with the tables that Clinica writes, the tables of AIBL or OASIS-3, or a table with one
+            row for each person. None: looked for in ``root``, but for the last.
         names: how names of people are read.
 
     Raises:
@@ -46,16 +48,18 @@ def read_source(
     """
     found = layout or detect_layout(root)
     if found == "csv":
-        clinical = find_clinical(None, diagnosis_csv, names)  # its own labels are there for use
+        clinical = find_diagnoses(None, diagnosis_csv, names)  # its own labels are there for use
         return read_plain(_plain_table(root), clinical, names)
     if found == "ida":
         scans = discover(root)  # first: a missing folder says more than a missing table
-        return read_ida(root, scans, collection_csv, find_clinical(root, diagnosis_csv, names))
+        return read_ida(root, scans, collection_csv, find_diagnoses(root, diagnosis_csv, names))
     if found == "bids":
         # a column of people says more than the sessions' own, if one is asked for
         where = None if names.label_column else root
-        return read_bids(root, find_clinical(where, diagnosis_csv, names), names)
-    return read_caps(root, find_clinical(root, diagnosis_csv, names), names)
+        return read_bids(root, find_diagnoses(where, diagnosis_csv, names), names)
+    if found == "oasis":
+        return read_oasis(root, find_diagnoses(root, diagnosis_csv, names))
+    return read_caps(root, find_diagnoses(root, diagnosis_csv, names), names)
 
 
 def detect_layout(root: Path) -> Layout:
@@ -72,6 +76,7 @@ def detect_layout(root: Path) -> Layout:
         "bids": find_bids(root),
         "csv": len(_plain_tables(root)) == 1,
         "ida": find_ida(root),
+        "oasis": find_oasis(root),
     }
     if fits["csv"] and fits["caps"]:  # as `prepare` writes: the table knows more of the same scans
         return "csv"
@@ -89,7 +94,8 @@ def detect_layout(root: Path) -> Layout:
     raise FolderError(
         "NO_SCANS",
         "no .nii or .nii.gz file below a folder named like 123_S_0456 (ida), at "
-        "sub-*/ses-*/anat/*_T1w (bids) or at subjects/sub-*/ses-*/t1_linear (caps), and no table "
+        "sub-*/ses-*/anat/*_T1w (bids), at subjects/sub-*/ses-*/t1_linear (caps) or below a folder "
+        "named like OAS30001_MR_d0129 or OAS1_0001_MR1 (oasis), and no table "
         f"with the columns {', '.join(PLAIN_COLUMNS)} (csv); what is there: {seen}",
         str(root),
         what_to_do(seen),

@@ -111,6 +111,10 @@ def _record(
     """A scan, with what tables and headers say of it."""
     parts = dict(_ENTITY.findall(stem(path)))
     name = f"sub-{_subject(path)}"
+    # names of OASIS-3 leave the session to the folder
+    session = parts.get("ses", "") or path.parent.parent.name.removeprefix("ses-") * (
+        path.parent.parent.name[:4] == "ses-"
+    )
     row, line = people.get(canonical_subject(name), ({}, 0))
     about = _about(path)
     image_id = image_number(about.get("scanid", ""))
@@ -121,7 +125,7 @@ def _record(
     return replace(
         bare_record(path, names.person(name), image, "bids"),
         row=f"{table}, line {line}" if line else "",
-        session=canonical_session(parts.get("ses", "")) or parts.get("ses", ""),
+        session=canonical_session(session) or session,
         description=stem(path).split("_", 2)[-1] if "run-" in path.name else "T1w",
         reason="not_t1" if _OTHER_IMAGE.search(path.name) else "",
         dx_bl="" if group.lower() in MISSING else group,

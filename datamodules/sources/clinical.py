@@ -25,7 +25,9 @@ from ..cells import Cells
 from ..dates import dates_in, find_dates
 from ..errors import TableError
 from ..labels import CONCLUSIONS, diagnosis, known_words
-from ..progression import DAYS_PER_MONTH, Visit
+from ..progression import FORGOTTEN as _FORGOTTEN
+from ..progression import Visit
+from ..progression import nominal_day as _nominal
 from ..records import natural
 from ..tables import MISSING, Table, header_of, one_row_each, read_table
 from .ids import canonical_session, canonical_subject, registry_number
@@ -42,7 +44,6 @@ _NAME = re.compile(r"(?!.*dict)(adnimerge|dxsum)", re.IGNORECASE)
 # of ADNIMERGE2: one row for each person, with the diagnosis at enrolment
 _PEOPLE = re.compile(r"(?!.*dict)adsl", re.IGNORECASE)
 _ADSL = {"usubjid", "dx", "enrldt"}
-_FORGOTTEN = date(1900, 1, 1)  # where undated visits are counted from
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,9 @@ class Clinical:
         notes: what was read in an unusual way.
         final: whether the diagnoses are conclusions (stable or progressive MCI) and no diagnoses at
             a visit; they are used as they are.
+        for_all_scans: whether a person has one diagnosis, which holds for every scan.
+        within_days: how far a scan may be from its visit, where the study has visits and scans at
+            other times; None: as the rule of the labels says.
     """
 
     path: Path
@@ -82,6 +86,19 @@ class Clinical:
     persons: dict[str, Person] = field(repr=False)
     notes: tuple[str, ...] = ()
     final: bool = False
+    for_all_scans: bool = False
+    within_days: int | None = None
+
+    @property
+    def says(self) -> str:
+        """Where labels come from, for people."""
+        if self.for_all_scans:
+            return f"{self.source}, one for each person"
+        if self.within_days:
+            return (
+                f"{self.source}, at the visit nearest to each scan, {self.within_days} days at most"
+            )
+        return f"{self.source}, at the visit of each scan"
 
     def person(self, subject: str) -> Person | None:
         """The person with this canonical ID."""
@@ -302,7 +319,7 @@ def _dxsum(table: Table) -> Clinical:
                 dated=day is not None,
             )
         )
-    persons = {subject: Person(_dated_together(seen)) for subject, seen in visits.items()}
+    persons = {subject: Person(dated_together(seen)) for subject, seen in visits.items()}
     source = f"{table.path.name}:DIAGNOSIS"
     other = [sum(visit.dx == "OD" for visit in seen) for seen in visits.values()]
     note = (
@@ -388,7 +405,7 @@ def _clinica(
     persons = {
         subject: replace(
             _described(described.get(subject, {}), of_people, "diagnosissc"),
-            visits=_dated_together(seen),
+            visits=dated_together(seen),
         )
         for subject, seen in visits.items()
     }
@@ -403,7 +420,7 @@ def _concluded(dx: str, row: dict[str, str]) -> str:
     return _PROGRESSIONS.get(word, dx) if dx == "MCI" else dx
 
 
-def _dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
+def dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
     """Days of one person's visits on one scale: real ones and nominal ones do not mix.
 
     An undated visit is placed by its month from a dated one; without any, all stay nominal. If the
@@ -423,15 +440,6 @@ def _dated_together(visits: list[Visit]) -> tuple[Visit, ...]:
     return tuple(
         v if v.dated else replace(v, day=v.day + shift) for v in visits if v.dated or v.timed
     )
-
-
-def _nominal(session: str) -> date | None:
-    """The day that a session names, by month (``M012``) or by day (``d0129``); None for others."""
-    if match := re.fullmatch(r"M(\d+)", session):
-        return _FORGOTTEN + timedelta(days=round(int(match[1]) * DAYS_PER_MONTH))
-    if match := re.fullmatch(r"d(\d+)", session):
-        return _FORGOTTEN + timedelta(days=int(match[1]))
-    return None
 
 
 def _known(row: dict[str, str], column: str) -> str:

@@ -11,6 +11,7 @@ from ..cells import Cells, quantity_in
 from ..dates import Dates, dates_in
 from ..errors import TableError
 from ..tables import read_table
+from .aibl import aibl_subject
 from .ids import adni_subject, image_number
 from .scanner import scanner_in
 
@@ -169,14 +170,14 @@ def _parse(
     path: Path, values: dict[str, str], line: int, dates: Dates, cells: Cells
 ) -> CollectionRow:
     number = image_number(values["imagedataid"])
-    subject = adni_subject(values.get("subject", ""))
+    whose = values.get("subject", "")
+    subject = adni_subject(whose) or aibl_subject(whose)
     if not number or not subject:
-        image, whose = values["imagedataid"], values.get("subject", "")
         raise TableError(
             "BAD_ROW",
-            f"line {line}: image {image!r} of subject {whose!r}",
+            f"line {line}: image {values['imagedataid']!r} of subject {whose!r}",
             str(path),
-            "an image ID is I and digits, a subject 3 digits, _S_ and 4 or 5 digits",
+            "an image ID is I and digits, a subject like 123_S_0456 or, of AIBL, a number",
         )
     return CollectionRow(
         image_id=f"I{number}",

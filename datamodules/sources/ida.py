@@ -16,6 +16,7 @@ from pathlib import Path
 from ..errors import NO_SCAN, FolderError, Problem, TableError
 from ..records import ScanRecord
 from ..series import is_t1
+from .aibl import aibl_subject
 from .clinical import Clinical
 from .collection import Collection, CollectionRow, find_collection
 from .ids import PTID, canonical_session
@@ -25,6 +26,7 @@ from .tree import bare_record, is_nifti, require_folder, stem, walk, what_is_the
 
 _ID_IN_NAME = re.compile(r"_I(\d+)$")
 _ID_FOLDER = re.compile(r"I(\d+)")
+_AIBL_NAME = re.compile(r"AIBL_(\d+)_MR_")
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def discover(root: Path) -> list[FoundFile]:
         seen = what_is_there(root)
         raise FolderError(
             "NO_SCANS",
-            f"no .nii or .nii.gz file below a folder named like 123_S_0456; what is there: {seen}",
+            "no .nii or .nii.gz file below a folder like 123_S_0456, or named AIBL_12_MR_...; "
+            f"what is there: {seen}",
             str(root),
             what_to_do(seen),
         )
@@ -72,9 +75,11 @@ def discover(root: Path) -> list[FoundFile]:
 
 
 def _subject_of(path: Path, root: Path) -> str:
+    """The PTID of a folder; of AIBL, whose folders have a number, that of the file's name."""
     parts = (root.resolve().name, *path.relative_to(root).parts[:-1])
     names = [part.upper() for part in parts if PTID.fullmatch(part.upper())]
-    return names[-1] if names else ""
+    found = _AIBL_NAME.match(path.name)
+    return names[-1] if names else aibl_subject(found[1]) if found else ""
 
 
 def _image_id(path: Path) -> str:

@@ -10,7 +10,7 @@ from ..errors import Problem
 from ..records import ScanRecord
 from .clinical import Clinical
 
-Layout = Literal["ida", "bids", "caps", "csv"]
+Layout = Literal["ida", "bids", "caps", "csv", "oasis"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 

@@ -65,7 +65,7 @@ def what_is_there(root: Path) -> str:
 def what_to_do(seen: str) -> str:
     """The next step for a folder without NIfTI files, by what ``what_is_there`` says."""
     if ".dcm" in seen:
-        return "convert the DICOM files first (dcm2niix, or choose NiFTI in the portal)"
+        return "convert them: `python -m datamodules prepare ROOT OUT` runs dcm2niix"
     if ".mgz" in seen:
         return "convert the FreeSurfer volumes first: mri_convert IN.mgz OUT.nii.gz"
     return "unpack the download there, or give the folder that holds it"

@@ -13,11 +13,11 @@ from typing import Literal
 import numpy as np
 
 from ..errors import DataError
-from ..sources.reading import Layout
 from .courses import COURSES, Course, usual_course
 from .levels import GROUPS, Diagnosis, Difficulty
 
 Kind = Literal["t1", "repeat", "mask"]
+SynthLayout = Literal["ida", "bids", "caps", "csv", "aibl", "oasis1", "oasis3", "dicom"]
 
 SITE, OTHER_SITE = 999, 998  # no such sites in ADNI
 _OLDER = 4.0  # years, the people of the other hospital
@@ -68,7 +68,7 @@ class CohortSpec:
     seed: int = 0
     visits: tuple[str, ...] = ("bl",)
     site_bias: float = 0.0
-    layout: Layout = "ida"
+    layout: SynthLayout = "ida"
     courses: bool = False
     elsewhere: bool = False
     raw: bool = False

@@ -63,6 +63,8 @@ def draw_form(rng: np.random.Generator, spec: CohortSpec, shift_mm: Array) -> Fi
     if spec.raw:
         wide = tuple((a + j, b + j) for (a, b), j in zip(_VIEW_MM, jitter + shift_mm))
     grid = centred_grid(wide, spacing)
+    if spec.layout == "oasis1":  # its headers say nothing, all its images lie alike
+        return FileForm(grid, orientation="ASL")
     angles = np.deg2rad(rng.uniform(-15, 15, 3)) * (rng.random() < 0.15)
     return FileForm(
         _turned(grid, rotation(angles)),

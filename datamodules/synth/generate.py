@@ -216,8 +216,14 @@ def _write_scan(folder: Path, spec: CohortSpec, plan: ScanPlan) -> _Written:
     name = scan_name(plan, spec.layout)
     planted = Path(TRUTH_FOLDER, "planted", f"{name}.nii.gz")
     effect = Path(TRUTH_FOLDER, "effect", f"{name}.nii.gz")
+    write = LAYOUTS[spec.layout].write
+    written = (
+        {scan.as_posix(): write_volume(folder / scan, rendered.image, form, form.storage)}
+        if write is None
+        else write(folder, scan, rendered.image, form, plan)
+    )
     files = {
-        scan.as_posix(): write_volume(folder / scan, rendered.image, form, form.storage),
+        **written,
         planted.as_posix(): write_volume(folder / planted, rendered.planted, form, "uint8"),
         effect.as_posix(): write_volume(folder / effect, rendered.effect, form, "float32"),
     }

@@ -1,4 +1,4 @@
-"""Where the files of a cohort go and which tables lie beside them: the same scans, four layouts."""
+"""Where the files of a cohort go and which tables lie beside them: the same scans, any layout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,20 @@ from datetime import timedelta
 from pathlib import Path
 
 from ..progression import Visit, label_visit
-from ..sources.reading import Layout
 from ..tables import table_bytes
+from . import studies
 from .clinical import cdr_sb, clinical_rows, group, mmse, people, registry_number, site
-from .cohort import MAKER, CohortSpec, ScanPlan, Subject, description, visit_name
+from .cohort import (
+    MAKER,
+    CohortSpec,
+    ScanPlan,
+    Subject,
+    SynthLayout,
+    description,
+    visit_name,
+)
+from .files import FileForm
+from .grids import Array
 
 Row = dict[str, object]
 
@@ -27,15 +37,22 @@ class LayoutWriter:
         path: of a scan, relative to the cohort's folder; gets the plan, the cohort and a suffix.
         tables: contents by path; gets the cohort, all plans and the paths of the scans.
         holds: whether a plan is written at all.
+        write: writes a scan; gets the cohort's folder, the path, the volume, its form and the plan,
+            and returns the bytes of each file. None: a NIfTI file.
     """
 
     path: Callable[[ScanPlan, CohortSpec, str], Path]
     tables: Callable[[CohortSpec, Sequence[ScanPlan], dict[int, str]], dict[str, bytes]]
     holds: Callable[[ScanPlan], bool]
+    write: Callable[[Path, Path, Array, FileForm, ScanPlan], dict[str, int]] | None = None
 
 
-def scan_name(plan: ScanPlan, layout: Layout) -> str:
+def scan_name(plan: ScanPlan, layout: SynthLayout) -> str:
     """What the data module calls the scan: the image ID, where a layout has one."""
+    if layout == "oasis1":
+        return f"{studies.oasis1_name(plan.subject)}_MR1"
+    if layout == "oasis3":
+        return studies.oasis3_path(plan, _ANY, "").name.removesuffix("_T1w.nii.gz")
     if layout == "caps":
         return f"{_participant(plan.subject)}_{_session(plan.months)}"
     return f"I{plan.image_id}"
@@ -236,9 +253,24 @@ def _label(plan: ScanPlan) -> str:
     return label_visit(visits, near)[0] or near.dx
 
 
-LAYOUTS: dict[Layout, LayoutWriter] = {
+def _is_scan(plan: ScanPlan) -> bool:
+    return plan.kind != "mask"
+
+
+def _is_first(plan: ScanPlan) -> bool:
+    return plan.kind == "t1" and plan.months == 0
+
+
+_ANY = CohortSpec((("NC", 1),))
+LAYOUTS: dict[SynthLayout, LayoutWriter] = {
     "ida": LayoutWriter(download_path, _ida_tables, lambda plan: True),
-    "bids": LayoutWriter(_bids_path, _bids_tables, lambda plan: plan.kind != "mask"),
+    "bids": LayoutWriter(_bids_path, _bids_tables, _is_scan),
     "caps": LayoutWriter(_caps_path, _caps_tables, lambda plan: plan.kind == "t1"),
     "csv": LayoutWriter(_plain_path, _plain_tables, lambda plan: plan.kind == "t1"),
+    "aibl": LayoutWriter(studies.aibl_path, studies.aibl_tables, _is_scan),
+    "oasis1": LayoutWriter(
+        studies.oasis1_path, studies.oasis1_tables, _is_first, studies.write_analyze
+    ),
+    "oasis3": LayoutWriter(studies.oasis3_path, studies.oasis3_tables, _is_scan),
+    "dicom": LayoutWriter(studies.dicom_path, studies.dicom_tables, _is_scan, studies.write_dicom),
 }

@@ -20,7 +20,8 @@ from datamodules.profiles import choose_profile
 from datamodules.progress import progress_bar
 from datamodules.records import ScanRecord, write_manifest
 from datamodules.report import first_scans, write_demographics
-from datamodules.sources.people import Names, label_map
+from datamodules.sources import LAYOUTS, Names
+from datamodules.sources.people import label_map
 from datamodules.survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
 from models.calibration import predictive_values
 from models.commands.cohort_tables import (
@@ -30,7 +31,7 @@ from models.commands.cohort_tables import (
     calibration_rows,
     shift_rows,
 )
-from models.commands.predict_scans import Trained, load
+from models.commands.predict_scans import CKPT_HELP, Trained, load_all
 from models.drawing import save_figures
 from models.environment import save_environment
 from models.errors import UseError
@@ -39,7 +40,7 @@ from models.metrics import evaluate
 from models.predictions import Prediction, table_rows
 from models.reference import intensities, scores_and_features
 from models.results import load_metrics, run_folder, save_result, scans_hash, writable
-from models.tables import write_table
+from models.tables import read_table, write_table
 from models.transfer import hashed
 
 _DIGITS = 6
@@ -49,7 +50,7 @@ _SHIFTED = 0.2  # share of scans outside of a range that is worth a line
 def main(arguments: list[str]) -> int:
     """Run the command."""
     options = _parser().parse_args(arguments)
-    trained = load(options.ckpt_path)
+    trained = load_all(options.ckpt_path)
     out = options.out or run_folder(options.ckpt_path) / "external" / options.cohort.resolve().name
     refuse_inside(options.cohort, out, "--out")
     writable(out)
@@ -68,10 +69,10 @@ def _parser() -> argparse.ArgumentParser:
         "configuration is needed: the checkpoint knows how its scans were prepared.",
         allow_abbrev=False,
     )
-    parser.add_argument("--ckpt_path", required=True, type=Path, help="RUN/checkpoints/best.ckpt")
+    parser.add_argument("--ckpt_path", required=True, type=Path, help=CKPT_HELP)
     parser.add_argument("--cohort", required=True, type=Path, help="folder or table of the cohort")
     parser.add_argument("--out", type=Path, help="default: RUN/external/NAME of the cohort")
-    parser.add_argument("--layout", choices=("auto", "ida", "bids", "caps", "csv"), default="auto")
+    parser.add_argument("--layout", choices=("auto", *LAYOUTS), default="auto")
     parser.add_argument("--collection_csv", type=Path)
     parser.add_argument("--diagnosis_csv", type=Path)
     parser.add_argument("--subject_pattern", default="")
@@ -164,8 +165,11 @@ def validate_on(
     """Classify the scans and write everything that is said about it."""
     scores, features, levels = _looked_at(trained, records, options.batch_size)
     reference = trained.reference
-    raw = scores.softmax(dim=1).numpy()
-    calibrated = reference.calibrated(scores).numpy() if reference else raw
+    references = [one.reference for one in trained.members if one.reference]
+    each = [values.softmax(dim=1).numpy() for values in scores]
+    raw = np.mean(each, axis=0)
+    tempered = [known.calibrated(s).numpy() for known, s in zip(references, scores)]
+    calibrated = np.mean(tempered, axis=0) if len(tempered) == len(each) else raw
     names, labels = trained.class_names, np.array([record.label for record in records])
     people = [record.subject for record in records]
     internal = _internal(options.ckpt_path)
@@ -181,9 +185,15 @@ def validate_on(
     }
     write_table(table_rows(predictions, names, details), out / "predictions.tsv")
     if reference and len(names) == 2:
-        more, ends = at_threshold(calibrated[:, 1], labels, people, reference.threshold)
+        place = float(np.mean([known.threshold for known in references]))
+        more, ends = at_threshold(calibrated[:, 1], labels, people, place)
         external, bounds = external | more, bounds | ends
     rows = beside_internal(external, bounds, internal)
+    if trained.others:
+        alone = [evaluate(values, labels) for values in each]
+        for row in rows:
+            found = [values[row["metric"]] for values in alone if row["metric"] in values]
+            row |= {"networks_from": min(found, default=""), "networks_to": max(found, default="")}
     write_table(rows, out / "internal_and_external.tsv")
     write_table(by_group(records, raw, labels), out / "groups.tsv")
     if len(names) == 2:
@@ -212,21 +222,28 @@ def validate_on(
 @torch.no_grad()
 def _looked_at(
     trained: Trained, records: Sequence[ScanRecord], batch_size: int
-) -> tuple[torch.Tensor, torch.Tensor, list[dict[str, float]]]:
+) -> tuple[list[torch.Tensor], torch.Tensor, list[dict[str, float]]]:
+    """Scores of each network; features that the first one sees; intensities."""
     voxel_ml = trained.preprocessing["spacing_mm"] ** 3 / 1000
-    scores, features = [], []
+    scores: list[list[torch.Tensor]] = [[] for _ in trained.members]
+    features = []
     levels: list[dict[str, float]] = []
     for batch in DataLoader(ScanDataset(records, trained.steps()), batch_size=batch_size):
-        one, seen = scores_and_features(trained.network, batch["image"])
-        scores.append(one)
-        features.append(seen)
+        both = [scores_and_features(one.network, batch["image"]) for one in trained.members]
+        for own, (given, _) in zip(scores, both):
+            own.append(given)
+        features.append(both[0][1])
         levels += [intensities(i[0].numpy(), voxel_ml) for i in batch["image"]]
     # double: a probability of 1 - 1e-9 is none of 1
-    return torch.cat(scores).double(), torch.cat(features), levels
+    return [torch.cat(own).double() for own in scores], torch.cat(features), levels
 
 
 def _internal(ckpt_path: Path) -> dict[str, float]:
     """Metrics of the run's own test; nothing if it was not tested."""
+    if ckpt_path.is_dir():
+        rows = read_table(ckpt_path / "folds.tsv")
+        ends = {"": "vote", "_low": "vote_low", "_high": "vote_high"}
+        return {r["metric"] + e: float(r[c]) for r in rows for e, c in ends.items() if r[c]}
     path = run_folder(ckpt_path) / "test_metrics.json"
     if not path.is_file():
         return {}

@@ -6,12 +6,13 @@ training data is, and refused by name where it is damaged or of another kind; th
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import nibabel as nib
 import numpy as np
+import torch
 from torch import Tensor
 
 from datamodules.checks import FileReport, check_file
@@ -24,6 +25,7 @@ from datamodules.transforms import fixed_transforms
 from models.commands.new_scans import NewScan, find_scans
 from models.environment import save_environment
 from models.errors import UseError
+from models.folds import checkpoints_of
 from models.maps import HiResCAM3D
 from models.maps.native import masked, to_native
 from models.reference import Reference, from_checkpoint, intensities, scores_and_features
@@ -33,6 +35,7 @@ from models.tables import write_table
 from models.tasks import TaskName, classes_of
 from models.transfer import KEY, hashed, read_checkpoint
 
+CKPT_HELP = "RUN/checkpoints/best.ckpt, or a folder of `folds`, whose networks are averaged"
 _EMPTY = 0.05  # standard deviation of a prepared image, which is about 1 within the head
 _ACTION = "prepare the scan as those that the network was trained on"
 
@@ -47,8 +50,9 @@ class Trained:
         task: what it was trained for.
         preprocessing: how its scans were prepared.
         reference: what they were like; None: an older checkpoint does not know.
-        people: hashes of those it was trained on.
+        people: hashes of those it was trained on, or one of the others.
         files: hashes of the files of their scans, and of the pictures in them.
+        others: networks of other folds, whose probabilities are averaged with its own.
     """
 
     network: ResAttNet3D
@@ -58,6 +62,12 @@ class Trained:
     reference: Reference | None
     people: frozenset[str]
     files: frozenset[str]
+    others: tuple["Trained", ...] = ()
+
+    @property
+    def members(self) -> tuple["Trained", ...]:
+        """All networks."""
+        return (self, *self.others)
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -92,6 +102,7 @@ class Answer:
         problem: why nothing is said of it; empty: all below is known.
         probabilities: of the classes, as the network gives them.
         calibrated: the same, calibrated on validation scans.
+        spread: lowest and highest probability of the last class over several networks.
         outside: what lies outside of the range of the training scans, by name.
         notes: warnings of the check.
         picture: file with the overlay.
@@ -101,9 +112,28 @@ class Answer:
     problem: str = ""
     probabilities: list[float] = field(default_factory=list)
     calibrated: list[float] = field(default_factory=list)
+    spread: tuple[float, float] | None = None
     outside: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     picture: Path | None = None
+
+
+def load_all(path: Path) -> Trained:
+    """Read a checkpoint, or all of a folder of ``python -m models folds``, as one model.
+
+    Raises:
+        UseError: see `load`; also networks that were not trained for one task on scans of one kind.
+    """
+    if not path.is_dir():
+        return load(path)
+    first, *rest = (load(checkpoint) for checkpoint in checkpoints_of(path).values())
+    if any((one.task, one.preprocessing) != (first.task, first.preprocessing) for one in rest):
+        raise UseError(f"The runs in {path} differ in task or preparation: they are no one model.")
+    people, files = (
+        frozenset().union(*(getattr(one, name) for one in (first, *rest)))
+        for name in ("people", "files")
+    )
+    return replace(first, people=people, files=files, others=tuple(rest))
 
 
 def load(ckpt_path: Path) -> Trained:
@@ -184,9 +214,9 @@ def _refuse_other_kind(preprocessing: Mapping[str, Any], report: FileReport) -> 
 
 
 def _classify(trained: Trained, said: Answer, report: FileReport, image: Tensor) -> None:
-    scan, reference = said.scan, trained.reference
-    scores, features = scores_and_features(trained.network, image[None])
-    said.probabilities = scores.softmax(dim=1)[0].tolist()
+    scan = said.scan
+    each = [scores_and_features(one.network, image[None]) for one in trained.members]
+    said.probabilities = torch.cat([s.softmax(dim=1) for s, _ in each]).mean(dim=0).tolist()
     seen = {report.sha256[:16], picture_hash(report.sample)} & trained.files
     if seen or set(hashed([scan.subject])) & trained.people:
         said.notes.append("TRAINED_ON: the network has seen this " + ("scan" if seen else "person"))
@@ -195,23 +225,41 @@ def _classify(trained: Trained, said: Answer, report: FileReport, image: Tensor)
         f"{problem.code}: {problem.detail}"
         for problem in cut_brains([_record(scan, report)], tuple(shape), spacing)
     ]
-    if reference is None:
+    known = [(one.reference, *found) for one, found in zip(trained.members, each) if one.reference]
+    if len(known) < len(each):
         return
-    said.calibrated = reference.calibrated(scores)[0].tolist()
-    sizes = [float(size) for size in report.zooms.split()]
+    calibrated = torch.cat([reference.calibrated(scores) for reference, scores, _ in known])
+    said.calibrated = calibrated.mean(dim=0).tolist()
+    if len(each) > 1:
+        said.spread = float(calibrated[:, -1].min()), float(calibrated[:, -1].max())
     levels = intensities(image[0].numpy(), spacing**3 / 1000)
-    said.outside = reference.outside({"age": scan.age, **levels})
+    outside = [_outside(reference, scan, report, levels, f[0]) for reference, _, f in known]
+    # of several networks, what all of them were trained without
+    said.outside = {k: v for k, v in outside[0].items() if all(k in other for other in outside)}
+
+
+def _outside(
+    reference: Reference,
+    scan: NewScan,
+    report: FileReport,
+    levels: Mapping[str, float],
+    features: Tensor,
+) -> dict[str, str]:
+    """What of a scan lies outside of the range of the training scans, by name."""
+    sizes = [float(size) for size in report.zooms.split()]
+    found = reference.outside({"age": scan.age, **levels})
     for size in (min(sizes), max(sizes)):
-        said.outside |= reference.outside({"voxel_mm": size})
+        found |= reference.outside({"voxel_mm": size})
     known = reference.field_strengths
     if scan.field_strength is not None and known:
         near = min(known, key=lambda tesla: abs(tesla - (scan.field_strength or 0)))
         if abs(near - scan.field_strength) > 0.3:
             names = ", ".join(f"{tesla:g}" for tesla in known)
-            said.outside["field_strength"] = f"{scan.field_strength:g} T, trained on {names} T"
-    far = reference.distance(features[0])
+            found["field_strength"] = f"{scan.field_strength:g} T, trained on {names} T"
+    far = reference.distance(features)
     if far > reference.limit:
-        said.outside["features"] = f"{far / reference.limit:.1f} times as far as any held-out scan"
+        found["features"] = f"{far / reference.limit:.1f} times as far as any held-out scan"
+    return found
 
 
 def _record(scan: NewScan, report: FileReport) -> ScanRecord:
@@ -232,8 +280,8 @@ def _draw(
 
     names, voxels = trained.class_names, image[0].numpy()
     explained = len(names) - 1
-    found = HiResCAM3D(trained.network, layer)(image[None], explained)[0, 0].numpy()
-    values = masked(found, voxels)
+    maps = [HiResCAM3D(one.network, layer)(image[None], explained) for one in trained.members]
+    values = masked(torch.cat(maps).mean(dim=0)[0].numpy(), voxels)
     title = f"{said.scan.name}   |   the network: {shown(said, explained)} {names[explained]}"
     said.picture = out / f"{said.scan.name}_hirescam.png"
     save_unlabelled(voxels, values, np.asarray(affine, float), said.picture, title, names[-1])
@@ -243,19 +291,24 @@ def _draw(
 
 def shown(said: Answer, label: int) -> str:
     """A probability in words: the calibrated one, if there is one."""
-    values = said.calibrated or said.probabilities
-    return f"{values[label]:.0%}"
+    values, last = said.calibrated or said.probabilities, len(said.probabilities) - 1
+    spread = said.spread if label == last else None
+    between = f" ({spread[0]:.0%} to {spread[1]:.0%} by the networks)" if spread else ""
+    return f"{values[label]:.0%}{between}"
 
 
 def table_rows(answers: Sequence[Answer], class_names: Sequence[str]) -> list[dict[str, Any]]:
     """One row for each scan, with the same columns."""
-    rows = []
+    rows, several = [], any(said.spread for said in answers)
     for said in answers:
         known = said.calibrated or said.probabilities
         row: dict[str, Any] = {"scan": said.scan.name, "subject": said.scan.subject}
         row["predicted"] = class_names[int(np.argmax(known))] if known else ""
         for kind, values in (("p", said.probabilities), ("calibrated", said.calibrated)):
             row |= {f"{kind}_{n}": values[k] if values else "" for k, n in enumerate(class_names)}
+        if several:
+            ends = zip(("lowest", "highest"), said.spread or ("", ""))
+            row |= {f"{kind}_{class_names[-1]}": value for kind, value in ends}
         row["outside"] = "; ".join(f"{name}: {what}" for name, what in said.outside.items())
         rows.append(
             row
@@ -277,7 +330,7 @@ def main(arguments: list[str]) -> int:
         "scans of a run.)",
         allow_abbrev=False,
     )
-    parser.add_argument("--ckpt_path", required=True, type=Path, help="RUN/checkpoints/best.ckpt")
+    parser.add_argument("--ckpt_path", required=True, type=Path, help=CKPT_HELP)
     parser.add_argument(
         "--scans", required=True, type=Path, help="a NIfTI file, a folder, or a table with `path`"
     )
@@ -286,7 +339,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--nan", choices=("error", "zero"), default="error")
     parser.add_argument("--assume", choices=("", "RAS"), default="")
     options = parser.parse_args(arguments)
-    trained, scans = load(options.ckpt_path), find_scans(options.scans)
+    trained, scans = load_all(options.ckpt_path), find_scans(options.scans)
     try:
         HiResCAM3D(trained.network, options.layer)
     except ValueError as error:

@@ -30,8 +30,10 @@ def write_page(path: Path, trained: "Trained", answers: Sequence["Answer"]) -> P
 def _about(trained: "Trained") -> str:
     own, reference = trained.preprocessing, trained.reference
     size = " x ".join(map(str, own["spatial_shape"]))
+    several = f"{len(trained.members)} networks say on average that were"
+    whose = several if trained.others else "a network says that was"
     text = (
-        "This is what a network says that was trained for research. It knows the classes "
+        f"This is what {whose} trained for research. It knows the classes "
         f"{', '.join(trained.class_names)} and gives one of them to everybody, whatever else "
         f"they have. It was trained on {own['profile']} scans, brought to {size} voxels of "
         f"{own['spacing_mm']:g} mm"
@@ -66,6 +68,7 @@ def _row(said: "Answer", names: Sequence[str]) -> dict[str, object]:
     return {
         "scan": said.scan.name,
         **{f"P({name})": value for name, value in zip(names, values)},
+        **({"the networks": " to ".join(f"{p:.3f}" for p in said.spread)} if said.spread else {}),
         "outside of what was trained on": ", ".join(map(_in_words, said.outside)) or "nothing",
         "notes": "; ".join(said.notes),
     }

@@ -17,10 +17,12 @@ from models.classifier import ResAttNetClassifier
 from models.environment import save_environment
 from models.errors import UseError
 from models.findings import MethodName
+from models.intervals import measured
 from models.maps.common import named_layer
 from models.parser import Parser
-from models.predictions import Prediction
+from models.predictions import Prediction, arrays, table_rows
 from models.results import beside, free_path, run_folder, save_result, scans_hash, writable
+from models.tables import write_table
 from models.transfer import read_checkpoint, state_of
 from models.write_predictions import WritePredictions
 
@@ -158,6 +160,13 @@ class ClassifierCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("data.task", "model.task")
+        parser.add_argument(
+            "--init",
+            type=str | None,
+            default=None,
+            help="weights that `fit` starts from: folder of a MONAI bundle, or a file of weights",
+        )
+        parser.link_arguments("init", "model.init_from")
 
     def before_instantiate_classes(self) -> None:
         if self.subcommand == "fit":
@@ -218,13 +227,14 @@ class ClassifierCLI(LightningCLI):
         to_checkpoint(best, measure(model.network, self.datamodule))
 
     def test(self, **arguments: Any) -> None:
-        """Test; write metrics with intervals, a table of all predictions, and pictures of them."""
+        """Test; write metrics with intervals, all predictions, pictures, and a baseline's."""
         unfinished = self._writing_predictions()
         self.trainer.test(**arguments)
         metrics = self._write_metrics("test")
         if metrics is not None:
             unfinished.path.replace(beside(metrics, "predictions", ".tsv"))
             self._draw(metrics)
+            self._set_beside(metrics)
 
     def validate(self, **arguments: Any) -> None:
         """Validate, and write the metrics."""
@@ -266,6 +276,19 @@ class ClassifierCLI(LightningCLI):
 
         drawn = save_figures(self.model.evaluated, self.model.class_names, metrics)
         print(f"pictures written to {', '.join(map(str, drawn))}")
+
+    def _set_beside(self, metrics: Path) -> None:
+        """Write what a simple baseline says of the same scans, and whether the network beats it."""
+        from models.commands.baseline import fit_baseline, verdict  # scikit-learn is slow to import
+
+        said, names = self.model.evaluated, self.model.class_names
+        baseline = fit_baseline(self.datamodule, said)
+        rows = table_rows(baseline.predictions, names, {})
+        write_table(rows, beside(metrics, "baseline", ".tsv"))
+        values = measured(*arrays(baseline.predictions))
+        settings = {"features": baseline.features, "verdict": verdict(said, baseline)}
+        save_result(beside(metrics, "baseline", ".json"), values, settings)
+        print(settings["verdict"])
 
     def _write_metrics(self, name: str) -> Path | None:
         """Write the metrics; rank 0 gets the path, which has the number of these settings."""

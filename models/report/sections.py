@@ -84,18 +84,27 @@ def metrics(run: Path) -> str:
     text = ""
     for path in sorted(run.glob("test_metrics*.json"), key=_number):
         values = {k.removeprefix("test/"): v for k, v in load_metrics(path).items()}
-        rows = [
-            {
-                "metric": name,
-                "held-out subjects (95 %)": values[name],
-                "held-out subjects (95 %)_low": values.get(f"{name}_low", ""),
-                "held-out subjects (95 %)_high": values.get(f"{name}_high", ""),
+        columns: dict[str, dict[str, Any]] = {"held-out subjects (95 %)": values}
+        simple = beside(path, "baseline", ".json")
+        said = (load_settings(simple) or {}).get("verdict", "")
+        if said:
+            columns["baseline, the same subjects (95 %)"] = load_metrics(simple)
+        rows: list[dict[str, Any]] = [
+            {"metric": name}
+            | {
+                f"{column}{end}": found.get(f"{name}{end}", "")
+                for column, found in columns.items()
+                for end in ("", "_low", "_high")
             }
             for name in values
             if not name.endswith(("_low", "_high"))
         ]
         text += f"<h3>{path.stem}</h3>\n" + html.note(_of_what(load_settings(path)))
-        text += html.table(rows) + _figures(beside(path, "predictions", ".tsv"))
+        text += (
+            html.note(said) * bool(said)
+            + html.table(rows)
+            + _figures(beside(path, "predictions", ".tsv"))
+        )
     if not text:
         return ""
     return text + html.note(

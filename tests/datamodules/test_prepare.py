@@ -80,7 +80,7 @@ def test_prepared_files_lie_as_in_caps_and_no_two_scans_become_one(tmp_path):
 
 def test_scans_come_from_every_layout_from_loose_files_and_from_one_file(tmp_path):
     generate(tmp_path / "ida", RAW)
-    found = find(tmp_path / "ida", None, Names())
+    found = find(tmp_path / "ida", None, Names(), tmp_path / "out")
     assert len(found.records) == 2
     assert found.diagnoses is not None
     assert "ADNIMERGE" in found.diagnoses.name
@@ -88,8 +88,11 @@ def test_scans_come_from_every_layout_from_loose_files_and_from_one_file(tmp_pat
     loose.mkdir()
     for name in ("one.nii.gz", "two.nii.gz"):
         (loose / name).write_bytes(b"x")
-    assert [r.subject for r in find(loose, None, Names()).records] == ["one", "two"]
-    assert len(find(loose / "one.nii.gz", None, Names()).records) == 1
+    assert [r.subject for r in find(loose, None, Names(), tmp_path / "out").records] == [
+        "one",
+        "two",
+    ]
+    assert len(find(loose / "one.nii.gz", None, Names(), tmp_path / "out").records) == 1
 
 
 def test_a_folder_without_a_scan_to_prepare_says_so(tmp_path, capsys):
