@@ -206,8 +206,7 @@ class Adoption:
         if key not in found.why_whole:
             self.announcements.doing(found, "looking whether samples meet in")
             reason = why_whole(graph, leaves, wanted)
-            chain = not found.whole and (graph.uses_rng or _is_normalised(found.module))
-            if reason is None and chain:
+            if not (reason or found.whole) and (graph.uses_rng or _is_normalised(found.module)):
                 reason = (
                     "it was captured as several graphs, between which its Python runs for the "
                     "whole batch, and this one draws random numbers or has batch normalisation"

@@ -58,8 +58,8 @@ class Announcements:
         """Say that the batches of a network are not split into micro-batches, and why."""
         self.say(
             found,
-            f"takes each batch whole (num_microbatches=1): {reason}, so the numbers would depend "
-            "on how the batch is split.",
+            "takes each batch whole (num_microbatches=1), since its numbers could depend on how "
+            f"it is split: {reason.rstrip('.')}.",
         )
 
     def is_split(self, found: FoundNetwork, graph: NetworkGraph) -> None:
@@ -88,8 +88,7 @@ class Announcements:
             self._said.add(kind)
             self._options.say(
                 f"{found.shown} was captured again, which takes as long as many steps and keeps "
-                "memory. If this value changes often, change it outside of the network's forward "
-                f"(in training_step, or in a hook of the LightningModule): {reason}"
+                f"memory, for another {_what_to_do(reason)}: {reason}"
             )
 
     def planned(self, found: FoundNetwork, plan: Plan) -> None:
@@ -132,3 +131,19 @@ class Announcements:
             f"Network {name or 'self'!r} ({type(module).__name__}) {reason}{stays} on the "
             f"driver{how}."
         )
+
+
+def _what_to_do(reason: str) -> str:
+    """What has changed when a network was captured again, and what the user can do.
+
+    Args:
+        reason: the condition that has failed, as TorchDynamo words it.
+    """
+    guard = reason.partition(" #")[0]
+    if "size mismatch" in guard:
+        return (
+            "size. If its Python looks at that size, pad the batches to a few sizes; else any goes"
+        )
+    if "len(" in guard:
+        return "number of entries. Give it one tensor of all (torch.stack), or always as many"
+    return "value. If it changes often, use it in training_step, not forward, or make it a tensor"

@@ -47,7 +47,7 @@ from lightning_hybrid.driver.found_network import (
 )
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.network_options import DriverOptions
-from lightning_hybrid.errors import NetworkNotFoundError
+from lightning_hybrid.errors import NetworkNotFoundError, PlanError
 from lightning_hybrid.graph import NetworkGraph, compiled, network_partitions, place_now
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.remote import Hollow, hook_refused
@@ -152,9 +152,11 @@ class Discovery:
                 f"self.net(x)), not by its weights; {instead}"
             )
         cause = " ".join(reasons[0].split())
+        apart = self._called_apart(told[0][0].name)
+        hint = f" {told[0][0].name!r} {apart}." if apart else ""
         raise NetworkNotFoundError(
             f"{cause}; and no other call of a module{named} that can be cut into {self._ranks} "
-            f"stages was seen in {step}. Change that; {instead}"
+            f"stages was seen in {step}. Change that; {instead}{hint}"
             + "".join(f"\n{reason}" for reason in reasons[1:])
         )
 
@@ -229,6 +231,11 @@ class Discovery:
         if self._is_kept_unseen(this):
             return call()
         found = self._prepare(this, forward, whole=True)
+        outer = this.name.rpartition(".")[0]
+        called = [w for w in everything if w.state is not State.UNSEEN]
+        beside = [w for w in called if w.name.rpartition(".")[0] == outer]
+        if len(beside) == 1 and (apart := self._called_apart(this.name)):  # said with the second
+            self._announcements.say(found, f"{apart}.")
         try:
             return self._calls.captured(found, arguments, keywords)
         # (nothing of the call has run by then, so it can be made in another way)
@@ -245,6 +252,26 @@ class Discovery:
         found = self._prepare(this, forward, whole=False)
         self._announcements.becomes_several_graphs(found)
         return self._calls.captured(found, arguments, keywords)
+
+    def _called_apart(self, name: str) -> str:
+        """What to do if parts of a module are called in its place, as ``self.net[:4](x)`` does.
+
+        Args:
+            name: of a part that is called.
+
+        Returns:
+            A predicate of the part; empty: it is called by its module, or belongs to none.
+        """
+        outer = name.rpartition(".")[0]
+        if not outer or any(inside(name, opened) for opened in self._opened):
+            return ""
+        kind = type(self._module.get_submodule(outer))
+        has_call = kind.forward is not nn.Module.forward
+        instead = f"call self.{outer}(...)" if has_call else "call a module that calls all parts"
+        return (
+            f"is called by itself, in the place of {outer!r} (self.{outer}[:4](x) does that for "
+            f"each layer): {instead}, so that they are cut as one network"
+        )
 
     def _is_around_a_network(self, module: nn.Module) -> bool:
         """Whether a submodule of a module is cut already.
@@ -329,8 +356,7 @@ class Discovery:
         """Let a module run its own Python from here on, and watch the modules that it calls."""
         this.put(State.OPENED)
         self._driver.have_here(this.module)
-        if this.name:
-            self._announcements.runs_its_own_python(found, this.several)
+        self._announcements.runs_its_own_python(found, this.several)
         self._watch(parts)
 
     def _watch(self, modules: Iterable[Watched]) -> None:
@@ -364,9 +390,13 @@ class Discovery:
         name = found.name
         refusal = why_not_cut(graph)
         partitions = network_partitions(graph)
-        if refusal is None and len(partitions) < self._ranks and self._may_stay(name):
+        if refusal is None and len(partitions) < self._ranks:
             few = count(len(partitions), "network partition")
-            refusal = f"has {few}, fewer than {self._ranks} stages"
+            few = f"has {few}, fewer than {self._ranks} stages"
+            if self._may_stay(name):
+                refusal = few
+            elif apart := self._called_apart(name):
+                raise PlanError(f"{found.shown} {few}. It {apart}.")
         if refusal is not None:
             if found.whole:
                 self._keep(self._watched[name], refusal)

@@ -58,7 +58,7 @@ from lightning_hybrid.graph.row_rules import (
     rule_of,
 )
 from lightning_hybrid.graph.row_trial import Trial
-from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Rows
+from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Reason, Rows
 
 _FOLLOWED = {
     *("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"),
@@ -69,6 +69,13 @@ _FOLLOWED = {
 
 _LOST = "a size of the batch became a constant"
 
+_ANYTHING = Reason(
+    "it may do anything, also backward, and passed no trial", "Write it with torch's own operators."
+)
+_OF_SHAPES = "Compute what its shapes follow from before the call of the network."
+_UNKNOWN = "Write it with other operators of torch."
+_NOT_FOLLOWED = "Keep the batch a dimension of its own, and index by each sample's own (gather)."
+
 
 @dataclass
 class Followed:
@@ -76,7 +83,7 @@ class Followed:
 
     Attributes:
         labels: per node, those of its tensors in order; of a number none.
-        why: per node in which samples meet first, the operator that makes them meet.
+        why: per node in which samples meet first, or may, the reason.
         tried: nodes that no rule covers, and that have passed a trial: custom operators, and calls
             of an ``autograd.Function``.
         prologue: nodes that are computed from the inputs alone, and must be for all samples.
@@ -85,7 +92,7 @@ class Followed:
     """
 
     labels: dict[fx.Node, tuple[Label, ...]] = field(default_factory=dict)
-    why: dict[fx.Node, str] = field(default_factory=dict)
+    why: dict[fx.Node, Reason] = field(default_factory=dict)
     tried: set[fx.Node] = field(default_factory=set)
     prologue: set[fx.Node] = field(default_factory=set)
     numbers: set[fx.Node] = field(default_factory=set)
@@ -192,14 +199,15 @@ class _Walk:
             try:
                 with shapes_of():
                     self._values[node] = self._value(node, args, kwargs, example)
-                why = "an operation that may do anything, also backward" if is_unknown else run.why
+                why = _ANYTHING if is_unknown else run.why
                 break
             except FAILURES as error:
                 # a comparison in an operation that fails may have fixed the batch's size for good
                 for symbol in run.symbols:
                     self._env.replacements.pop(symbol, None)
                 self._env.fake_tensor_cache.clear()  # (it does not tell the two ways apart)
-                why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.60}"
+                text = str(error).strip().partition("\n")[0]
+                why = Reason(f"without values {type(error).__name__}: {text:.60}", _OF_SHAPES)
                 self._values[node] = example
                 if node in self._kept:  # (it may have written, and must not write again)
                     for tensor in given:
@@ -236,7 +244,7 @@ class _Walk:
             run.set(tensor, label)
         return passed
 
-    def _settle(self, node: fx.Node, why: str | None) -> None:
+    def _settle(self, node: fx.Node, why: Reason | None) -> None:
         """Decide whether the prologue computes a node, or else whether samples have met in it.
 
         Args:
@@ -246,7 +254,7 @@ class _Walk:
         run = self._run
         tensors = [unwrapped(tensor) for _, tensor in tensors_in(self._values[node])]
         if run.draws and tensors and all(run.label(tensor) is None for tensor in tensors):
-            why = "random numbers that all samples share"
+            why = Reason("random numbers that all samples share")
         value = self._values[node]
         if not tensors and (run.reads or not run.tainted.isdisjoint(_symbols_of(value))):
             self.found.numbers.add(node)
@@ -351,14 +359,19 @@ class Labelling(TorchDispatchMode):
 
     def begin(self) -> None:
         """Reset what is noted of the running node."""
-        self.draws = self.reads = False
-        self.why: str | None = None
+        self.draws = self.reads = self._seen = False
+        self.why: Reason | None = None
 
     # ------------------------------------------------------------------ what rules ask
 
     def label(self, tensor: Tensor) -> Label:
         """Where the samples are in a tensor."""
         return self._labels.get(id(tensor))
+
+    def met(self) -> Label:
+        """Note that samples have been seen to meet in the running operator."""
+        self._seen = True
+        return MEET
 
     def size(self, number: Any) -> Any:
         """A size as an expression in which `batch` stands for every symbol of the batch size."""
@@ -429,6 +442,8 @@ class Labelling(TorchDispatchMode):
             fits = all(other.shape == tensor.shape for other in shown)
             for other in shown:  # all entries are places now
                 self.set(other, label)
+        if label is not MEET and not fits and self.why is None:
+            self.why = Reason("what is written there", _NOT_FOLLOWED)
         if label is MEET or not fits:
             self.spoil(tensor)
 
@@ -447,7 +462,7 @@ class Labelling(TorchDispatchMode):
             call.values["self"] = other = seen.detach()
             self.set(other, self.label(seen))
         # 2. The label of what it returns by its rule, if the shape agrees.
-        result = func(*args, **kwargs)
+        self._seen, result = False, func(*args, **kwargs)
         outs = [tensor for _, tensor in tensors_in(result)]
         found = self._of(func, call, given, outs)
         labels = found if isinstance(found, list) else [found] * len(outs)
@@ -461,7 +476,8 @@ class Labelling(TorchDispatchMode):
         if reshapes:
             call.values["self"] = seen
         if MEET in labels and self.why is None and not any(self.label(t) is MEET for t in given):
-            self.why = name_of(func)
+            unseen = _NOT_FOLLOWED if rule_of(func) else _UNKNOWN
+            self.why = Reason(name, "" if self._seen else unseen)
         for tensor, label in zip(outs, labels):
             if any(tensor is one for one in given) and not reshapes:
                 self._write(tensor, label)
@@ -530,12 +546,12 @@ class Labelling(TorchDispatchMode):
         # 2. A number that follows from the batch is another one in a micro-batch: x / len(x).
         sizes = ("size", "stride") if name in FACTORIES else ()
         if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
-            return MEET
+            return self.met() if rule_of(func) else MEET
         # 3. A result of inputs without samples is the same in all micro-batches.
         grows = any(self.depends(size) for out in outs for size in out.shape)
         if labels <= {None} and not grows:
             # whatever the operator; unless a number that follows from the batch says what to take
-            return MEET if any(map(self.depends, call.numbers())) else None
+            return self.met() if any(map(self.depends, call.numbers())) else None
         # 4. Operators that only look at sizes; for others their rule.
         if func.namespace == "aten" and name in FACTORIES:
             return [self.by_shape(out) for out in outs]

@@ -3,8 +3,8 @@
 A rule is given a call on tensors of which at least one has rows, and none in which samples have met
 (:mod:`lightning_hybrid.graph.rows` has these words), and says where the rows of the results are. It
 must look at every tensor and number that the call takes. Of what it does not know it returns
-``MEET``: samples have met, and the batch cannot be split there. So do operators without a rule: the
-table may be incomplete, but must not be wrong.
+``MEET``: the batch cannot be split there. So do operators without a rule: the table may be
+incomplete, but must not be wrong. Where a rule sees that samples meet it returns `Labelling.met`.
 """
 
 from __future__ import annotations
@@ -132,11 +132,14 @@ def moved(f: Labelling, call: Call, given: Mapping[str, Keys], out: Keys) -> Lab
         if (rows := _rows(f, call[name])) is not None:
             size = f.size(call[name].shape[rows.dim])
             found.add((keys[rows.dim], rows.at(0, places=True), size))
+    if len({key for key, *_ in found}) > 1:
+        return f.met()
     if len(found) != 1 or not _all_free(f, call.others(*given)):
         return MEET
     key, those, _ = found.pop()
-    shared = [keys for name, keys in given.items() if f.label(call[name]) is FREE]
-    if key is None or key not in out or any(key in keys for keys in shared):
+    if key is None or key not in out:
+        return f.met()
+    if any(key in keys for name, keys in given.items() if f.label(call[name]) is FREE):
         return MEET
     return those.at([*out].index(key), places=True)
 
@@ -180,7 +183,7 @@ def _keys(text: str, tensor: Tensor) -> Keys:
 
 def unreduced(rule: Rule) -> Rule:
     """The rule of losses: they have one only if they are not reduced."""
-    return lambda f, call, outs: rule(f, call, outs) if call["reduction"] == 0 else MEET
+    return lambda f, call, outs: rule(f, call, outs) if call["reduction"] == 0 else f.met()
 
 
 pointwise = letters("*:. -> .")
@@ -273,9 +276,9 @@ def _part(f: Labelling, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> 
     """The label of a piece of the samples' dimension, which must be whole repetitions of them."""
     block = _block(f, tensor, rows)
     if block is None or divided(f.size(start), block) is None:
-        return MEET
+        return f.met()
     outer = divided(f.size(out.shape[rows.dim]), block)
-    return MEET if outer is None else replace(rows, outer=outer)
+    return f.met() if outer is None else replace(rows, outer=outer)
 
 
 def slicing(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
@@ -285,7 +288,7 @@ def slicing(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     start, step = call["start"], call["step"]
     start = 0 if start is None else start
     if call["dim"] % tensor.dim() == rows.dim:
-        return _part(f, tensor, rows, outs[0], start) if step == 1 else MEET
+        return _part(f, tensor, rows, outs[0], start) if step == 1 else f.met()
     return MEET if f.depends(start) or f.depends(call["end"]) or f.depends(step) else rows
 
 
@@ -300,7 +303,7 @@ def split(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Labe
 def unbind(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
     rows, dim = _of_self(f, call), call["dim"] % call["self"].dim()
     if rows.dim == dim:
-        return MEET
+        return f.met()
     found = rows.at(rows.dim - (dim < rows.dim))
     if rows.places is None:
         return found
@@ -400,7 +403,7 @@ _looked_up = letters("weight:ie indices:. -> .e")
 
 def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
     """Rows of a table; with ``scale_grad_by_freq`` its gradient has the numbers of all samples."""
-    return MEET if call["scale_grad_by_freq"] else _looked_up(f, call, outs)
+    return f.met() if call["scale_grad_by_freq"] else _looked_up(f, call, outs)
 
 
 def embedding_bag(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
@@ -410,13 +413,13 @@ def embedding_bag(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | l
     """
     rows, starts = f.label(call["indices"]), f.label(call["offsets"])
     others = {f.label(t) for t in call.others("indices", "offsets", "weight")}
+    bags = Rows(0, 1, Places(sympy.Integer(1), f.size(call["indices"].shape[0])))
     if rows != Rows(0) or others - {rows} or f.label(call["weight"]) is not FREE:
         return MEET
-    bags = Rows(0, 1, Places(sympy.Integer(1), f.size(call["indices"].shape[0])))
     if starts != bags or not starts.is_sorted or call["include_last_offset"]:
         return MEET
     if call["scale_grad_by_freq"]:
-        return MEET
+        return f.met()
     of_which = Rows(0, 1, Places(sympy.Integer(1), f.size(call["offsets"].shape[0])))
     return [rows, of_which, *[rows for _ in outs[2:]]]
 
@@ -474,9 +477,8 @@ def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor
     rows, own = f.label(tensor), f.label(masks[0])
     if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
         return False
-    if not _is_mask(masks[0]):
-        return False
-    if own.places is not None:  # whether a place is 0 is another thing in a micro-batch
+    # (whether a place is 0 is another thing in a micro-batch)
+    if own.places is not None or not _is_mask(masks[0]):
         return False
     same = f.size(tensor.shape[rows.dim]) == f.size(masks[0].shape[own.dim])
     return same and rows == own.at(own.dim + at[0])
@@ -509,7 +511,7 @@ def _picked_from(
     places = [dim for dim, t in zip(at, tensors) if _has_places(f, t)]
     if rows is FREE:
         if places or not isinstance(found, Rows):
-            return MEET
+            return f.met() if places else MEET
         return found.at(found.dim + start)
     assert isinstance(rows, Rows)
     if places:  # each sample picks entries of its own
@@ -520,7 +522,7 @@ def _picked_from(
         where = where.at(where.dim)
         return where.at(where.dim + start) if found in (FREE, where) else MEET
     if found is not FREE or rows.dim in at:
-        return MEET
+        return MEET if found is MEET else f.met()
     if not adjacent or rows.dim > at[-1]:
         return rows.at(rows.dim - sum(place < rows.dim for place in at) + count)
     return rows
@@ -545,7 +547,7 @@ def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     at, tensors = _picks(call)
     rows = f.label(tensor)
     if not isinstance(rows, Rows):
-        return MEET
+        return f.met()
     if _is_own_mask(f, tensor, at, tensors):
         if at[0]:
             return MEET

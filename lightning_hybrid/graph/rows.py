@@ -82,6 +82,20 @@ class Counts:
     summed: bool = False
 
 
+@dataclass(frozen=True)
+class Reason:
+    """Why samples have met in an operation, or may have.
+
+    Attributes:
+        how: in words.
+        instead: a sentence that says what to write instead, if it could only not be proven that
+            they stay apart; empty: they were seen to meet.
+    """
+
+    how: str
+    instead: str = ""
+
+
 class _Meet(Enum):
     MEET = "samples meet"
 

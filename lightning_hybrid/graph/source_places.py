@@ -40,6 +40,9 @@ FAILS = "it fails on these inputs: "
 
 _GOT = re.compile(r"got \w+\((['\"])(.*?)\1\)", re.DOTALL)
 _SKIPPED = re.compile(r"function marked as skipped.*?qualname: ([\w.<>]+)", re.DOTALL)
+_CHECKPOINT = "Operator: torch.utils.checkpoint."
+"""What TorchDynamo says of code that activation checkpointing calls."""
+
 _CALL = re.compile(r'File "(.+?)", line (\d+), in [^\n]*\n\s*([^\n]+)')
 
 
@@ -64,7 +67,7 @@ def reason_in(text: str) -> str:
     if not theirs:  # all frames are of torch's own code: name the place that calls it
         place = place_now()
         return what if place is None else f"{what} (called in {place})"
-    if any("checkpoint" in code for *_, code in theirs):
+    if _CHECKPOINT in text:
         what += ", in an activation checkpoint"
     file, line, code = theirs[-1]
     return f"{what} ({file}:{line}: `{code.strip()}`)"

@@ -175,8 +175,8 @@ class _Parts:
         # 3. Whether that is worth it (stages wait while the driver computes), and right.
         share = self._share(beside)
         if share > LIGHT:
-            said = self._said(self.tail | self.prologue)
-            self.problem: str | None = f"{said}, and {share:.0%} of the load follows"
+            beside = self.tail | self.prologue
+            self.problem: str | None = self._said(beside, f"{share:.0%} of the load follows")
         else:
             self.problem = self._mistake()
 
@@ -253,7 +253,7 @@ class _Parts:
             twice = node in self.heavy and (node in tail or node in prologue)
             reason = self._of_beside(node, tail if node in tail else early, twice)
             if reason is not None:
-                return f"{self._said([node])}, and {reason}"
+                return self._said([node], reason)
         # 2. Random numbers, in the order of one device.
         if (reason := self._of_draws()) is not None:
             return reason
@@ -261,7 +261,7 @@ class _Parts:
         #    needs), nor made anew by each micro-batch in an input that all of them share.
         for layer in self.graph.layers:
             if layer.written and layer.node not in self.heavy:
-                return f"{self._said([layer.node])}, and it changes {min(layer.written)!r}"
+                return self._said([layer.node], f"it changes {min(layer.written)!r}")
         for leaf in self.graph.written_leaves:
             if not isinstance(self.followed.label(leaf.node), Rows):
                 return f"{leaf.name} is changed in place"
@@ -318,16 +318,27 @@ class _Parts:
         total = sum(loads.values()) or 1
         return sum(load for node, load in loads.items() if node in nodes) / total
 
-    def _said(self, nodes: Iterable[fx.Node]) -> str:
-        """A message that names where samples meet first, in these nodes or those behind them."""
+    def _said(self, nodes: Iterable[fx.Node], then: str) -> str:
+        """A message that names where samples meet first, in these nodes or those behind them.
+
+        Args:
+            nodes: these.
+            then: why the graph is not divided there.
+        """
         why = self.followed.why
         node = min(
             (n for n in self._behind(nodes) if n in why),
             key=self.order.__getitem__,
             default=min(nodes, key=self.order.__getitem__),
         )
-        how = f" ({why[node]})" if node in why else ""
-        return f"samples meet in {self._at(node, how)}"
+        if node not in why:
+            reads = node in self.followed.numbers
+            what = "a number is read of all samples" if reads else "results cannot be joined"
+            return f"{what} in {self._at(node)}, and {then}"
+        then = f"{self._at(node, f' ({why[node].how})')}, and {then}"
+        if not why[node].instead:
+            return f"samples meet in {then}"
+        return f"it could not be proven that samples stay apart in {then}. {why[node].instead}"
 
     def _at(self, node: fx.Node, how: str = "") -> str:
         place = place_of(node)

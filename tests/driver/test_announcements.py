@@ -43,7 +43,7 @@ def test_a_line_is_said_once_for_each_network() -> None:
         "Network 'net' (Linear)",
         "Network 'self' (Linear)",
     ]
-    assert "(num_microbatches=1): it sorts the batch, so the numbers" in told.lines[0]
+    assert told.lines[0].endswith("how it is split: it sorts the batch.")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_number_that_grows_is_no_news() -> None:
     for reason in (None, "len(self.seen) == 1", "len(self.seen) == 2", "self.flag is True"):
         one.capture.reason = reason
         told.announcements.captured_again(one)
-    assert [line.partition("): ")[2] for line in told.lines] == [
+    assert [line.rpartition(": ")[2] for line in told.lines] == [
         "len(self.seen) == 1",
         "self.flag is True",
     ]
@@ -144,3 +144,20 @@ def test_a_network_that_its_user_has_compiled_is_told_how_its_stages_are(module:
     told = Told()
     told.announcements.planned(found(nn.Linear(2, 2)), PLAN)
     assert not any("compile_stages" in line for line in told.lines)
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("tensor 'args[0]' size mismatch at index 1. expected 5, actual 7", "pad the batches"),
+        ("len(kwargs['past']) == 1 # if past: # net.py:10 in forward", "one tensor of all"),
+        ("forward.__self__.scale == 1.0 # len(x) # net.py:8 in forward", "make it a tensor"),
+    ],
+)
+def test_another_capture_is_told_with_what_to_do_about_it(reason: str, advice: str) -> None:
+    told, one = Told(), found(nn.Linear(2, 2))
+    one.capture.reason = reason
+    told.announcements.captured_again(one)
+    [line] = told.lines
+    assert advice in line
+    assert line.endswith(f": {reason}")

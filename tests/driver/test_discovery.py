@@ -260,3 +260,43 @@ def test_a_large_network_that_is_never_called_is_missed() -> None:
     watched.module["stem"](X)
     with pytest.raises(NetworkNotFoundError, match="that can be cut"):
         watched.networks.require()
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_parts_that_are_called_in_place_of_a_module_are_told_of(automatic: bool) -> None:
+    watched = Watched(automatic=automatic, net=large())
+    with nullcontext() if automatic else pytest.raises(PlanError) as error:
+        watched.module["net"][1:](watched.module["net"][:1](X))
+    told = (
+        [line for line in watched.lines if "by itself" in line] if automatic else [str(error.value)]
+    )
+    assert len(told) == 1
+    assert "call self.net(...), so that they are cut as one network" in told[0]
+
+
+def test_parts_without_a_call_of_all_are_told_of_once() -> None:
+    watched = Watched(automatic=False, parts=nn.ModuleList([*large()]), other=large())
+    x = X
+    for part in watched.module["parts"]:
+        x = part(x)
+    [line] = [line for line in watched.lines if "by itself" in line]
+    assert "call a module that calls all parts" in line
+    with pytest.raises(NetworkNotFoundError, match="call a module that calls all parts"):
+        watched.networks.require()
+
+
+def test_what_a_module_without_one_graph_calls_itself_is_not_told_of() -> None:
+    class Prints(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = large(), large()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = self.one(x)
+            print(float(h.sum()))
+            return self.two(h)  # type: ignore[no-any-return]
+
+    watched = Watched(automatic=True, net=Prints())
+    with pytest.raises(PlanError, match="asked for a plan"):
+        watched.module["net"](X)
+    assert not [line for line in watched.lines if "by itself" in line]
