@@ -46,8 +46,13 @@ from lightning_hybrid.state.tensor_file import FilesOfWorker, let_go_of_checkpoi
 def make_what_no_network_owns(module: nn.Module) -> None:
     """Make the LightningModule's own tensors, and those of modules without parameters.
 
-    All others stay deferred until a call tells to which rank's stage they belong.
+    All others stay deferred until a call tells to which rank's stage they belong. A buffer that is a
+    single number is made on every rank, since TorchDynamo reads it in each capture.
     """
+    for number in (buffer for buffer in module.buffers() if not buffer.dim()):
+        if is_deferred(number) and not is_offloaded(number):
+            materialize([number])
+            count_as_whole(number)
     materialize((*module.parameters(recurse=False), *module.buffers(recurse=False)))
     for part in module.modules():
         if part is not module and next(part.parameters(), None) is None:
