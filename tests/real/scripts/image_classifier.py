@@ -5,6 +5,8 @@ from typing import Any
 import lightning.pytorch as pl
 import timm
 import torch
+from timm.loss import LabelSmoothingCrossEntropy
+from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,7 +18,7 @@ class Classifier(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = timm.create_model("resnet18", pretrained=False, num_classes=5)
-        self.criterion = timm.loss.LabelSmoothingCrossEntropy(smoothing=0.1)
+        self.criterion = LabelSmoothingCrossEntropy(smoothing=0.1)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         images, labels = batch
@@ -31,7 +33,7 @@ class Classifier(pl.LightningModule):
         self.log("accuracy", (logits.argmax(1) == labels).double().mean())
 
     def configure_optimizers(self) -> Any:
-        optimizer = timm.optim.create_optimizer_v2(
+        optimizer = create_optimizer_v2(
             self.model, opt="sgd", lr=0.05, momentum=0.9, weight_decay=1e-4
         )
         scheduler = CosineLRScheduler(optimizer, t_initial=2, warmup_t=1, warmup_lr_init=0.01)
