@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
@@ -18,6 +19,7 @@ from models.environment import save_environment
 from models.errors import UseError
 from models.findings import MethodName
 from models.maps.common import named_layer
+from models.metrics import never_named
 from models.parser import Parser
 from models.predictions import Prediction
 from models.results import beside, free_path, run_folder, save_result, scans_hash, writable
@@ -264,7 +266,10 @@ class ClassifierCLI(LightningCLI):
         # plotting libraries are slow to import
         from models.drawing import save_figures
 
-        drawn = save_figures(self.model.evaluated, self.model.class_names, metrics)
+        evaluated, names = self.model.evaluated, self.model.class_names
+        if said := never_named(np.array([one.probabilities for one in evaluated]), names):
+            print(said)
+        drawn = save_figures(evaluated, names, metrics)
         print(f"pictures written to {', '.join(map(str, drawn))}")
 
     def _write_metrics(self, name: str) -> Path | None:
