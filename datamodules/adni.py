@@ -18,6 +18,7 @@ from .cache import Item, ScanDataset
 from .errors import DataError, ProblemsError
 from .flow import flow, write_flow
 from .labels import TaskName, task_named
+from .montage import write_montage
 from .nifti import Leniency
 from .profiles import Profile, choose_profile
 from .progress import progress_bar
@@ -45,6 +46,7 @@ from .splits import (
 )
 from .survey import cut_brains, refuse_inside, refuse_nothing, survey, write_problems
 from .transforms import SHAPE, SPACING_MM, fixed_transforms, random_transforms
+from .unlike import Unlike, usual
 
 
 class ADNIDataModule(lightning.LightningDataModule):
@@ -105,6 +107,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         on_bad: stop when anything is wrong with the data, or go on without the bad scans.
         nan: refuse scans with voxels that are NaN or infinite, or take 0 for those.
         assume: refuse files without orientation, or take them for RAS.
+        unlike: refuse scans that are no heads like the others, or use them.
 
     Raises:
         FolderError: no such folder, no scans, or an output inside ``root``.
@@ -154,6 +157,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         on_bad: Literal["error", "skip"] = "error",
         nan: Literal["error", "zero"] = "error",
         assume: Literal["", "RAS"] = "",
+        unlike: Unlike = "error",
     ) -> None:
         super().__init__()
         self.root = Path(root)
@@ -191,6 +195,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         self.cache_images = cache_images
         self.on_bad = on_bad
         self.leniency = Leniency(nan=nan, assume=assume)
+        self.unlike: Unlike = unlike
         self.split: Split | None = None
         self.records: list[ScanRecord] = []
         self._told = False
@@ -240,11 +245,15 @@ class ADNIDataModule(lightning.LightningDataModule):
                 collection_csv=self.collection_csv,
                 diagnosis_csv=self.diagnosis_csv,
                 names=self.names,
+                unlike=self.unlike,
                 progress=advance,
             )
         found.warnings.extend(cut_brains(found.records, self.spatial_shape, self.spacing_mm))
         report = self.state_dir / "problems.tsv"
         write_problems(report, found)
+        if not self._told:
+            picture = self.state_dir / "montage.png"
+            write_montage(picture, found.records, self._checks_file, self.leniency)
         if found.problems and self.on_bad == "error":
             raise ProblemsError(found.problems, str(self.root), str(report))
         refuse_nothing(found)
@@ -413,7 +422,8 @@ class ADNIDataModule(lightning.LightningDataModule):
         gone = set(self.split.part_of()) - present if self.split else set()
         if gone:
             lines.append(
-                f"{len(gone)} subjects of the split are not in the data, or not in this task"
+                f"{len(gone)} more people of the split have no scan that this task uses: they are "
+                "left out"
             )
         if self.shuffle_labels:
             lines.append("labels are PERMUTED over subjects (--data.shuffle_labels true)")
@@ -432,6 +442,11 @@ class ADNIDataModule(lightning.LightningDataModule):
             "spatial_shape": [int(n) for n in self.spatial_shape],
             "middle_mm": None if middle is None else list(middle),
         }
+
+    def usual_head(self) -> tuple[torch.Tensor, float] | None:
+        """Mean of coarse images of the training scans, and the least correlation with it."""
+        found = usual(self.scans("train"), self._checks_file, self.leniency)
+        return None if found is None else (torch.tensor(found.mean).float(), found.bound)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has to know: split, scans, and how they were prepared."""

@@ -24,12 +24,13 @@ import numpy as np
 from .atomic import write_atomically
 from .content import picture_hash, same_pictures, sample_voxels
 from .errors import Problem
+from .likeness import coarse
 from .nifti import AGAIN, STRICT, BadFile, Leniency, check_geometry, read_image
 from .profiles import is_stripped
 from .records import ScanRecord
 from .voxels import head_box, missing_part, read_voxels
 
-_VERSION = 8  # raise it when a check changes
+_VERSION = 9  # raise it when a check changes
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class FileReport:
         middle_mm: where the middle of the volume lies, in mm, ``x y z``.
         sample: voxels of a coarse lattice as text, by which copies of a picture are found.
         stripped: ``yes``, ``no`` or empty; see ``ScanRecord``.
+        coarse: coarse image of the head, by which it is compared with others.
+        planes: three planes to look at; both as `datamodules.likeness` writes them.
     """
 
     code: str = ""
@@ -63,6 +66,8 @@ class FileReport:
     middle_mm: str = ""
     sample: str = ""
     stripped: str = ""
+    coarse: str = ""
+    planes: str = ""
 
 
 def check_file(path: Path, leniency: Leniency = STRICT) -> FileReport:
@@ -94,6 +99,7 @@ def _describe(path: Path, leniency: Leniency) -> FileReport:
     missing = missing_part(turned, sizes_ras, stripped == "yes")
     if missing:
         raise BadFile("INCOMPLETE", missing, AGAIN)
+    head, planes = coarse(turned, sizes_ras, stripped == "yes")
     return FileReport(
         warnings={**warnings, **more},
         sha256=sha256,
@@ -104,6 +110,8 @@ def _describe(path: Path, leniency: Leniency) -> FileReport:
         middle_mm=" ".join(f"{place:.4g}" for place in _middle(affine, values.shape)),
         sample=sample_voxels(turned),
         stripped=stripped,
+        coarse=head,
+        planes=planes,
     )
 
 
@@ -170,6 +178,12 @@ def check_records(
         if todo:  # also when it is stopped by Ctrl-C
             _save(store, known, version)
     return _apply(records, {path: known[key] for path, key in keys.items()})
+
+
+def kept_reports(store: Path, leniency: Leniency, paths: Sequence[str]) -> dict[str, FileReport]:
+    """What is known of files that were checked and have not changed, by path."""
+    known = _load(store, f"{_VERSION} {leniency}")
+    return {path: known[key] for path in paths if (key := _key(path)) in known}
 
 
 def _check(leniency: Leniency, path: str) -> FileReport:

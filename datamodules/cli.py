@@ -20,6 +20,7 @@ from typing import get_args, get_type_hints
 from .errors import DataError, FolderError, Problem, SplitError, listing
 from .joining import joined, write_joined
 from .labels import TASKS
+from .montage import write_montage
 from .nifti import Leniency
 from .prepare.strip import TOOLS
 from .progress import progress_bar
@@ -34,6 +35,7 @@ from .splits import SPLITS, load_split, save_split
 from .survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
 from .synth.cohort import SynthLayout
 from .synth.levels import GROUPS, Diagnosis, Difficulty
+from .unlike import Unlike
 
 _PROGRAM = "python -m datamodules"
 _OUT = Path("adni_check")
@@ -217,6 +219,12 @@ def _add_source(parser: ArgumentParser) -> None:
         "--nan", choices=("error", "zero"), default="error", help="NaN voxels (default: error)"
     )
     parser.add_argument(
+        "--unlike",
+        choices=get_args(Unlike),
+        default="error",
+        help="scans that are no heads like the others (default: error)",
+    )
+    parser.add_argument(
         "--assume", choices=("", "RAS"), default="", help="order of files without orientation"
     )
 
@@ -388,7 +396,7 @@ def _prepare(options: Namespace) -> int:
             str(options.root),
             "give T1-weighted scans, or correct the names of the series in the table",
         )
-    leniency = Leniency(nan=options.nan, assume=options.assume)
+    leniency = _leniency(options)
     with progress_bar("scans") as advance:
         done = prepare(
             options.out,
@@ -430,10 +438,8 @@ def _check(options: Namespace) -> int:
         show(listing(found.problems))
     show_groups(demographics(found.records), p_values(found.records))
     written = [manifest, problems, people, shared]
-    if any(record.used for record in found.records):
-        from .montage import write_montage  # imports MONAI and matplotlib, which takes seconds
-
-        write_montage(options.out / "montage.png", found.records)
+    if found.records:
+        write_montage(options.out / "montage.png", found.records, store, _leniency(options))
         written.append(options.out / "montage.png")
     show(f"report: {', '.join(map(str, written))}")
     refuse_nothing(found)
@@ -459,12 +465,17 @@ def _survey(
         store,
         layout=None if options.layout == "auto" else options.layout,
         rule=_rule(options),
-        leniency=Leniency(nan=options.nan, assume=options.assume),
+        leniency=_leniency(options),
         collection_csv=options.collection_csv,
         diagnosis_csv=options.diagnosis_csv,
         names=Names(options.subject_pattern, options.label_column, options.label_map),
+        unlike=options.unlike,
         progress=progress,
     )
+
+
+def _leniency(options: Namespace) -> Leniency:
+    return Leniency(nan=options.nan, assume=options.assume)
 
 
 def _rule(options: Namespace) -> LabelRule:

@@ -69,6 +69,7 @@ class ScanRecord:
         fold: fold of a subject that is not held out from all folds, 0 to k - 1.
         scanner: manufacturer and model, where headers or tables say it.
         cohort: which of several studies it is from; not known where there is one.
+        likeness: correlation with the mean of the other scans.
     """
 
     subject: str
@@ -111,6 +112,7 @@ class ScanRecord:
     fold: int | None = None
     scanner: str = ""
     cohort: str = ""
+    likeness: float | None = None
 
     @property
     def order(self) -> tuple[str, list[tuple[int, str]], list[tuple[int, str]]]:
@@ -128,7 +130,7 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
 
 
-_LATER = ("scanner", "cohort")  # columns that are only there where something is known
+_LATER = ("scanner", "cohort", "likeness")  # columns that are only there where something is known
 
 
 def count_line(records: Sequence[ScanRecord]) -> str:
@@ -148,7 +150,7 @@ def _manifest(records: Iterable[ScanRecord]) -> bytes:
     """The records as a tab-separated table."""
     records = list(records)
     # hashes of manifests that know neither stay as they were
-    unknown = {n for n in _LATER if not any(getattr(record, n) for record in records)}
+    unknown = {n for n in _LATER if not any(getattr(r, n) not in ("", None) for r in records)}
     names = [name for name in _columns() if name not in unknown]
     rows = [{name: getattr(record, name) for name in names} for record in records]
     return table_bytes(rows, names)
@@ -156,7 +158,7 @@ def _manifest(records: Iterable[ScanRecord]) -> bytes:
 
 def fingerprint(records: Iterable[ScanRecord]) -> str:
     """A hash of what decides a run: scans, contents and labels, but no path and no time."""
-    nowhere = {"path": "", "row": "", "mtime_ns": 0, "split": "", "fold": None}
+    nowhere = {"path": "", "row": "", "mtime_ns": 0, "split": "", "fold": None, "likeness": None}
     neutral = [replace(record, **nowhere) for record in records]  # type: ignore[arg-type]
     return hashlib.sha256(_manifest(neutral)).hexdigest()
 

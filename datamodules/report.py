@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from math import prod
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -42,6 +43,7 @@ class Group:
         sites: likewise.
         scanners: likewise.
         cohorts: likewise, where there are several.
+        voxel_mm: side of a cube of a voxel's size: mean and standard deviation.
     """
 
     diagnosis: str
@@ -57,6 +59,7 @@ class Group:
     sites: str
     scanners: str
     cohorts: str
+    voxel_mm: str
 
 
 def first_scans(records: Sequence[ScanRecord]) -> list[ScanRecord]:
@@ -98,12 +101,10 @@ def p_values(records: Sequence[ScanRecord]) -> dict[str, float]:
     found: dict[str, float] = {}
     for column, measure in _MEASURES.items():
         values = [[v for r in own if (v := measure(r)) is not None] for own in classes]
-        if (
-            len(values) > 1
-            and min(map(len, values)) > 1
-            and any(len(set(own)) > 1 for own in values)
-        ):
-            found[column] = float(stats.f_oneway(*values).pvalue)
+        if len(values) > 1 and min(map(len, values)) > 1 and len(set().union(*values)) > 1:
+            # nothing differs within a class: f_oneway would warn, and is right about the rest
+            alike = all(len(set(own)) == 1 for own in values)
+            found[column] = 0.0 if alike else float(stats.f_oneway(*values).pvalue)
     for column, kind in _KINDS.items():
         counts = [Counter(k for r in own if (k := kind(r))) for own in classes]
         kinds = sorted(set().union(*counts))
@@ -117,6 +118,7 @@ _MEASURES: dict[str, Callable[[ScanRecord], float | None]] = {
     "age": lambda record: record.age,
     "mmse": lambda record: record.mmse,
     "cdr_sb": lambda record: record.cdr_sb,
+    "voxel_mm": lambda record: _voxel_mm(record),
 }
 _KINDS: dict[str, Callable[[ScanRecord], str]] = {
     "males_females": lambda record: record.sex,
@@ -132,6 +134,11 @@ _KINDS: dict[str, Callable[[ScanRecord], str]] = {
 def p_text(value: float | None) -> str:
     """A p-value as papers print it; nothing when there is none."""
     return "" if value is None else "<0.001" if value < 0.001 else f"{value:.2g}"
+
+
+def _voxel_mm(record: ScanRecord) -> float | None:
+    sizes = [float(size) for size in record.zooms.split()]
+    return round(prod(sizes) ** (1 / 3), 3) if sizes else None
 
 
 def _tesla(record: ScanRecord) -> str:
@@ -156,6 +163,7 @@ def _group(name: str, records: Sequence[ScanRecord]) -> Group:
         _counts([record.site for record in people]),
         _counts([record.scanner for record in people]),
         _counts([record.cohort for record in people]),
+        _spread([_voxel_mm(record) for record in people]),
     )
 
 

@@ -64,6 +64,7 @@ _ROWS = {
     "sites": "site",
     "scanners": "scanner",
     "cohorts": "cohort",
+    "voxel_mm": "voxel (mm)",
 }
-_CONFOUNDS = ("males_females", "age", "field_strength", "phase", "sites", "scanners", "cohorts")
+_CONFOUNDS = ("males_females", "age", *list(_ROWS)[list(_ROWS).index("field_strength") :])
 _DIFFERENT = 0.01

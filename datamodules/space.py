@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import chi2_contingency
 
 from .errors import Problem
 from .records import ScanRecord
@@ -20,6 +21,8 @@ MNI_MIDDLE: Millimetres = (0.0, -18.0, 18.0)
 """Middle of the box of 91 x 109 x 91 voxels of 2 mm in which MNI152 is given."""
 _OFF_MM = 40.0  # between the middles of a file and of that box
 _SHOWN = 3
+_MANY = 5  # scans of a grid
+_BY_CHANCE = 0.01
 
 
 def shared_middle(records: Sequence[ScanRecord]) -> Millimetres | None:
@@ -48,12 +51,17 @@ def _middle(record: ScanRecord) -> Millimetres:
 
 
 def name_grids(records: Sequence[ScanRecord]) -> list[Problem]:
-    """A warning where scans that share a space, or may do so, lie on several grids."""
+    """A warning where scans that share a space, or may do so, lie on several grids.
+
+    Of others the grids are as many as scanners; they are named where the classes have not the same.
+    """
     used = [r for r in records if r.used and r.middle_mm]
     registered = [record for record in used if record.registered == "yes"]
     if registered:
         return _named(registered, "registered", "used: all are cropped in the space they share")
     stripped = [r for r in used if r.stripped == "yes" and r.registered != "no"]
+    if not stripped:
+        return _named(used, "unregistered", _OF_CLASSES) if _belong_to_classes(used) else []
     return _named(
         stripped,
         "stripped",
@@ -62,10 +70,28 @@ def name_grids(records: Sequence[ScanRecord]) -> list[Problem]:
     )
 
 
+_OF_CLASSES = "a network may learn the grid instead of the disease: give scans of all classes alike"
+
+
+def _belong_to_classes(records: Sequence[ScanRecord]) -> bool:
+    """Whether classes lie on other grids, which are of one voxel size and shape, than by chance."""
+    labels = sorted({record.dx for record in records})
+    grids: dict[str, Counter[str]] = defaultdict(Counter)
+    for record in records:
+        grids[f"{record.shape} {record.zooms}"][record.dx] += 1
+    table = [[counts[label] for label in labels] for counts in grids.values()]
+    # grids of few scans count together: the test is one of many
+    many = [row for row in table if sum(row) >= _MANY]
+    rest = np.sum([row for row in table if sum(row) < _MANY], axis=0)
+    table = [*many, list(rest)] if np.sum(rest) else many
+    return len(table) > 1 < len(labels) and bool(chi2_contingency(table).pvalue < _BY_CHANCE)
+
+
 def _named(records: Sequence[ScanRecord], what: str, action: str) -> list[Problem]:
     grids: dict[str, list[ScanRecord]] = defaultdict(list)
     for record in records:
-        grids[f"{record.shape.replace(' ', 'x')} around ({record.middle_mm}) mm"].append(record)
+        place = record.zooms if what == "unregistered" else f"around ({record.middle_mm})"
+        grids[f"{record.shape.replace(' ', 'x')} {place} mm"].append(record)
     if len(grids) < 2:
         return []
     largest = sorted(grids.items(), key=lambda item: -len(item[1]))

@@ -20,6 +20,7 @@ from .sources import Layout, Names, Reading, data_folders, read_source
 from .sources.people import Named, refuse_other_spelling, refuse_two_names
 from .space import name_grids
 from .tables import table_bytes
+from .unlike import Unlike, name_unlike
 
 _EXAMPLES = 2  # of one kind of warning
 _AROUND_BRAIN_MM = 8.0  # scalp and bone, where they are thin
@@ -91,6 +92,7 @@ def survey(
     collection_csv: Path | None = None,
     diagnosis_csv: Path | None = None,
     names: Names = Names(),  # noqa: B008 (frozen)
+    unlike: Unlike = "error",
     progress: Callable[[int, int], None] | None = None,
 ) -> Survey:
     """Find the scans, join them with their tables, label them and read every used file to its end.
@@ -106,6 +108,7 @@ def survey(
         diagnosis_csv: diagnoses at each visit; None: those in ``root``, or else the groups that
             the source gives.
         names: how names of people and words of diagnoses are read.
+        unlike: whether scans that are no heads like the others are bad, or used and warned of.
         progress: called with (files read, files to read).
 
     Raises:
@@ -142,7 +145,12 @@ def survey(
         records, bad, warnings = check_records(records, store, leniency=leniency, progress=progress)
         records, mixed = refuse_mixture(records)
         problems += [*bad, *mixed]
+        records, others = name_unlike(records, store, leniency, unlike)
         warnings = [*warnings, *name_grids(records)]
+        if unlike == "error":
+            problems += others
+        else:
+            warnings += others
     if not own:
         warnings += _research_groups(reading, records)
     clinical = reading.clinical

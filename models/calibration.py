@@ -11,6 +11,9 @@ from models.intervals import FEWEST, Interval, wilson
 from models.metrics import Array
 
 _SURE = 1e-12  # no probability is taken for certain
+_Z = 1.96
+FEWEST_CALIBRATED = 30
+"""People below which slope and intercept have no interval."""
 BINS = 5
 """Groups of equally many scans in the curve."""
 
@@ -41,6 +44,32 @@ def slope_and_intercept(positive: Array, labels: Array) -> tuple[float, float]:
         return float("nan"), float(intercept)
     slope = minimize(loss, [0.0, 1.0], method="BFGS").x[1]
     return float(slope), float(intercept)
+
+
+def calibration_intervals(positive: Array, labels: Array) -> dict[str, Interval]:
+    """Of slope and intercept, from the likelihood's curvature; none of a slope that is infinite.
+
+    Args:
+        positive: (n,) probabilities of label 1, one for each person.
+        labels: (n,), 0 or 1.
+    """
+    slope, intercept = slope_and_intercept(positive, labels)
+    if len(labels) < FEWEST_CALIBRATED or np.isnan(intercept):
+        return {}
+    logits = logit(np.clip(positive, _SURE, 1 - _SURE))
+    columns = np.stack([np.ones_like(logits), logits])
+
+    def information(shift: float, scale: float) -> Array:
+        called = expit(shift + scale * logits)
+        return np.asarray((columns * called * (1 - called)) @ columns.T)
+
+    half = _Z / np.sqrt(information(intercept, 1.0)[0, 0])
+    found = {"intercept": (intercept - half, intercept + half)}
+    if not np.isnan(slope):
+        shift = slope_and_intercept(recalibrated(positive, slope, 0.0), labels)[1]
+        half = _Z * np.sqrt(np.linalg.inv(information(shift, slope))[1, 1])
+        found["slope"] = (slope - half, slope + half)
+    return {name: (float(low), float(high)) for name, (low, high) in found.items()}
 
 
 def recalibrated(positive: Array, slope: float, intercept: float) -> Array:

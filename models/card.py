@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from models.folds import checkpoints_of
-from models.reference import Reference, from_checkpoint
+from models.reference import FEW, Reference, from_checkpoint
 from models.results import load_metrics, load_settings, run_folder
 from models.tables import read_table
 from models.tasks import classes_of
@@ -109,8 +109,8 @@ def _data(reference: Reference | None, checkpoint: Mapping[str, Any]) -> str:
     if reference is None:
         return f"{people}; more is {_UNKNOWN}."
     counts = ", ".join(f"{count} {name}" for name, count in reference.scans.items())
-    age = reference.ranges.get("age")
-    ages = f", aged {age[0]:.0f} to {age[1]:.0f} (with a margin)" if age else ""
+    age = reference.extremes.get("age")
+    ages = f", aged {age[0]:.0f} to {age[1]:.0f}" if age else ""
     fields = " and ".join(f"{tesla:g}" for tesla in reference.field_strengths)
     tesla = f", at {fields} T" if fields else ""
     return f"{people}; scans: {counts}{ages}{tesla}. Their hashes are in the checkpoint."
@@ -167,7 +167,9 @@ def _groups(run: Path) -> str:
 def _calibration(reference: Reference | None) -> str:
     if reference is None:
         return "None."
+    few = ", too few to trust them" if reference.calibrated_on < FEW else ""
     return (
-        f"One temperature, {reference.temperature:.2f}, found on {reference.calibrated_on} "
-        "validation scans; it holds where the classes are as frequent as there."
+        f"One temperature, {reference.temperature:.2f}, and one threshold, "
+        f"{reference.threshold:.2f}, found on {reference.calibrated_on} validation scans{few}; "
+        "they hold where the classes are as frequent as there."
     )

@@ -5,6 +5,7 @@ label 1 is the positive one; with more, sensitivity, specificity, F1 and AUROC a
 classes, each against the others. A value that the data leave undefined is NaN.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,16 @@ def brier(probabilities: Array, labels: Array) -> float:
     squares = (probabilities - np.eye(probabilities.shape[1])[labels]) ** 2
     own = squares[:, 1] if squares.shape[1] == 2 else squares.sum(axis=1)
     return float(own.mean())
+
+
+def never_named(probabilities: Array, class_names: Sequence[str]) -> str:
+    """A sentence about classes that are never the likeliest one; empty where there are none."""
+    called = set(probabilities.argmax(axis=1).tolist())
+    gone = [name for k, name in enumerate(class_names) if k not in called]
+    if not gone or not called:
+        return ""
+    scans = f"{len(probabilities)} scans"
+    return f"The network says {' and '.join(gone)} of none of {scans}: it has not learnt to."
 
 
 def mcc(probabilities: Array, labels: Array) -> float:

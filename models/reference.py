@@ -6,7 +6,7 @@ validation scans. Plain numbers and tensors, and nothing of any single person.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from models.metrics import Array
 
 KEY = "reference"
 """Entry of a checkpoint."""
+FEW = 20
+"""Validation scans: a temperature and a threshold of fewer are chance."""
 MOST = 500
 """Scans of a part that are looked at."""
 PERCENTILES = (5, 25, 50, 75, 95)
@@ -43,6 +45,9 @@ class Reference:
         centre: (C,) mean of the network's features.
         precision: (C, C) inverse of their covariance.
         limit: distance beyond which no held-out scan lay.
+        extremes: as ``ranges``, without the margin; empty: an older checkpoint does not know.
+        usual: mean of coarse images of the training scans; None: they were too few to say.
+        least: correlation with it below which a scan is no head like them.
     """
 
     class_names: tuple[str, ...]
@@ -55,6 +60,9 @@ class Reference:
     centre: Tensor
     precision: Tensor
     limit: float
+    extremes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    usual: Tensor | None = None
+    least: float = 0.0
 
     def distance(self, features: Tensor) -> float:
         """Mahalanobis distance of features (C,) from those of the training scans."""
@@ -120,6 +128,7 @@ def measure(network: nn.Module, datamodule: Any) -> Reference:
     names = tuple(datamodule.class_names)
     warmth = temperature(validation.scores, validation.labels)
     calibrated = (validation.scores / warmth).softmax(dim=1)
+    usual, least = datamodule.usual_head() or (None, 0.0)
     found = Reference(
         class_names=names,
         scans={name: sum(r.label == k for r in records) for k, name in enumerate(names)},
@@ -131,6 +140,9 @@ def measure(network: nn.Module, datamodule: Any) -> Reference:
         centre=torch.tensor(spread.location_, dtype=torch.float32),
         precision=torch.tensor(spread.precision_, dtype=torch.float32),
         limit=0.0,
+        extremes={name: (min(values), max(values)) for name, values in measures.items() if values},
+        usual=usual,
+        least=least,
     )
     far = [found.distance(f) for f in (*train.features, *validation.features)]
     return Reference(**{**found.__dict__, "limit": _LIMIT * max(far)})
@@ -229,6 +241,8 @@ def from_checkpoint(checkpoint: Mapping[str, Any]) -> Reference | None:
     if plain is None:
         return None
     names = tuple(plain["class_names"])
-    ranges = {name: (low, high) for name, (low, high) in plain["ranges"].items()}
+    known: dict[str, Any] = {"extremes": {}, **plain}  # older checkpoints do not have them
+    for kind in ("ranges", "extremes"):
+        known[kind] = {name: (low, high) for name, (low, high) in known[kind].items()}
     fields = tuple(plain["field_strengths"])
-    return Reference(**{**plain, "class_names": names, "ranges": ranges, "field_strengths": fields})
+    return Reference(**{**known, "class_names": names, "field_strengths": fields})

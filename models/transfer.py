@@ -1,7 +1,9 @@
 """Start from the weights of another run, and never test on whom that run was trained."""
 
 import hashlib
-from collections.abc import Iterable
+import re
+import unicodedata
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,26 @@ KEY = "trained_on"
 
 
 def hashed(subjects: Iterable[str]) -> list[str]:
-    """Subjects as hashes: a checkpoint may be shared, identifiers may not."""
-    return sorted({hashlib.sha256(subject.encode()).hexdigest()[:16] for subject in subjects})
+    """Subjects as hashes: a checkpoint may be shared, identifiers may not.
+
+    Of the letters and digits of a name alone, so that another spelling is the same person.
+    """
+    return sorted({_hash(_plain(subject)) for subject in subjects})
+
+
+def is_among(subject: str, hashes: Collection[str]) -> bool:
+    """Whether a person is among hashes; those of older checkpoints are of the name as it was."""
+    return not set(hashes).isdisjoint({*hashed([subject]), _hash(subject)})
+
+
+def _plain(name: str) -> str:
+    plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+    runs = re.findall(r"\d+|[^\W\d_]+", plain)
+    return " ".join(re.sub(r"^0+(?=\d)", "", run) for run in runs)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -79,7 +99,7 @@ def transfer(
             f"{path} does not say whom its weights were trained on, so it cannot be checked that "
             "nobody is held out now who was trained on there."
         )
-    leaked = set(seen) & set(hashed(held_out))
+    leaked = [subject for subject in held_out if is_among(subject, seen)]
     if leaked:
         raise UseError(
             f"{len(leaked)} subject(s) that this run holds out for validation or testing were "

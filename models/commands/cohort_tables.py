@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from datamodules.records import ScanRecord
-from models.calibration import recalibrated, slope_and_intercept
+from models.calibration import calibration_intervals, recalibrated, slope_and_intercept
 from models.intervals import intervals
 from models.metrics import Array, evaluate
 from models.reference import Reference
@@ -107,15 +107,13 @@ def calibration_rows(
     rows = []
     for name, values in shown.items():
         slope, intercept = slope_and_intercept(values, labels)
-        brier = float(((values - labels) ** 2).mean())
-        rows.append(
-            {
-                "probabilities": name,
-                "slope": "" if math.isnan(slope) else slope,
-                "intercept": "" if math.isnan(intercept) else intercept,
-                "brier": brier,
-            }
-        )
+        alone = len(set(people)) == len(people)  # several scans of a person are nearly one
+        bounds = calibration_intervals(values, labels) if alone else {}
+        row: dict[str, Any] = {"probabilities": name}
+        for column, value in (("slope", slope), ("intercept", intercept)):
+            row[column] = "" if math.isnan(value) else value
+            row[f"{column}_low"], row[f"{column}_high"] = bounds.get(column, ("", ""))
+        rows.append(row | {"brier": float(((values - labels) ** 2).mean())})
     return rows
 
 

@@ -6,16 +6,20 @@ weights, threshold and temperature are those of the checkpoint.
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from datamodules.cache import ScanDataset
+from datamodules.checks import kept_reports
 from datamodules.errors import DataError, ProblemsError, SplitError
 from datamodules.labels import TASKS
+from datamodules.montage import write_montage
+from datamodules.nifti import STRICT
 from datamodules.profiles import choose_profile
 from datamodules.progress import progress_bar
 from datamodules.records import ScanRecord, write_manifest
@@ -23,6 +27,7 @@ from datamodules.report import first_scans, write_demographics
 from datamodules.sources import LAYOUTS, Names
 from datamodules.sources.people import label_map
 from datamodules.survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
+from datamodules.unlike import Unlike
 from models.calibration import predictive_values
 from models.commands.cohort_tables import (
     at_threshold,
@@ -31,17 +36,17 @@ from models.commands.cohort_tables import (
     calibration_rows,
     shift_rows,
 )
-from models.commands.predict_scans import CKPT_HELP, Trained, load_all
+from models.commands.predict_scans import CKPT_HELP, Trained, load_all, trained_likeness
 from models.drawing import save_figures
 from models.environment import save_environment
 from models.errors import UseError
 from models.intervals import intervals
-from models.metrics import evaluate
+from models.metrics import evaluate, never_named
 from models.predictions import Prediction, table_rows
 from models.reference import intensities, scores_and_features
 from models.results import load_metrics, run_folder, save_result, scans_hash, writable
 from models.tables import read_table, write_table
-from models.transfer import hashed
+from models.transfer import is_among
 
 _DIGITS = 6
 _SHIFTED = 0.2  # share of scans outside of a range that is worth a line
@@ -78,6 +83,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--subject_pattern", default="")
     parser.add_argument("--label_column", default="")
     parser.add_argument("--label_map", type=label_map, default=(), metavar="HC=NC,...")
+    parser.add_argument(
+        "--rename",
+        default="",
+        metavar="PREFIX",
+        help="put this before all names of people: they are others than those of the same names",
+    )
+    parser.add_argument(
+        "--unlike", choices=get_args(Unlike), default="error", help="scans that are no such heads"
+    )
     parser.add_argument("--eval_visits", choices=("baseline", "all"), default="baseline")
     parser.add_argument("--on_bad", choices=("error", "skip"), default="error")
     parser.add_argument("--batch_size", type=int, default=6)
@@ -101,8 +115,12 @@ def _survey(options: argparse.Namespace, trained: Trained, out: Path) -> Survey:
             collection_csv=options.collection_csv,
             diagnosis_csv=options.diagnosis_csv,
             names=Names(options.subject_pattern, options.label_column, options.label_map),
+            unlike=options.unlike,
             progress=advance,
         )
+    renamed = [replace(r, subject=f"{options.rename}{r.subject}") for r in found.records]
+    found = replace(found, records=renamed)
+    write_montage(out / "montage.png", found.records, out / "checks.json", STRICT)
     write_manifest(out / "manifest.tsv", found.records)
     write_problems(out / "problems.tsv", found)
     write_demographics(out / "demographics.tsv", found.records)
@@ -142,13 +160,22 @@ def refuse_trained_on(records: Sequence[ScanRecord], trained: Trained, where: Pa
             "The checkpoint does not say whom it was trained on, so it cannot be told that nobody "
             "of the cohort was. Train again with `python -m models fit`."
         )
-    people = [r.subject for r in records if set(hashed([r.subject])) & trained.people]
+    people = [record.subject for record in records if is_among(record.subject, trained.people)]
     scans = [
         f"{record.image_id} of {record.subject}"
         for record in records
         if {record.sha256[:16], record.picture} & trained.files
     ]
     names = sorted(set(people)) or scans
+    if people and not scans:
+        raise SplitError(
+            "LEAK",
+            f"{len(names)} people of the cohort have the names of some who were trained on "
+            f"({', '.join(names[:5])}), and none of their scans was",
+            str(where),
+            "leave them out if they are the same people; if another hospital numbers its own so, "
+            "put something before the names: --rename HOSPITAL_",
+        )
     if names:
         what = "people" if people else "scans, under other names,"
         raise SplitError(
@@ -179,8 +206,11 @@ def validate_on(
         Prediction(r.subject, r.image_id, r.label, tuple(row))
         for r, row in zip(records, raw.tolist())
     ]
+    likeness = _likeness(trained, records, out / "checks.json")
     details = {
-        record.image_id: {"calibrated": round(float(row[-1]), _DIGITS)} | _about(record)
+        record.image_id: {"calibrated": round(float(row[-1]), _DIGITS)}
+        | {"likeness": likeness.get(record.path, "")}
+        | _about(record)
         for record, row in zip(records, calibrated)
     }
     write_table(table_rows(predictions, names, details), out / "predictions.tsv")
@@ -212,11 +242,22 @@ def validate_on(
         "cohort": options.cohort.resolve().name,
         "scans": scans_hash(predictions),
         "prevalence": options.prevalence,
+        "threshold_of": reference.calibrated_on if reference else 0,
         **trained.preprocessing,
     }
     save_result(out / "external_metrics.json", metrics, settings)
     save_figures(predictions, names, out / "external_metrics.json")
     _print(rows, shift, len(records), len(set(people)))
+    print(never_named(raw, names), end="\n" * bool(never_named(raw, names)))
+
+
+def _likeness(trained: Trained, records: Sequence[ScanRecord], store: Path) -> dict[str, float]:
+    """How like the training scans each is, by path; nothing where that is not known."""
+    found = {}
+    for path, report in kept_reports(store, STRICT, [record.path for record in records]).items():
+        if (value := trained_likeness(trained.reference, report)) is not None:
+            found[path] = round(value, 3)
+    return found
 
 
 @torch.no_grad()

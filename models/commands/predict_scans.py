@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import nibabel as nib
 import numpy as np
@@ -17,11 +17,14 @@ from torch import Tensor
 
 from datamodules.checks import FileReport, check_file
 from datamodules.content import picture_hash
+from datamodules.likeness import image as coarse_image
+from datamodules.likeness import onto
 from datamodules.nifti import BadFile, Leniency
 from datamodules.records import ScanRecord
 from datamodules.space import off_middle_mm
 from datamodules.survey import cut_brains
 from datamodules.transforms import fixed_transforms
+from datamodules.unlike import Unlike, in_words
 from models.commands.new_scans import NewScan, find_scans
 from models.environment import save_environment
 from models.errors import UseError
@@ -33,7 +36,7 @@ from models.resattnet import OPTIONS, ResAttNet3D
 from models.results import run_folder, writable
 from models.tables import write_table
 from models.tasks import TaskName, classes_of
-from models.transfer import KEY, hashed, read_checkpoint
+from models.transfer import KEY, is_among, read_checkpoint
 
 CKPT_HELP = "RUN/checkpoints/best.ckpt, or a folder of `folds`, whose networks are averaged"
 _EMPTY = 0.05  # standard deviation of a prepared image, which is about 1 within the head
@@ -104,6 +107,7 @@ class Answer:
         calibrated: the same, calibrated on validation scans.
         spread: lowest and highest probability of the last class over several networks.
         outside: what lies outside of the range of the training scans, by name.
+        likeness: correlation with the mean of the training scans; None: not known.
         notes: warnings of the check.
         picture: file with the overlay.
     """
@@ -114,6 +118,7 @@ class Answer:
     calibrated: list[float] = field(default_factory=list)
     spread: tuple[float, float] | None = None
     outside: dict[str, str] = field(default_factory=dict)
+    likeness: float | None = None
     notes: list[str] = field(default_factory=list)
     picture: Path | None = None
 
@@ -168,7 +173,12 @@ def load(ckpt_path: Path) -> Trained:
 
 
 def answer(
-    trained: Trained, scan: NewScan, out: Path, leniency: Leniency, layer: str = "layer1"
+    trained: Trained,
+    scan: NewScan,
+    out: Path,
+    leniency: Leniency,
+    layer: str = "layer1",
+    unlike: Unlike = "error",
 ) -> Answer:
     """Check, prepare and classify one scan; write its overlay and its map. Never raises for it."""
     said = Answer(scan)
@@ -179,6 +189,7 @@ def answer(
             raise BadFile(report.code, report.detail, report.action)
         said.notes += [f"{code}: {detail}" for code, detail in report.warnings.items()]
         _refuse_other_kind(trained.preprocessing, report)
+        _compare(trained.reference, said, report, unlike)
         image, affine = trained.prepare(scan.path)
         if not bool(image.isfinite().all()) or float(image.std()) < _EMPTY:
             raise BadFile("CONSTANT", "nothing is left of the scan when prepared", _ACTION)
@@ -213,12 +224,36 @@ def _refuse_other_kind(preprocessing: Mapping[str, Any], report: FileReport) -> 
         )
 
 
+def _compare(reference: Reference | None, said: Answer, report: FileReport, unlike: Unlike) -> None:
+    """Refuse what is no head like those that were trained on, or note it."""
+    said.likeness = trained_likeness(reference, report)
+    if reference is None or said.likeness is None or said.likeness >= reference.least:
+        return
+    detail = "no head like those that were trained on: "
+    detail += in_words(said.likeness, reference.least)
+    if unlike == "error":
+        raise BadFile(
+            "UNLIKE",
+            detail,
+            "look at it: orientation, axes, voxel size, contrast? To classify it all the same: "
+            "--unlike use",
+        )
+    said.notes.append(f"UNLIKE: {detail}")
+
+
+def trained_likeness(reference: Reference | None, report: FileReport) -> float | None:
+    """Correlation of a scan with the mean of the training scans; None: not known."""
+    if reference is None or reference.usual is None or not report.coarse:
+        return None
+    return onto(coarse_image(report.coarse), reference.usual.numpy())[0]
+
+
 def _classify(trained: Trained, said: Answer, report: FileReport, image: Tensor) -> None:
     scan = said.scan
     each = [scores_and_features(one.network, image[None]) for one in trained.members]
     said.probabilities = torch.cat([s.softmax(dim=1) for s, _ in each]).mean(dim=0).tolist()
     seen = {report.sha256[:16], picture_hash(report.sample)} & trained.files
-    if seen or set(hashed([scan.subject])) & trained.people:
+    if seen or is_among(scan.subject, trained.people):
         said.notes.append("TRAINED_ON: the network has seen this " + ("scan" if seen else "person"))
     shape, spacing = trained.preprocessing["spatial_shape"], trained.preprocessing["spacing_mm"]
     said.notes += [
@@ -309,6 +344,7 @@ def table_rows(answers: Sequence[Answer], class_names: Sequence[str]) -> list[di
         if several:
             ends = zip(("lowest", "highest"), said.spread or ("", ""))
             row |= {f"{kind}_{class_names[-1]}": value for kind, value in ends}
+        row["likeness"] = "" if said.likeness is None else round(said.likeness, 3)
         row["outside"] = "; ".join(f"{name}: {what}" for name, what in said.outside.items())
         rows.append(
             row
@@ -338,6 +374,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--layer", default="layer1", help="of the network, for the map")
     parser.add_argument("--nan", choices=("error", "zero"), default="error")
     parser.add_argument("--assume", choices=("", "RAS"), default="")
+    parser.add_argument(
+        "--unlike", choices=get_args(Unlike), default="error", help="scans that are no such heads"
+    )
     options = parser.parse_args(arguments)
     trained, scans = load_all(options.ckpt_path), find_scans(options.scans)
     try:
@@ -348,7 +387,7 @@ def main(arguments: list[str]) -> int:
     leniency = Leniency(nan=options.nan, assume=options.assume)
     answers = []
     for number, scan in enumerate(scans, 1):
-        said = answer(trained, scan, out, leniency, options.layer)
+        said = answer(trained, scan, out, leniency, options.layer, options.unlike)
         answers.append(said)
         print(f"{number} of {len(scans)}  {_line(said, trained.class_names)}", flush=True)
     write_table(table_rows(answers, trained.class_names), out / "predictions.tsv")

@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from models.reference import FEW
 from models.report import html
 
 if TYPE_CHECKING:
@@ -41,13 +42,14 @@ def _about(trained: "Trained") -> str:
     if reference is None:
         return html.note(f"{text}. The checkpoint does not know more of them: train it again.")
     counts = ", ".join(f"{count} {name}" for name, count in reference.scans.items())
-    age = reference.ranges.get("age")
+    age = reference.extremes.get("age")
     ages = f", aged {age[0]:.0f} to {age[1]:.0f}" if age else ""
+    few = ", too few to trust it" if reference.calibrated_on < FEW else ""
     fields = " and ".join(f"{tesla:g}" for tesla in reference.field_strengths)
     return html.note(
         f"{text}: {counts}{ages}{f', at {fields} T' if fields else ''}. Probabilities are "
         f"calibrated on {reference.calibrated_on} validation scans (temperature "
-        f"{reference.temperature:.2f}), and hold where {trained.class_names[-1]} is as "
+        f"{reference.temperature:.2f}{few}), and hold where {trained.class_names[-1]} is as "
         "frequent as there."
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
@@ -19,6 +20,7 @@ from models.errors import UseError
 from models.findings import MethodName
 from models.intervals import measured
 from models.maps.common import named_layer
+from models.metrics import never_named
 from models.parser import Parser
 from models.predictions import Prediction, arrays, table_rows
 from models.results import beside, free_path, run_folder, save_result, scans_hash, writable
@@ -274,7 +276,10 @@ class ClassifierCLI(LightningCLI):
         # plotting libraries are slow to import
         from models.drawing import save_figures
 
-        drawn = save_figures(self.model.evaluated, self.model.class_names, metrics)
+        evaluated, names = self.model.evaluated, self.model.class_names
+        if said := never_named(np.array([one.probabilities for one in evaluated]), names):
+            print(said)
+        drawn = save_figures(evaluated, names, metrics)
         print(f"pictures written to {', '.join(map(str, drawn))}")
 
     def _set_beside(self, metrics: Path) -> None:

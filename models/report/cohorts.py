@@ -3,7 +3,9 @@
 from html import escape
 from pathlib import Path
 
+from models.reference import FEW
 from models.report import html
+from models.results import load_settings
 from models.tables import read_table
 
 
@@ -17,8 +19,15 @@ def external(run: Path) -> str:
         text += f"<h3>{escape(folder.name)}</h3>\n" + html.note(
             "All people of another cohort: none was trained on, and nothing was chosen on them."
         )
+        of = (load_settings(path) or {}).get("threshold_of", FEW)
         for name, title in _EXTERNAL.items():
             rows = read_table(folder / name) if (folder / name).is_file() else []
+            if name == "groups.tsv":
+                title += (
+                    f" Of {len(rows)} groups about {len(rows) / 20:.1f} intervals miss by chance."
+                )
+            if name == "internal_and_external.tsv" and of < FEW:
+                title += f" The threshold is that of {of} validation scans: so few say nothing."
             text += (html.note(title) + html.table(rows)) if rows else ""
         text += html.picture(folder / "external_roc.png")
         text += html.picture(folder / "external_calibration.png")
@@ -27,9 +36,10 @@ def external(run: Path) -> str:
 
 _EXTERNAL = {
     "internal_and_external.tsv": "The run's own held-out people, and the cohort: 95 % intervals.",
-    "calibration.tsv": "Slope 1 and intercept 0 are right; an intercept above 0: probabilities of "
-    "the last class are too low. A row fitted to the cohort, each half with the "
-    "other, is there where it has people enough.",
+    "calibration.tsv": "A slope of 1 and an intercept of 0 would be right, and an interval (95 %) "
+    "that holds them does not contradict it; without one there are too few people to say. An "
+    "intercept above 0: probabilities of the last class are too low. A row fitted to the cohort, "
+    "each half with the other, is there where it has people enough.",
     "shift.tsv": "The inputs beside those that were trained on; outside: share of the scans.",
     "groups.tsv": "By group; intervals where a group has enough people for one.",
 }

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from models.drawing import FIGURES
-from models.metrics import Array
+from models.metrics import Array, never_named
 from models.report import html
 from models.report.checklist import checklist, claim, model_card
 from models.report.cohorts import external, new_scans
@@ -100,11 +100,11 @@ def metrics(run: Path) -> str:
             if not name.endswith(("_low", "_high"))
         ]
         text += f"<h3>{path.stem}</h3>\n" + html.note(_of_what(load_settings(path)))
-        text += (
-            html.note(said) * bool(said)
-            + html.table(rows)
-            + _figures(beside(path, "predictions", ".tsv"))
-        )
+        table = beside(path, "predictions", ".tsv")
+        text += html.note(said) * bool(said)
+        if table.is_file():
+            text += html.note(never_named(*_predictions(table)[::2]))
+        text += html.table(rows) + _figures(table)
     if not text:
         return ""
     return text + html.note(

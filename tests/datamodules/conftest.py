@@ -40,7 +40,7 @@ def download(tiny_cohort: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """``check`` draws no picture of the scans, which takes ten times as long as the rest."""
-    monkeypatch.setattr(montage, "write_montage", lambda path, records: path.touch())
+    monkeypatch.setattr(montage, "write_montage", lambda path, *what: path.touch())
 
 
 @pytest.fixture

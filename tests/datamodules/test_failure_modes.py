@@ -17,7 +17,6 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
 from test_adni_datamodule import make, prepared, state_of
 
 from datamodules.cache import ScanDataset
@@ -25,7 +24,6 @@ from datamodules.checks import check_file
 from datamodules.cli import main
 from datamodules.errors import DataError, FolderError, ProblemsError
 from datamodules.labels import TASKS
-from datamodules.montage import write_montage
 from datamodules.records import count_line
 from datamodules.splits import SPLITS
 from datamodules.survey import survey
@@ -453,17 +451,6 @@ def test_an_option_that_is_cut_short_is_refused(tiny_cohort, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["check", str(tiny_cohort), "--horiz", "24"])
     assert "unrecognized arguments: --horiz" in capsys.readouterr().err
-
-
-@pytest.mark.conformance
-def test_montage_names_the_class_of_each_row(tiny_cohort, tmp_path, monkeypatch):
-    drawn: list[str] = []
-    monkeypatch.setattr(Axes, "text", lambda self, x, y, text, **_: drawn.append(text))
-    records = survey(tiny_cohort, TASKS["ad_nc"], tmp_path / "checks.json").records
-    write_montage(tmp_path / "montage.png", records, 3)
-    classes = [text.splitlines()[1] for text in drawn if text.startswith("I")]
-    assert set(classes) == {"AD", "NC"}
-    assert len(classes) == 3
 
 
 TABLES: dict[str, tuple[str, Callable[[str], bytes]]] = {

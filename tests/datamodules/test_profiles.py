@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 
-import matplotlib.image
 import nibabel as nib
 import numpy as np
 import pytest
@@ -13,9 +12,7 @@ import torch
 from scipy import ndimage
 from test_adni_datamodule import prepared
 
-from datamodules.cli import main
 from datamodules.errors import DataError, ProblemsError
-from datamodules.montage import write_montage
 from datamodules.profiles import choose_profile, is_stripped, refuse_mixture
 from datamodules.synth import CohortSpec, generate
 from datamodules.transforms import StandardiseHeadd, fixed_transforms
@@ -152,18 +149,3 @@ def test_class_weights_make_classes_count_alike(tiny_cohort, tmp_path):
     totals = [weights[label] * labels.count(label) for label in (0, 1)]
     assert totals[0] == pytest.approx(totals[1])
     assert sum(weights[label] for label in labels) == pytest.approx(len(labels))
-
-
-def test_check_draws_scans_before_and_after_the_transforms(tiny_cohort, tmp_path):
-    assert main(["check", str(tiny_cohort), "--out", str(tmp_path / "out")]) == 0
-    picture = matplotlib.image.imread(tmp_path / "out" / "montage.png")
-    assert picture.shape[1] > 1000
-    assert picture[..., :3].std() > 0.1  # scans, not blank panels
-
-
-@pytest.mark.conformance
-def test_montage_is_the_same_for_the_same_scans(tiny_cohort, tmp_path):
-    records = prepared(tiny_cohort, tmp_path / "cache").records
-    for name in ("a.png", "b.png"):
-        write_montage(tmp_path / name, records, 2)
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
