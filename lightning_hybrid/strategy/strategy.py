@@ -50,7 +50,7 @@ from lightning_hybrid.config import (
     Shape,
 )
 from lightning_hybrid.driver import bring_here
-from lightning_hybrid.planning import Plan, free_of_host, return_freed
+from lightning_hybrid.planning import Plan, free_of_host, give_back_memory
 from lightning_hybrid.process import (
     HybridSubprocessLauncher,
     Parted,
@@ -399,7 +399,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         forget_loaded_checkpoint(self._module.trainer)
         if session.fitting:
             self.optimizers = []  # as on one device, the states of an earlier fit are dropped first
-            return_freed()
+            give_back_memory()
         results = session.serve()
         if session.fitting:
             self.optimizers = session.take_optimizers()
