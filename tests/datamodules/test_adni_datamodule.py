@@ -299,8 +299,8 @@ def test_subjects_that_are_gone_are_counted(download, tmp_path):
     subject = first.split.train[0]
     shutil.rmtree(download / "ADNI" / subject)
     again = prepared(download, tmp_path / "cache", on_bad="skip")
-    assert "1 subjects of the split are not in the data" in again.describe()
-    assert "subjects of the split" not in first.describe()
+    assert "1 more people of the split have no scan that this task uses" in again.describe()
+    assert "people of the split" not in first.describe()
 
 
 def test_folds_and_rule_stand_in_the_split_file(tiny_cohort, tmp_path):

@@ -208,7 +208,7 @@ def test_a_compiled_stage_keeps_its_numbers(
     reference = deepcopy(network)
     chain = make_stages(cut(found.graph, network_partitions(found.graph), [1]), network, CPU)
     light = partial(torch.compile, backend="aot_eager")  # Inductor needs half a minute of g++
-    monkeypatch.setattr(torch, "compile", lambda code, dynamic, options: light(code))
+    monkeypatch.setattr(torch, "compile", lambda code, **_: light(code))
     expected = outputs_and_gradients(reference, reference, x)
     for stage in chain:
         stage.compile_code()

@@ -11,7 +11,7 @@ from lightning_hybrid import HybridGabraFabricStrategy, HybridGabraStrategy, Pla
 from lightning_hybrid._lightning import DDPStrategy, FabricDDPStrategy
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.sizes import Sizes
+from lightning_hybrid.planning.shapes import Sizes
 
 ALONE = Plan(replicas=1, stages=1, microbatches=1, schedule="gpipe", cuts=())
 CHAIN = Plan(replicas=2, stages=2, microbatches=2, schedule="gpipe", cuts=("b",))
