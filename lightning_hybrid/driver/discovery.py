@@ -47,7 +47,7 @@ from lightning_hybrid.driver.found_network import (
 )
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.network_options import DriverOptions
-from lightning_hybrid.errors import NetworkNotFoundError
+from lightning_hybrid.errors import NetworkError, NetworkNotFoundError
 from lightning_hybrid.graph import NetworkGraph, compiled, network_partitions, place_now
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.remote import Hollow, hook_refused
@@ -241,7 +241,7 @@ class Discovery:
         inner.remove(this)
         if any(len(layers(part.module)) >= self._ranks for part in inner):
             self._open(this, found, inner)
-            return call()
+            return _in_parts(found, this.several, call)
         found = self._prepare(this, forward, whole=False)
         self._announcements.becomes_several_graphs(found)
         return self._calls.captured(found, arguments, keywords)
@@ -412,6 +412,19 @@ class Discovery:
             for other in self._watched.values()
             if not inside(other.name, name) and not inside(name, other.name)
         )
+
+
+def _in_parts(found: FoundNetwork, reason: str, call: Callable[[], Any]) -> Any:
+    """Make the first call of a network that is opened; an error says why it is."""
+    try:
+        return call()
+    except NetworkError as error:
+        if reason in str(error):
+            raise
+        raise type(error)(
+            f"{error}\n{found.shown} runs its own Python, and the modules that it calls are looked at "
+            f"one by one, since it cannot be captured as one graph:\n{reason}"
+        ) from error
 
 
 def _hooks_first(module: nn.Module, reason: str) -> str:

@@ -44,19 +44,22 @@ from lightning_hybrid.state.tensor_file import FilesOfWorker, let_go_of_checkpoi
 
 
 def make_what_no_network_owns(module: nn.Module) -> None:
-    """Make the LightningModule's own tensors, and those of modules without parameters.
+    """Make the LightningModule's own tensors, those of modules without parameters, and numbers.
 
-    All others stay deferred until a call tells to which rank's stage they belong. A buffer that is a
-    single number is made on every rank, since TorchDynamo reads it in each capture.
+    From then on they are as if they were made in ``__init__``, so that a later run finds them on
+    every rank, whatever stages use them. (TorchDynamo reads buffers that are a single number in
+    each capture.) All others stay deferred until a call tells to which rank's stage they belong.
     """
-    for number in (buffer for buffer in module.buffers() if not buffer.dim()):
-        if is_deferred(number) and not is_offloaded(number):
-            materialize([number])
-            count_as_whole(number)
-    materialize((*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    for part in module.modules():
-        if part is not module and next(part.parameters(), None) is None:
-            materialize(part.buffers())
+    parts = [part for part in module.modules() if next(part.parameters(), None) is None]
+    small = [
+        *module.parameters(recurse=False),
+        *module.buffers(recurse=False),
+        *(buffer for part in parts for buffer in part.buffers()),
+        *(buffer for buffer in module.buffers() if not buffer.dim()),
+    ]
+    for tensor in filter(is_deferred, small):
+        materialize([tensor])
+        count_as_whole(tensor)
 
 
 def to_send(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

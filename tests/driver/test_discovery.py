@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.progress import StartProgress
-from lightning_hybrid.errors import NetworkNotFoundError, PlanError
+from lightning_hybrid.errors import NetworkError, NetworkNotFoundError, PlanError
 from lightning_hybrid.planning import CalledNetwork
 from lightning_hybrid.stage import StageOptions
 
@@ -260,3 +261,29 @@ def test_a_large_network_that_is_never_called_is_missed() -> None:
     watched.module["stem"](X)
     with pytest.raises(NetworkNotFoundError, match="that can be cut"):
         watched.networks.require()
+
+
+def test_a_refusal_of_a_part_says_why_the_whole_was_not_captured() -> None:
+    class Marks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(large() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(self.run, block, x, use_reentrant=False)
+            return x
+
+        def run(self, block: nn.Module, x: Tensor) -> Tensor:
+            bias = torch.zeros_like(x)
+            bias.requires_grad = True
+            return block(x + bias)
+
+    watched = Watched(automatic=False, net=Marks())
+    with pytest.raises(NetworkError) as caught:
+        watched.module["net"](X.clone().requires_grad_())
+    first, *_ = lines = str(caught.value).splitlines()
+    assert first.startswith("Network 'net.blocks.0' (Sequential) is called inside of activation")
+    assert "Network 'net' (Marks) runs its own Python" in lines[1]
+    assert "`bias.requires_grad = True`" in lines[2]
+    assert len(lines) == 3
