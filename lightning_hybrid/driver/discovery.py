@@ -422,8 +422,8 @@ def _in_parts(found: FoundNetwork, reason: str, call: Callable[[], Any]) -> Any:
         if reason in str(error):
             raise
         raise type(error)(
-            f"{error}\n{found.shown} runs its own Python, and the modules that it calls are looked at "
-            f"one by one, since it cannot be captured as one graph:\n{reason}"
+            f"{error}\n{found.shown} runs its own Python, and the modules that it calls are cut "
+            f"in its place, since it cannot be captured as one graph:\n{reason}"
         ) from error
 
 

@@ -530,16 +530,31 @@ class TiesAcrossStagesOfConfigureModel(TiesAcrossStages):
             self.net = self.Net().double()
 
 
-class TiesFirstAndLastOfConfigureModel(TiesAcrossStagesOfConfigureModel):
-    """The same, where the stage in the middle does not use the matrix; validation comes first."""
+class FitsAgainInConfigureModel(TiesAcrossStagesOfConfigureModel):
+    """The same, where the stage in the middle does not use the matrix, with a table of positions
+    and a number as buffers. Another module is fitted after it, then a new Trainer fits it again.
+    """
 
-    options: ClassVar = {"gradient_clip_val": 0.5}
+    sampled = True
 
     class Net(TiesAcrossStages.Net):
         def __init__(self) -> None:
             super().__init__()
             self.second.weight = nn.Parameter(torch.empty(6, 6))
             nn.init.xavier_normal_(self.second.weight)
+            self.positions = nn.Module()
+            self.positions.register_buffer("table", torch.linspace(0, 1, 6), persistent=False)
+            self.register_buffer("scale", torch.tensor(6.0).sqrt())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale.to(x.dtype) + self.positions.table)
+
+    def exercise(self, run: Any) -> Any:
+        run.trainer().fit(self)
+        run.trainer(max_steps=2).fit(type(self)())
+        again = run.trainer(max_steps=3)
+        again.fit(self)
+        return again.global_step
 
 
 class TiesAcrossStagesAndAccumulates(TiesAcrossStages):
