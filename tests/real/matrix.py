@@ -136,7 +136,9 @@ def table() -> str:
     lines = [f"| network | trained | {' | '.join(columns)} |", f"| {'--- | ' * 6}".rstrip()]
 
     def shown(cell: Cell) -> str:
-        result = results.get(cell.name, {"failed": "not run"})
+        if cell.name not in results:
+            return "not run"
+        result = results[cell.name]
         if "difference" in result:
             held = f" ({result['held']:.0%})" if "held" in result else ""
             return f"{result['difference']:.0e}{held}"

@@ -23,6 +23,7 @@ def test_the_page_has_the_table() -> None:
     assert page_with_table(text) == text, "python tests/real/matrix.py writes it"
 
 
+@pytest.mark.real
 def test_all_cells_have_run_and_few_are_refused() -> None:
     results = read()
     assert list(results) == [cell.name for cell in CELLS]
