@@ -124,13 +124,15 @@ def network(model: str, folder: Path | None, variant: str) -> nn.Module:
         auto = _AUTO.get(model, transformers.AutoModelForCausalLM)
         net = auto.from_pretrained(folder, dtype=torch.float64)
     if model == "mixtral":
-        net.set_experts_implementation("eager")  # (the others have no float64)
+        net.set_experts_implementation("batched_mm")  # (`grouped_mm` has no float64)
     if "checkpointing" in variant:
         net.gradient_checkpointing_enable()
     if "lora" in variant:
         from peft import LoraConfig, get_peft_model
 
-        net = get_peft_model(net, LoraConfig(r=4, target_modules="all-linear"))
+        # (of Mixtral what PEFT chooses for it, and not the parameters of experts)
+        layers = None if model == "mixtral" else "all-linear"
+        net = get_peft_model(net, LoraConfig(r=4, target_modules=layers))
     return net.train()
 
 

@@ -13,7 +13,7 @@ from matrix import CELLS, PAGE, Cell, page_with_table, read, run
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name.replace(" ", "-"))
 def test_a_network_trains_as_in_one_process(cell: Cell, tmp_path: Path) -> None:
     known, found = read()[cell.name], run(cell, tmp_path)
-    assert found.keys() == known.keys()
+    assert ("difference" in found) is ("difference" in known)
     if "refused" in known:  # in words that help: they stand on the page
         assert found == known
 
@@ -23,6 +23,7 @@ def test_the_page_has_the_table() -> None:
     assert page_with_table(text) == text, "python tests/real/matrix.py writes it"
 
 
+@pytest.mark.real
 def test_all_cells_have_run_and_few_are_refused() -> None:
     results = read()
     assert list(results) == [cell.name for cell in CELLS]
