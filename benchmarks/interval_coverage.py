@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 from scipy import stats
+from scipy.special import expit
 
 from models import intervals as of
+from models.calibration import calibration_intervals
 from models.metrics import Array, brier, mcc
 
 AREAS = (0.6, 0.7, 0.8, 0.9, 0.95, 0.97)
@@ -114,6 +116,21 @@ def of_scores(
     return float(np.mean(hits))
 
 
+def calibration(people: int, stretch: float, spread: float, runs: int) -> tuple[float, float]:
+    """Coverage of the intervals of a slope and of an intercept of 0."""
+    random = np.random.default_rng([people, int(100 * stretch), int(spread)])
+    slopes, intercepts = [], []
+    for _ in range(runs):
+        logits = random.normal(0, spread, people)
+        labels = (random.random(people) < expit(logits)).astype(int)
+        bounds = calibration_intervals(expit(logits / stretch), labels)
+        if "slope" in bounds:  # classes that do not overlap have none
+            slopes.append(bounds["slope"][0] <= stretch <= bounds["slope"][1])
+        low, high = calibration_intervals(expit(logits), labels).get("intercept", (-1.0, 1.0))
+        intercepts.append(low <= 0 <= high)
+    return float(np.mean(slopes)), float(np.mean(intercepts))
+
+
 def report(runs: int) -> Iterator[str]:
     """Lines of a table: what, of how many people, coverage in percent."""
     for people in (6, 7, 8, 10, 12, 15, 20, 30, 50, 100, 200):
@@ -132,6 +149,12 @@ def report(runs: int) -> Iterator[str]:
             found = [area_under_roc(*pair, kind, area, runs) for area in AREAS]
             yield f"AUROC {pair[0]} and {pair[1]}, {kind}: " + " ".join(
                 f"{area:g}:{100 * value:.1f}" for area, value in zip(AREAS, found)
+            )
+    for people in (30, 40, 60, 100, 200):
+        for spread in (1.0, 2.0, 3.0):
+            found = [calibration(people, stretch, spread, runs) for stretch in (0.6, 1.0, 1.6)]
+            yield f"calibration slope, intercept {people}, logits +- {spread:g}: " + " ".join(
+                f"{100 * slope:.1f} {100 * intercept:.1f}" for slope, intercept in found
             )
     for name, metric in (("brier", brier), ("mcc", mcc)):
         for people in (80, 120, 160, 200):

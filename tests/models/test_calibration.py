@@ -8,6 +8,7 @@ from scipy.special import expit, logit
 from sklearn.linear_model import LogisticRegression
 
 from models.calibration import (
+    calibration_intervals,
     observed,
     predictive_values,
     recalibrated,
@@ -85,3 +86,31 @@ def test_recalibration_is_judged_on_people_that_it_was_not_fitted_on():
     single = calibration_rows(raw[::2], raw[::2], labels[::2], people[::2])
     for name in ("slope", "intercept", "brier"):
         assert doubled[2][name] == pytest.approx(single[2][name], abs=1e-4)
+
+
+@pytest.mark.parametrize(("stretch", "people"), [(1.0, 40), (1.6, 40), (0.6, 120)])
+def test_intervals_hold_what_was_done_to_honest_probabilities(stretch, people):
+    random, held = np.random.default_rng(0), {"slope": [], "intercept": []}
+    for _ in range(150):
+        logits = random.normal(0, 1.5, people)
+        labels = (random.random(people) < expit(logits)).astype(int)
+        found = calibration_intervals(expit(logits / stretch), labels)
+        if "slope" in found:
+            held["slope"].append(found["slope"][0] <= stretch <= found["slope"][1])
+        low, high = calibration_intervals(expit(logits), labels)["intercept"]
+        held["intercept"].append(low <= 0 <= high)
+    assert len(held["slope"]) > 140
+    assert np.mean(held["slope"]) >= 0.9
+    assert 0.9 <= np.mean(held["intercept"]) <= 0.99
+
+
+def test_few_people_several_scans_of_one_and_classes_apart_have_no_interval():
+    probabilities, labels = honest(60)
+    assert calibration_intervals(probabilities[:20], labels[:20]) == {}
+    apart = calibration_intervals(np.linspace(0.1, 0.9, 40), (np.arange(40) >= 20).astype(int))
+    assert set(apart) == {"intercept"}
+    people = [str(n) for n in range(60)]
+    row = calibration_rows(probabilities, probabilities, labels, people)[0]
+    assert row["slope_low"] < row["slope"] < row["slope_high"]
+    twice = calibration_rows(probabilities, probabilities, labels, ["1", *people[1:-1], "1"])[0]
+    assert twice["slope_low"] == twice["intercept_low"] == ""

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from datamodules.synth import CohortSpec, generate
 from datamodules.synth.cohort import plan_cohort
 from models.cli import main
 from models.commands.external import main as external
+from models.commands.predict_scans import load
+from models.report.cohorts import external as external_part
 from models.tables import read_table
+from models.transfer import is_among
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")]
 
@@ -45,6 +49,39 @@ def test_everybody_of_another_cohort_is_tested_on(trained, elsewhere, tmp_path):
     assert kinds == {"site", "sex", "age", "field strength", "scanner", "phase"}
     names = [row["probabilities"] for row in read_table(tmp_path / "out" / "calibration.tsv")]
     assert names[:2] == ["network", "temperature of the validation scans"]
+    assert (tmp_path / "out" / "montage.png").is_file()
+    likeness = [row["likeness"] for row in read_table(tmp_path / "out" / "manifest.tsv")]
+    assert all(float(value) > 0.6 for value in likeness if value)
+    page = report_of(tmp_path)
+    assert re.search(r"The threshold is that of \d validation scans: so few say nothing", page)
+    assert re.search(r"Of \d+ groups about \d\.\d intervals miss by chance", page)
+
+
+def report_of(folder: Path) -> str:
+    """What the report says of the cohort whose results lie in ``out``."""
+    (folder / "external").mkdir()
+    shutil.copytree(folder / "out", folder / "external" / "other")
+    return external_part(folder)
+
+
+def test_numbers_of_another_hospital_may_be_given_a_name_of_their_own(
+    trained, elsewhere, tmp_path, capsys
+):
+    own = trained / "adni"
+    person = sorted(path.name for path in (own / "ADNI").iterdir())
+    seen = load(trained / "best.ckpt").people
+    name = next(one for one in person if is_among(one, seen))
+    cohort = Path(shutil.copytree(elsewhere, tmp_path / "cohort"))
+    first = sorted((cohort / "ADNI").iterdir())[0]
+    for path in [*cohort.glob("*.csv")]:
+        path.write_text(path.read_text().replace(first.name, name))
+    for path in sorted(first.rglob("*"), reverse=True):
+        path.rename(path.with_name(path.name.replace(first.name, name)))
+    first.rename(first.with_name(name))
+    with pytest.raises(SplitError, match=rf"(?s)LEAK.*{name}.*none of their scans.*--rename"):
+        run(trained, cohort, tmp_path / "out")
+    run(trained, cohort, tmp_path / "out", "--rename", "OTHER_")
+    assert f"OTHER_{name}" in (tmp_path / "out" / "predictions.tsv").read_text()
 
 
 @pytest.mark.conformance

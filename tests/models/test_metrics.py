@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as sk
 
-from models.metrics import calibration_error, evaluate, roc
+from models.metrics import calibration_error, evaluate, never_named, roc
 
 
 def drawn(classes: int, scans: int = 60) -> tuple[np.ndarray, np.ndarray]:
@@ -46,6 +46,14 @@ def test_calibration_error_is_the_gap_between_confidence_and_accuracy() -> None:
     probabilities = np.array([[0.25, 0.75]] * 4 + [[0.95, 0.05]] * 4)
     labels = np.array([1, 1, 0, 0, 0, 0, 0, 0])  # right half the time at 0.75, always at 0.95
     assert calibration_error(probabilities, labels) == pytest.approx((0.25 + 0.05) / 2)
+
+
+def test_a_class_that_is_never_named_is_said() -> None:
+    values = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]])
+    assert "says AD of none of 3 scans" in never_named(values, ("NC", "AD"))
+    assert never_named(np.array([[0.9, 0.1], [0.4, 0.6]]), ("NC", "AD")) == ""
+    three = np.array([[0.1, 0.8, 0.1]] * 4)
+    assert "says NC and AD of none" in never_named(three, ("NC", "MCI", "AD"))
 
 
 def test_one_class_alone_leaves_the_auroc_undefined() -> None:

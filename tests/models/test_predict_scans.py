@@ -2,7 +2,9 @@
 
 import csv
 import gzip
+import hashlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel as nib
@@ -11,14 +13,16 @@ import pytest
 import torch
 
 from datamodules.checks import FileReport, check_file
-from datamodules.nifti import BadFile
+from datamodules.likeness import compare
+from datamodules.nifti import STRICT, BadFile
 from datamodules.synth import CohortSpec, generate
 from models.cli import main
 from models.commands.new_scans import find_scans
-from models.commands.predict_scans import _refuse_other_kind, load
+from models.commands.predict_scans import _refuse_other_kind, answer, load
 from models.commands.predict_scans import main as predict_main
 from models.errors import UseError
-from models.reference import Reference, temperature, threshold
+from models.reference import Reference, temperature, threshold, to_checkpoint
+from models.transfer import hashed, is_among
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")]
 
@@ -69,6 +73,37 @@ def test_maps_of_an_earlier_run_are_no_scans(trained, tmp_path, monkeypatch, cap
     assert "1 files below" in capsys.readouterr().out
     (found,) = (folder / "said").glob("*.nii.gz")
     assert check_file(found).code == "MAP"
+
+
+def test_a_head_that_is_not_like_those_trained_on_is_refused_unless_it_is_wanted(trained, tmp_path):
+    checkpoint = shutil.copy(trained / "best.ckpt", tmp_path / "known.ckpt")
+    found = compare({str(p): check_file(p).coarse for p in scans_of(trained / "adni")})
+    before = load(Path(checkpoint)).reference
+    usual = torch.tensor(found.mean).float()
+    to_checkpoint(Path(checkpoint), replace(before, usual=usual, least=found.bound))
+    own = load(Path(checkpoint))
+    good = scans_of(trained / "new")[0]
+    image = nib.as_closest_canonical(nib.load(good))
+    turned = nib.Nifti1Image(np.asarray(image.dataobj)[:, :, ::-1], image.affine)
+    turned.header.set_xyzt_units("mm")
+    wrong = tmp_path / "wrong.nii.gz"
+    nib.save(turned, wrong)
+    said = answer(own, find_scans(good)[0], tmp_path, STRICT)
+    assert (said.problem, said.likeness > found.bound) == ("", True)
+    refused = answer(own, find_scans(wrong)[0], tmp_path, STRICT)
+    assert refused.problem.startswith("UNLIKE: no head like those that were trained on")
+    assert not refused.probabilities
+    used = answer(own, find_scans(wrong)[0], tmp_path, STRICT, unlike="use")
+    assert used.probabilities
+    assert any(note.startswith("UNLIKE") for note in used.notes)
+
+
+def test_a_person_is_known_under_every_spelling_and_by_older_checkpoints():
+    people = hashed(["P001", "999_S_0001", "M\u00fcller"])
+    for name in ("p-1", "P 001", "999-S-1", "Mu\u0308ller"):
+        assert is_among(name, people)
+    assert not is_among("P0011", people)
+    assert is_among("P_1", [hashlib.sha256(b"P_1").hexdigest()[:16]])
 
 
 @pytest.mark.conformance
