@@ -169,7 +169,8 @@ def test_a_scan_of_which_nothing_is_left_is_refused(download, tmp_path):
     values = np.asarray(old.dataobj).astype(np.float32)
     values[12, 15, 12] = 1e30
     nib.save(nib.Nifti1Image(values, old.affine), path)  # between the check and the first epoch
-    records = [replace(made.scans("train")[0], bytes=path.stat().st_size)]
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    records = [replace(made.scans("train")[0], bytes=path.stat().st_size, sha256=digest)]
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(ScanReadError, match=f"(?s)CONSTANT: .*nothing is left.*{path.name}"):
         cache.ScanDataset(records, fixed_transforms(SHAPE, 8.0))[0]

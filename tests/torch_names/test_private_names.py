@@ -589,7 +589,7 @@ ATTRIBUTES: dict[Callable[[], object], set[str]] = {
     lambda: torch.autograd.forward_ad: {"_current_level"},
     lambda: torch.autograd.profiler: {"_is_profiler_enabled"},
     lambda: nn.BatchNorm1d(1): {
-        *("_parameters", "_buffers", "_compiled_call_impl", "_check_input_dim"),
+        *("_parameters", "_buffers", "_modules", "_compiled_call_impl", "_check_input_dim"),
         *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     },
     lambda: torch.optim.SGD([torch.ones(1)]): {
@@ -627,6 +627,7 @@ def test_objects_have_the_attributes_that_are_used() -> None:
     norm = nn.BatchNorm1d(2)
     assert norm._parameters["weight"] is norm.weight
     assert norm._buffers["running_mean"] is norm.running_mean
+    assert nn.Sequential(norm)._modules["0"] is norm
     with pytest.raises(ValueError, match="expected 2D or 3D"):
         norm._check_input_dim(torch.ones(1, 1, 1, 1))
     optimizer = torch.optim.SGD([tensor])
