@@ -130,8 +130,8 @@ def network(model: str, folder: Path | None, variant: str) -> nn.Module:
     if "lora" in variant:
         from peft import LoraConfig, get_peft_model
 
-        # (of Mixtral what PEFT chooses for it, and not the parameters of experts)
-        layers = None if model == "mixtral" else "all-linear"
+        # (of Mixtral attention alone, as is usual, and not the parameters of experts)
+        layers = [f"{each}_proj" for each in "qkvo"] if model == "mixtral" else "all-linear"
         net = get_peft_model(net, LoraConfig(r=4, target_modules=layers))
     return net.train()
 
