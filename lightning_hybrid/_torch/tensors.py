@@ -75,6 +75,11 @@ def is_shared(tensor: Tensor) -> bool:
     return owners > 2  # the tensor, and the storage object of this function
 
 
+def is_composed(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class that keeps its numbers in other tensors (a quantised one)."""
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
 def has_tensors(storage: torch.UntypedStorage) -> bool:
     """Whether any tensor lies in a storage, of which there is one storage object of Python's."""
     owners: int = _owners(storage._cdata)

@@ -27,6 +27,7 @@ from lightning_hybrid._torch.tensors import (
     TorchDispatchMode,
     as_they_are,
     draws,
+    is_composed,
     is_shared,
     schema,
     swap_memory,
@@ -300,6 +301,12 @@ class _Recorder(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation: without memory if it makes tensors or has arguments without memory."""
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        if (composed := next(filter(is_composed, tensors), None)) is not None:
+            raise DeferredError(
+                f"configure_model makes a {type(composed).__name__}, which keeps its numbers in "
+                "other tensors, as quantised weights do: such cannot be left to the rank that is "
+                "to own it. Leave the quantisation out, or use pipeline_parallel_size=1."
+            )
         if any(isinstance(value, torch.UntypedStorage) for value in args):
             # (as `torch.load` does: an empty tensor gets the memory that was read or mapped)
             swap_memory(args[0], torch.empty(0, dtype=args[0].dtype, device=args[1].device))

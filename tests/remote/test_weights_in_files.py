@@ -9,6 +9,7 @@ import pytest
 import torch
 from deferring import build, made
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferral import forget_made
@@ -134,6 +135,17 @@ def test_numbers_that_one_device_does_not_have_are_refused() -> None:
 
     with pytest.raises(DeferredError, match=r"copy_.* reads a tensor of size \(3,\).*meta"):
         build(reads)
+
+
+def test_quantised_weights_are_refused_by_their_class() -> None:
+    def quantised() -> nn.Module:
+        layer = nn.Linear(2, 2)
+        with torch.no_grad():
+            layer.bias.copy_(TwoTensor(torch.ones(2), torch.ones(2)).abs())
+        return layer
+
+    with pytest.raises(DeferredError, match="makes a TwoTensor, which keeps its numbers in other"):
+        build(quantised)
 
 
 def test_what_code_has_another_view_of_stays_with_it() -> None:
