@@ -449,11 +449,11 @@ def _in_parts(found: FoundNetwork, reason: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except NetworkError as error:
-        if reason in str(error):
+        if reason.strip() in str(error):
             raise
         raise type(error)(
-            f"{error}\n{found.shown} runs its own Python, and the modules that it calls are cut "
-            f"in its place, since it cannot be captured as one graph:\n{reason}"
+            f"{found.shown} cannot be captured as one graph: {reason.strip()}\n"
+            f"So the modules that it calls are looked at one by one, and that fails:\n{error}"
         ) from error
 
 

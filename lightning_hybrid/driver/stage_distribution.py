@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from lightning_hybrid._torch.tensors import is_composed
 from lightning_hybrid.comm import Devices, Mesh, connect, copies_of, signals_deferred, stages_of
 from lightning_hybrid.comm.protocol import Command, Cut, Placement, TakeWeights
 from lightning_hybrid.driver.commands import Commands
@@ -76,7 +75,6 @@ class Distribution:
         """
         borrowed = borrowed_parameters(network, placement)
         self._refuse_compiled(name, borrowed[0])
-        _refuse_composed(name, network)
         _refuse_copies(name, network, codes, placement.devices)
         self._order(number, name, codes, placement)
         prefix = f"{name}." if name else ""
@@ -201,21 +199,6 @@ class Distribution:
             seed=self._options.seed,
             trace=self._trace,
         )
-
-
-def _refuse_composed(name: str, network: nn.Module) -> None:
-    """Refuse weights that keep their numbers in other tensors, which cannot be sent.
-
-    Raises:
-        NetworkError: there is one.
-    """
-    for tensor_name, tensor in tensors_of(network).items():
-        if is_composed(tensor):
-            raise NetworkError(
-                f"{tensor_name!r} of network {name or 'self'!r} is a {type(tensor).__name__}, "
-                "which keeps its numbers in other tensors, as quantised weights do: such cannot go "
-                "to another rank. Leave the quantisation out, or use pipeline_parallel_size=1."
-            )
 
 
 def _refuse_copies(

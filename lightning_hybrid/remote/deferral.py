@@ -305,7 +305,7 @@ class _Recorder(TorchDispatchMode):
             raise DeferredError(
                 f"configure_model makes a {type(composed).__name__}, which keeps its numbers in "
                 "other tensors, as quantised weights do: such cannot be left to the rank that is "
-                "to own it. Leave the quantisation out, or use pipeline_parallel_size=1."
+                "to own it. Leave the quantisation out, or use one device."
             )
         if any(isinstance(value, torch.UntypedStorage) for value in args):
             # (as `torch.load` does: an empty tensor gets the memory that was read or mapped)

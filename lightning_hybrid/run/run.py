@@ -17,8 +17,10 @@ from lightning_hybrid._lightning import (
     TrainerFn,
     rank_zero_info,
 )
+from lightning_hybrid._torch.tensors import is_composed
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import StartProgress, present_bytes
+from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan, plan_again
 from lightning_hybrid.run.building import Building
 from lightning_hybrid.run.framework import ByTrainer, Framework
@@ -203,9 +205,31 @@ class Run:
         )
 
     def share_weights(self) -> None:
-        """On drivers, broadcast the weights of replica 0 to all replicas, on the CPU."""
+        """On drivers, broadcast the weights of replica 0 to all replicas, on the CPU.
+
+        Raises:
+            NetworkError: there are other ranks, and one cannot be sent.
+        """
+        coordinates = self.world.mesh.coordinates
+        if coordinates.replicas * coordinates.ranks_per_replica > 1:
+            refuse_composed(self.module)
         make_what_no_network_owns(self.module)
         broadcast_module(self.module, self.world.mesh.drivers)
+
+
+def refuse_composed(module: nn.Module) -> None:
+    """Refuse weights that keep their numbers in other tensors, and so cannot be sent as they are.
+
+    Raises:
+        NetworkError: there is one.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_composed(tensor):
+            raise NetworkError(
+                f"{name!r} is a {type(tensor).__name__}, which keeps its numbers in other tensors, "
+                "as quantised weights do: such cannot go to another rank. Leave the quantisation "
+                "out, or use one device."
+            )
 
 
 def progress_beside(trainer: Trainer) -> StartProgress:

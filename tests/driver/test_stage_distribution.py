@@ -7,7 +7,6 @@ import pytest
 import torch
 from driven import Model, batches, model
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.protocol import Placement
@@ -35,18 +34,6 @@ def test_the_drivers_weights_are_those_that_workers_begin_with(replicas: Any) ->
     for other in replica.modules.values():
         assert torch.equal(other.net[0].weight, module.net[0].weight)
     torch.testing.assert_close(replica(value), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_quantised_weights_have_no_stages() -> None:
-    network, nothing = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)}), None
-    network["last"].weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
-    commands: Any = SimpleNamespace(workers=None, remote=SimpleNamespace(device=None))
-    options: Any = SimpleNamespace(stages=StageOptions())
-    mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 2))
-    distribution = Distribution(Model(network), mesh, options, commands, nothing)
-    codes: Any = [SimpleNamespace(owned=("first.weight",)), SimpleNamespace(owned=("last.weight",))]
-    with pytest.raises(NetworkError, match=r"'last\.weight' of network 'net' is a TwoTensor"):
-        distribution.distribute(0, "net", network, codes, Placement.of(codes, (1, 0), "gpipe"))
 
 
 def test_compiled_stages_of_the_driver_share_no_weight_with_another_rank() -> None:
