@@ -96,8 +96,8 @@ def metrics(run: Path) -> str:
         ]
         text += f"<h3>{path.stem}</h3>\n" + html.note(_of_what(load_settings(path)))
         table = beside(path, "predictions", ".tsv")
-        if table.is_file():
-            text += html.note(never_named(*_predictions(table)[::2]))
+        said = never_named(*_predictions(table)[::2]) if table.is_file() else ""
+        text += html.note(said) if said else ""
         text += html.table(rows) + _figures(table)
     if not text:
         return ""
