@@ -422,8 +422,7 @@ class ADNIDataModule(lightning.LightningDataModule):
         gone = set(self.split.part_of()) - present if self.split else set()
         if gone:
             lines.append(
-                f"{len(gone)} more people of the split have no scan that this task uses: they are "
-                "left out"
+                f"left out: {len(gone)} people of the split, of whom this task uses no scan"
             )
         if self.shuffle_labels:
             lines.append("labels are PERMUTED over subjects (--data.shuffle_labels true)")

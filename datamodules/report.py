@@ -101,14 +101,16 @@ def p_values(records: Sequence[ScanRecord]) -> dict[str, float]:
     found: dict[str, float] = {}
     for column, measure in _MEASURES.items():
         values = [[v for r in own if (v := measure(r)) is not None] for own in classes]
-        if len(values) > 1 and min(map(len, values)) > 1 and len(set().union(*values)) > 1:
-            # nothing differs within a class: f_oneway would warn, and is right about the rest
-            alike = all(len(set(own)) == 1 for own in values)
-            found[column] = 0.0 if alike else float(stats.f_oneway(*values).pvalue)
+        if (
+            len(values) > 1
+            and min(map(len, values)) > 1
+            and any(len(set(own)) > 1 for own in values)
+        ):
+            found[column] = float(stats.f_oneway(*values).pvalue)
     for column, kind in _KINDS.items():
         counts = [Counter(k for r in own if (k := kind(r))) for own in classes]
         kinds = sorted(set().union(*counts))
-        if len(kinds) > 1 and len(counts) > 1 and all(counts):
+        if column not in found and len(kinds) > 1 and len(counts) > 1 and all(counts):
             table = [[own[k] for k in kinds] for own in counts]
             found[column] = float(stats.chi2_contingency(table).pvalue)
     return found
@@ -128,6 +130,8 @@ _KINDS: dict[str, Callable[[ScanRecord], str]] = {
     "sites": lambda record: record.site,
     "scanners": lambda record: record.scanner,
     "cohorts": lambda record: record.cohort,
+    # where the size is the same within each class, which leaves nothing to an analysis of variance
+    "voxel_mm": lambda record: str(_voxel_mm(record) or ""),
 }
 
 

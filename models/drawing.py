@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from models.calibration import observed, slope_and_intercept
+from models.calibration import calibration_intervals, observed
 from models.metrics import Array, calibration_curve, confusion, evaluate, roc
 from models.predictions import Prediction, arrays
 from models.results import beside
@@ -66,9 +66,9 @@ def draw_calibration(probabilities: Array, labels: Array, class_names: Sequence[
 
 
 def _draw_observed(positive: Array, labels: Array, name: str) -> Figure:
-    slope, intercept = slope_and_intercept(positive, labels)
-    shown = "classes apart" if np.isnan(slope) else f"slope {slope:.2f}"
-    title = f"calibration: {shown}, intercept {intercept:.2f}"
+    found = calibration_intervals(positive, labels)
+    shown = (f"{name} {low:.2f} to {high:.2f}" for name, (low, high) in sorted(found.items()))
+    title = f"calibration: {', '.join(shown)}" if found else "calibration"
     figure, axes = _axes(f"P({name}), mean of a group", f"share of {name} observed", title)
     axes.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
     groups = observed(positive, labels)

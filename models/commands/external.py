@@ -43,7 +43,7 @@ from models.errors import UseError
 from models.intervals import intervals
 from models.metrics import evaluate, never_named
 from models.predictions import Prediction, table_rows
-from models.reference import intensities, scores_and_features
+from models.reference import FEW, intensities, scores_and_features
 from models.results import load_metrics, run_folder, save_result, scans_hash, writable
 from models.tables import read_table, write_table
 from models.transfer import is_among
@@ -248,7 +248,10 @@ def validate_on(
     save_result(out / "external_metrics.json", metrics, settings)
     save_figures(predictions, names, out / "external_metrics.json")
     _print(rows, shift, len(records), len(set(people)))
-    print(never_named(raw, names), end="\n" * bool(never_named(raw, names)))
+    if said := never_named(raw, names):
+        print(said)
+    if reference and reference.calibrated_on < FEW:
+        print(f"the threshold is that of {reference.calibrated_on} validation scans: chance")
 
 
 def _likeness(trained: Trained, records: Sequence[ScanRecord], store: Path) -> dict[str, float]:

@@ -23,9 +23,8 @@ def external(run: Path) -> str:
         for name, title in _EXTERNAL.items():
             rows = read_table(folder / name) if (folder / name).is_file() else []
             if name == "groups.tsv":
-                title += (
-                    f" Of {len(rows)} groups about {len(rows) / 20:.1f} intervals miss by chance."
-                )
+                missed = f"{len(rows) / 20:.1f} of a column lie outside of their interval by chance"
+                title += f" Of {len(rows)} groups about {missed}."
             if name == "internal_and_external.tsv" and of < FEW:
                 title += f" The threshold is that of {of} validation scans: so few say nothing."
             text += (html.note(title) + html.table(rows)) if rows else ""

@@ -101,9 +101,9 @@ def metrics(run: Path) -> str:
         ]
         text += f"<h3>{path.stem}</h3>\n" + html.note(_of_what(load_settings(path)))
         table = beside(path, "predictions", ".tsv")
-        text += html.note(said) * bool(said)
-        if table.is_file():
-            text += html.note(never_named(*_predictions(table)[::2]))
+        text += html.note(said) if said else ""
+        never = never_named(*_predictions(table)[::2]) if table.is_file() else ""
+        text += html.note(never) if never else ""
         text += html.table(rows) + _figures(table)
     if not text:
         return ""

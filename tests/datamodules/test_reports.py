@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from scipy import stats
 from test_adni_datamodule import prepared
@@ -13,6 +14,7 @@ from test_splits_by_subject import cohort
 from datamodules.cli import main
 from datamodules.records import ScanRecord, read_manifest, write_manifest
 from datamodules.report import demographics, first_scans, p_values, shareable
+from datamodules.space import name_grids
 from datamodules.synth import CohortSpec, generate
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -137,3 +139,47 @@ def test_what_a_confound_may_be_is_counted_by_value():
     assert group.sites == "4 (90: 1)"
     many = [replace(r, site=str(n)) for n, r in enumerate(first_scans(patients()))]
     assert demographics(many)[-1].sites == "8 (0: 1)"
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01])
+def test_voxel_sizes_that_go_with_the_classes_are_a_confound(spread):
+    random = np.random.default_rng(0)
+    sizes = [(1.0, 1.2)[n % 2] + spread * random.normal() for n in range(24)]
+    records = [
+        ScanRecord(
+            subject=f"P{n}",
+            image_id=f"I{n}",
+            path="",
+            label=n % 2,
+            dx="NA"[n % 2],
+            zooms=f"{s} 1 1",
+        )
+        for n, s in enumerate(sizes)
+    ]
+    assert p_values(records)["voxel_mm"] < 1e-4
+    mixed = [replace(record, label=(n // 2) % 2) for n, record in enumerate(records)]
+    assert p_values(mixed)["voxel_mm"] > 0.05
+
+
+def test_grids_that_go_with_the_classes_are_named_where_nothing_is_registered():
+    def scans(grid_of) -> list[ScanRecord]:
+        return [
+            ScanRecord(
+                subject=f"P{n}",
+                image_id=f"I{n}",
+                path="p",
+                label=n % 2,
+                dx=("NC", "AD")[n % 2],
+                registered="no",
+                shape=grid_of(n),
+                zooms="1 1 1",
+                middle_mm=f"{n} 0 0",
+            )
+            for n in range(40)
+        ]
+
+    torn = name_grids(scans(lambda n: ("256 256 166", "256 256 180")[n % 2]))
+    assert [warning.code for warning in torn] == ["GRIDS"]
+    assert "20 AD" in torn[0].detail
+    assert name_grids(scans(lambda n: ("256 256 166", "256 256 180")[n // 2 % 2])) == []
+    assert name_grids(scans(lambda n: f"256 256 {160 + n}")) == []  # no two alike
