@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from math import prod
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from scipy import stats
 
@@ -91,9 +92,10 @@ def _merged(own: Sequence[ScanRecord], record: ScanRecord) -> bool:
 def p_values(records: Sequence[ScanRecord]) -> dict[str, float]:
     """How likely the classes would differ so much by chance, by column of the table.
 
-    One-way analysis of variance (for two classes Student's t-test) of age, MMSE and CDR, a
-    chi-squared test of everything that is counted. Columns in which nothing differs are left out.
-    With few people per site the latter is a rough one.
+    One-way analysis of variance (for two classes Student's t-test) of age, MMSE, CDR and voxel
+    size, a chi-squared test of everything that is counted, and of a measure that is the same for
+    all of a class. Columns in which nothing differs are left out. With few people per site the
+    latter is a rough one.
     """
     people = first_scans(records)
     labels = sorted({record.label for record in people if record.label is not None})
@@ -101,19 +103,24 @@ def p_values(records: Sequence[ScanRecord]) -> dict[str, float]:
     found: dict[str, float] = {}
     for column, measure in _MEASURES.items():
         values = [[v for r in own if (v := measure(r)) is not None] for own in classes]
-        if (
-            len(values) > 1
-            and min(map(len, values)) > 1
-            and any(len(set(own)) > 1 for own in values)
-        ):
-            found[column] = float(stats.f_oneway(*values).pvalue)
+        if any(len(set(own)) > 1 for own in values):
+            if len(values) > 1 and min(map(len, values)) > 1:
+                found[column] = float(stats.f_oneway(*values).pvalue)
+        elif (p := _p_of_counts([Counter(own) for own in values])) is not None:
+            found[column] = p
     for column, kind in _KINDS.items():
-        counts = [Counter(k for r in own if (k := kind(r))) for own in classes]
-        kinds = sorted(set().union(*counts))
-        if column not in found and len(kinds) > 1 and len(counts) > 1 and all(counts):
-            table = [[own[k] for k in kinds] for own in counts]
-            found[column] = float(stats.chi2_contingency(table).pvalue)
+        p = _p_of_counts([Counter(k for r in own if (k := kind(r))) for own in classes])
+        if p is not None:
+            found[column] = p
     return found
+
+
+def _p_of_counts(counts: Sequence[Counter[Any]]) -> float | None:
+    """The p-value of a chi-squared test of counts per class; nothing where none differ."""
+    kinds = sorted(set().union(*counts))
+    if len(kinds) < 2 or len(counts) < 2 or not all(counts):
+        return None
+    return float(stats.chi2_contingency([[own[k] for k in kinds] for own in counts]).pvalue)
 
 
 _MEASURES: dict[str, Callable[[ScanRecord], float | None]] = {
@@ -130,8 +137,6 @@ _KINDS: dict[str, Callable[[ScanRecord], str]] = {
     "sites": lambda record: record.site,
     "scanners": lambda record: record.scanner,
     "cohorts": lambda record: record.cohort,
-    # where the size is the same within each class, which leaves nothing to an analysis of variance
-    "voxel_mm": lambda record: str(_voxel_mm(record) or ""),
 }
 
 

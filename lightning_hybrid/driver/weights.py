@@ -373,12 +373,18 @@ class Weights:
         self._remote.adopt_fetched()
 
     def everyones(self) -> dict[str, Tensor]:
-        """By name, the tensors in the module that all ranks have after a run."""
-        return {
-            name: tensor
-            for name, tensor in tensors_of(self._start).items()
-            if name in self._shared and not is_of_one_rank(tensor)
-        }
+        """By name, the tensors that all ranks have after a run: those of the module as it stands.
+
+        Of a layer that the run has removed those that it had, as the workers have it still.
+        """
+        start, now = tensors_of(self._start), tensors_of(self._module)
+        found = {}
+        for name, tensor in start.items():
+            latest = now.get(name, tensor)
+            fits = latest.shape == tensor.shape  # the workers' layer has the shape of the start
+            if name in self._shared and not is_of_one_rank(tensor):
+                found[name] = latest if fits else tensor
+        return found
 
     def hand_out(self, *, but: Collection[str] = ()) -> None:
         """Send every worker the weights and buffers of all ranks.
