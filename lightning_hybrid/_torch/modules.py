@@ -47,7 +47,10 @@ def outline(module: nn.Module, known: dict[int, nn.Module] | None = None) -> nn.
     if found is None:
         found = known[id(module)] = nn.Module()
         parameters, buffers = tables(module)
-        parts = {key: part and outline(part, known) for key, part in children_of(module).items()}
+        parts = {
+            key: None if part is None else outline(part, known)  # (a part may be empty, so false)
+            for key, part in children_of(module).items()
+        }
         vars(found).update(_parameters=parameters, _buffers=buffers, _modules=parts)
     return found
 

@@ -210,7 +210,7 @@ class Check:
             for leaf in graph.leaves
             if leaf.rows is not None and leaf.rows.dim == 0 and not leaf.made
         ]
-        self._take(batched, writes=graph.writes_parameters)
+        self._take(batched, writes=graph.writes_parameters, transforms=graph.transforms)
         self._expect(self._first_part if self._draws else None)
 
     def _expect(self, rows: Rows | None = None) -> None:
@@ -223,12 +223,15 @@ class Check:
         except NetworkError as error:
             self._raised = error
 
-    def _take(self, batched: Sequence[Tensor], *, writes: bool) -> None:
+    def _take(
+        self, batched: Sequence[Tensor], *, writes: bool, transforms: bool = False
+    ) -> None:
         """Fetch the network's weights, and copy the module and the arguments as they are now.
 
         Args:
             batched: the tensors whose first dimension is the batch's.
             writes: whether the forward may change parameters.
+            transforms: whether the forward transforms functions, as `torch.vmap` does.
 
         Raises:
             _Inconclusive: there is no such copy, or it would take too much memory.
@@ -244,7 +247,8 @@ class Check:
                 f"here, and {room / 1e9:.3g} GB are free; verify=1 looks at all calls"
             )
         # (a copy that writes has weights of its own; on a GPU they come to it, one way or another)
-        self._sparing = not writes and self._device.type == "cpu"
+        # (tensors inside of transforms are wrappers around weights, which outlive an operation)
+        self._sparing = not (writes or transforms) and self._device.type == "cpu"
         self._driver.remote.bring(prefix, parameters=not self._sparing)
         arguments = self._arguments, self._keywords
         try:

@@ -223,6 +223,11 @@ class NetworkGraph:
         return tuple(name for name, _ in self.network.named_parameters())
 
     @cached_property
+    def transforms(self) -> bool:
+        """Whether functions are transformed in it, as by `torch.vmap`."""
+        return any(not layer.effects.ambient for layer in self.layers)
+
+    @cached_property
     def writes_parameters(self) -> bool:
         """Whether a call changes a parameter (a codebook, an average of weights)."""
         return not self.written.isdisjoint(self.parameter_names)
