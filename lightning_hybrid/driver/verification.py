@@ -223,9 +223,7 @@ class Check:
         except NetworkError as error:
             self._raised = error
 
-    def _take(
-        self, batched: Sequence[Tensor], *, writes: bool, transforms: bool = False
-    ) -> None:
+    def _take(self, batched: Sequence[Tensor], *, writes: bool, transforms: bool = False) -> None:
         """Fetch the network's weights, and copy the module and the arguments as they are now.
 
         Args:
