@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cohorts import made
 
-from datamodules import montage
+from datamodules import montage, unlike
 from datamodules.synth import CohortSpec
 
 TINY = CohortSpec(
@@ -41,6 +41,12 @@ def download(tiny_cohort: Path, tmp_path: Path) -> Path:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """``check`` draws no picture of the scans, which takes ten times as long as the rest."""
     monkeypatch.setattr(montage, "write_montage", lambda path, *what: path.touch())
+
+
+@pytest.fixture(autouse=True)
+def uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scans are not compared with the mean of the others, which takes seconds for each cohort."""
+    monkeypatch.setattr(unlike, "compare", lambda scans: None)
 
 
 @pytest.fixture

@@ -28,6 +28,11 @@ STRIPPED = CohortSpec((("AD", 8), ("NC", 8)), resolution_mm=4.0)
 Volume = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
+@pytest.fixture(autouse=True)
+def uncompared() -> None:
+    """Not here."""
+
+
 def sizes(affine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.sqrt((affine[:3, :3] ** 2).sum(axis=0))
 
