@@ -121,7 +121,6 @@ class Adoption:
         graph, partitions = first.graph, first.partitions
         # (plans are kept by name, and each further graph of a chain is a network of its own)
         key = f"{found.name}#{len(found.driven) + 1}" if found.driven else found.name
-        self.announcements.doing(found, "profiling and planning")
         plan = self._plan(key, found, first, is_part=is_part)
         boundaries = [find_boundary(partitions, name) for name in plan.cuts]
         collects = _collects(plan)
@@ -283,6 +282,7 @@ class Adoption:
             slices = graph.split(leaves, wanted)
         make, beside = self.options.planner, [*self._placed.values()]
         called = replace(first, leaves=slices[0])
+        self.announcements.doing(found, "profiling and planning")
         by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
         try:
             plan = make(called, wanted, beside, False)

@@ -6,6 +6,8 @@ longer pauses. ``Trainer(enable_progress_bar=False)`` disables them.
 """
 
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable
 
 from lightning_hybrid.comm import BackgroundThread
@@ -22,28 +24,36 @@ class StartProgress:
 
     Args:
         say: prints a line; ``None``: nothing is ever said.
+
+    Attributes:
+        seconds: how long each piece of work took, by its description.
     """
 
     def __init__(self, say: Callable[[str], None] | None) -> None:
         self._say = say
-        self._what = ""
+        self.seconds = defaultdict[str, float](float)
+        self._what, self._since = "", 0.0
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, what: str) -> None:
         """Begin the first piece of work, and start the clock."""
+        self._what, self._since = what, time.perf_counter()
         if self._say is not None:
-            self._what = what
             self._end.clear()
             self._thread = BackgroundThread(self._watch, "start progress", self._say)
             self._thread.start()
 
     def doing(self, what: str) -> None:
         """Set the current work: a description with all its numbers."""
-        self._what = what
+        now = time.perf_counter()
+        if self._what:
+            self.seconds[self._what] += now - self._since
+        self._what, self._since = what, now
 
     def over(self) -> None:
         """End: all work is done, or has failed."""
+        self.doing("")
         thread, self._thread = self._thread, None
         if thread is not None:
             self._end.set()

@@ -15,7 +15,9 @@ first step, in which networks are captured, measured and cut.
                              :func:`lightning_hybrid.stage.trace.serial_s`
 ===========================  ======================================================================
 
-The last two need several stages. The plan is logged to the same loggers as hyper-parameters.
+The last two need several stages. ``hybrid/start/…_s`` are the seconds of each piece of work before
+the first step: capturing, planning, checking the stages. The plan is logged to the same loggers as
+hyper-parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,6 +67,7 @@ class PerformanceLog(StepWatcher):
             self._first_step = step
         # not in the first step, in which networks are captured and measured
         if self._window is None and step > self._first_step:
+            self._log_start(step)
             self._window, self._begun, self._samples = Window(self._meter), step, 0
         if self._window is not None:
             self._samples += first_size(batch) or 0
@@ -98,6 +101,15 @@ class PerformanceLog(StepWatcher):
                 values["hybrid/speedup"] = speedup(serial_s(busy_s, self._replicas), wall_s)
         for logger in self._trainer.loggers:
             logger.log_metrics(values, step=step - 1)  # with the number of the window's last step
+
+    def _log_start(self, step: int) -> None:
+        """Log how long the work before the first step took."""
+        spent = self._run.progress.seconds
+        # (a description ends with the name of the network)
+        values = {f"hybrid/start/{'_'.join(what.split()[:-1])}_s": s for what, s in spent.items()}
+        for logger in self._trainer.loggers if values else ():
+            logger.log_metrics(values, step=step - 1)
+        spent.clear()
 
     def _log_plans(self) -> None:
         """Log the plans that are new, as hyper-parameters."""

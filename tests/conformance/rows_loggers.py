@@ -196,6 +196,9 @@ def check_performance(folder: Path, steps: int, replicas: int) -> None:
     assert (line["replicas"], line["stages"]) == (str(replicas), "2")
     assert (line["devices"], float(line["batch_samples"])) == (str(2 * replicas), 4.0)
     assert float(line["step_s"]) > 0 < int(line["parameters"])
+    with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
+        [start] = [row for row in csv.DictReader(file) if row.get("hybrid/start/capturing_s")]
+    assert float(start["hybrid/start/calling_s"]) > 0 == int(start["step"])
     in_tensorboard = scalars(folder / "tb" / "version_0")
     assert [step + 1 for step, _ in in_tensorboard["hybrid/step_s"]] == expected
 

@@ -76,3 +76,15 @@ def test_without_a_progress_bar_nothing_is_said() -> None:
     progress.begin("capturing 'net'")
     assert all(thread.name != "start progress" for thread in threading.enumerate())
     progress.over()
+
+
+def test_the_time_of_each_piece_of_work_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 3.0, 7.0, 8.0, 8.5])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    progress = StartProgress(None)
+    progress.begin("capturing 'net'")
+    progress.doing("planning 'net'")
+    progress.over()
+    progress.begin("capturing 'net'")
+    progress.over()
+    assert progress.seconds == {"capturing 'net'": 2.5, "planning 'net'": 4}

@@ -52,3 +52,21 @@ def test_tensorboard_gets_a_plan_as_a_text_and_no_value_of_its_own(tmp_path: Pat
     assert tags["scalars"] == []  # an hp_metric of -1 would stand beside the user's
     assert "hybrid/plan/text_summary" in tags["tensors"]
     assert "hybrid/cuts: 1, 2" in Path(logger.log_dir, "hparams.yaml").read_text()
+
+
+def test_the_work_before_the_first_step_is_logged_by_parts_after_it() -> None:
+    found: list[dict[str, Any]] = []
+    logger = SimpleNamespace(
+        log_metrics=lambda values, step: found.append({"step": step, **values})
+    )
+    trainer = SimpleNamespace(loggers=[logger], global_step=0, log_every_n_steps=50)
+    world = SimpleNamespace(coordinates=Coordinates(0, 1, 3))
+    progress = SimpleNamespace(
+        seconds={"capturing 'net'": 2.5, "profiling and planning 'net'": 4.0}
+    )
+    run: Any = SimpleNamespace(trainer=trainer, plans={}, world=world, progress=progress)
+    log = PerformanceLog(run, list)
+    for trainer.global_step in range(3):
+        log.batch_starts(None)
+    capturing, planning = "hybrid/start/capturing_s", "hybrid/start/profiling_and_planning_s"
+    assert found == [{"step": 0, capturing: 2.5, planning: 4.0}]
