@@ -468,7 +468,12 @@ def _check_kind(name: str, value: str, kinds: tuple[str, ...]) -> None:
 
 
 def _check_shape(replicas: Count, shape: Shape, plan: Plan | None) -> None:
-    """Complain about sizes that are none, or contradict a plan."""
+    """Complain about a plan that is none, and sizes that are none or contradict a plan."""
+    if plan is not None and not isinstance(plan, Plan):
+        raise PlanError(
+            f"plan={plan!r} must be a Plan. Plan.load(path) reads one that was saved; names of the "
+            "first module of each later stage are given as allocation=[...]."
+        )
     if not isinstance(shape, int | str):
         copies = tuple(shape)
         if not copies or not all(isinstance(count, int) and count > 0 for count in copies):

@@ -37,6 +37,12 @@ def test_all_devices_are_used(
     assert Config(**arguments).shape(1, devices) == shape
 
 
+def test_names_of_layers_are_no_plan() -> None:
+    names: Any = ["b"]
+    with pytest.raises(PlanError, match=r"plan=\['b'\] must be a Plan.* allocation="):
+        HybridGabraStrategy(plan=names)
+
+
 def test_devices_of_all_nodes_count() -> None:
     config = Config(pipeline_parallel_size=4)
     assert config.shape(nodes=3, devices_per_node=4) == (3, 4)
