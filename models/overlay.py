@@ -15,6 +15,7 @@ from models.explained_scan import peak_mm
 from models.findings import TITLES, WITHOUT_SIGN, Case, Findings, Map
 from models.localisation import TOP, hottest
 from models.maps.native import Array, head_mask, volume
+from models.tasks import UNITS, is_number
 
 DISPLAY_MM = 2.0
 """Voxel size of pictures: coarser scans are resampled, so that they do not look like bricks."""
@@ -40,24 +41,31 @@ def save_overlay(case: Case, one: Map, path: Path, class_names: Sequence[str]) -
 
 
 def save_unlabelled(
-    image: Array, values: Array, affine: Array, path: Path, title: str, name: str
+    image: Array,
+    values: Array,
+    affine: Array,
+    path: Path,
+    title: str,
+    class_names: Sequence[str],
 ) -> None:
     """Draw a map (D, H, W) over a scan of which the class is not known.
 
     Args:
         image: (D, H, W), prepared.
-        values: map of the evidence for a class, within the head.
+        values: map of the evidence for a class, or of what raises a number, within the head.
         affine: (4, 4) voxels to mm, of both.
         path: of the PNG.
         title: first line.
-        name: of the explained class.
+        class_names: of the task; the last one is explained.
     """
-    what = f"HiResCAM, evidence for {name}, {top_text(values, image)}"
+    name, shows = class_names[-1], evidence(class_names)
+    what = f"HiResCAM, {shows}, {top_text(values, image)}"
+    hot = f"raises the {name} told" if is_number(class_names) else f"speaks most for {name}"
     note = (
-        f"Hot is what speaks most for {name} in this scan. The scale is the map's own, so there is "
-        "always a hottest place; it is no sign of disease by itself."
+        f"Hot is what {hot} in this scan. The scale is the map's own, so there is always a hottest "
+        "place; it is no sign of disease by itself."
     )
-    empty = "" if values.any() else f"no evidence for {name} was found"
+    empty = "" if values.any() else f"{shows}: nothing was found"
     _draw(image, values, affine, path, f"{title}\n{empty or what}", note)
 
 
@@ -66,11 +74,12 @@ def save_group_means(findings: Findings, folder: Path, class_names: Sequence[str
     paths = []
     for (label, method), mean in findings.means.items():
         path = folder / f"mean_{class_names[label]}_{method}.png"
+        whose = "" if is_number(class_names) else f"{class_names[label]} "
         planted = findings.planted.get(label)
         green = "" if planted is None else "\ngreen: planted in half of them, however weakly"
         title = (
-            f"mean of {findings.counts[label]} {class_names[label]} scans   |   {TITLES[method]}"
-            f"\n{_subject(method)} {class_names[-1]}, {top_text(mean, findings.mean_images[label])}"
+            f"mean of {findings.counts[label]} {whose}scans   |   {TITLES[method]}"
+            f"\n{evidence(class_names, method)}, {top_text(mean, findings.mean_images[label])}"
             f"{green}"
         )
         note = "To be read only where the scans are registered to one space."
@@ -114,6 +123,11 @@ def save_page(case: Case, one: Map, path: Path, class_names: Sequence[str]) -> N
 def case_title(case: Case, class_names: Sequence[str]) -> str:
     """Who it is, what it is, and what the network thinks."""
     name = class_names[-1]
+    if case.verdict.number is not None:
+        return (
+            f"{case.subject}, {name} {case.number:.1f}   |   the network: "
+            f"{case.verdict.number:.1f} {UNITS[name]}"
+        )
     return (
         f"{case.subject} is {class_names[case.label]}   |   the network: "
         f"{case.verdict.probability:.0%} {name}"
@@ -146,13 +160,23 @@ def map_title(case: Case, one: Map) -> str:
     )
 
 
-def _subject(method: str) -> str:
-    return "what changes the score of" if method in WITHOUT_SIGN else "evidence for"
+def evidence(class_names: Sequence[str], method: str = "") -> str:
+    """What a map of a method, or of any with a sign, shows."""
+    name = class_names[-1]
+    if is_number(class_names):
+        return f"what {'changes' if method in WITHOUT_SIGN else 'raises'} the {name} told"
+    return f"{'what changes the score of' if method in WITHOUT_SIGN else 'evidence for'} {name}"
 
 
 def meaning(case: Case, class_names: Sequence[str], method: str = "") -> str:
     """One sentence on what a map of this case means: of this method, or of any but the gradient."""
     name, own = class_names[-1], class_names[case.label]
+    if is_number(class_names):
+        does = "change" if method in WITHOUT_SIGN else "raise"
+        return (
+            f"Hot is what would {does} the {name} that the network tells; what lowers it is not "
+            "shown. The scale is the map's own, so there is always a hottest place."
+        )
     if method in WITHOUT_SIGN:
         return (
             f"A scan of {own}: hot is where a change of the image would change the score of {name} "

@@ -119,6 +119,8 @@ def read_maps(folder: Path, method: str) -> tuple[Array, Array, Array]:
             f"There is no map of {method} for every scan ({where}): run `python -m models explain` "
             f"with --keep_maps true and {method} among --methods."
         )
+    if any("told" in row for row in people.values()):
+        raise UseError(f"{folder} explains a number: there are no two classes to compare.")
     labels = np.array([row["explained"] == "True" for row in people.values()])
     if min(labels.sum(), (~labels).sum()) < _FEWEST:
         raise UseError(
