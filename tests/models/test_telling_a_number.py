@@ -107,10 +107,9 @@ def test_a_network_learns_a_number_and_its_checkpoint_tells_it_in_its_own_units(
 
 
 def test_a_number_without_its_scale_is_refused_before_training(tmp_path) -> None:
+    model, scans = ResAttNetClassifier(task="age", widths=NARROW), Numbers().train_dataloader()
     with pytest.raises(ValueError, match="target_scale"):
-        trainer(tmp_path, max_epochs=1).fit(
-            ResAttNetClassifier(task="age", widths=NARROW), Numbers().train_dataloader()
-        )
+        trainer(tmp_path, max_epochs=1).fit(model, scans, scans)
 
 
 def test_a_test_writes_errors_in_points_beside_a_linear_baseline(run) -> None:
