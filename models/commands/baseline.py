@@ -118,7 +118,9 @@ def verdict(network: Sequence[Prediction], baseline: Baseline) -> str:
         said_of = numbers.compare(both[0][:, 0], both[1][:, 0], labels)
         ours, theirs = (-error for error in said_of.errors)
         errors = " and ".join(f"{error:.2f}" for error in said_of.errors)
-        return _beaten("linear", baseline, ours, theirs, said_of.p, f"mean error {errors}", rows)
+        return _beaten(
+            "linear", baseline, ours, theirs, said_of.p, f"mean absolute error {errors}", rows
+        )
     found = compare(both[0], both[1], labels)
     if np.isfinite(found.areas).all():
         ours, theirs, p = *found.areas, found.delong_p

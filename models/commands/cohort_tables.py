@@ -98,7 +98,8 @@ def calibration_rows(
     """Slope and intercept of the network, after its temperature, and after a fit to this cohort.
 
     The last one is cross-fitted (each half of the people with the numbers of the other), or it
-    would be perfect by construction; it says what recalibration on site could reach.
+    would be perfect by construction; it says what recalibration on site could reach. Slope and
+    intercept are there with their intervals alone: of a few people they may be anything.
     """
     shown = {"network": raw, "temperature of the validation scans": calibrated}
     halves = np.unique(people, return_inverse=True)[1] % 2
@@ -118,10 +119,11 @@ def calibration_rows(
         bounds = calibration_intervals(values, labels) if alone else {}
         row: dict[str, Any] = {"probabilities": name}
         for column, value in (("slope", slope), ("intercept", intercept)):
-            row[column] = "" if math.isnan(value) else value
+            row[column] = value if column in bounds else ""
             row[f"{column}_low"], row[f"{column}_high"] = bounds.get(column, ("", ""))
         rows.append(row | {"brier": float(((values - labels) ** 2).mean())})
-    return rows
+    known = {name for row in rows for name, value in row.items() if value != ""}
+    return [{name: value for name, value in row.items() if name in known} for row in rows]
 
 
 def _shifted(raw: Array, labels: Array, halves: Array, half: int, slope: float) -> float:

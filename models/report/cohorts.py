@@ -24,6 +24,8 @@ def external(run: Path) -> str:
         of = (load_settings(path) or {}).get("threshold_of", FEW)
         for name, title in _EXTERNAL.items():
             rows = read_table(folder / name) if (folder / name).is_file() else []
+            if rows and "slope" in rows[0]:
+                title = _CALIBRATED
             if name == "groups.tsv":
                 title += _by_chance(rows)
             if name == "internal_and_external.tsv" and 0 < of < FEW:
@@ -45,12 +47,15 @@ def _by_chance(rows: Sequence[Mapping[str, str]]) -> str:
     )
 
 
+_CALIBRATED = (
+    "A slope of 1 and an intercept of 0 would be right, and an interval (95 %) that holds them "
+    "does not contradict it. An intercept above 0: probabilities of the last class are too low. A row "
+    "fitted to the cohort, each half with the other, is there where it has people enough."
+)
 _EXTERNAL = {
     "internal_and_external.tsv": "The run's own held-out people, and the cohort: 95 % intervals.",
-    "calibration.tsv": "A slope of 1 and an intercept of 0 would be right, and an interval (95 %) "
-    "that holds them does not contradict it; without one there are too few people to say. An "
-    "intercept above 0: probabilities of the last class are too low. A row fitted to the cohort, "
-    "each half with the other, is there where it has people enough.",
+    "calibration.tsv": "Brier scores. Slope and intercept need more people, one scan of each. A "
+    "row fitted to the cohort, each half with the other, is there where it has people enough.",
     "shift.tsv": "The inputs beside those that were trained on; outside: share of the scans.",
     "groups.tsv": "By group; intervals where a group has enough people for one.",
 }

@@ -131,8 +131,9 @@ def test_a_number_is_told_by_scikit_learns_linear_regression_and_age_not_by_itse
     told = [row.outputs[0] for row in found.predictions]
     assert told == pytest.approx([means[r.sex] for r, _ in test])
     better = [replace(row, outputs=(row.label + 0.1 * k,)) for k, row in enumerate(asks)]
-    assert "The network beats a linear regression on sex, volume of the head: mean error" in (
-        verdict(better, found)
+    assert (
+        "The network beats a linear regression on sex, volume of the head: mean absolute error"
+        in (verdict(better, found))
     )
     assert "does not beat" in verdict([replace(row, outputs=(200.0,)) for row in asks], found)
 

@@ -14,6 +14,7 @@ from cohorts import made
 from lightning.pytorch import LightningDataModule
 from test_classifier import NARROW, Bright, trainer
 from test_models_cli import checkpoint, command, finished, smaller
+from test_predict_scans import scans_of
 from torch.utils.data import DataLoader
 
 from datamodules.labels import TASKS
@@ -79,8 +80,8 @@ def run(tmp_path_factory) -> Path:
         command(patch, "predict", *options, *best)
         explaining = ["--subjects", "1", "--methods", "[hirescam,gradient]"]
         command(patch, "explain", *options, *best, *explaining)
-    assert external([*best, "--cohort", str(folder / "new")]) == 0
-    scan = next((folder / "new").rglob("*.nii.gz"))
+    assert external([*best, "--cohort", str(folder / "new"), "--rename", "NEW_"]) == 0
+    scan = scans_of(folder / "new")[0]
     assert predict([*best, "--scans", str(scan)]) == 0
     write_report(found)
     return found
@@ -211,7 +212,7 @@ def test_folds_of_a_number_are_averaged_with_their_lowest_and_highest(run, tmp_p
         torch.save(kept, folder / best.name)
         mark = {"wanted": {}, "run": "/elsewhere/run/version_0"}
         (folder.parents[2] / "done.json").write_text(json.dumps(mark))
-    scan = next((run.parents[1] / "new").rglob("*.nii.gz"))
+    scan = scans_of(run.parents[1] / "new")[0]
     out = tmp_path / "out"
     assert (
         predict(["--ckpt_path", str(tmp_path / "cv"), "--scans", str(scan), "--out", str(out)]) == 0
