@@ -49,8 +49,8 @@ def _by_chance(rows: Sequence[Mapping[str, str]]) -> str:
 
 _CALIBRATED = (
     "A slope of 1 and an intercept of 0 would be right, and an interval (95 %) that holds them "
-    "does not contradict it. An intercept above 0: probabilities of the last class are too low. A row "
-    "fitted to the cohort, each half with the other, is there where it has people enough."
+    "does not contradict it. An intercept above 0: probabilities of the last class are too low. A "
+    "row fitted to the cohort, each half with the other, is there where it has people enough."
 )
 _EXTERNAL = {
     "internal_and_external.tsv": "The run's own held-out people, and the cohort: 95 % intervals.",

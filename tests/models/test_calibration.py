@@ -121,4 +121,4 @@ def test_few_people_several_scans_of_one_and_classes_apart_have_no_interval():
     row = calibration_rows(probabilities, probabilities, labels, people)[0]
     assert row["slope_low"] < row["slope"] < row["slope_high"]
     twice = calibration_rows(probabilities, probabilities, labels, ["1", *people[1:-1], "1"])[0]
-    assert twice["slope_low"] == twice["intercept_low"] == ""
+    assert not {"slope", "intercept"} & twice.keys()
