@@ -115,12 +115,11 @@ def _data(reference: Reference | None, checkpoint: Mapping[str, Any]) -> str:
     people = f"{len(checkpoint.get(KEY, ()))} people"
     if reference is None:
         return f"{people}; more is {_UNKNOWN}."
-    counts = ", ".join(f"{count} {name}" for name, count in reference.scans.items())
     age = reference.extremes.get("age")
     ages = f", aged {age[0]:.0f} to {age[1]:.0f}" if age else ""
     fields = " and ".join(f"{tesla:g}" for tesla in reference.field_strengths)
     tesla = f", at {fields} T" if fields else ""
-    return f"{people}; scans: {counts}{ages}{tesla}. Their hashes are in the checkpoint."
+    return f"{people}; scans: {reference.counted}{ages}{tesla}. Their hashes are in the checkpoint."
 
 
 def _internal(run: Path) -> str:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Subset
 from models import numbers
 from models.metrics import Array
 from models.predictions import Scale, told
+from models.tasks import is_number
 
 KEY = "reference"
 """Entry of a checkpoint."""
@@ -70,6 +71,13 @@ class Reference:
     least: float = 0.0
     error: float | None = None
     correction: tuple[float, float] | None = None
+
+    @property
+    def counted(self) -> str:
+        """Training scans in words: ``5 NC, 4 AD``; of a number, ``9``."""
+        if is_number(self.class_names):
+            return str(sum(self.scans.values()))
+        return ", ".join(f"{count} {name}" for name, count in self.scans.items())
 
     def distance(self, features: Tensor) -> float:
         """Mahalanobis distance of features (C,) from those of the training scans."""

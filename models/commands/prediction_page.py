@@ -44,19 +44,20 @@ def _about(trained: "Trained") -> str:
     )
     if reference is None:
         return html.note(f"{text}. The checkpoint does not know more of them: train it again.")
-    counts = ", ".join(f"{count} {name}" for name, count in reference.scans.items())
     age = reference.extremes.get("age")
     ages = f", aged {age[0]:.0f} to {age[1]:.0f}" if age else ""
     few = ", too few to trust it" if reference.calibrated_on < FEW else ""
     fields = " and ".join(f"{tesla:g}" for tesla in reference.field_strengths)
-    text = f"{text}: {counts}{ages}{f', at {fields} T' if fields else ''}"
+    text = f"{text}: {reference.counted}{ages}{f', at {fields} T' if fields else ''}"
     if reference.error is not None:
         (name,) = trained.class_names
-        return html.note(
-            f"{text}. On {reference.calibrated_on} validation scans{few.replace(' it', ' them')} "
-            f"it was wrong by {reference.error:.1f} {UNITS[name]} on average. corrected gap: told "
-            f"minus true {name}, beyond what it told wrong there of people of that {name}."
+        text += (
+            f". On {reference.calibrated_on} validation scans{few.replace(' it', ' them')} it was "
+            f"wrong by {reference.error:.1f} {UNITS[name]} on average."
         )
+        if trained.task == "age" and not few:
+            text += " corrected gap: told minus true age, beyond what it told wrong at that age."
+        return html.note(text)
     return html.note(
         f"{text}. Probabilities are "
         f"calibrated on {reference.calibrated_on} validation scans (temperature "

@@ -176,8 +176,9 @@ def _sources(run: Path) -> str:
 
 
 def _outcome(run: Path) -> str:
-    data = _settings(run).get("data", {})
-    horizon = f", horizon {data['horizon_months']:g} months" if data.get("horizon_months") else ""
+    data, horizon = _settings(run).get("data", {}), ""
+    if data.get("horizon_months") and not _tells_number(run):
+        horizon = f", horizon {data['horizon_months']:g} months"
     return f"task {data.get('task', 'not recorded')}{horizon}; the rule is in docs/adni.md"
 
 

@@ -25,7 +25,9 @@ from models.tasks import UNITS, is_number
 def cohort(run: Path) -> str:
     """Who is in the data, and in which part."""
     parts = run / "parts.txt"
-    text = html.table(read_table(run / "cohort.tsv")) if (run / "cohort.tsv").is_file() else ""
+    rows = read_table(run / "cohort.tsv") if (run / "cohort.tsv").is_file() else []
+    known = {name for row in rows for name, value in row.items() if value not in ("", "-")}
+    text = html.table([{k: v for k, v in row.items() if k in known} for row in rows])
     if parts.is_file():
         text += html.note("Scans of each class in each part; no subject is in two parts.")
         text += html.pre(parts.read_text())
