@@ -212,7 +212,8 @@ def _strata(
     known = ages[ages > 0]
     terciles = np.digitize(ages, np.quantile(known, [1 / 3, 2 / 3]) if known.size else []).tolist()
     columns = [labels, sexes, terciles, fields]
-    names = ["label", "sex", "age", "field strength"]
+    number = any(first[subject].target is not None for subject in subjects)
+    names = ["number" if number else "label", "sex", "age", "field strength"]
     strata = {}
     for used in (4, 3, 2, 1):
         if used == 4 and len(set(fields)) < 2:

@@ -62,6 +62,7 @@ def test_somebody_whose_diagnosis_changes_keeps_both_scans_and_both_scores():
 def test_parts_have_low_and_high_numbers_alike():
     people = labelled("age", *(scan(n) for n in range(100)))
     split = make_split(people, 0.2, 0.2, seed=3)
+    assert split.stratified_on.startswith("number")
     ages = {record.subject: record.age for record in people}
     groups = np.linspace(60, 160, 6)
     for part in (split.train, split.val, split.test):
