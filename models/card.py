@@ -119,7 +119,8 @@ def _data(reference: Reference | None, checkpoint: Mapping[str, Any]) -> str:
     ages = f", aged {age[0]:.0f} to {age[1]:.0f}" if age else ""
     fields = " and ".join(f"{tesla:g}" for tesla in reference.field_strengths)
     tesla = f", at {fields} T" if fields else ""
-    return f"{people}; scans: {reference.counted}{ages}{tesla}. Their hashes are in the checkpoint."
+    scans = "" if is_number(reference.class_names) else "scans: "
+    return f"{people}; {scans}{reference.counted}{ages}{tesla}. Their hashes are in the checkpoint."
 
 
 def _internal(run: Path) -> str:

@@ -106,6 +106,7 @@ def draw_bland_altman(outputs: Array, labels: Array, class_names: Sequence[str])
     off, middle = told - labels, (told + labels) / 2
     figure, axes = _axes(f"mean of told and true {name}", "told minus true", "Bland-Altman")
     axes.scatter(middle, off, s=14, color=_LINE, alpha=0.7)
+    axes.margins(y=0.12)  # room for the words on the lines
     axes.axhline(0, color="grey", linestyle=":", linewidth=1)
     lines = {"bias": off.mean()}
     if len(off) > 1:

@@ -74,9 +74,9 @@ class Reference:
 
     @property
     def counted(self) -> str:
-        """Training scans in words: ``5 NC, 4 AD``; of a number, ``9``."""
+        """Training scans in words: ``5 NC, 4 AD``; of a number, ``9 scans``."""
         if is_number(self.class_names):
-            return str(sum(self.scans.values()))
+            return f"{sum(self.scans.values())} scans"
         return ", ".join(f"{count} {name}" for name, count in self.scans.items())
 
     def distance(self, features: Tensor) -> float:

@@ -52,7 +52,7 @@ def _about(trained: "Trained") -> str:
     if reference.error is not None:
         (name,) = trained.class_names
         text += (
-            f". On {reference.calibrated_on} validation scans{few.replace(' it', ' them')} it was "
+            f". On {reference.calibrated_on} validation scans{few.replace(' it', ' them,')} it was "
             f"wrong by {reference.error:.1f} {UNITS[name]} on average."
         )
         if trained.task == "age" and not few:
@@ -90,9 +90,11 @@ def _told(said: "Answer", names: Sequence[str]) -> dict[str, object]:
     """What is said of a scan, by column."""
     ends = said.spread or ()
     if is_number(names):
-        found: dict[str, object] = {names[0]: f"{said.outputs[0]:.1f}"}
+        unit = UNITS[names[0]]
+        found: dict[str, object] = {names[0]: f"{said.outputs[0]:.1f} {unit}"}
         if said.gap is not None:
-            found |= {"true": f"{said.scan.age:.1f}", "corrected gap": f"{said.gap:+.1f}"}
+            found["true"] = f"{said.scan.age:.1f} {unit}"
+            found["corrected gap"] = f"{said.gap:+.1f} {unit}"
         return found | ({"the networks": " to ".join(f"{v:.1f}" for v in ends)} if ends else {})
     values = said.calibrated or said.outputs
     found = {f"P({name})": value for name, value in zip(names, values)}

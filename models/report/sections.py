@@ -29,7 +29,7 @@ def cohort(run: Path) -> str:
     known = {name for row in rows for name, value in row.items() if value not in ("", "-")}
     text = html.table([{k: v for k, v in row.items() if k in known} for row in rows])
     if parts.is_file():
-        text += html.note("Scans of each class in each part; no subject is in two parts.")
+        text += html.note("Scans in each part; no subject is in two parts.")
         text += html.pre(parts.read_text())
     return text + flow_chart(run)
 
@@ -110,7 +110,8 @@ def metrics(run: Path) -> str:
         outputs, labels, names = read_outputs(read_table(table) if table.is_file() else [])
         text += html.note(said) if said else ""
         if is_number(names):
-            how = _OF_NUMBER.format(unit=UNITS[names[0]])
+            how = "BCa bootstrap of people"
+            text += html.note(_OF_NUMBER.format(unit=UNITS[names[0]]))
         elif never := never_named(outputs, names) if names else "":
             text += html.note(never)
         text += html.table(rows)
@@ -129,9 +130,8 @@ _OF_CLASSES = (
     "bootstrap for Brier score and MCC"
 )
 _OF_NUMBER = (
-    "BCa bootstrap of people. mae, rmse and bias (told minus true) are in {unit}; an r2 of 0 is "
-    "that of whoever tells everybody the mean; bias slope: how the error changes with the true "
-    "number, -1 for the mean"
+    "mae, rmse and bias (told minus true) are in {unit}. An r2 of 0 and a bias slope (how the error "
+    "changes with the true number) of -1 are those of whoever tells everybody the mean."
 )
 
 
