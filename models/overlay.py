@@ -212,7 +212,9 @@ def _draw(
         if heatmap.any()
         else affine[:3, :3] @ (np.array(image.shape) / 2) + affine[:3, 3]
     )
-    head = _fine(_with_dark_air(image), affine)
+    head, shown = _fine(_with_dark_air(image), affine), hottest(heatmap, head_mask(image))
+    least = float(shown[shown > 0].min()) if shown.any() else None  # None: nothing to draw
+    hot = None if least is None else _fine(shown, affine)
     for row, axis in enumerate("xyz"):
         display = plotting.plot_anat(
             head,
@@ -224,24 +226,23 @@ def _draw(
             figure=figure,
             axes=(0, 0.55 - 0.275 * row, 1, 0.27),
         )
-        _lay_over(display, image, heatmap, affine, truth)
-    _draw_scale(figure, _drawn_from(image, heatmap))
+        if least is not None:
+            _lay_over(display, hot, least, around)
+        if truth is not None:
+            contour = _fine(truth, affine)
+            display.add_contours(contour, levels=[0.5], colors="lime", linewidths=0.8)
+    _draw_scale(figure, least)
     figure.text(0.01, 0.985, title, color="white", fontsize=10, va="top")
     figure.text(0.01, 0.9, fill(note, 120), color="#bbbbbb", fontsize=9, va="top")
     figure.savefig(path, dpi=100, facecolor="black")
     plt.close(figure)
 
 
-def _drawn_from(image: Array, heatmap: Array) -> float | None:
-    """The lowest value of a map that is drawn; None if nothing is."""
-    shown = hottest(heatmap, head_mask(image))
-    return min(float(shown[shown > 0].min()), 0.99) if shown.any() else None
-
-
 def _draw_scale(figure: Any, least: float | None) -> None:
     """A bar with the colours of what is laid over; a map is in shares of its own maximum."""
     if least is None:
         return
+    least = min(least, 0.99)
     # below the longest line of a title; grey shines through the colours as a brain does
     axes = figure.add_axes((0.82, 0.87, 0.16, 0.016), facecolor="#606060")
     colours = mpl.cm.ScalarMappable(mpl.colors.Normalize(least, 1), "autumn")
@@ -253,24 +254,18 @@ def _draw_scale(figure: Any, least: float | None) -> None:
     axes.set_title("share of the map's maximum", color="white", fontsize=8, pad=3)
 
 
-def _lay_over(
-    display: Any, image: Array, heatmap: Array, affine: Array, truth: Array | None
-) -> None:
-    shown = hottest(heatmap, head_mask(image))
-    if shown.any():  # a map without evidence has nothing to draw
-        least = float(shown[shown > 0].min())
-        display.add_overlay(
-            _fine(shown, affine),
-            threshold=least / 2,
-            # red to yellow over what is drawn: a map may be nearly flat in its hottest part
-            vmin=min(least, 0.99),
-            vmax=1,
-            cmap="autumn",
-            transparency=_ALPHA,
-        )
-        display.add_markers([peak_mm(heatmap, affine)], marker_color="cyan", marker_size=12)
-    if truth is not None:
-        display.add_contours(_fine(truth, affine), levels=[0.5], colors="lime", linewidths=0.8)
+def _lay_over(display: Any, hot: Any, least: float, peak: Array) -> None:
+    """Draw a map in voxels of its picture, whose lowest value is given, and mark its peak."""
+    display.add_overlay(
+        hot,
+        threshold=least / 2,
+        # red to yellow over what is drawn: a map may be nearly flat in its hottest part
+        vmin=min(least, 0.99),
+        vmax=1,
+        cmap="autumn",
+        transparency=_ALPHA,
+    )
+    display.add_markers([peak], marker_color="cyan", marker_size=12)
 
 
 def slices(image: Array, affine: Array, axis: int, through: float) -> list[float]:
@@ -286,7 +281,10 @@ def slices(image: Array, affine: Array, axis: int, through: float) -> list[float
 def _fine(values: Array, affine: Array) -> Any:
     """An image in voxels of ``DISPLAY_MM`` at most."""
     given = volume(np.asarray(values, dtype=np.float32), affine)
-    sizes = np.minimum(np.sqrt((affine[:3, :3] ** 2).sum(axis=0)), DISPLAY_MM)
+    sizes = np.sqrt((affine[:3, :3] ** 2).sum(axis=0))
+    if np.allclose(affine[:3, :3], np.diag(sizes)) and sizes.max() <= DISPLAY_MM + 1e-3:
+        return given  # it is so already
+    sizes = np.minimum(sizes, DISPLAY_MM)
     # nibabel has no types
     return resample_to_output(given, sizes.tolist(), order=1)  # type: ignore[no-untyped-call]
 

@@ -130,8 +130,8 @@ _OF_CLASSES = (
     "bootstrap for Brier score and MCC"
 )
 _OF_NUMBER = (
-    "mae, rmse and bias (told minus true) are in {unit}. An r2 of 0 and a bias slope (how the error "
-    "changes with the true number) of -1 are those of whoever tells everybody the mean."
+    "mae, rmse and bias (told minus true) are in {unit}. An r2 of 0 and a bias slope (how the "
+    "error changes with the true number) of -1 are those of whoever tells everybody the mean."
 )
 
 
