@@ -70,7 +70,7 @@ def card_of_folds(folder: Path) -> list[tuple[str, str]]:
     )
     own = {"Model": model, "Evaluation: the run's own held-out people": f"{tested}."}
     own["Evaluation: other cohorts"] = _external(folder)
-    for name in ("Calibration", "Error"):
+    for name in ("Training data", "Calibration", "Error"):
         if name in parts:
             own[name] = f"Of the first network: {parts[name]}"
     return list((parts | own).items())

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from models.errors import UseError
-from models.metrics import Array
+from models.metrics import Array, never_named
 from models.predictions import read_outputs
 from models.results import load_metrics, writable
 from models.scores import evaluate, intervals
 from models.tables import read_table, write_table
+from models.tasks import is_number
 
 DONE = "done.json"
 
@@ -206,7 +207,10 @@ def _measured(table: Sequence[Mapping[str, str]]) -> Measured:
 
 
 def _evaluated(outputs: Array, table: Sequence[Mapping[str, str]]) -> Measured:
-    labels, subjects = read_outputs(table)[1], [row["subject"] for row in table]
+    _, labels, names = read_outputs(table)
+    subjects = [row["subject"] for row in table]
+    if not is_number(names) and (never := never_named(outputs, names)):
+        print(never)
     return evaluate(outputs, labels), intervals(outputs, labels, subjects)
 
 
