@@ -3,7 +3,8 @@
 Shares and balanced accuracy exactly, from all tables that can occur; the others by simulation. The
 coverage for one true share jumps with it, since counts are whole numbers: the mean over shares
 within 0.05 of it is what is shown. Areas are simulated with three kinds of scores: normal ones of
-equal spread, normal ones of which the positive have twice the spread, and exponential ones.
+equal spread, normal ones of which the positive have twice the spread, and exponential ones. Numbers
+are ages told with normal errors or with some far off, and scores of which most are near the best.
 """
 
 import sys
@@ -14,6 +15,7 @@ from scipy import stats
 from scipy.special import expit
 
 from models import intervals as of
+from models import numbers
 from models.calibration import calibration_intervals
 from models.metrics import Array, brier, mcc
 
@@ -131,6 +133,35 @@ def calibration(people: int, stretch: float, spread: float, runs: int) -> tuple[
     return float(np.mean(slopes)), float(np.mean(intercepts))
 
 
+def _ages(random: np.random.Generator, people: int) -> tuple[Array, Array]:
+    true = random.normal(70, 8, people)
+    return 70 + 0.7 * (true - 70) + random.normal(0, 5, people), true
+
+
+def _ages_some_far_off(random: np.random.Generator, people: int) -> tuple[Array, Array]:
+    true = random.normal(70, 8, people)
+    return 70 + 0.7 * (true - 70) + 4 * random.standard_t(4, people), true
+
+
+def _mmse(random: np.random.Generator, people: int) -> tuple[Array, Array]:
+    true = 30 - np.minimum(random.exponential(4, people), 30)
+    return 26 + 0.5 * (true - 26) + random.normal(0, 2.5, people), true
+
+
+NUMBERS = {"ages": _ages, "ages, some far off": _ages_some_far_off, "MMSE": _mmse}
+
+
+def of_numbers(kind: str, people: int, runs: int) -> dict[str, float]:
+    """Coverage of each interval of told numbers that so many people have, one scan a person."""
+    drawn, random = NUMBERS[kind], np.random.default_rng(people)
+    true = numbers.evaluate(*drawn(np.random.default_rng(0), 2_000_000))
+    names, hits = [str(number) for number in range(people)], dict[str, list[bool]]()
+    for run in range(runs):
+        for name, (low, high) in numbers.intervals(*drawn(random, people), names, run).items():
+            hits.setdefault(name, []).append(low <= true[name] <= high)
+    return {name: float(np.mean(own)) for name, own in hits.items()}
+
+
 def report(runs: int) -> Iterator[str]:
     """Lines of a table: what, of how many people, coverage in percent."""
     for people in (6, 7, 8, 10, 12, 15, 20, 30, 50, 100, 200):
@@ -160,6 +191,17 @@ def report(runs: int) -> Iterator[str]:
         for people in (80, 120, 160, 200):
             found = [of_scores(metric, people, area, max(runs // 4, 1)) for area in (0.7, 0.8, 0.9)]
             yield f"{name} {people}: " + " ".join(f"{100 * value:.1f}" for value in found)
+    yield from report_of_numbers(runs)
+
+
+def report_of_numbers(runs: int) -> Iterator[str]:
+    """Likewise, of numbers that are told."""
+    for kind in NUMBERS:
+        for people in (50, 100, 200):
+            covered = of_numbers(kind, people, runs)
+            yield f"{kind} {people}: " + " ".join(
+                f"{name}:{100 * value:.1f}" for name, value in covered.items()
+            )
 
 
 if __name__ == "__main__":

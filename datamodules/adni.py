@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, Literal
 
 import lightning
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from .cache import Item, ScanDataset
-from .errors import DataError, ProblemsError
+from .errors import DataError, ProblemsError, SplitError
 from .flow import flow, write_flow
 from .labels import TaskName, task_named
 from .montage import write_montage
@@ -24,7 +25,7 @@ from .profiles import Profile, choose_profile
 from .progress import progress_bar
 from .progression import LabelRule
 from .records import ScanRecord, fingerprint, read_manifest, write_manifest
-from .report import class_table, write_demographics, write_shareable
+from .report import class_table, number_table, write_demographics, write_shareable
 from .seeding import Draws, EpochLoader
 from .sources import Layout, Names
 from .sources.people import label_map as words_of
@@ -62,7 +63,9 @@ class ADNIDataModule(lightning.LightningDataModule):
         root: folder of the scans and their tables, or a table with the columns path, subject and
             label. Never written to.
         task: ``ad_nc``: label 0 is NC, label 1 is AD. ``pmci_smci``: label 0 is stable, label 1
-            progressive MCI; needs diagnoses over time. ``three_way``: NC, MCI, AD.
+            progressive MCI; needs diagnoses over time. ``three_way``: NC, MCI, AD. ``age``: the
+            label is the age in years, of people who are normal at every visit. ``mmse``: the label
+            is the mini-mental state at the visit, 0 to 30, of everybody.
         batch_size: scans per batch (of one replica).
         spatial_shape: voxels of an image (D, H, W), reached by cropping and padding.
         spacing_mm: voxel size.
@@ -205,12 +208,12 @@ class ADNIDataModule(lightning.LightningDataModule):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Class names; the index is the label."""
+        """Class names; the index is the label. Of a number, its name alone."""
         return self.task.class_names
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
+        """Number of classes; 1 for a number."""
         return len(self.task.class_names)
 
     @property
@@ -341,6 +344,24 @@ class ADNIDataModule(lightning.LightningDataModule):
         scans = sum(counts.values())
         return [scans / (self.num_classes * counts[label]) for label in range(self.num_classes)]
 
+    @property
+    def target_scale(self) -> tuple[float, float]:
+        """Mean and standard deviation of the number to be told over the training scans.
+
+        Raises:
+            SplitError: it is the same for all of them.
+        """
+        values = [record.target for record in self.scans("train") if record.target is not None]
+        mean, spread = fmean(values), pstdev(values)
+        if not spread:
+            raise SplitError(
+                "ONE_NUMBER",
+                f"{self.class_names[0]} is {mean:g} in all {len(values)} training scans",
+                str(self.root),
+                "give scans with different ones",
+            )
+        return mean, spread
+
     def scans(self, part: SplitName) -> list[ScanRecord]:
         """The records of ``train``, ``val`` or ``test`` in the order of the data set."""
         chosen = [record for record in self.records if record.split == part]
@@ -417,7 +438,11 @@ class ADNIDataModule(lightning.LightningDataModule):
 
     def describe(self) -> str:
         """Scans and subjects per class and part, as a small table."""
-        lines = class_table({part: self.scans(part) for part in SPLITS}, self.class_names)
+        parts: dict[str, list[ScanRecord]] = {part: self.scans(part) for part in SPLITS}
+        if self.task.number:
+            lines = number_table(parts, self.class_names[0])
+        else:
+            lines = class_table(parts, self.class_names)
         present = {record.subject for record in self.records if record.used}
         gone = set(self.split.part_of()) - present if self.split else set()
         if gone:

@@ -38,7 +38,7 @@ class Item(TypedDict):
 
     Attributes:
         image: (1, D, H, W) float32.
-        label: () int64, index into the task's class names.
+        label: () int64, index into the task's class names; () float32, where it is a number.
         subject: canonical PTID.
         image_id: image ID of the scan.
         affine: (4, 4) float32, voxels to mm.
@@ -100,7 +100,11 @@ class ScanDataset(PersistentDataset):
         prepared = self._post_transform(prepared)
         return Item(
             image=prepared["image"],
-            label=torch.tensor(record.label, dtype=torch.int64),
+            label=(
+                torch.tensor(record.label, dtype=torch.int64)
+                if record.target is None
+                else torch.tensor(record.target, dtype=torch.float32)
+            ),
             subject=record.subject,
             image_id=record.image_id,
             affine=prepared["affine"],

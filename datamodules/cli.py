@@ -240,7 +240,7 @@ _RULE = {
         "who was demented once and not later: exclude, or take the diagnosis at the visit",
     ),
     "gaps": ("--gaps", "visits without a diagnosis between two equal ones"),
-    "other_dementia": ("--other-dementia", "people whose dementia has another cause (DXDDUE 2)"),
+    "other_dementia": ("--other-dementia", "people whose dementia has another cause (OD)"),
 }
 """Option and meaning of what can be chosen in the rule of the labels."""
 

@@ -50,6 +50,8 @@ def _size(records: Sequence[ScanRecord]) -> dict[str, object]:
 
 
 def _classes(records: Sequence[ScanRecord], names: Sequence[str]) -> dict[str, int]:
+    if any(record.target is not None for record in records):
+        return {}  # a number has no classes
     counts = Counter(record.label for record in records)
     return {name: counts[label] for label, name in enumerate(names)}
 

@@ -67,7 +67,7 @@ def joined(cohorts: Mapping[str, Sequence[ScanRecord]], task: Task) -> list[dict
 def _row(record: ScanRecord, cohort: str, task: Task, taken: bool) -> dict[str, object]:
     values = {name: getattr(record, name, "") for name in COLUMNS}
     assert record.label is not None
-    label = task.class_names[record.label]
+    label = record.dx if task.number else task.class_names[record.label]
     image_id = f"{cohort}_{record.image_id}" if taken else record.image_id
     return {**values, "label": label, "cohort": cohort, "image_id": image_id}
 

@@ -36,6 +36,7 @@ def label_records(
                 record = _from_group(record, task, rule)
             else:
                 record = _from_history(record, task, rule, clinical)
+            record = _with_number(record, task)
         labelled.append(record)
     problems = [*_unknown_labels(labelled)]
     chosen = choose_series(labelled)
@@ -47,20 +48,31 @@ def label_records(
 
 def _from_group(record: ScanRecord, task: Task, rule: LabelRule) -> ScanRecord:
     dx = diagnosis(record.dx_bl)
-    if dx == "SMC" and rule.smc == "normal":
-        dx = "NC"
-    record = replace(record, dx=dx or "", label=task.label(dx) if dx else None)
+    dx = rule.meant.get(dx, dx) if dx else dx
+    record = replace(record, dx=dx or "", label=task.label(dx or ""))
     if record.reason:
         return record
-    if dx is None:
+    if dx is None and not task.everybody:
         return replace(record, problem="UNKNOWN_LABEL")
     return _excluded_unless_in_task(record)
 
 
 def _excluded_unless_in_task(record: ScanRecord) -> ScanRecord:
     if record.label is None:
-        return replace(record, reason="smc" if record.dx == "SMC" else "not_in_task")
+        return replace(record, reason=_NO_CLASS.get(record.dx, "not_in_task"))
     return record
+
+
+_NO_CLASS = {"SMC": "smc", "OD": "other_dementia", "other": "other_diagnosis"}
+
+
+def _with_number(record: ScanRecord, task: Task) -> ScanRecord:
+    """A record with the number that the task is about; without one it is excluded."""
+    if not task.number or record.label is None:
+        return record
+    target = getattr(record, task.number)
+    lacking = f"no_{task.number}" if target is None else ""
+    return replace(record, target=target, reason=record.reason or lacking)
 
 
 def _from_history(
@@ -88,13 +100,15 @@ def _from_history(
     if visit is None:
         return replace(record, reason=record.reason or "no_dx_near_scan")
     record = _at_visit(record, visit, day)
-    if clinical.final:
+    if task.everybody:
+        dx, reason = visit.dx, ""
+    elif clinical.final:
         dx, reason = visit.dx, CONCLUSIONS.get(visit.dx, "")
     else:
         dx, reason = _class_of(person, visit, rule)
     if _is_mci_all_the_same(reason, person, visit, rule) and visit.dx in task.class_names:
         dx, reason = visit.dx, ""
-    record = replace(record, dx=dx or visit.dx, label=task.label(dx) if dx else None)
+    record = replace(record, dx=dx or visit.dx, label=None if reason else task.label(dx))
     if record.reason or reason:
         return replace(record, reason=record.reason or reason)
     return _excluded_unless_in_task(record)
@@ -183,7 +197,7 @@ def _label_conflicts(
 ) -> tuple[list[ScanRecord], list[Problem]]:
     labels: dict[str, set[str]] = defaultdict(set)
     for record in records:
-        if record.used:
+        if record.used and not task.everybody:
             labels[record.subject].add(record.dx)
     torn = {subject: names for subject, names in labels.items() if len(names) > 1}
     problems, marked = [], []

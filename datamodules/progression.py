@@ -24,6 +24,7 @@ from .errors import DataError
 DAYS_PER_MONTH = 30.4375
 FORGOTTEN = date(1900, 1, 1)
 """Where visits without a date are counted from."""
+OTHER_DEMENTIA = "--data.other_dementia / --other-dementia says what they are"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class LabelRule:
             nothing, or what was diagnosed at the visit.
         gaps: whether a visit without a diagnosis between two visits with the same one has that one.
         other_dementia: what people are whose dementia has another cause, where the table says it
-            (DXDDUE of DXSUM): nothing, or demented like the others.
+            (``OD``; DXDDUE of DXSUM, form D1): nothing, or demented like the others.
     """
 
     horizon_months: float = 36.0
@@ -54,6 +55,12 @@ class LabelRule:
     reverters: Literal["exclude", "visit"] = "exclude"
     gaps: Literal["leave", "fill"] = "leave"
     other_dementia: Literal["exclude", "ad"] = "exclude"
+
+    @property
+    def meant(self) -> dict[str, str]:
+        """Diagnoses that are taken for others."""
+        found = {"SMC": "NC"} if self.smc == "normal" else {}
+        return found | ({"OD": "AD"} if self.other_dementia == "ad" else {})
 
     def __post_init__(self) -> None:
         if not (self.horizon_months > self.tolerance_months >= 0 and self.max_days_apart >= 0):
@@ -71,8 +78,8 @@ class Visit:
 
     Attributes:
         day: the date; when not ``dated``, only distances between days mean something.
-        dx: NC, SMC, MCI or AD; OD for a dementia of another cause, other for another impairment;
-            empty when not known.
+        dx: NC, SMC, MCI or AD; OD for a dementia of another cause, other for an impairment that is
+            none of these; empty when not known.
         session: M and the month (``M012``), or empty.
         age: years.
         mmse: mini-mental state, 0 to 30.
@@ -146,12 +153,11 @@ def label_visit(
     Reasons: ``smc``, ``other_dementia`` (at any visit), ``reverted``, ``unstable`` (also: two
     diagnoses on one day), ``short_follow_up``, ``interval_censored`` (converted between two visits
     around the horizon), ``converts_after_horizon``, ``other_diagnosis`` (impaired, and neither MCI
-    nor AD), ``demented_later`` (AD, but not at the first visit, where that is asked for),
+    nor demented), ``demented_later`` (AD, but not at the first visit, where that is asked for),
     ``no_dates`` (MCI, and sessions that name no time).
     """
     rule = rule or LabelRule()
-    meant = {"SMC": "NC"} if rule.smc == "normal" else {}
-    meant |= {"OD": "AD"} if rule.other_dementia == "ad" else {}
+    meant = rule.meant
     near = replace(near, dx=meant.get(near.dx, near.dx))
     seen = [replace(visit, dx=meant.get(visit.dx, visit.dx)) for visit in history if visit.dx]
     visits = sorted(seen, key=lambda visit: visit.day)

@@ -36,7 +36,8 @@ class ScanRecord:
         session: visit, as M and the month (``M012``) where that is known, else as the source writes
             it.
         description: of the series, as the source writes it.
-        dx: NC, MCI, AD, sMCI, pMCI or SMC; OD for a dementia of another cause.
+        dx: NC, MCI, AD, sMCI, pMCI or SMC; OD for a dementia of another cause, other for an
+            impairment that is none of these.
         dx_source: table, column and value that ``dx`` comes from.
         dx_bl: research group, or the group at screening: not the diagnosis at the scan.
         label: index into the task's class names.
@@ -70,6 +71,7 @@ class ScanRecord:
         scanner: manufacturer and model, where headers or tables say it.
         cohort: which of several studies it is from; not known where there is one.
         likeness: correlation with the mean of the other scans.
+        target: number that is to be told, where the task is one; ``label`` is then 0.
     """
 
     subject: str
@@ -113,6 +115,7 @@ class ScanRecord:
     scanner: str = ""
     cohort: str = ""
     likeness: float | None = None
+    target: float | None = None
 
     @property
     def order(self) -> tuple[str, list[tuple[int, str]], list[tuple[int, str]]]:
@@ -130,7 +133,8 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
 
 
-_LATER = ("scanner", "cohort", "likeness")  # columns that are only there where something is known
+# columns that are only there where something is known
+_LATER = ("scanner", "cohort", "likeness", "target")
 
 
 def count_line(records: Sequence[ScanRecord]) -> str:

@@ -252,6 +252,16 @@ def write_shareable(
     write_atomically(path, (text + "\n").encode())
 
 
+def number_table(parts: Mapping[str, Sequence[ScanRecord]], name: str) -> list[str]:
+    """Scans, subjects and the number to be told, a line per part of a split below one of names."""
+    lines = [f"{'':8}{'scans':>8}{'subjects':>10}  {name}"]
+    for part, scans in parts.items():
+        values = [record.target for record in scans if record.target is not None]
+        shown = f"{_spread(values)}, {min(values):g} to {max(values):g}" if values else "-"
+        lines.append(f"{part:8}{len(scans):>8}{len({r.subject for r in scans}):>10}  {shown}")
+    return lines
+
+
 def class_table(parts: Mapping[str, Sequence[ScanRecord]], names: Sequence[str]) -> list[str]:
     """Scans per class and subjects, a line per part of a split below one with the names."""
     lines = [f"{'':8}" + "".join(f"{name:>8}" for name in names) + f"{'subjects':>10}"]

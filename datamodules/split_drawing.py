@@ -1,7 +1,7 @@
 """Who goes to which part of a split: drawn by subject, stratified.
 
-It is stratified on label, and on sex, age tercile and field strength where the cohort is large
-enough for it.
+It is stratified on label, or on groups of equal size of the number to be told, and on sex, age
+tercile and field strength where the cohort is large enough for it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def make_split(
         )
     first = {record.subject: record for record in first_scans(list(records))}
     subjects = sorted(first)
-    kinds = classes or {subject: f"label {first[subject].label}" for subject in subjects}
+    smallest = min(f for f in (val_fraction, test_fraction, folds and 1 / folds) if f)
+    kinds = classes or _kinds(list(first.values()), smallest)
     test: list[str] = []
     how = ""
     if leave_out:
@@ -80,6 +81,23 @@ def make_split(
         test_fraction=test_fraction,
         stratified_on=how or how_val,
     )
+
+
+_GROUPS = 5  # of equal size, of a number
+
+
+def _kinds(people: list[ScanRecord], fraction: float) -> dict[str, str]:
+    """Each subject's label, or the group of equal size that a number is in, the lowest first.
+
+    There are so many groups that a part of this share of the people can have two of each.
+    """
+    known = sorted((r.target, r.subject) for r in people if r.target is not None)
+    if not known:
+        return {record.subject: f"label {record.label}" for record in people}
+    groups = max(1, min(_GROUPS, int(len(known) * fraction / 2)))
+    return {
+        subject: f"group {n * groups // len(known) + 1}" for n, (_, subject) in enumerate(known)
+    }
 
 
 GROUPINGS = ("cohort", "site")
@@ -194,7 +212,8 @@ def _strata(
     known = ages[ages > 0]
     terciles = np.digitize(ages, np.quantile(known, [1 / 3, 2 / 3]) if known.size else []).tolist()
     columns = [labels, sexes, terciles, fields]
-    names = ["label", "sex", "age", "field strength"]
+    number = any(first[subject].target is not None for subject in subjects)
+    names = ["number" if number else "label", "sex", "age", "field strength"]
     strata = {}
     for used in (4, 3, 2, 1):
         if used == 4 and len(set(fields)) < 2:

@@ -258,13 +258,16 @@ def check_classes(records: Iterable[ScanRecord], names: Sequence[str], root: Pat
 
 def permuted(records: Sequence[ScanRecord], seed: int) -> list[ScanRecord]:
     """Labels permuted over the subjects of each part, so that the class counts stay."""
-    labels: dict[str, int | None] = {}
+    labels: dict[str, tuple[int | None, float | None]] = {}
     for number, part in enumerate(SPLITS):
-        own = {record.subject: record.label for record in records if record.split == part}
+        own = {r.subject: (r.label, r.target) for r in records if r.split == part}
         subjects = sorted(own)
         order = np.random.default_rng([seed, number]).permutation(len(subjects))
         labels |= {subject: own[subjects[other]] for subject, other in zip(subjects, order)}
-    return [replace(r, label=labels[r.subject]) if r.split else r for r in records]
+    return [
+        replace(r, label=labels[r.subject][0], target=labels[r.subject][1]) if r.split else r
+        for r in records
+    ]
 
 
 def check_same(

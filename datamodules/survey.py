@@ -151,7 +151,7 @@ def survey(
             problems += others
         else:
             warnings += others
-    if not own:
+    if not own and not task.everybody:
         warnings += _research_groups(reading, records)
     clinical = reading.clinical
     tables = tuple(dict.fromkeys((*reading.tables, *((clinical.path,) if clinical else ()))))
@@ -188,6 +188,8 @@ _REMEDIES = {
     "not_t1": "give T1-weighted scans, or correct the names of the series in the table",
     "missing": "give diagnoses of these people: --data.diagnosis_csv / --diagnosis-csv",
     "no_dx_near_scan": "give a table with visits near the scans, or the sessions' own names",
+    "no_age": "give a table with ages",
+    "no_mmse": "give a table that has MMSE, as ADNIMERGE: --data.diagnosis_csv / --diagnosis-csv",
     "no_dates": "give a table with examination dates: --data.diagnosis_csv / --diagnosis-csv",
 }
 

@@ -1,6 +1,6 @@
 """A model card (Mitchell et al. 2019), filled from what a run has recorded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +8,11 @@ from models.folds import checkpoints_of
 from models.reference import FEW, Reference, from_checkpoint
 from models.results import load_metrics, load_settings, run_folder
 from models.tables import read_table
-from models.tasks import classes_of
+from models.tasks import UNITS, classes_of, is_number
 from models.transfer import KEY, read_checkpoint
 
-_SHOWN = ("accuracy", "balanced_accuracy", "auroc", "sensitivity", "specificity", "brier")
+_OF_CLASSES = ("accuracy", "balanced_accuracy", "auroc", "sensitivity", "specificity", "brier")
+_SHOWN = (*_OF_CLASSES, "mae", "rmse", "r2", "pearson_r", "bias", "bias_slope")
 _UNKNOWN = "not recorded"
 _NO_WEIGHTS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm
 
@@ -26,24 +27,28 @@ def card(ckpt_path: Path) -> list[tuple[str, str]]:
     options = checkpoint.get("hyper_parameters", {})
     prepared: Mapping[str, Any] = checkpoint.get("ADNIDataModule", {}).get("preprocessing", {})
     reference = from_checkpoint(checkpoint)
+    names = classes_of(options["task"])
+    gives = f"one of the classes {', '.join(names)}"
+    if is_number(names):
+        gives = f"a number, {names[0]} in {UNITS[names[0]]},"
     return [
         ("Model", _model(options, checkpoint)),
         (
             "Intended use",
             "Research. No diagnosis, no treatment, no screening: it was tested for none of them. "
-            f"It gives one of the classes {', '.join(classes_of(options['task']))} to everybody, "
-            "whatever else they have.",
+            f"It gives {gives} to everybody, whatever else they have.",
         ),
         ("Input", _input(prepared)),
         ("Training data", _data(reference, checkpoint)),
         ("Evaluation: the run's own held-out people", _internal(run)),
         ("Evaluation: other cohorts", _external(run)),
         ("Groups", _groups(run)),
-        ("Calibration", _calibration(reference)),
+        *_validated(reference, names),
         (
             "Limits",
             "Intervals say what other held-out people would change, not what another training run "
-            "or another scanner would. Maps show what raises a score, which need not be disease.",
+            "or another scanner would. Maps show what raises "
+            f"{'the number' if is_number(names) else 'a score'}, which need not be disease.",
         ),
     ]
 
@@ -53,7 +58,7 @@ def card_of_folds(folder: Path) -> list[tuple[str, str]]:
     found = checkpoints_of(folder)
     parts = dict(card(next(iter(found.values()))))
     each = ", ".join(f"{name} ({path.relative_to(folder)})" for name, path in found.items())
-    model = f"The mean probabilities of {len(found)} networks: {each}. Each: {parts['Model']}"
+    model = f"The mean of what {len(found)} networks say: {each}. Each: {parts['Model']}"
     rows = {row["metric"]: row for row in read_table(folder / "folds.tsv")}
     columns = {"": "vote", "_low": "vote_low", "_high": "vote_high"}
     values = {n + end: float(r[c]) for n, r in rows.items() for end, c in columns.items() if r[c]}
@@ -65,7 +70,9 @@ def card_of_folds(folder: Path) -> list[tuple[str, str]]:
     )
     own = {"Model": model, "Evaluation: the run's own held-out people": f"{tested}."}
     own["Evaluation: other cohorts"] = _external(folder)
-    own["Calibration"] = f"Of the first network: {parts['Calibration']}"
+    for name in ("Training data", "Calibration", "Error"):
+        if name in parts:
+            own[name] = f"Of the first network: {parts[name]}"
     return list((parts | own).items())
 
 
@@ -108,12 +115,12 @@ def _data(reference: Reference | None, checkpoint: Mapping[str, Any]) -> str:
     people = f"{len(checkpoint.get(KEY, ()))} people"
     if reference is None:
         return f"{people}; more is {_UNKNOWN}."
-    counts = ", ".join(f"{count} {name}" for name, count in reference.scans.items())
     age = reference.extremes.get("age")
     ages = f", aged {age[0]:.0f} to {age[1]:.0f}" if age else ""
     fields = " and ".join(f"{tesla:g}" for tesla in reference.field_strengths)
     tesla = f", at {fields} T" if fields else ""
-    return f"{people}; scans: {counts}{ages}{tesla}. Their hashes are in the checkpoint."
+    scans = "" if is_number(reference.class_names) else "scans: "
+    return f"{people}; {scans}{reference.counted}{ages}{tesla}. Their hashes are in the checkpoint."
 
 
 def _internal(run: Path) -> str:
@@ -164,9 +171,31 @@ def _groups(run: Path) -> str:
     return f"Compared by {named}; tables in the folder external." if named else "Not compared."
 
 
-def _calibration(reference: Reference | None) -> str:
-    if reference is None:
-        return "None."
+def _validated(reference: Reference | None, names: Sequence[str]) -> list[tuple[str, str]]:
+    """What was found on the validation scans: a calibration, or the error of a number."""
+    if is_number(names):
+        return [] if reference is None else [("Error", _error(reference))]
+    return [("Calibration", "None." if reference is None else _calibration(reference))]
+
+
+def _error(reference: Reference) -> str:
+    few = ", too few to trust it" if reference.calibrated_on < FEW else ""
+    (name,) = reference.class_names
+    text = (
+        f"On {reference.calibrated_on} validation scans{few}: mean absolute error "
+        f"{reference.error:.2f} {UNITS[name]}."
+    )
+    if reference.correction is None:
+        return text
+    _, slope = reference.correction
+    return f"{text} For each more of the true {name} there, {abs(slope):.2f} too {_way(slope)}."
+
+
+def _way(slope: float) -> str:
+    return "little is told" if slope < 0 else "much is told"
+
+
+def _calibration(reference: Reference) -> str:
     few = ", too few to trust them" if reference.calibrated_on < FEW else ""
     return (
         f"One temperature, {reference.temperature:.2f}, and one threshold, "

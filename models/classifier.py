@@ -12,15 +12,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from models.attention import AttentionKind
 from models.errors import UseError
-from models.intervals import measured
-from models.metrics import evaluate
 from models.optimisation import OptimizerName, ScheduleName, make_optimizer, rate_factor
-from models.predictions import Prediction, Predictions, arrays
+from models.predictions import Prediction, Predictions, Scale, arrays, told
 from models.pretrained import freeze as freeze_parts
 from models.pretrained import start_from
 from models.resattnet import OPTIONS, WIDTHS, Depth, ResAttNet3D, StemKernel, StemStride
-from models.tasks import TaskName, classes_of
-from models.transfer import KEY, hashed, transfer
+from models.scores import evaluate, measured
+from models.tasks import TaskName, classes_of, is_number
+from models.transfer import KEY, SCALE, hashed, scale_of, transfer
 
 Batch = dict[str, Any]
 IDS = ("subject", "image_id")
@@ -30,14 +29,18 @@ IDS = ("subject", "image_id")
 class ResAttNetClassifier(LightningModule):
     """3D-ResAttNet as a classifier: AD against NC, pMCI against sMCI, or NC, MCI and AD.
 
+    Or it tells a number, age or MMSE: with one output, in standard deviations from the mean of the
+    training scans, a squared error as loss, and the number itself in all that is written.
+
     A batch is a dictionary with at least ``image`` (B, C, D, H, W) and ``label`` (B,), the index of
-    a class name of the task. Logs ``train/loss``, and for validation and test the loss and the
-    metrics of `models.metrics`; for the test also ``<metric>_low`` and ``<metric>_high``, the ends
-    of a 95 % interval by ``subject`` (`models.intervals`). Scans that a distributed sampler repeats
-    count once (by ``image_id``).
+    a class name of the task, or the number. Logs ``train/loss``, and for validation and test the
+    loss and the metrics of `models.metrics` or `models.numbers`; for the test also ``<metric>_low``
+    and ``<metric>_high``, the ends of a 95 % interval by ``subject``. Scans that a distributed
+    sampler repeats count once (by ``image_id``).
 
     Args:
-        task: "ad_nc", "pmci_smci" or "three_way": decides number and names of the classes.
+        task: "ad_nc", "pmci_smci" or "three_way": decides number and names of the classes; "age" or
+            "mmse": a number.
         depth: Layers of the network, 18 or 34; this and the next eleven are those of `ResAttNet3D`.
         in_channels: Channels C of the images.
         stem_kernel: Kernel of the network's first convolution.
@@ -59,9 +62,10 @@ class ResAttNetClassifier(LightningModule):
             the run).
         warmup_epochs: Epochs in which the rate grows from 0, before the schedule; may be a
             fraction.
-        label_smoothing: Part of each label that is spread evenly over the classes in training.
+        label_smoothing: Part of each label that is spread evenly over the classes in training;
+            nothing for a number.
         class_weights: Weights of the classes in the cross-entropy; "balanced" takes those of the
-            data module (`class_weights`), None counts every scan alike.
+            data module (`class_weights`), None counts every scan alike; nothing for a number.
         transfer_from: Checkpoint whose network's weights training starts from. Refused when a
             subject held out now was trained on then.
         init_from: Folder of a MONAI bundle, or file of weights (MedicalNet's and the like), that
@@ -104,6 +108,10 @@ class ResAttNetClassifier(LightningModule):
         self.class_names = classes_of(task)
         self.network = self.make_network()
         freeze_parts(self.network, freeze)
+        self.scale: Scale | None = (0.0, 1.0) if is_number(self.class_names) else None
+        """Of the number that is told, over the training scans; None: classes are."""
+        if self.scale:
+            class_weights = None
         self.class_weights: Tensor | None
         self.register_buffer("class_weights", self._given_weights(class_weights), persistent=False)
         self.evaluated: list[Prediction] = []
@@ -123,7 +131,7 @@ class ResAttNetClassifier(LightningModule):
         return ResAttNet3D(**self.network_options())
 
     def setup(self, stage: str) -> None:
-        """Take the class weights from the data module, and the weights of another run."""
+        """Take class weights or scale from the data module, and the weights of another run."""
         if stage != "fit":
             return
         datamodule = getattr(self.trainer, "datamodule", None)
@@ -131,6 +139,8 @@ class ResAttNetClassifier(LightningModule):
         if self.hparams["class_weights"] == "balanced" and self.class_weights is not None:
             # in place: callbacks that copy the module have copied this buffer before
             self.class_weights.copy_(torch.tensor(self._balanced_weights(datamodule)))
+        if self.scale is not None:
+            self.scale = self._training_scale(datamodule)
         if self.hparams["init_from"]:
             text = start_from(self.network, Path(self.hparams["init_from"]))
             rank_zero_info(f"{text}. Whom they were trained on is not known.")
@@ -164,7 +174,7 @@ class ResAttNetClassifier(LightningModule):
         return self
 
     def forward(self, image: Tensor) -> Tensor:
-        """Scores (B, classes) of images (B, C, D, H, W)."""
+        """Scores (B, classes), or (B, 1) of a number, of images (B, C, D, H, W)."""
         return cast(Tensor, self.network(image))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -194,9 +204,9 @@ class ResAttNetClassifier(LightningModule):
         self._log_metrics("test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Batch:
-        """``probabilities`` (B, classes), with label and ids of the scans that the batch has."""
+        """``outputs``: probabilities (B, classes) or numbers (B, 1); label and ids, where known."""
         known = {name: batch[name] for name in (*IDS, "label") if name in batch}
-        return known | {"probabilities": self(batch["image"]).softmax(dim=1)}
+        return known | {"outputs": told(self(batch["image"]), self.scale)}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         options = self.hparams
@@ -226,9 +236,13 @@ class ResAttNetClassifier(LightningModule):
         """Remember, as hashes, whom these weights have seen."""
         datamodule = getattr(self._trainer, "datamodule", None)
         checkpoint[KEY] = sorted({*self._seen, *hashed(_subjects(datamodule, "train"))})
+        if self.scale is not None:
+            checkpoint[SCALE] = list(self.scale)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._seen = list(checkpoint.get(KEY, ()))
+        if self.scale is not None:
+            self.scale = scale_of(checkpoint)
 
     def _given_weights(self, class_weights: list[float] | str | None) -> Tensor | None:
         if class_weights is None:
@@ -251,27 +265,40 @@ class ResAttNetClassifier(LightningModule):
             )
         return weights
 
+    def _training_scale(self, datamodule: Any) -> Scale:
+        scale: Scale | None = getattr(datamodule, "target_scale", None)
+        if scale is None:
+            raise ValueError(
+                f"The task {self.hparams['task']!r} needs a data module with the attribute "
+                "target_scale (mean and standard deviation over the training scans), given as "
+                "trainer.fit(model, datamodule=...)."
+            )
+        return scale
+
     def _loss(self, scores: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+        if self.scale is not None:
+            mean, spread = self.scale
+            return F.mse_loss(scores[:, 0], (labels - mean) / spread)
         return F.cross_entropy(scores, labels, weight=self.class_weights, label_smoothing=smoothing)
 
     def _evaluate(self, batch: Batch, part: str) -> None:
         scores, labels = self(batch["image"]), batch["label"]
-        self._collected.add(batch, scores.softmax(dim=1))
+        self._collected.add(batch, told(scores, self.scale))
         loss = self._loss(scores, labels)
         self.log(f"{part}/loss", loss, batch_size=len(labels), sync_dist=True, prog_bar=True)
 
     def _log_metrics(self, part: str) -> None:
         self.evaluated = self._collected.gathered()
-        probabilities, labels, subjects = arrays(self.evaluated)
+        outputs, labels, subjects = arrays(self.evaluated)
         if not len(labels):
             return
         if part == "test":
-            values = measured(probabilities, labels, subjects)
+            values = measured(outputs, labels, subjects)
         else:
-            values = evaluate(probabilities, labels)
+            values = evaluate(outputs, labels)
         # gathered: all ranks log the same values
-        accuracy = values.pop("accuracy")
-        self.log(f"{part}/accuracy", accuracy, prog_bar=True, sync_dist=True)
+        first = next(iter(values))  # accuracy, or the mean absolute error
+        self.log(f"{part}/{first}", values.pop(first), prog_bar=True, sync_dist=True)
         named = {f"{part}/{name}": value for name, value in values.items()}
         self.log_dict(cast(Mapping[str, Any], named), sync_dist=True)
 

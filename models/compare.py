@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import binomtest, norm
 
+from models import numbers
 from models.errors import UseError
 from models.intervals import placements
 from models.metrics import Array
+from models.predictions import read_outputs
 from models.tables import read_table
 
 
@@ -57,7 +59,7 @@ def compare(first: Array, second: Array, labels: Array) -> Comparison:
 
 
 def read_pair(first: Path, second: Path) -> tuple[Array, Array, Array]:
-    """Probabilities of two tables of predictions, and the labels; one scan a person.
+    """Outputs (n, K) of two tables of predictions, and the labels (n,); one scan a person.
 
     Raises:
         UseError: they are of other scans, or say other labels.
@@ -78,12 +80,10 @@ def read_pair(first: Path, second: Path) -> tuple[Array, Array, Array]:
     for name in sorted(tables[0]):
         seen.setdefault(tables[0][name]["subject"], name)
     names = sorted(seen.values())
-    labels = [[int(table[name]["label"]) for name in names] for table in tables]
-    if labels[0] != labels[1]:
+    ours, theirs = (read_outputs([table[name] for name in names]) for table in tables)
+    if ours[2] != theirs[2] or not np.array_equal(ours[1], theirs[1]):
         raise UseError(f"{first} and {second} have other labels for the same scans.")
-    columns = [name for name in next(iter(tables[0].values())) if name.startswith("p_")]
-    values = [[[float(t[name][column]) for column in columns] for name in names] for t in tables]
-    return np.array(values[0]), np.array(values[1]), np.array(labels[0])
+    return ours[0], theirs[0], ours[1]
 
 
 def main(arguments: list[str]) -> None:
@@ -96,7 +96,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     options = parser.parse_args(arguments)
-    found = compare(*read_pair(options.first, options.second))
+    first, second, labels = read_pair(options.first, options.second)
+    if first.shape[1] == 1:
+        errors = numbers.compare(first[:, 0], second[:, 0], labels)
+        both = " and ".join(f"{error:.3f}" for error in errors.errors)
+        print(
+            f"{errors.people} people\nmean absolute error {both}; paired t-test p = {errors.p:.3g}"
+        )
+        return
+    found = compare(first, second, labels)
     print(f"{found.scans} people")
     print(
         f"right about only by the first: {found.only_first}, only by the second: "

@@ -1,6 +1,6 @@
-"""Pictures of a classifier's results: ROC, confusion matrix, calibration."""
+"""Pictures of results: ROC, confusion matrix, calibration; of a number two of told and true."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +8,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from models.calibration import calibration_intervals, observed
-from models.metrics import Array, calibration_curve, confusion, evaluate, roc
+from models.metrics import Array, calibration_curve, confusion, roc
 from models.predictions import Prediction, arrays
 from models.results import beside
+from models.scores import evaluate
+from models.tasks import UNITS, is_number
 
 _SIZE = (4.2, 3.8)
 _LINE = "#1f4e79"
@@ -83,18 +85,70 @@ def _draw_observed(positive: Array, labels: Array, name: str) -> Figure:
     return figure
 
 
-FIGURES = {"roc": draw_roc, "confusion": draw_confusion, "calibration": draw_calibration}
+def draw_told(outputs: Array, labels: Array, class_names: Sequence[str]) -> Figure:
+    """Told numbers over true ones, with the line on which both are the same."""
+    (name,), told = class_names, outputs[:, 0]
+    known = evaluate(outputs, labels)
+    title = f"mean absolute error {known['mae']:.2f} {UNITS[name]}"
+    if not np.isnan(known["pearson_r"]):
+        title += f", r {known['pearson_r']:.2f}"
+    figure, axes = _axes(f"true {name}", f"told {name}", title)
+    ends = [min(labels.min(), told.min()), max(labels.max(), told.max())]
+    axes.plot(ends, ends, color="grey", linestyle=":", linewidth=1)
+    axes.scatter(labels, told, s=14, color=_LINE, alpha=0.7)
+    axes.set_aspect("equal", adjustable="datalim")
+    return figure
+
+
+def draw_bland_altman(outputs: Array, labels: Array, class_names: Sequence[str]) -> Figure:
+    """Told minus true over their mean: the bias, and limits that hold 95 % (Bland and Altman)."""
+    (name,), told = class_names, outputs[:, 0]
+    off, middle = told - labels, (told + labels) / 2
+    figure, axes = _axes(f"mean of told and true {name}", "told minus true", "Bland-Altman")
+    axes.scatter(middle, off, s=14, color=_LINE, alpha=0.7)
+    axes.margins(y=0.12)  # room for the words on the lines
+    axes.axhline(0, color="grey", linestyle=":", linewidth=1)
+    lines = {"bias": off.mean()}
+    if len(off) > 1:
+        half = 1.96 * off.std(ddof=1)
+        lines |= {"95 % from": off.mean() - half, "95 % to": off.mean() + half}
+    for text, at in lines.items():
+        axes.axhline(at, color=_LINE, linewidth=1, linestyle="-" if text == "bias" else "--")
+        axes.annotate(
+            f"{text} {at:.1f}",
+            (1, at),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 2),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+        )
+    return figure
+
+
+_Draw = Callable[[Array, Array, Sequence[str]], Figure]
+FIGURES: dict[str, _Draw] = {
+    "roc": draw_roc,
+    "confusion": draw_confusion,
+    "calibration": draw_calibration,
+}
+NUMBER_FIGURES: dict[str, _Draw] = {"told": draw_told, "bland_altman": draw_bland_altman}
+
+
+def figures_of(class_names: Sequence[str]) -> dict[str, _Draw]:
+    """The pictures of a task with these names."""
+    return NUMBER_FIGURES if is_number(class_names) else FIGURES
 
 
 def save_figures(
     predictions: Sequence[Prediction], class_names: Sequence[str], metrics: Path
 ) -> list[Path]:
     """Save all figures as PNG beside a file of metrics, with its number; none without labels."""
-    probabilities, labels, _ = arrays(predictions)
+    outputs, labels, _ = arrays(predictions)
     paths = []
-    for name, draw in FIGURES.items() if len(labels) else ():
+    for name, draw in figures_of(class_names).items() if len(labels) else ():
         paths.append(beside(metrics, name, ".png"))
-        draw(probabilities, labels, class_names).savefig(paths[-1], dpi=100)
+        draw(outputs, labels, class_names).savefig(paths[-1], dpi=100)
     return paths
 
 

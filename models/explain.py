@@ -1,6 +1,7 @@
 """Explain held-out scans: maps by several methods, what they score, and whether to believe them.
 
-Maps explain the last class of the task (AD, pMCI). Every held-out scan of that class is scored, not
+Maps explain the last class of the task (AD, pMCI), or the number that is told: then they show what
+raises it, and every scan is one of its kind. Every held-out scan of that class is scored, not
 only those that are drawn, and so are the same scans in networks that know nothing: an untrained
 one, and one that was trained on shuffled labels if there is one. A method whose maps look alike
 there says nothing about what was learnt (Adebayo et al., Sanity Checks for Saliency Maps, NeurIPS
@@ -33,6 +34,7 @@ from models.maps import (
 )
 from models.maps.common import evaluation, named_layer
 from models.maps.native import Array, head_mask, volume
+from models.predictions import Scale, told
 
 Explainer = Callable[[Tensor, int], Tensor]
 
@@ -106,8 +108,9 @@ def explain(
     count: int,
     truth: Path | None = None,
     keep: Path | None = None,
+    scale: Scale | None = None,
 ) -> Findings:
-    """Explain the last class for the scans of a data loader.
+    """Explain the last class, or the number, for the scans of a data loader.
 
     Args:
         networks: "trained", and those that know nothing, all alike in form; each on one device.
@@ -121,10 +124,11 @@ def explain(
             change is in each voxel.
         keep: Folder for the trained network's map of every scan, ``METHOD/SUBJECT_IMAGE.nii.gz``
             on the grid of the prepared scan; None: only those of drawn scans are kept.
+        scale: of the number that is told; None: classes are.
     """
     network = networks["trained"]
-    labels, verdicts, classes = _verdicts(network, batches())
-    scores = [verdict.probability for verdict in verdicts]
+    labels, verdicts, classes = _verdicts(network, batches(), scale)
+    scores = [v.probability if v.number is None else v.number for v in verdicts]
     drawn = set(choose_cases(labels, scores, count, classes - 1))
     study = _Study(networks, methods, layer, classes - 1, keep)
     device = next(network.parameters()).device
@@ -295,19 +299,20 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         places = {row["peak_mm"] for row in some if not row["empty"]}
         line |= {"scans": len(some), "empty": missed, "places": len(places)}
         if scored:
-            right = [row for row in scored if row["correct"]]
             hits, near = (sum(row[name] for row in scored) for name in ("peak_in", "peak_near"))
             line |= {
                 "scored": len(scored),
                 "peak_in": hits / (len(scored) + missed),
                 "peak_near": near / (len(scored) + missed),
-                "right": _mean(row["peak_in"] for row in right),
                 "distance_mm": float(np.median([row["distance_mm"] for row in scored])),
                 "times_chance": _mean(row["times_chance"] for row in scored),
-                "right_times": _mean(row["times_chance"] for row in right),
                 "precision": _mean(row["precision"] for row in scored),
                 "chance": _mean(row["chance"] for row in scored),
             }
+            if "correct" in scored[0]:
+                right = [row for row in scored if row["correct"]]
+                line["right"] = _mean(row["peak_in"] for row in right)
+                line["right_times"] = _mean(row["times_chance"] for row in right)
             line["like_effect"] = _mean(row["like_effect"] for row in scored)
         for name in ("like_trained", "like_mirrored"):
             line[name] = _mean(row[name] for row in some)
@@ -325,13 +330,13 @@ def _mean(values: Iterable[Any]) -> float | str:
 def _row(
     scan: ExplainedScan, verdict: Verdict, explained: int, network: str, layer: str, one: Map
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "subject": scan.subject,
-        "image_id": scan.image_id,
-        "label": scan.label,
-        "probability": verdict.probability,
-        "explained": scan.label == explained,
-        "correct": verdict.predicted == scan.label,
+    row: dict[str, Any] = {"subject": scan.subject, "image_id": scan.image_id}
+    if verdict.number is None:
+        row |= {"label": scan.label, "probability": verdict.probability}
+        row |= {"explained": scan.label == explained, "correct": verdict.predicted == scan.label}
+    else:
+        row |= {"label": scan.number, "told": verdict.number, "explained": True}
+    row |= {
         "network": network,
         "method": one.method,
         "layer": layer if one.method in OF_A_LAYER else "",
@@ -352,20 +357,27 @@ def _samples(batch: Sample) -> Iterator[Sample]:
 
 @torch.no_grad()
 def _verdicts(
-    network: nn.Module, batches: Iterable[Sample]
+    network: nn.Module, batches: Iterable[Sample], scale: Scale | None
 ) -> tuple[list[int], list[Verdict], int]:
-    """Label and verdict on the last class, of each scan; and the number of classes."""
+    """Label and verdict on the last class, of each scan; and the number of classes.
+
+    Where a number is told, all scans have label 0, and there is one class.
+    """
     labels: list[int] = []
     verdicts: list[Verdict] = []
     classes = 0
     device = next(network.parameters()).device
     with evaluation(network):
         for batch in batches:
-            found = network(batch["image"].to(device)).softmax(dim=1)
+            found = told(network(batch["image"].to(device)), scale)
+            classes = found.shape[1]
+            if scale is not None:
+                labels += [0] * len(found)
+                verdicts += [Verdict(0, 1.0, number) for number in found[:, 0].tolist()]
+                continue
             labels += batch["label"].tolist()
             chosen, last = found.argmax(dim=1).tolist(), found[:, -1].tolist()
             verdicts += [Verdict(*verdict) for verdict in zip(chosen, last)]
-            classes = found.shape[1]
     return labels, verdicts, classes
 
 

@@ -21,7 +21,9 @@ class ExplainedScan:
 
     def __init__(self, sample: Sample, truth: Path | None, device: torch.device) -> None:
         self.subject, self.image_id = str(sample["subject"]), str(sample["image_id"])
-        self.label = int(sample["label"])
+        known = torch.as_tensor(sample["label"])
+        self.number = float(known) if known.is_floating_point() else None
+        self.label = int(known) if self.number is None else 0
         self.volume = torch.as_tensor(sample["image"]).to(device)[None]
         self.image: Array = self.volume[0, 0].cpu().numpy()
         self.affine: Array = np.asarray(sample["affine"], dtype=float)
@@ -57,6 +59,7 @@ class ExplainedScan:
             self.affine,
             self.truth,
             tuple(maps),
+            self.number,
         )
 
 

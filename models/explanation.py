@@ -13,6 +13,7 @@ from models.findings import OF_A_LAYER, Case, Findings, Map
 from models.maps.native import to_native
 from models.overlay import (
     case_title,
+    evidence,
     map_title,
     meaning,
     save_group_means,
@@ -20,6 +21,7 @@ from models.overlay import (
     save_page,
 )
 from models.tables import write_table
+from models.tasks import is_number
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Writer:
         record = {
             "layer": self.layer,
             "explained": self.class_names[-1],
+            "evidence": evidence(self.class_names),
+            "number": is_number(self.class_names),
             "cases": shown,
             "means": [path.name for path in means],
         }

@@ -1,4 +1,4 @@
-"""Pictures of a classifier's results, while it trains, for loggers that take figures."""
+"""Pictures of results, while a network trains, for loggers that take figures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from matplotlib.figure import Figure
 
-from models.drawing import FIGURES
+from models.drawing import figures_of
 from models.predictions import arrays
 
 
 class LogFigures(Callback):
     """Give ROC, confusion matrix and calibration plot to every logger that takes figures.
+
+    Where a number is told: told over true numbers, and a Bland-Altman plot.
 
     After validation every ``every_n_epochs`` epochs and at the last one, and after a test. Known:
     TensorBoard, Weights & Biases, MLflow, Comet, Neptune; other loggers are left alone. (``python
@@ -35,12 +37,12 @@ class LogFigures(Callback):
         self._log(trainer, pl_module, "test")
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, part: str) -> None:
-        probabilities, labels, _ = arrays(getattr(pl_module, "evaluated", []))
+        outputs, labels, _ = arrays(getattr(pl_module, "evaluated", []))
         if not trainer.is_global_zero or not len(labels):
             return
         names: Sequence[str] = getattr(pl_module, "class_names", ())
-        for name, draw in FIGURES.items():
-            figure = draw(probabilities, labels, names)
+        for name, draw in figures_of(names).items():
+            figure = draw(outputs, labels, names)
             for logger in trainer.loggers:
                 log_figure(logger, f"{part}/{name}", figure, trainer.global_step)
 

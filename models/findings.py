@@ -60,12 +60,14 @@ class Verdict:
     """What the trained network says of a scan.
 
     Attributes:
-        predicted: the class of the highest probability.
+        predicted: the class of the highest probability; 0 where a number is told.
         probability: of the class that is explained.
+        number: that is told; None: classes are.
     """
 
     predicted: int
     probability: float
+    number: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,13 @@ class Case:
     Attributes:
         subject: whose scan it is.
         image_id: image ID of the scan.
-        label: index of its true class.
+        label: index of its true class; 0 where a number is told.
         verdict: of the trained network.
         image: (D, H, W).
         affine: (4, 4) voxels to mm, of the image and the maps.
         truth: (D, H, W) mask of what was planted; None: there is none.
         maps: of the trained network, one for each method.
+        number: the true one, where a number is told.
     """
 
     subject: str
@@ -91,6 +94,7 @@ class Case:
     affine: Array
     truth: Array | None
     maps: tuple[Map, ...]
+    number: float | None = None
 
 
 @dataclass(frozen=True)

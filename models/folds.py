@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from models.errors import UseError
-from models.intervals import intervals
-from models.metrics import Array, evaluate
+from models.metrics import Array, never_named
+from models.predictions import read_outputs
 from models.results import load_metrics, writable
+from models.scores import evaluate, intervals
 from models.tables import read_table, write_table
+from models.tasks import is_number
 
 DONE = "done.json"
 
@@ -175,7 +177,7 @@ def summarise(
 
     Args:
         runs: their folders.
-        together: metrics of the mean probabilities of the same people, or of all people at once.
+        together: metrics of the mean outputs of the same people, or of all people at once.
         bounds: their intervals.
     """
     found = [load_metrics(run / "test_metrics.json") for run in runs]
@@ -191,28 +193,25 @@ def summarise(
 
 
 def _vote(tables: Sequence[Sequence[Mapping[str, str]]]) -> Measured:
-    """Metrics of the mean probabilities over the folds, and their intervals."""
+    """Metrics of the mean outputs over the folds, and their intervals."""
     scans = [[row["image_id"] for row in table] for table in tables]
     if any(names != scans[0] for names in scans):
         raise UseError("The folds were tested on different scans; remove their folder, run anew.")
-    probabilities = np.mean([_probabilities(table) for table in tables], axis=0)
-    return _evaluated(probabilities, tables[0])
+    outputs = np.mean([read_outputs(table)[0] for table in tables], axis=0)
+    return _evaluated(outputs, tables[0])
 
 
 def _measured(table: Sequence[Mapping[str, str]]) -> Measured:
     """Metrics of a table of predictions, and their intervals."""
-    return _evaluated(_probabilities(table), table)
+    return _evaluated(read_outputs(table)[0], table)
 
 
-def _probabilities(table: Sequence[Mapping[str, str]]) -> Array:
-    columns = [name for name in table[0] if name.startswith("p_")]
-    return np.array([[float(row[name]) for name in columns] for row in table])
-
-
-def _evaluated(probabilities: Array, table: Sequence[Mapping[str, str]]) -> Measured:
-    labels = np.array([int(row["label"]) for row in table])
+def _evaluated(outputs: Array, table: Sequence[Mapping[str, str]]) -> Measured:
+    _, labels, names = read_outputs(table)
     subjects = [row["subject"] for row in table]
-    return evaluate(probabilities, labels), intervals(probabilities, labels, subjects)
+    if not is_number(names) and (never := never_named(outputs, names)):
+        print(never)
+    return evaluate(outputs, labels), intervals(outputs, labels, subjects)
 
 
 def _shown(value: Any) -> str:

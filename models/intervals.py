@@ -18,7 +18,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import bootstrap, norm
 
-from models.metrics import LEVEL, Array, brier, evaluate, mcc
+from models.metrics import LEVEL, Array, brier, mcc
 
 Interval = tuple[float, float]
 
@@ -74,14 +74,6 @@ def intervals(
         for name, metric in (("brier", brier), ("mcc", mcc)):
             found[name] = _bootstrapped(metric, probabilities, labels, names, seed)
     return {name: pair for name, pair in found.items() if not np.isnan(pair).any()}
-
-
-def measured(probabilities: Array, labels: Array, subjects: Sequence[str]) -> dict[str, float]:
-    """All metrics, and the ends of their intervals as ``<metric>_low`` and ``<metric>_high``."""
-    values = evaluate(probabilities, labels)
-    for name, (low, high) in intervals(probabilities, labels, subjects).items():
-        values |= {f"{name}_low": low, f"{name}_high": high}
-    return values
 
 
 def wilson(share: float, number: float) -> Interval:

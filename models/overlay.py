@@ -15,6 +15,7 @@ from models.explained_scan import peak_mm
 from models.findings import TITLES, WITHOUT_SIGN, Case, Findings, Map
 from models.localisation import TOP, hottest
 from models.maps.native import Array, head_mask, volume
+from models.tasks import UNITS, is_number
 
 DISPLAY_MM = 2.0
 """Voxel size of pictures: coarser scans are resampled, so that they do not look like bricks."""
@@ -40,24 +41,31 @@ def save_overlay(case: Case, one: Map, path: Path, class_names: Sequence[str]) -
 
 
 def save_unlabelled(
-    image: Array, values: Array, affine: Array, path: Path, title: str, name: str
+    image: Array,
+    values: Array,
+    affine: Array,
+    path: Path,
+    title: str,
+    class_names: Sequence[str],
 ) -> None:
     """Draw a map (D, H, W) over a scan of which the class is not known.
 
     Args:
         image: (D, H, W), prepared.
-        values: map of the evidence for a class, within the head.
+        values: map of the evidence for a class, or of what raises a number, within the head.
         affine: (4, 4) voxels to mm, of both.
         path: of the PNG.
         title: first line.
-        name: of the explained class.
+        class_names: of the task; the last one is explained.
     """
-    what = f"HiResCAM, evidence for {name}, {top_text(values, image)}"
+    name, shows = class_names[-1], evidence(class_names)
+    what = f"HiResCAM, {shows}, {top_text(values, image)}"
+    hot = f"raises the {name} told" if is_number(class_names) else f"speaks most for {name}"
     note = (
-        f"Hot is what speaks most for {name} in this scan. The scale is the map's own, so there is "
-        "always a hottest place; it is no sign of disease by itself."
+        f"Hot is what {hot} in this scan. The scale is the map's own, so there is always a hottest "
+        "place; it is no sign of disease by itself."
     )
-    empty = "" if values.any() else f"no evidence for {name} was found"
+    empty = "" if values.any() else f"{shows}: nothing was found"
     _draw(image, values, affine, path, f"{title}\n{empty or what}", note)
 
 
@@ -66,11 +74,12 @@ def save_group_means(findings: Findings, folder: Path, class_names: Sequence[str
     paths = []
     for (label, method), mean in findings.means.items():
         path = folder / f"mean_{class_names[label]}_{method}.png"
+        whose = "" if is_number(class_names) else f"{class_names[label]} "
         planted = findings.planted.get(label)
         green = "" if planted is None else "\ngreen: planted in half of them, however weakly"
         title = (
-            f"mean of {findings.counts[label]} {class_names[label]} scans   |   {TITLES[method]}"
-            f"\n{_subject(method)} {class_names[-1]}, {top_text(mean, findings.mean_images[label])}"
+            f"mean of {findings.counts[label]} {whose}scans   |   {TITLES[method]}"
+            f"\n{evidence(class_names, method)}, {top_text(mean, findings.mean_images[label])}"
             f"{green}"
         )
         note = "To be read only where the scans are registered to one space."
@@ -114,6 +123,11 @@ def save_page(case: Case, one: Map, path: Path, class_names: Sequence[str]) -> N
 def case_title(case: Case, class_names: Sequence[str]) -> str:
     """Who it is, what it is, and what the network thinks."""
     name = class_names[-1]
+    if case.verdict.number is not None:
+        return (
+            f"{case.subject}, {name} {case.number:.1f}   |   the network: "
+            f"{case.verdict.number:.1f} {UNITS[name]}"
+        )
     return (
         f"{case.subject} is {class_names[case.label]}   |   the network: "
         f"{case.verdict.probability:.0%} {name}"
@@ -146,13 +160,23 @@ def map_title(case: Case, one: Map) -> str:
     )
 
 
-def _subject(method: str) -> str:
-    return "what changes the score of" if method in WITHOUT_SIGN else "evidence for"
+def evidence(class_names: Sequence[str], method: str = "") -> str:
+    """What a map of a method, or of any with a sign, shows."""
+    name = class_names[-1]
+    if is_number(class_names):
+        return f"what {'changes' if method in WITHOUT_SIGN else 'raises'} the {name} told"
+    return f"{'what changes the score of' if method in WITHOUT_SIGN else 'evidence for'} {name}"
 
 
 def meaning(case: Case, class_names: Sequence[str], method: str = "") -> str:
     """One sentence on what a map of this case means: of this method, or of any but the gradient."""
     name, own = class_names[-1], class_names[case.label]
+    if is_number(class_names):
+        does = "change" if method in WITHOUT_SIGN else "raise"
+        return (
+            f"Hot is what would {does} the {name} that the network tells; what lowers it is not "
+            "shown. The scale is the map's own, so there is always a hottest place."
+        )
     if method in WITHOUT_SIGN:
         return (
             f"A scan of {own}: hot is where a change of the image would change the score of {name} "
@@ -188,7 +212,9 @@ def _draw(
         if heatmap.any()
         else affine[:3, :3] @ (np.array(image.shape) / 2) + affine[:3, 3]
     )
-    head = _fine(_with_dark_air(image), affine)
+    head, shown = _fine(_with_dark_air(image), affine), hottest(heatmap, head_mask(image))
+    least = float(shown[shown > 0].min()) if shown.any() else None  # None: nothing to draw
+    hot = None if least is None else _fine(shown, affine)
     for row, axis in enumerate("xyz"):
         display = plotting.plot_anat(
             head,
@@ -200,24 +226,23 @@ def _draw(
             figure=figure,
             axes=(0, 0.55 - 0.275 * row, 1, 0.27),
         )
-        _lay_over(display, image, heatmap, affine, truth)
-    _draw_scale(figure, _drawn_from(image, heatmap))
+        if least is not None:
+            _lay_over(display, hot, least, around)
+        if truth is not None:
+            contour = _fine(truth, affine)
+            display.add_contours(contour, levels=[0.5], colors="lime", linewidths=0.8)
+    _draw_scale(figure, least)
     figure.text(0.01, 0.985, title, color="white", fontsize=10, va="top")
     figure.text(0.01, 0.9, fill(note, 120), color="#bbbbbb", fontsize=9, va="top")
     figure.savefig(path, dpi=100, facecolor="black")
     plt.close(figure)
 
 
-def _drawn_from(image: Array, heatmap: Array) -> float | None:
-    """The lowest value of a map that is drawn; None if nothing is."""
-    shown = hottest(heatmap, head_mask(image))
-    return min(float(shown[shown > 0].min()), 0.99) if shown.any() else None
-
-
 def _draw_scale(figure: Any, least: float | None) -> None:
     """A bar with the colours of what is laid over; a map is in shares of its own maximum."""
     if least is None:
         return
+    least = min(least, 0.99)
     # below the longest line of a title; grey shines through the colours as a brain does
     axes = figure.add_axes((0.82, 0.87, 0.16, 0.016), facecolor="#606060")
     colours = mpl.cm.ScalarMappable(mpl.colors.Normalize(least, 1), "autumn")
@@ -229,24 +254,18 @@ def _draw_scale(figure: Any, least: float | None) -> None:
     axes.set_title("share of the map's maximum", color="white", fontsize=8, pad=3)
 
 
-def _lay_over(
-    display: Any, image: Array, heatmap: Array, affine: Array, truth: Array | None
-) -> None:
-    shown = hottest(heatmap, head_mask(image))
-    if shown.any():  # a map without evidence has nothing to draw
-        least = float(shown[shown > 0].min())
-        display.add_overlay(
-            _fine(shown, affine),
-            threshold=least / 2,
-            # red to yellow over what is drawn: a map may be nearly flat in its hottest part
-            vmin=min(least, 0.99),
-            vmax=1,
-            cmap="autumn",
-            transparency=_ALPHA,
-        )
-        display.add_markers([peak_mm(heatmap, affine)], marker_color="cyan", marker_size=12)
-    if truth is not None:
-        display.add_contours(_fine(truth, affine), levels=[0.5], colors="lime", linewidths=0.8)
+def _lay_over(display: Any, hot: Any, least: float, peak: Array) -> None:
+    """Draw a map in voxels of its picture, whose lowest value is given, and mark its peak."""
+    display.add_overlay(
+        hot,
+        threshold=least / 2,
+        # red to yellow over what is drawn: a map may be nearly flat in its hottest part
+        vmin=min(least, 0.99),
+        vmax=1,
+        cmap="autumn",
+        transparency=_ALPHA,
+    )
+    display.add_markers([peak], marker_color="cyan", marker_size=12)
 
 
 def slices(image: Array, affine: Array, axis: int, through: float) -> list[float]:
@@ -262,7 +281,10 @@ def slices(image: Array, affine: Array, axis: int, through: float) -> list[float
 def _fine(values: Array, affine: Array) -> Any:
     """An image in voxels of ``DISPLAY_MM`` at most."""
     given = volume(np.asarray(values, dtype=np.float32), affine)
-    sizes = np.minimum(np.sqrt((affine[:3, :3] ** 2).sum(axis=0)), DISPLAY_MM)
+    sizes = np.sqrt((affine[:3, :3] ** 2).sum(axis=0))
+    if np.allclose(affine[:3, :3], np.diag(sizes)) and sizes.max() <= DISPLAY_MM + 1e-3:
+        return given  # it is so already
+    sizes = np.minimum(sizes, DISPLAY_MM)
     # nibabel has no types
     return resample_to_output(given, sizes.tolist(), order=1)  # type: ignore[no-untyped-call]
 

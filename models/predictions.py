@@ -9,6 +9,20 @@ import torch
 from torch import Tensor, distributed
 
 from models.metrics import Array
+from models.tasks import is_number
+
+Scale = tuple[float, float]
+"""Mean and standard deviation of a number over the training scans."""
+
+
+def told(scores: Tensor, scale: Scale | None) -> Tensor:
+    """What scores (n, K) of a network say: probabilities (n, K), or the number (n, 1).
+
+    Args:
+        scores: of classes, or of a number in standard deviations from its mean.
+        scale: of the number; None: they are of classes.
+    """
+    return scores.softmax(dim=1) if scale is None else scores * scale[1] + scale[0]
 
 
 @dataclass(frozen=True)
@@ -18,14 +32,20 @@ class Prediction:
     Attributes:
         subject: whose scan it is.
         image_id: image ID of the scan.
-        label: index of its true class; None: not known.
-        probabilities: one for each class, in the order of the labels.
+        label: index of its true class, or the true number; None: not known.
+        outputs: probabilities of the classes, in the order of the labels; or the number told.
     """
 
     subject: str
     image_id: str
-    label: int | None
-    probabilities: tuple[float, ...]
+    label: float | None
+    outputs: tuple[float, ...]
+
+    @property
+    def true_class(self) -> int:
+        """Index of its true class, which is known."""
+        assert self.label is not None
+        return int(self.label)
 
 
 @dataclass
@@ -38,15 +58,15 @@ class Predictions:
 
     mine: list[Prediction] = field(default_factory=list)
 
-    def add(self, batch: Mapping[str, Any], probabilities: Tensor) -> None:
+    def add(self, batch: Mapping[str, Any], outputs: Tensor) -> None:
         """Add a batch; one without ids gets numbers, so that every scan is a subject of its own."""
-        count = len(probabilities)
+        count = len(outputs)
         numbers = [f"{_rank()}-{len(self.mine) + i}" for i in range(count)]
         labels = batch["label"].tolist() if "label" in batch else [None] * count
         subjects = batch.get("subject", numbers)
         names = batch.get("image_id", numbers)
         # float32 at least: bfloat16 has no numpy, and three digits
-        rows = probabilities.detach().to("cpu", torch.float32).tolist()
+        rows = outputs.detach().to("cpu", torch.float32).tolist()
         self.mine += [
             Prediction(str(subject), str(name), label, tuple(row))
             for subject, name, label, row in zip(subjects, names, labels, rows)
@@ -64,11 +84,11 @@ class Predictions:
 
 
 def arrays(predictions: Sequence[Prediction]) -> tuple[Array, Array, list[str]]:
-    """Probabilities (n, K), labels (n,) and subjects of the predictions that have a label."""
+    """Outputs (n, K), labels (n,) and subjects of the predictions that have a label."""
     known = [row for row in predictions if row.label is not None]
     return (
-        np.array([row.probabilities for row in known]),
-        np.array([row.label for row in known], dtype=np.int64),
+        np.array([row.outputs for row in known]),
+        np.array([row.label for row in known]),
         [row.subject for row in known],
     )
 
@@ -80,6 +100,8 @@ def table_rows(
 ) -> list[dict[str, Any]]:
     """One row per scan: ids, label, predicted class, P(class) each, and what else is known.
 
+    Where the task is a number: ids, the true one, the one told, and their difference.
+
     Args:
         predictions: What was said.
         class_names: Names of the classes, in the order of the labels.
@@ -89,18 +111,46 @@ def table_rows(
     rows = []
     for scan in predictions:
         known = details.get(scan.image_id, {})
+        said = _number if is_number(class_names) else _class
         rows.append(
-            {
-                "subject": scan.subject,
-                "image_id": scan.image_id,
-                "label": "" if scan.label is None else scan.label,
-                "class": "" if scan.label is None else class_names[scan.label],
-                "predicted": class_names[int(np.argmax(scan.probabilities))],
-            }
-            | {f"p_{name}": p for name, p in zip(class_names, scan.probabilities)}
+            {"subject": scan.subject, "image_id": scan.image_id}
+            | {"label": "" if scan.label is None else scan.label}
+            | said(scan, class_names)
             | {name: known.get(name, "") for name in columns}
         )
     return rows
+
+
+_TOLD = "predicted_"
+_PROBABILITY = "p_"
+
+
+def _class(scan: Prediction, names: Sequence[str]) -> dict[str, Any]:
+    return {
+        "class": "" if scan.label is None else names[scan.true_class],
+        "predicted": names[int(np.argmax(scan.outputs))],
+    } | {f"{_PROBABILITY}{name}": p for name, p in zip(names, scan.outputs)}
+
+
+def _number(scan: Prediction, names: Sequence[str]) -> dict[str, Any]:
+    (told,) = scan.outputs
+    return {
+        f"{_TOLD}{names[0]}": told,
+        "error": "" if scan.label is None else told - scan.label,
+    }
+
+
+def read_outputs(rows: Sequence[Mapping[str, str]]) -> tuple[Array, Array, list[str]]:
+    """Outputs (n, K), labels (n,) and class names of a table of predictions, where labels are."""
+    known = [row for row in rows if row["label"]]
+    columns = list(known[0]) if known else []
+    for start, kind in ((_PROBABILITY, int), (_TOLD, float)):
+        own = [name for name in columns if name.startswith(start)]
+        if own:
+            outputs = np.array([[float(row[name]) for name in own] for row in known])
+            labels = np.array([kind(row["label"]) for row in known])
+            return outputs, labels, [name.removeprefix(start) for name in own]
+    return np.empty((0, 0)), np.empty(0), []
 
 
 def _rank() -> int:

@@ -2,7 +2,8 @@
 
 Ranges of age, voxel size and the intensities within the head; field strengths; where the network's
 own features of the training scans lie; and the temperature that calibrates its probabilities on the
-validation scans. Plain numbers and tensors, and nothing of any single person.
+validation scans, or what it tells wrong of a number there. Plain numbers and tensors, and nothing
+of any single person.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,10 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
+from models import numbers
 from models.metrics import Array
+from models.predictions import Scale, told
+from models.tasks import is_number
 
 KEY = "reference"
 """Entry of a checkpoint."""
@@ -35,19 +39,21 @@ class Reference:
 
     Attributes:
         class_names: of the task, in the order of the labels.
-        scans: number of training scans of each class.
+        scans: number of training scans of each class; of a number, of all under its name.
         ranges: lowest and highest value by name: ``age``, ``voxel_mm`` and those of `intensities`.
         field_strengths: in tesla; empty: not known.
         temperature: that scores are divided by for calibrated probabilities.
         calibrated_on: number of validation scans it was found on.
         threshold: calibrated probability of the last class from which on it is called, chosen on
-            the validation scans; 0.5 for more than two classes.
+            the validation scans; 0.5 for more than two classes, and for a number.
         centre: (C,) mean of the network's features.
         precision: (C, C) inverse of their covariance.
         limit: distance beyond which no held-out scan lay.
         extremes: as ``ranges``, without the margin; empty: an older checkpoint does not know.
         usual: mean of coarse images of the training scans; None: they were too few to say.
         least: correlation with it below which a scan is no head like them.
+        error: mean absolute error on the validation scans, of a number; None: classes are told.
+        correction: what is told wrong there on average, intercept and slope over the number.
     """
 
     class_names: tuple[str, ...]
@@ -63,6 +69,15 @@ class Reference:
     extremes: dict[str, tuple[float, float]] = field(default_factory=dict)
     usual: Tensor | None = None
     least: float = 0.0
+    error: float | None = None
+    correction: tuple[float, float] | None = None
+
+    @property
+    def counted(self) -> str:
+        """Training scans in words: ``5 NC, 4 AD``; of a number, ``9 scans``."""
+        if is_number(self.class_names):
+            return f"{sum(self.scans.values())} scans"
+        return ", ".join(f"{count} {name}" for name, count in self.scans.items())
 
     def distance(self, features: Tensor) -> float:
         """Mahalanobis distance of features (C,) from those of the training scans."""
@@ -106,7 +121,7 @@ def scores_and_features(network: nn.Module, images: Tensor) -> tuple[Tensor, Ten
     return scores.float(), kept[0].float()
 
 
-def measure(network: nn.Module, datamodule: Any) -> Reference:
+def measure(network: nn.Module, datamodule: Any, scale: Scale | None = None) -> Reference:
     """Look at training and validation scans with a trained network, in evaluation mode.
 
     Of many training scans ``MOST`` are looked at, evenly spread over them.
@@ -114,6 +129,7 @@ def measure(network: nn.Module, datamodule: Any) -> Reference:
     Args:
         network: of the checkpoint, on one device.
         datamodule: an ``ADNIDataModule`` that is set up.
+        scale: of the number that it tells; None: it tells classes.
     """
     from sklearn.covariance import LedoitWolf  # a second that only this needs
 
@@ -126,26 +142,39 @@ def measure(network: nn.Module, datamodule: Any) -> Reference:
     for name in train.intensities[0]:
         measures[name] = [values[name] for values in train.intensities]
     names = tuple(datamodule.class_names)
-    warmth = temperature(validation.scores, validation.labels)
-    calibrated = (validation.scores / warmth).softmax(dim=1)
+    kind = _of_classes(validation) if scale is None else _of_number(validation, scale)
     usual, least = datamodule.usual_head() or (None, 0.0)
     found = Reference(
         class_names=names,
         scans={name: sum(r.label == k for r in records) for k, name in enumerate(names)},
         ranges={name: _range(values) for name, values in measures.items() if values},
         field_strengths=tuple(sorted({r.field_strength for r in records if r.field_strength})),
-        temperature=warmth,
         calibrated_on=len(validation.labels),
-        threshold=threshold(calibrated[:, -1], validation.labels) if len(names) == 2 else 0.5,
         centre=torch.tensor(spread.location_, dtype=torch.float32),
         precision=torch.tensor(spread.precision_, dtype=torch.float32),
         limit=0.0,
         extremes={name: (min(values), max(values)) for name, values in measures.items() if values},
         usual=usual,
         least=least,
+        **kind,
     )
     far = [found.distance(f) for f in (*train.features, *validation.features)]
     return Reference(**{**found.__dict__, "limit": _LIMIT * max(far)})
+
+
+def _of_classes(validation: "_Seen") -> dict[str, Any]:
+    warmth, labels = temperature(validation.scores, validation.labels), validation.labels
+    calibrated = (validation.scores / warmth).softmax(dim=1)
+    two = calibrated.shape[1] == 2
+    place = threshold(calibrated[:, -1], labels) if two else 0.5
+    return {"temperature": warmth, "threshold": place}
+
+
+def _of_number(validation: "_Seen", scale: Scale) -> dict[str, Any]:
+    said, true = told(validation.scores, scale)[:, 0].double().numpy(), validation.labels.numpy()
+    found = tuple(numbers.correction(said, true))
+    error = numbers.evaluate(said, true)["mae"]
+    return {"temperature": 1.0, "threshold": 0.5, "error": error, "correction": found}
 
 
 @dataclass(frozen=True)
@@ -224,6 +253,18 @@ def threshold(positive: Tensor, labels: Tensor) -> float:
     return float(best[(best - 0.5).abs().argmin()])
 
 
+def corrected_gap(references: Sequence[Reference], number: float, true: float) -> float | None:
+    """Told minus true, beyond what validation scans say is told wrong; None: not known."""
+    lines = [
+        numbers.Correction(*known.correction)
+        for known in references
+        if known.correction and known.calibrated_on >= FEW
+    ]
+    if not lines or len(lines) < len(references):
+        return None
+    return float(np.mean([line.gap(number, true) for line in lines]))
+
+
 def to_checkpoint(path: Path, reference: Reference) -> None:
     """Add a reference to a Lightning checkpoint; the file is whole at every moment."""
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -244,5 +285,6 @@ def from_checkpoint(checkpoint: Mapping[str, Any]) -> Reference | None:
     known: dict[str, Any] = {"extremes": {}, **plain}  # older checkpoints do not have them
     for kind in ("ranges", "extremes"):
         known[kind] = {name: (low, high) for name, (low, high) in known[kind].items()}
-    fields = tuple(plain["field_strengths"])
-    return Reference(**{**known, "class_names": names, "field_strengths": fields})
+    fields, line = tuple(plain["field_strengths"]), plain.get("correction")
+    known |= {"class_names": names, "field_strengths": fields}
+    return Reference(**{**known, "correction": tuple(line) if line else None})

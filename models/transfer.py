@@ -3,7 +3,7 @@
 import hashlib
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,17 @@ from models.errors import UseError
 
 KEY = "trained_on"
 """Entry of a checkpoint: hashes of the subjects that its weights have seen in training."""
+
+SCALE = "target_scale"
+"""Entry of a checkpoint that tells a number: its mean and deviation over the training scans."""
+
+
+def scale_of(checkpoint: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The scale of the number that a checkpoint tells; None for one of classes."""
+    if SCALE not in checkpoint:
+        return None
+    mean, spread = checkpoint[SCALE]
+    return mean, spread
 
 
 def hashed(subjects: Iterable[str]) -> list[str]:

@@ -33,7 +33,7 @@ class WritePredictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._predictions.add(outputs, outputs["probabilities"])
+        self._predictions.add(outputs, outputs["outputs"])
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer, pl_module, self._predictions.gathered())

@@ -103,7 +103,8 @@ def write_page(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     shown = sorted(
         rows, key=lambda row: (row["problem"] == "", float(str(row["correlation"] or 0)))
     )
-    names = [name for name in (shown[0] if shown else {}) if name != "picture"]
+    columns = [name for name in (shown[0] if shown else {}) if name != "picture"]
+    names = [name for name in columns if any(str(row[name]) for row in shown)]
     head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
     body = ""
     for row in shown:

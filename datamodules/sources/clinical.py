@@ -26,7 +26,7 @@ from ..dates import dates_in, find_dates
 from ..errors import TableError
 from ..labels import CONCLUSIONS, diagnosis, known_words
 from ..progression import FORGOTTEN as _FORGOTTEN
-from ..progression import Visit
+from ..progression import OTHER_DEMENTIA, Visit
 from ..progression import nominal_day as _nominal
 from ..records import natural
 from ..tables import MISSING, Table, header_of, one_row_each, read_table
@@ -324,7 +324,7 @@ def _dxsum(table: Table) -> Clinical:
     other = [sum(visit.dx == "OD" for visit in seen) for seen in visits.values()]
     note = (
         f"{table.path.name}: {sum(other)} visits of {sum(map(bool, other))} people are dementia of "
-        "another cause (DXDDUE 2); --data.other_dementia / --other-dementia says what they are"
+        f"another cause (DXDDUE 2); {OTHER_DEMENTIA}"
     )
     return Clinical(
         table.path, source, persons, _notes(table.note, dates.note, note if any(other) else "")

@@ -64,7 +64,8 @@ def _read_people(path: Path, names: Names) -> Clinical:
             )
             action = "correct it, or say what the word means with --data.label_map / --label-map"
             raise TableError("BAD_ROW" if twice else "UNKNOWN_LABEL", found, str(path), action)
-        visit = Visit(FORGOTTEN, dx, age=quantity_in(row.get("age", ""), "age"), dated=False)
+        age, mmse = (quantity_in(row.get(column, ""), column) for column in ("age", "mmse"))
+        visit = Visit(FORGOTTEN, dx, age=age, mmse=mmse, dated=False)
         people[name] = Person((visit,), sex_in(row.get("sex", "")), dx)
     source = f"{path.name}:{label}"
     notes = (table.note,) if table.note else ()

@@ -3,14 +3,14 @@
 Days are counted from each person's entry, of visits (``days_to_visit``) and of scans (``d0129``),
 which are made at other times: a scan has the nearest visit. D1 says what somebody has (``NORMCOG``,
 ``MCIAMEM``, ``DEMENTED`` and why); where it is missing, the words of B4 do (``dx1``), which know no
-MCI. Whoever is impaired and has neither MCI nor AD (dementia of another cause, impairment that is
-no MCI, "uncertain dementia") is of no class, and no control at other visits.
+MCI. A dementia of another cause is ``OD``, as in other tables; what is neither (impairment that is
+no MCI, "uncertain dementia") is ``other``: of no class, and no control at other visits.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +18,7 @@ from os.path import commonpath
 from pathlib import Path
 
 from ..cells import number_in
-from ..progression import FORGOTTEN, Visit
+from ..progression import FORGOTTEN, OTHER_DEMENTIA, Visit
 from ..tables import header_of, read_table
 from .clinical import Clinical, Person
 from .ids import canonical_subject
@@ -41,6 +41,8 @@ _OLD_NAMES = {
 _MCI = {"mciamem", "mciaplus", "mcinon1", "mcinon2"}
 _CAUSES = {"probad": "probadif", "possad": "possadif", "alzdis": "alzdisif"}
 _NOT_THE_FIRST = ("2", "3")  # contributing, non-contributing
+_DEMENTED = re.compile(r"\bdem|\bdlbd\b|\bdat\b")  # "Non AD dem", "Vascular Demt", "Dementia/PD"
+_UNCERTAIN = re.compile(r"unc|incip|no\b|\d")  # "Unc: ques. Impairment", "0.5 in memory only"
 _SEX = {"1": "M", "2": "F", "m": "M", "f": "F"}
 
 
@@ -92,10 +94,12 @@ def read_uds(forms: dict[str, Path]) -> Clinical:
         for person, own in visits.items()
     }
     tables = [forms[kind].name for kind in ("D1", "B4", "old") if kind in forms]
-    others = sum(visit.dx == "other" for own in visits.values() for visit in own)
+    found = Counter(visit.dx for own in visits.values() for visit in own)
     notes = []
-    if others:
-        notes.append(f"{others} visits with an impairment that is neither MCI nor AD: of no class")
+    if found["OD"]:
+        notes.append(f"{found['OD']} visits with a dementia of another cause; {OTHER_DEMENTIA}")
+    if found["other"]:
+        notes.append(f"{found['other']} visits with an impairment that is no MCI and no dementia")
     if "D1" not in forms:
         notes.append(f"{tables[0]} knows no MCI; the form D1 (OASIS3_UDSd1_diagnoses.csv) does")
     folder = Path(commonpath(forms.values()))
@@ -131,7 +135,7 @@ def _of_flags(row: dict[str, str]) -> str:
             cause in flags and row.get(role, "").removesuffix(".0") not in _NOT_THE_FIRST
             for cause, role in _CAUSES.items()
         )
-        return "AD" if alzheimer else "other"
+        return "AD" if alzheimer else "OD"
     if flags & _MCI:
         return "MCI"
     return "other" if "impnomci" in flags else ""
@@ -144,7 +148,9 @@ def _of_words(row: dict[str, str]) -> str:
         return ""
     if words in ("cognitively normal", "no dementia"):
         return "NC" if (number_in(row.get("cdrtot", "")) or 0) == 0 else "other"
-    return "AD" if re.match(r"(ad|dat)\b(?!.*cannot be primary)", words) else "other"
+    if re.match(r"(ad|dat)\b(?!.*cannot be primary)", words):
+        return "AD"
+    return "OD" if _DEMENTED.search(words) and not _UNCERTAIN.match(words) else "other"
 
 
 def _people(path: Path | None) -> dict[str, tuple[str, str, str, int | None]]:

@@ -1,8 +1,9 @@
-"""What a network has to beat: a logistic regression on age, sex and a volume of the prepared scan.
+"""What a network has to beat: a regression on age, sex and a volume of the prepared scan.
 
-It is fitted to the first scan of each person that the network was trained on, and tested on the
-scans of the network's own test. The volume is that of the tissue around the hippocampi where scans
-are registered to MNI152, else that of the head. Numbers that are not known are the training mean.
+It is a logistic one of classes, and a linear one of a number; age is not used to tell age. It is
+fitted to the first scan of each person that the network was trained on, and tested on the scans of
+the network's own test. The volume is that of the tissue around the hippocampi where scans are
+registered to MNI152, else that of the head. Numbers that are not known are the training mean.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from datamodules.background import otsu
 from datamodules.records import ScanRecord
 from datamodules.space import MNI_MIDDLE
+from models import numbers
 from models.compare import compare
 from models.localisation import REGIONS
 from models.metrics import Array
@@ -43,7 +45,7 @@ def fit_baseline(datamodule: Any, tested: Sequence[Prediction]) -> Baseline:
     """
     # seconds to import, and only this needs them
     from sklearn.impute import SimpleImputer
-    from sklearn.linear_model import LogisticRegression
+    from sklearn.linear_model import LinearRegression, LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
@@ -57,14 +59,17 @@ def fit_baseline(datamodule: Any, tested: Sequence[Prediction]) -> Baseline:
         first.setdefault(record.subject, record)
     own = [(record, values) for record, values in train if first[record.subject] is record]
     inputs = np.array([values for _, values in own])
-    kept = np.isfinite(inputs).mean(axis=0) >= _KNOWN
-    model = make_pipeline(SimpleImputer(), StandardScaler(), LogisticRegression(max_iter=1000))
-    model.fit(inputs[:, kept], [record.label for record, _ in own])
+    kept = (np.isfinite(inputs).mean(axis=0) >= _KNOWN) & (names != datamodule.task.number)
+    number = bool(datamodule.task.number)
+    regression = LinearRegression() if number else LogisticRegression(max_iter=1000)
+    model = make_pipeline(SimpleImputer(), StandardScaler(), regression)
+    model.fit(inputs[:, kept], [r.target if number else r.label for r, _ in own])
     by_scan = {record.image_id: values for record, values in test}
     asked = np.array([by_scan[row.image_id] for row in tested])
+    tell = model.predict if number else model.predict_proba
     said = [
-        Prediction(row.subject, row.image_id, row.label, tuple(values))
-        for row, values in zip(tested, model.predict_proba(asked[:, kept]).tolist())
+        Prediction(row.subject, row.image_id, row.label, tuple(np.atleast_1d(values).tolist()))
+        for row, values in zip(tested, tell(asked[:, kept]))
     ]
     return Baseline(tuple(names[kept].tolist()), said)
 
@@ -107,18 +112,36 @@ def verdict(network: Sequence[Prediction], baseline: Baseline) -> str:
     """Whether the network beats the baseline, in a sentence; of each person one scan counts."""
     first = {row.subject: number for number, row in reversed(list(enumerate(network)))}
     rows = sorted(first.values())
-    both = [
-        np.array([said[k].probabilities for k in rows]) for said in (network, baseline.predictions)
-    ]
+    both = [np.array([said[k].outputs for k in rows]) for said in (network, baseline.predictions)]
     labels = np.array([network[k].label for k in rows])
+    if both[0].shape[1] == 1:
+        said_of = numbers.compare(both[0][:, 0], both[1][:, 0], labels)
+        ours, theirs = (-error for error in said_of.errors)
+        errors = " and ".join(f"{error:.2f}" for error in said_of.errors)
+        return _beaten(
+            "linear", baseline, ours, theirs, said_of.p, f"mean absolute error {errors}", rows
+        )
     found = compare(both[0], both[1], labels)
-    simple = f"a logistic regression on {', '.join(baseline.features)}"
     if np.isfinite(found.areas).all():
         ours, theirs, p = *found.areas, found.delong_p
         said = f"AUROC {ours:.3f} and {theirs:.3f}"
     else:
         ours, theirs = ((one.argmax(axis=1) == labels).mean() for one in both)
         p, said = found.mcnemar_p, f"accuracy {ours:.3f} and {theirs:.3f}"
+    return _beaten("logistic", baseline, ours, theirs, p, said, rows)
+
+
+def _beaten(
+    kind: str,
+    baseline: Baseline,
+    ours: float,
+    theirs: float,
+    p: float,
+    said: str,
+    rows: Sequence[int],
+) -> str:
+    """The sentence, from a measure of both of which more is better."""
+    simple = f"a {kind} regression on {', '.join(baseline.features)}"
     difference = f"{said}, p = {p:.2g} for the difference, {len(rows)} people"
     if ours <= theirs:
         return f"The network does not beat {simple}: {difference}."

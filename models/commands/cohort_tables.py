@@ -9,9 +9,10 @@ import torch
 
 from datamodules.records import ScanRecord
 from models.calibration import calibration_intervals, recalibrated, slope_and_intercept
-from models.intervals import intervals
-from models.metrics import Array, evaluate
+from models.metrics import Array
 from models.reference import Reference
+from models.scores import evaluate, intervals
+from models.tasks import is_number
 
 
 def beside_internal(
@@ -50,6 +51,10 @@ _GROUPS: dict[str, Callable[[ScanRecord], str]] = {
 }
 
 
+_OF_CLASSES = ("accuracy", "auroc", "sensitivity", "specificity")
+_OF_NUMBER = ("mae", "bias", "pearson_r")
+
+
 def at_threshold(
     positive: Array, labels: Array, people: Sequence[str], threshold: float
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
@@ -64,20 +69,22 @@ def at_threshold(
 
 
 def by_group(
-    records: Sequence[ScanRecord], probabilities: Array, labels: Array
+    records: Sequence[ScanRecord], outputs: Array, labels: Array, class_names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Metrics of every group of a kind; intervals where there are enough people for one."""
-    rows = []
+    rows, number = [], is_number(class_names)
+    shown = _OF_NUMBER if number else _OF_CLASSES
     for kind, of in _GROUPS.items():
         groups = [of(record) for record in records]
         for group in sorted(set(groups) - {""}):
             own = np.array([name == group for name in groups])
             people = [r.subject for r, mine in zip(records, own) if mine]
-            values = evaluate(probabilities[own], labels[own])
-            bounds = intervals(probabilities[own], labels[own], people)
+            values = evaluate(outputs[own], labels[own])
+            bounds = intervals(outputs[own], labels[own], people)
             row: dict[str, Any] = {"by": kind, "group": group, "scans": int(own.sum())}
-            row["of_last_class"] = int((labels[own] == probabilities.shape[1] - 1).sum())
-            for name in ("accuracy", "auroc", "sensitivity", "specificity"):
+            if not number:
+                row["of_last_class"] = int((labels[own] == outputs.shape[1] - 1).sum())
+            for name in shown:
                 value = values[name]
                 row[name] = "" if math.isnan(value) else value
                 row[f"{name}_low"], row[f"{name}_high"] = bounds.get(name, ("", ""))
@@ -91,7 +98,8 @@ def calibration_rows(
     """Slope and intercept of the network, after its temperature, and after a fit to this cohort.
 
     The last one is cross-fitted (each half of the people with the numbers of the other), or it
-    would be perfect by construction; it says what recalibration on site could reach.
+    would be perfect by construction; it says what recalibration on site could reach. Slope and
+    intercept are there with their intervals alone: of a few people they may be anything.
     """
     shown = {"network": raw, "temperature of the validation scans": calibrated}
     halves = np.unique(people, return_inverse=True)[1] % 2
@@ -111,10 +119,11 @@ def calibration_rows(
         bounds = calibration_intervals(values, labels) if alone else {}
         row: dict[str, Any] = {"probabilities": name}
         for column, value in (("slope", slope), ("intercept", intercept)):
-            row[column] = "" if math.isnan(value) else value
+            row[column] = value if column in bounds else ""
             row[f"{column}_low"], row[f"{column}_high"] = bounds.get(column, ("", ""))
         rows.append(row | {"brier": float(((values - labels) ** 2).mean())})
-    return rows
+    known = {name for row in rows for name, value in row.items() if value != ""}
+    return [{name: value for name, value in row.items() if name in known} for row in rows]
 
 
 def _shifted(raw: Array, labels: Array, halves: Array, half: int, slope: float) -> float:

@@ -63,6 +63,11 @@ def export(ckpt_path: Path, out: Path) -> list[Path]:
     if out.exists() and any(out.iterdir()):
         raise UseError(f"{out} is not empty; give --out a new folder, nothing is replaced.")
     trained = load(ckpt_path)
+    if trained.scale is not None:
+        raise UseError(
+            f"{ckpt_path} tells a number, {trained.class_names[0]}; bundles are made of networks "
+            "that tell classes. Give the checkpoint itself, for `models predict --ckpt_path`."
+        )
     for name in ("configs", "models", "docs", "scripts"):
         writable(out / name)
     _copy_code(out / "scripts")

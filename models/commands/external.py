@@ -40,12 +40,13 @@ from models.commands.predict_scans import CKPT_HELP, Trained, load_all, trained_
 from models.drawing import save_figures
 from models.environment import save_environment
 from models.errors import UseError
-from models.intervals import intervals
-from models.metrics import evaluate, never_named
-from models.predictions import Prediction, table_rows
-from models.reference import FEW, intensities, scores_and_features
+from models.metrics import never_named
+from models.predictions import Prediction, table_rows, told
+from models.reference import FEW, corrected_gap, intensities, scores_and_features
 from models.results import load_metrics, run_folder, save_result, scans_hash, writable
+from models.scores import evaluate, intervals
 from models.tables import read_table, write_table
+from models.tasks import is_number
 from models.transfer import is_among
 
 _DIGITS = 6
@@ -189,35 +190,38 @@ def refuse_trained_on(records: Sequence[ScanRecord], trained: Trained, where: Pa
 def validate_on(
     trained: Trained, records: Sequence[ScanRecord], out: Path, options: argparse.Namespace
 ) -> None:
-    """Classify the scans and write everything that is said about it."""
+    """Ask the network about the scans and write everything that is said about it."""
     scores, features, levels = _looked_at(trained, records, options.batch_size)
     reference = trained.reference
     references = [one.reference for one in trained.members if one.reference]
-    each = [values.softmax(dim=1).numpy() for values in scores]
-    raw = np.mean(each, axis=0)
-    tempered = [known.calibrated(s).numpy() for known, s in zip(references, scores)]
+    each = [told(own, one.scale).numpy() for one, own in zip(trained.members, scores)]
+    raw, names, number = np.mean(each, axis=0), trained.class_names, is_number(trained.class_names)
+    labels = np.array([r.target if number else r.label for r in records])
+    tempered = [] if number else [r.calibrated(s).numpy() for r, s in zip(references, scores)]
     calibrated = np.mean(tempered, axis=0) if len(tempered) == len(each) else raw
-    names, labels = trained.class_names, np.array([record.label for record in records])
     people = [record.subject for record in records]
     internal = _internal(options.ckpt_path)
     external = evaluate(raw, labels)
     bounds = intervals(raw, labels, people)
     predictions = [
-        Prediction(r.subject, r.image_id, r.label, tuple(row))
-        for r, row in zip(records, raw.tolist())
+        Prediction(r.subject, r.image_id, label, tuple(row))
+        for r, label, row in zip(records, labels.tolist(), raw.tolist())
     ]
     likeness = _likeness(trained, records, out / "checks.json")
+    last = calibrated[:, -1].tolist()
+    more: list[dict[str, Any]] = [{"calibrated": round(value, _DIGITS)} for value in last]
+    if number:
+        gaps = [corrected_gap(references, *pair) for pair in zip(raw[:, 0], labels)]
+        more = [{} if gap is None else {"corrected_error": gap} for gap in gaps]
     details = {
-        record.image_id: {"calibrated": round(float(row[-1]), _DIGITS)}
-        | {"likeness": likeness.get(record.path, "")}
-        | _about(record)
-        for record, row in zip(records, calibrated)
+        record.image_id: columns | {"likeness": likeness.get(record.path, "")} | _about(record)
+        for record, columns in zip(records, more)
     }
     write_table(table_rows(predictions, names, details), out / "predictions.tsv")
     if reference and len(names) == 2:
         place = float(np.mean([known.threshold for known in references]))
-        more, ends = at_threshold(calibrated[:, 1], labels, people, place)
-        external, bounds = external | more, bounds | ends
+        called, ends = at_threshold(calibrated[:, 1], labels, people, place)
+        external, bounds = external | called, bounds | ends
     rows = beside_internal(external, bounds, internal)
     if trained.others:
         alone = [evaluate(values, labels) for values in each]
@@ -225,7 +229,7 @@ def validate_on(
             found = [values[row["metric"]] for values in alone if row["metric"] in values]
             row |= {"networks_from": min(found, default=""), "networks_to": max(found, default="")}
     write_table(rows, out / "internal_and_external.tsv")
-    write_table(by_group(records, raw, labels), out / "groups.tsv")
+    write_table(by_group(records, raw, labels, names), out / "groups.tsv")
     if len(names) == 2:
         rows_of = calibration_rows(raw[:, 1], calibrated[:, 1], labels, people)
         write_table(rows_of, out / "calibration.tsv")
@@ -241,16 +245,16 @@ def validate_on(
     settings = {
         "cohort": options.cohort.resolve().name,
         "scans": scans_hash(predictions),
-        "prevalence": options.prevalence,
-        "threshold_of": reference.calibrated_on if reference else 0,
+        **({} if number else {"prevalence": options.prevalence}),
+        "threshold_of": reference.calibrated_on if reference and not number else 0,
         **trained.preprocessing,
     }
     save_result(out / "external_metrics.json", metrics, settings)
     save_figures(predictions, names, out / "external_metrics.json")
     _print(rows, shift, len(records), len(set(people)))
-    if said := never_named(raw, names):
+    if not number and (said := never_named(raw, names)):
         print(said)
-    if reference and reference.calibrated_on < FEW:
+    if reference and not number and reference.calibrated_on < FEW:
         print(f"the threshold is that of {reference.calibrated_on} validation scans: chance")
 
 

@@ -31,12 +31,19 @@ from models.errors import UseError
 from models.folds import checkpoints_of
 from models.maps import HiResCAM3D
 from models.maps.native import masked, to_native
-from models.reference import Reference, from_checkpoint, intensities, scores_and_features
+from models.predictions import Scale, told
+from models.reference import (
+    Reference,
+    corrected_gap,
+    from_checkpoint,
+    intensities,
+    scores_and_features,
+)
 from models.resattnet import OPTIONS, ResAttNet3D
 from models.results import run_folder, writable
 from models.tables import write_table
-from models.tasks import TaskName, classes_of
-from models.transfer import KEY, is_among, read_checkpoint
+from models.tasks import UNITS, TaskName, classes_of, is_number
+from models.transfer import KEY, is_among, read_checkpoint, scale_of
 
 CKPT_HELP = "RUN/checkpoints/best.ckpt, or a folder of `folds`, whose networks are averaged"
 _EMPTY = 0.05  # standard deviation of a prepared image, which is about 1 within the head
@@ -55,7 +62,8 @@ class Trained:
         reference: what they were like; None: an older checkpoint does not know.
         people: hashes of those it was trained on, or one of the others.
         files: hashes of the files of their scans, and of the pictures in them.
-        others: networks of other folds, whose probabilities are averaged with its own.
+        scale: of the number that it tells; None: it tells classes.
+        others: networks of other folds, whose outputs are averaged with its own.
     """
 
     network: ResAttNet3D
@@ -65,6 +73,7 @@ class Trained:
     reference: Reference | None
     people: frozenset[str]
     files: frozenset[str]
+    scale: Scale | None = None
     others: tuple["Trained", ...] = ()
 
     @property
@@ -74,7 +83,7 @@ class Trained:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """In the order of the scores."""
+        """In the order of the scores; of a number, its name."""
         return classes_of(self.task)
 
     def steps(self) -> list[Any]:
@@ -103,9 +112,10 @@ class Answer:
     Attributes:
         scan: the scan.
         problem: why nothing is said of it; empty: all below is known.
-        probabilities: of the classes, as the network gives them.
-        calibrated: the same, calibrated on validation scans.
-        spread: lowest and highest probability of the last class over several networks.
+        outputs: probabilities of the classes, as the network gives them, or the number.
+        calibrated: probabilities calibrated on validation scans; empty for a number.
+        spread: lowest and highest probability of the last class, or number, over several networks.
+        gap: told minus true age, beyond what is told wrong on average; None: not known.
         outside: what lies outside of the range of the training scans, by name.
         likeness: correlation with the mean of the training scans; None: not known.
         notes: warnings of the check.
@@ -114,9 +124,10 @@ class Answer:
 
     scan: NewScan
     problem: str = ""
-    probabilities: list[float] = field(default_factory=list)
+    outputs: list[float] = field(default_factory=list)
     calibrated: list[float] = field(default_factory=list)
     spread: tuple[float, float] | None = None
+    gap: float | None = None
     outside: dict[str, str] = field(default_factory=dict)
     likeness: float | None = None
     notes: list[str] = field(default_factory=list)
@@ -169,6 +180,7 @@ def load(ckpt_path: Path) -> Trained:
         from_checkpoint(checkpoint),
         frozenset(checkpoint.get(KEY, ())),
         frozenset(files),
+        scale_of(checkpoint),
     )
 
 
@@ -180,7 +192,7 @@ def answer(
     layer: str = "layer1",
     unlike: Unlike = "error",
 ) -> Answer:
-    """Check, prepare and classify one scan; write its overlay and its map. Never raises for it."""
+    """Check and prepare one scan, ask the network, write overlay and map. Never raises for it."""
     said = Answer(scan)
     said.notes += [f"{name} {cell!r} was not read" for name, cell in scan.unread.items()]
     try:
@@ -251,7 +263,8 @@ def trained_likeness(reference: Reference | None, report: FileReport) -> float |
 def _classify(trained: Trained, said: Answer, report: FileReport, image: Tensor) -> None:
     scan = said.scan
     each = [scores_and_features(one.network, image[None]) for one in trained.members]
-    said.probabilities = torch.cat([s.softmax(dim=1) for s, _ in each]).mean(dim=0).tolist()
+    said_by = torch.cat([told(s, one.scale) for one, (s, _) in zip(trained.members, each)])
+    said.outputs = said_by.mean(dim=0).tolist()
     seen = {report.sha256[:16], picture_hash(report.sample)} & trained.files
     if seen or is_among(scan.subject, trained.people):
         said.notes.append("TRAINED_ON: the network has seen this " + ("scan" if seen else "person"))
@@ -261,12 +274,15 @@ def _classify(trained: Trained, said: Answer, report: FileReport, image: Tensor)
         for problem in cut_brains([_record(scan, report)], tuple(shape), spacing)
     ]
     known = [(one.reference, *found) for one, found in zip(trained.members, each) if one.reference]
+    if trained.scale is None and len(known) == len(each):
+        said_by = torch.cat([reference.calibrated(scores) for reference, scores, _ in known])
+        said.calibrated = said_by.mean(dim=0).tolist()
+    if len(each) > 1:
+        said.spread = float(said_by[:, -1].min()), float(said_by[:, -1].max())
     if len(known) < len(each):
         return
-    calibrated = torch.cat([reference.calibrated(scores) for reference, scores, _ in known])
-    said.calibrated = calibrated.mean(dim=0).tolist()
-    if len(each) > 1:
-        said.spread = float(calibrated[:, -1].min()), float(calibrated[:, -1].max())
+    if trained.task == "age" and scan.age is not None:
+        said.gap = corrected_gap([reference for reference, *_ in known], said.outputs[0], scan.age)
     levels = intensities(image[0].numpy(), spacing**3 / 1000)
     outside = [_outside(reference, scan, report, levels, f[0]) for reference, _, f in known]
     # of several networks, what all of them were trained without
@@ -317,30 +333,42 @@ def _draw(
     explained = len(names) - 1
     maps = [HiResCAM3D(one.network, layer)(image[None], explained) for one in trained.members]
     values = masked(torch.cat(maps).mean(dim=0)[0].numpy(), voxels)
-    title = f"{said.scan.name}   |   the network: {shown(said, explained)} {names[explained]}"
+    title = f"{said.scan.name}   |   the network: {shown(said, names)}"
     said.picture = out / f"{said.scan.name}_hirescam.png"
-    save_unlabelled(voxels, values, np.asarray(affine, float), said.picture, title, names[-1])
+    save_unlabelled(voxels, values, np.asarray(affine, float), said.picture, title, names)
     there = to_native(values, np.asarray(affine, float), said.scan.path)
     nib.save(there, said.picture.with_suffix(".nii.gz"))
 
 
-def shown(said: Answer, label: int) -> str:
-    """A probability in words: the calibrated one, if there is one."""
-    values, last = said.calibrated or said.probabilities, len(said.probabilities) - 1
-    spread = said.spread if label == last else None
-    between = f" ({spread[0]:.0%} to {spread[1]:.0%} by the networks)" if spread else ""
-    return f"{values[label]:.0%}{between}"
+def shown(said: Answer, class_names: Sequence[str]) -> str:
+    """What is said of the last class, calibrated where it can be, or the number, in words."""
+    value, name = (said.calibrated or said.outputs)[-1], class_names[-1]
+    form = ".1f" if is_number(class_names) else ".0%"
+    ends = [format(end, form) for end in said.spread or ()]
+    between = f" ({' to '.join(ends)} by the networks)" if ends else ""
+    if is_number(class_names):
+        return f"{name} {value:{form}}{between} {UNITS[name]}"
+    return f"{value:{form}}{between} {name}"
 
 
 def table_rows(answers: Sequence[Answer], class_names: Sequence[str]) -> list[dict[str, Any]]:
     """One row for each scan, with the same columns."""
     rows, several = [], any(said.spread for said in answers)
+    gaps = any(said.gap is not None for said in answers)
     for said in answers:
-        known = said.calibrated or said.probabilities
+        known = said.calibrated or said.outputs
         row: dict[str, Any] = {"scan": said.scan.name, "subject": said.scan.subject}
-        row["predicted"] = class_names[int(np.argmax(known))] if known else ""
-        for kind, values in (("p", said.probabilities), ("calibrated", said.calibrated)):
-            row |= {f"{kind}_{n}": values[k] if values else "" for k, n in enumerate(class_names)}
+        if is_number(class_names):
+            row |= {f"predicted_{class_names[0]}": known[0] if known else ""}
+            if gaps:
+                row |= {"age": "" if said.scan.age is None else said.scan.age}
+                row |= {"corrected_gap": "" if said.gap is None else said.gap}
+        else:
+            row["predicted"] = class_names[int(np.argmax(known))] if known else ""
+            for kind, values in (("p", said.outputs), ("calibrated", said.calibrated)):
+                row |= {
+                    f"{kind}_{n}": values[k] if values else "" for k, n in enumerate(class_names)
+                }
         if several:
             ends = zip(("lowest", "highest"), said.spread or ("", ""))
             row |= {f"{kind}_{class_names[-1]}": value for kind, value in ends}
@@ -396,7 +424,8 @@ def main(arguments: list[str]) -> int:
     page = write_page(out / "predictions.html", trained, answers)
     save_environment(out)
     failed = sum(bool(said.problem) for said in answers)
-    print(f"{len(answers) - failed} scans classified, {failed} refused; {page}")
+    done = "given a number" if is_number(trained.class_names) else "classified"
+    print(f"{len(answers) - failed} scans {done}, {failed} refused; {page}")
     return 1 if failed else 0
 
 
@@ -404,7 +433,7 @@ def _line(said: Answer, names: Sequence[str]) -> str:
     if said.problem:
         return f"{said.scan.name}: refused, {said.problem}"
     outside = f"; outside of what was trained on: {', '.join(said.outside)}" if said.outside else ""
-    return f"{said.scan.name}: {shown(said, len(names) - 1)} {names[-1]}{outside}"
+    return f"{said.scan.name}: {shown(said, names)}{outside}"
 
 
 def _free(folder: Path) -> Path:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from models.reference import FEW
 from models.report import html
+from models.tasks import UNITS, is_number, title_of
 
 if TYPE_CHECKING:
     from models.commands.predict_scans import Answer, Trained
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 def write_page(path: Path, trained: "Trained", answers: Sequence["Answer"]) -> Path:
     """Write the page, which opens without network, and return its path."""
     names = trained.class_names
-    title = f"{len(answers)} scan{'s' * (len(answers) > 1)}, {names[-1]} against {names[0]}"
+    title = f"{len(answers)} scan{'s' * (len(answers) > 1)}, {title_of(trained.task)}"
     good = [said for said in answers if not said.problem]
     bad = [said for said in answers if said.problem]
     parts = [
@@ -33,21 +34,32 @@ def _about(trained: "Trained") -> str:
     size = " x ".join(map(str, own["spatial_shape"]))
     several = f"{len(trained.members)} networks say on average that were"
     whose = several if trained.others else "a network says that was"
+    gives = f"knows the classes {', '.join(trained.class_names)} and gives one of them"
+    if is_number(trained.class_names):
+        gives = f"gives a number, {trained.class_names[0]},"
     text = (
-        f"This is what {whose} trained for research. It knows the classes "
-        f"{', '.join(trained.class_names)} and gives one of them to everybody, whatever else "
-        f"they have. It was trained on {own['profile']} scans, brought to {size} voxels of "
+        f"This is what {whose} trained for research. It {gives} to everybody, whatever else they "
+        f"have. It was trained on {own['profile']} scans, brought to {size} voxels of "
         f"{own['spacing_mm']:g} mm"
     )
     if reference is None:
         return html.note(f"{text}. The checkpoint does not know more of them: train it again.")
-    counts = ", ".join(f"{count} {name}" for name, count in reference.scans.items())
     age = reference.extremes.get("age")
     ages = f", aged {age[0]:.0f} to {age[1]:.0f}" if age else ""
     few = ", too few to trust it" if reference.calibrated_on < FEW else ""
     fields = " and ".join(f"{tesla:g}" for tesla in reference.field_strengths)
+    text = f"{text}: {reference.counted}{ages}{f', at {fields} T' if fields else ''}"
+    if reference.error is not None:
+        (name,) = trained.class_names
+        text += (
+            f". On {reference.calibrated_on} validation scans{few.replace(' it', ' them,')} it was "
+            f"wrong by {reference.error:.1f} {UNITS[name]} on average."
+        )
+        if trained.task == "age" and not few:
+            text += " corrected gap: told minus true age, beyond what it told wrong at that age."
+        return html.note(text)
     return html.note(
-        f"{text}: {counts}{ages}{f', at {fields} T' if fields else ''}. Probabilities are "
+        f"{text}. Probabilities are "
         f"calibrated on {reference.calibrated_on} validation scans (temperature "
         f"{reference.temperature:.2f}{few}), and hold where {trained.class_names[-1]} is as "
         "frequent as there."
@@ -66,14 +78,27 @@ def _in_words(name: str) -> str:
 
 
 def _row(said: "Answer", names: Sequence[str]) -> dict[str, object]:
-    values = said.calibrated or said.probabilities
     return {
         "scan": said.scan.name,
-        **{f"P({name})": value for name, value in zip(names, values)},
-        **({"the networks": " to ".join(f"{p:.3f}" for p in said.spread)} if said.spread else {}),
+        **_told(said, names),
         "outside of what was trained on": ", ".join(map(_in_words, said.outside)) or "nothing",
         "notes": "; ".join(said.notes),
     }
+
+
+def _told(said: "Answer", names: Sequence[str]) -> dict[str, object]:
+    """What is said of a scan, by column."""
+    ends = said.spread or ()
+    if is_number(names):
+        unit = UNITS[names[0]]
+        found: dict[str, object] = {names[0]: f"{said.outputs[0]:.1f} {unit}"}
+        if said.gap is not None:
+            found["true"] = f"{said.scan.age:.1f} {unit}"
+            found["corrected gap"] = f"{said.gap:+.1f} {unit}"
+        return found | ({"the networks": " to ".join(f"{v:.1f}" for v in ends)} if ends else {})
+    values = said.calibrated or said.outputs
+    found = {f"P({name})": value for name, value in zip(names, values)}
+    return found | ({"the networks": " to ".join(f"{p:.3f}" for p in ends)} if ends else {})
 
 
 def _one(said: "Answer", names: Sequence[str]) -> str:

@@ -18,14 +18,15 @@ from models.classifier import ResAttNetClassifier
 from models.environment import save_environment
 from models.errors import UseError
 from models.findings import MethodName
-from models.intervals import measured
 from models.maps.common import named_layer
 from models.metrics import never_named
 from models.parser import Parser
 from models.predictions import Prediction, arrays, table_rows
 from models.results import beside, free_path, run_folder, save_result, scans_hash, writable
+from models.scores import measured
 from models.tables import write_table
-from models.transfer import read_checkpoint, state_of
+from models.tasks import is_number
+from models.transfer import read_checkpoint, scale_of, state_of
 from models.write_predictions import WritePredictions
 
 DESCRIPTION = """Train, test and explain 3D-ResAttNet on ADNI. Each command has its own --help.
@@ -100,7 +101,8 @@ class ExplainingTrainer(Trainer):
         _refuse_no_truth(truth, [record.image_id for record in datamodule.scans("test")])
         loader = datamodule.test_dataloader()
         keep = folder / "maps" if keep_maps else None
-        findings = explain(networks, lambda: loader, methods, layer, subjects, truth, keep)
+        scale = scale_of(checkpoint)
+        findings = explain(networks, lambda: loader, methods, layer, subjects, truth, keep, scale)
         files = {record.image_id: record.path for record in datamodule.records}
         Writer(folder, model.class_names, layer, files).write(findings)
         save_environment(folder)
@@ -222,11 +224,12 @@ class ClassifierCLI(LightningCLI):
         if not best.is_file():
             return
         model = ResAttNetClassifier(**{**self.model.hparams, "transfer_from": None})
-        state = read_checkpoint(best)["state_dict"]
-        model.load_state_dict({k: v for k, v in state.items() if k.startswith("network.")})
+        checkpoint = read_checkpoint(best)
+        state = checkpoint["state_dict"].items()
+        model.load_state_dict({k: v for k, v in state if k.startswith("network.")})
         if isinstance(self.trainer.accelerator, CUDAAccelerator):
             model.to("cuda")
-        to_checkpoint(best, measure(model.network, self.datamodule))
+        to_checkpoint(best, measure(model.network, self.datamodule, scale_of(checkpoint)))
 
     def test(self, **arguments: Any) -> None:
         """Test; write metrics with intervals, all predictions, pictures, and a baseline's."""
@@ -277,8 +280,9 @@ class ClassifierCLI(LightningCLI):
         from models.drawing import save_figures
 
         evaluated, names = self.model.evaluated, self.model.class_names
-        if said := never_named(np.array([one.probabilities for one in evaluated]), names):
-            print(said)
+        said = np.array([one.outputs for one in evaluated])
+        if not is_number(names) and (never := never_named(said, names)):
+            print(never)
         drawn = save_figures(evaluated, names, metrics)
         print(f"pictures written to {', '.join(map(str, drawn))}")
 

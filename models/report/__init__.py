@@ -10,7 +10,7 @@ from models.errors import UseError
 from models.report.html import page
 from models.report.sections import SECTIONS
 from models.results import writable
-from models.tasks import classes_of
+from models.tasks import title_of
 
 
 def write_report(run: Path) -> Path:
@@ -43,7 +43,7 @@ def _title(run: Path) -> str:
         model, data = settings.get("model") or {}, settings.get("data") or {}
     except (yaml.YAMLError, AttributeError):
         model, data = {}, {}
-    classes = " against ".join(reversed(classes_of(data["task"]))) if data.get("task") else ""
+    classes = title_of(data["task"]) if data.get("task") else ""
     recipe = " ".join(str(model[name]) for name in ("optimizer", "lr_schedule") if name in model)
     day = date.fromtimestamp(config.stat().st_mtime).isoformat()
     return ", ".join(part for part in (classes, recipe, day, f"run {run.name}") if part)

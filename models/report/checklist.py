@@ -15,6 +15,7 @@ import yaml
 from models.card import card
 from models.report import html
 from models.tables import read_table
+from models.tasks import CLASSES, is_number
 
 _AUTHORS = "(for the authors)"
 _TITLES = {
@@ -25,6 +26,7 @@ _TITLES = {
     "Evaluation: other cohorts": "16, 23a",
     "Groups": "12d, 14, 23b",
     "Calibration": "12f, 24",
+    "Error": "12f, 24",
     "Limits": "26",
     "Intended use": "27",
 }
@@ -61,12 +63,13 @@ def checklist(run: Path) -> str:
         ("11", "missing data", "scans without a label are excluded; see the flow of participants"),
         ("12a", "how the data were divided", _divided(run)),
         ("12e", "measures of performance", "those of the table of the test, with their intervals"),
-        ("13", "class imbalance", _setting(run, "model", "class_weights", "class weights")),
-        ("15", "what the model gives", "a probability of each class, also calibrated"),
+        *_of_kind(run),
         ("17 to 19", "ethics, funding, registration, sharing, public involvement", _AUTHORS),
         ("25", "interpretation", _AUTHORS),
     ]
-    rows += [(number, name.lower(), known[name]) for name, number in _TITLES.items()]
+    rows += [
+        (number, name.lower(), known[name]) for name, number in _TITLES.items() if name in known
+    ]
     rows.sort(key=lambda row: int(row[0].split(",")[0].split()[0].rstrip("abcdef")))
     shown = [{"item": n, "what is asked": what, "this run": text} for n, what, text in rows]
     return html.table(shown) + html.note("Item numbers of TRIPOD+AI.")
@@ -110,8 +113,7 @@ def claim(run: Path) -> str:
         (
             "37",
             "failures",
-            "wrong predictions: the rows of test_predictions.tsv where class and "
-            f"predicted class differ; their analysis {_AUTHORS}",
+            f"the rows of test_predictions.tsv {_wrong(run)}; their analysis {_AUTHORS}",
         ),
         ("38", "limitations", known["Limits"]),
         ("39", "implications, intended use", known["Intended use"]),
@@ -119,6 +121,26 @@ def claim(run: Path) -> str:
     ]
     shown = [{"item": n, "what is asked": what, "this run": text} for n, what, text in rows]
     return html.table(shown) + html.note("Item numbers of CLAIM 2020.")
+
+
+def _tells_number(run: Path) -> bool:
+    return is_number(CLASSES.get(_settings(run).get("data", {}).get("task", ""), ()))
+
+
+def _of_kind(run: Path) -> list[tuple[str, str, str]]:
+    """The items that are other ones for a number than for classes."""
+    if _tells_number(run):
+        return [("15", "what the model gives", "a number, and its error on validation scans")]
+    return [
+        ("13", "class imbalance", _setting(run, "model", "class_weights", "class weights")),
+        ("15", "what the model gives", "a probability of each class, also calibrated"),
+    ]
+
+
+def _wrong(run: Path) -> str:
+    if _tells_number(run):
+        return "of the largest error"
+    return "where class and predicted class differ"
 
 
 def _software(run: Path) -> str:
@@ -154,8 +176,9 @@ def _sources(run: Path) -> str:
 
 
 def _outcome(run: Path) -> str:
-    data = _settings(run).get("data", {})
-    horizon = f", horizon {data['horizon_months']:g} months" if data.get("horizon_months") else ""
+    data, horizon = _settings(run).get("data", {}), ""
+    if data.get("horizon_months") and not _tells_number(run):
+        horizon = f", horizon {data['horizon_months']:g} months"
     return f"task {data.get('task', 'not recorded')}{horizon}; the rule is in docs/adni.md"
 
 

@@ -51,7 +51,8 @@ def _box(name: str, size: Mapping[str, Any]) -> str:
 
 def _part(name: str, own: Mapping[str, Any]) -> str:
     classes = ", ".join(f"{count} {escape(label)}" for label, count in own["classes"].items())
-    return f'<div class="box">{_sized(name, own)}<br>{classes}</div>'
+    below = f"<br>{classes}" if classes else ""
+    return f'<div class="box">{_sized(name, own)}{below}</div>'
 
 
 def _sized(name: str, size: Mapping[str, Any]) -> str:

@@ -8,36 +8,39 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
-from models.drawing import FIGURES
-from models.metrics import Array, never_named
+from models.drawing import figures_of
+from models.metrics import never_named
+from models.predictions import read_outputs
 from models.report import html
 from models.report.checklist import checklist, claim, model_card
 from models.report.cohorts import external, new_scans
 from models.report.flow import flow_chart
 from models.results import beside, load_metrics, load_settings
 from models.tables import read_table
+from models.tasks import UNITS, is_number
 
 
 def cohort(run: Path) -> str:
     """Who is in the data, and in which part."""
     parts = run / "parts.txt"
-    text = html.table(read_table(run / "cohort.tsv")) if (run / "cohort.tsv").is_file() else ""
+    rows = read_table(run / "cohort.tsv") if (run / "cohort.tsv").is_file() else []
+    known = {name for row in rows for name, value in row.items() if value not in ("", "-")}
+    text = html.table([{k: v for k, v in row.items() if k in known} for row in rows])
     if parts.is_file():
-        text += html.note("Scans of each class in each part; no subject is in two parts.")
+        text += html.note("Scans in each part; no subject is in two parts.")
         text += html.pre(parts.read_text())
     return text + flow_chart(run)
 
 
 def curves(run: Path) -> str:
-    """Loss and accuracy over the epochs."""
+    """Loss and metrics of the validation over the epochs."""
     path = run / "metrics.csv"
     epochs = _by_epoch(path) if path.is_file() else {}
     panels = {
         "loss": {name: _points(epochs, name) for name in ("train/loss_epoch", "val/loss")},
-        "validation": {name: _points(epochs, name) for name in ("val/accuracy", "val/auroc")},
+        "validation": {name: _points(epochs, name) for name in _CURVES},
         "learning rate": _rates(path) if epochs else {},
     }
     if not any(points for lines in panels.values() for points in lines.values()):
@@ -52,6 +55,9 @@ def curves(run: Path) -> str:
         if axes.lines:
             axes.legend(fontsize=8)
     return html.figure(figure)
+
+
+_CURVES = ("val/accuracy", "val/auroc", "val/mae", "val/rmse")  # the former two are of classes
 
 
 def _by_epoch(path: Path) -> dict[str, dict[str, str]]:
@@ -81,7 +87,7 @@ def _rates(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 def metrics(run: Path) -> str:
     """Each test: what it was of, its metrics with intervals, and three figures."""
-    text = ""
+    text, how = "", _OF_CLASSES
     for path in sorted(run.glob("test_metrics*.json"), key=_number):
         values = {k.removeprefix("test/"): v for k, v in load_metrics(path).items()}
         columns: dict[str, dict[str, Any]] = {"held-out subjects (95 %)": values}
@@ -101,18 +107,32 @@ def metrics(run: Path) -> str:
         ]
         text += f"<h3>{path.stem}</h3>\n" + html.note(_of_what(load_settings(path)))
         table = beside(path, "predictions", ".tsv")
+        outputs, labels, names = read_outputs(read_table(table) if table.is_file() else [])
         text += html.note(said) if said else ""
-        never = never_named(*_predictions(table)[::2]) if table.is_file() else ""
-        text += html.note(never) if never else ""
-        text += html.table(rows) + _figures(table)
+        if is_number(names):
+            how = "BCa bootstrap of people"
+            text += html.note(_OF_NUMBER.format(unit=UNITS[names[0]]))
+        elif never := never_named(outputs, names) if names else "":
+            text += html.note(never)
+        text += html.table(rows)
+        figures = figures_of(names) if len(labels) else {}
+        text += "".join(html.figure(draw(outputs, labels, names)) for draw in figures.values())
     if not text:
         return ""
     return text + html.note(
-        "Intervals: Wilson for shares, Newcombe's method 5 scaled by DeLong's variance for the "
-        "AUROC, BCa bootstrap for Brier score and MCC; none where people are too few for one that "
-        "holds. They say how much the choice of held-out people matters, not how much another "
-        "training run would."
+        f"Intervals: {how}; none where people are too few for one that holds. They say how much "
+        "the choice of held-out people matters, not how much another training run would."
     )
+
+
+_OF_CLASSES = (
+    "Wilson for shares, Newcombe's method 5 scaled by DeLong's variance for the AUROC, BCa "
+    "bootstrap for Brier score and MCC"
+)
+_OF_NUMBER = (
+    "mae, rmse and bias (told minus true) are in {unit}. An r2 of 0 and a bias slope (how the "
+    "error changes with the true number) of -1 are those of whoever tells everybody the mean."
+)
 
 
 def _number(path: Path) -> int:
@@ -140,8 +160,10 @@ def explanations(run: Path) -> str:
     if not path.is_file():
         return ""
     record = json.loads(path.read_text())
+    shows = record.get("evidence", f"evidence for {record['explained']}")
+    whose = "" if record.get("number") else " of a class"
     text = html.note(
-        f"Evidence for {record['explained']}, the hottest twentieth of the head. Cyan: the hottest "
+        f"{shows[0].upper()}{shows[1:]}, the hottest twentieth of the head. Cyan: the hottest "
         "point. Green: the planted region, if the scans are synthetic. Cases were taken about the "
         "median of their scores, not for their looks."
     )
@@ -151,8 +173,8 @@ def explanations(run: Path) -> str:
         if "page" in case:
             text += html.note(f"To click through the slices: explain/{case['page']}")
     text += "<h3>Mean maps</h3>\n" + html.note(
-        "Over all held-out scans of a class. They can be read only where the scans are registered "
-        "to one space."
+        f"Over all held-out scans{whose}. They can be read only where the scans are registered to "
+        "one space."
     )
     return text + "".join(html.picture(path.parent / name) for name in record["means"])
 
@@ -165,13 +187,15 @@ def localisation(run: Path) -> str:
     rows = read_table(folder / "localisation.tsv")
     text = html.table(_turned(rows))
     if rows and "peak_in" in rows[0]:
+        of, right = "", ""
+        if "right" in rows[0]:
+            of = " of the explained class"
+            right = "right, right times: peak in, times chance over the correctly classified; "
         text += html.note(
-            "All held-out scans of the explained class. peak in: the hottest voxel lies in the "
-            "planted region; near: or within a cell of it; right: peak in, over the correctly "
-            "classified; times chance: the share of the map in the region over what a flat map "
-            "inside the head has; right times: the same over the correctly classified; precision: "
-            "of the hottest voxels, as many as the region has; like effect: rank correlation with "
-            "the strength of the planted change."
+            f"All held-out scans{of}. peak in: the hottest voxel lies in the planted region; near: "
+            "or within a cell of it; times chance: the share of the map in the region over what a "
+            f"flat map inside the head has; {right}precision: of the hottest voxels, as many as "
+            "the region has; like effect: rank correlation with the strength of the planted change."
         )
     text += html.note(
         "places: at how many different places the peaks of these scans are. One place for all of "
@@ -282,22 +306,3 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "What a publication on imaging has to say (CLAIM)": claim,
     "Environment, and how to run it again": again,
 }
-
-
-def _figures(path: Path) -> str:
-    """The figures of a table of predictions, if there is one."""
-    if not path.is_file():
-        return ""
-    probabilities, labels, names = _predictions(path)
-    if not len(labels):
-        return ""
-    return "".join(html.figure(draw(probabilities, labels, names)) for draw in FIGURES.values())
-
-
-def _predictions(path: Path) -> tuple[Array, Array, list[str]]:
-    """Probabilities (n, K), labels (n,) and class names of a table of predictions."""
-    rows = [row for row in read_table(path) if row["label"]]
-    columns = [name for name in (rows[0] if rows else {}) if name.startswith("p_")]
-    probabilities = np.array([[float(row[name]) for name in columns] for row in rows])
-    labels = np.array([int(row["label"]) for row in rows], dtype=np.int64)
-    return probabilities, labels, [name.removeprefix("p_") for name in columns]

@@ -100,9 +100,9 @@ D1 += ",PROBADIF,alzdis,alzdisif,DLB"
         ("1.0,0.0,0,0,0,0,,,,", "NC"),
         ("0,1,0,0,0,1,1,,,0", "AD"),
         ("0,1,0,0,0,0,,1,1,", "AD"),
-        ("0,1,0,0,0,1,2,,,1", "other"),  # contributes to another cause
-        ("0,1,0,0,0,0,,1,3,1", "other"),
-        ("0,1,0,0,0,0,,,,1", "other"),
+        ("0,1,0,0,0,1,2,,,1", "OD"),  # contributes to another cause
+        ("0,1,0,0,0,0,,1,3,1", "OD"),
+        ("0,1,0,0,0,0,,,,1", "OD"),
         ("0,0,1,0,0,1,1,,,", "MCI"),  # MCI, and AD as its presumed cause
         ("0,0,0,1,0,0,,,,", "MCI"),
         ("0,0,0,0,1,0,,,,", "other"),
@@ -123,9 +123,11 @@ def test_a_form_d1_says_who_has_alzheimers_disease_and_who_another_dementia(tmp_
         ("AD Dementia", 0.5, "AD"),
         ("AD dem distrubed social- prior", 1, "AD"),
         ("DAT w/depresss not contribut", 1, "AD"),
-        ("DLBD- primary", 1, "other"),
-        ("AD dem cannot be primary", 1, "other"),
+        ("DLBD- primary", 1, "OD"),
+        ("AD dem cannot be primary", 1, "OD"),
+        ("Vascular Demt- primary", 1, "OD"),
         ("uncertain  possible NON AD dem", 0.5, "other"),
+        ("Incipient Non-AD dem", 0.5, "other"),
         ("Cognitively normal", 0.5, "other"),  # which of them is wrong, nobody knows
         (".", 0, ""),
     ],
@@ -160,9 +162,9 @@ def test_whoever_gets_another_dementia_later_is_no_control(tmp_path, tmp_path_fa
     table.write_text("\n".join([header, *rows, later]) + "\n")
     found = look(folder, "ad_nc", diagnosis_csv=table)
     reasons = {r.reason.partition(":")[0] for r in found.records if r.subject == who}
-    assert "unstable" in reasons
-    assert reasons <= {"unstable", "other_series"}
-    assert any("neither MCI nor AD" in note for note in found.notes)
+    assert "other_dementia" in reasons
+    assert reasons <= {"other_dementia", "other_series"}
+    assert any("dementia of another cause" in note for note in found.notes)
 
 
 def test_visits_of_aibl_are_dated_by_their_scan_and_by_the_first_visit_without_a_date(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
+from datamodules.labels import TASKS
 from datamodules.records import ScanRecord
 from models.commands.baseline import Baseline, fit_baseline, hippocampal, verdict
 from models.localisation import REGIONS
@@ -42,8 +43,10 @@ def head(fluid: float = 0.0) -> np.ndarray:
 class Data:
     """A data module of people whose ages and fluids are given."""
 
-    def __init__(self, parts: dict[str, list[tuple[ScanRecord, float]]], middle: Any) -> None:
-        self.parts, self.preprocessing = parts, {"middle_mm": middle}
+    def __init__(
+        self, parts: dict[str, list[tuple[ScanRecord, float]]], middle: Any, task: str = "ad_nc"
+    ) -> None:
+        self.parts, self.preprocessing, self.task = parts, {"middle_mm": middle}, TASKS[task]
 
     def scans(self, part: str) -> list[ScanRecord]:
         return [record for record, _ in self.parts[part]]
@@ -91,11 +94,11 @@ def test_registered_scans_are_judged_by_the_tissue_and_raw_ones_by_the_head():
     tested = asked(rows["test"])
     registered = fit_baseline(Data(rows, [0.0, -18.0, 18.0]), tested)
     assert registered.features == ("age", "sex", "tissue around the hippocampi")
-    right = [int(np.argmax(row.probabilities)) == row.label for row in registered.predictions]
+    right = [int(np.argmax(row.outputs)) == row.label for row in registered.predictions]
     assert np.mean(right) == 1
     raw = fit_baseline(Data(rows, None), tested)
     assert raw.features == ("age", "sex", "volume of the head")
-    guessed = [int(np.argmax(row.probabilities)) == row.label for row in raw.predictions]
+    guessed = [int(np.argmax(row.outputs)) == row.label for row in raw.predictions]
     assert np.mean(guessed) < 0.8
 
 
@@ -115,7 +118,24 @@ def test_it_is_scikit_learns_regression_of_the_first_scans_of_those_trained_on()
     scaled = lambda values: ((np.array(values) - ages.mean()) / ages.std())[:, None]  # noqa: E731
     direct = LogisticRegression().fit(scaled(ages), [r.label for r, _ in train])
     wanted = direct.predict_proba(scaled([r.age for r, _ in test]))
-    assert np.allclose([row.probabilities for row in found.predictions], wanted, atol=1e-4)
+    assert np.allclose([row.outputs for row in found.predictions], wanted, atol=1e-4)
+
+
+def test_a_number_is_told_by_scikit_learns_linear_regression_and_age_not_by_itself():
+    train = [(person(k, 0, target=60.0 + k, age=60.0 + k, sex="FM"[k % 2]), 0.1) for k in range(20)]
+    test = [(person(100 + k, 0, target=80.0, age=80.0, sex="FM"[k % 2]), 0.1) for k in range(4)]
+    asks = [Prediction(r.subject, r.image_id, r.target, (0.0,)) for r, _ in test]
+    found = fit_baseline(Data({"train": train, "test": test}, None, "age"), asks)
+    assert found.features == ("sex", "volume of the head")
+    means = {sex: np.mean([r.target for r, _ in train if r.sex == sex]) for sex in "FM"}
+    told = [row.outputs[0] for row in found.predictions]
+    assert told == pytest.approx([means[r.sex] for r, _ in test])
+    better = [replace(row, outputs=(row.label + 0.1 * k,)) for k, row in enumerate(asks)]
+    assert (
+        "The network beats a linear regression on sex, volume of the head: mean absolute error"
+        in (verdict(better, found))
+    )
+    assert "does not beat" in verdict([replace(row, outputs=(200.0,)) for row in asks], found)
 
 
 def said(probabilities: list[float], labels: list[int]) -> list[Prediction]:
@@ -151,7 +171,7 @@ def test_a_lead_that_may_be_chance_is_not_called_one():
 
 def test_three_classes_are_compared_by_accuracy():
     rows = [Prediction(f"s{k}", f"I{k}", k % 3, tuple(np.eye(3)[k % 3])) for k in range(30)]
-    guess = [replace(row, probabilities=(0.4, 0.3, 0.3)) for row in rows]
+    guess = [replace(row, outputs=(0.4, 0.3, 0.3)) for row in rows]
     assert "beats" in verdict(rows, Baseline(("age",), guess))
     assert "accuracy 1.000 and 0.333" in verdict(rows, Baseline(("age",), guess))
 

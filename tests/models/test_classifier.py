@@ -256,9 +256,9 @@ def test_balanced_weights_and_averaged_ones_go_together(tmp_path) -> None:
 
 def test_predictions_carry_the_ids_and_no_images(tmp_path) -> None:
     first = trainer(tmp_path).predict(ResAttNetClassifier(widths=NARROW), loader())[0]
-    assert first.keys() == {"label", "subject", "probabilities"}
+    assert first.keys() == {"label", "subject", "outputs"}
     assert first["subject"] == [f"999_S_{i:04d}" for i in range(4)]
-    torch.testing.assert_close(first["probabilities"].sum(1), torch.ones(4))
+    torch.testing.assert_close(first["outputs"].sum(1), torch.ones(4))
 
 
 def test_a_checkpoint_restores_architecture_and_weights(tmp_path) -> None:

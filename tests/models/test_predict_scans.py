@@ -92,9 +92,9 @@ def test_a_head_that_is_not_like_those_trained_on_is_refused_unless_it_is_wanted
     assert (said.problem, said.likeness > found.bound) == ("", True)
     refused = answer(own, find_scans(wrong)[0], tmp_path, STRICT)
     assert refused.problem.startswith("UNLIKE: no head like those that were trained on")
-    assert not refused.probabilities
+    assert not refused.outputs
     used = answer(own, find_scans(wrong)[0], tmp_path, STRICT, unlike="use")
-    assert used.probabilities
+    assert used.outputs
     assert any(note.startswith("UNLIKE") for note in used.notes)
 
 
