@@ -346,6 +346,11 @@ class Config:
         return not self.settings.contiguous
 
     @property
+    def cuts_given(self) -> bool:
+        """Whether the user says where stages are cut."""
+        return self.plan is not None or not isinstance(self.settings.allocation, str)
+
+    @property
     def cuts_stay(self) -> str:
         """The argument for which stages keep their cuts for a whole run; empty: there is none."""
         return next(filter(None, map(self._said, KEEPS_CUTS)), "")
@@ -360,8 +365,7 @@ class Config:
         # shares come from speeds, unless a plan brings them
         if self.balance == "speed" and replicas > 1 and not (self.plan and self.plan.shares):
             return True
-        given = self.plan is not None or not isinstance(self.settings.allocation, str)
-        return stages > 1 and (self.capacity is not None or not given)
+        return stages > 1 and (self.capacity is not None or not self.cuts_given)
 
     # ------------------------------------------------------------ what contradicts itself
 

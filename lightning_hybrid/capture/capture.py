@@ -43,7 +43,7 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.capture.marked_intermediates import Marking, settle
+from lightning_hybrid.capture.marked_intermediates import Marking, may_hide_marks, settle
 from lightning_hybrid.capture.own_classes import is_followed, like, plain, refused_class
 from lightning_hybrid.capture.rewritten_functions import PACKS, captured_functions
 from lightning_hybrid.graph import (
@@ -125,6 +125,16 @@ class NotCaptured(Exception):
 
 class _OtherDimension(Exception):
     """Raised if a capture is to be repeated with the batch in the other of dimensions 0 and 1."""
+
+
+_WITHOUT_GRADIENTS = (
+    "it has trained weights under activation checkpointing with use_reentrant=True, in a region "
+    "whose inputs require no gradient, so that they get none; use_reentrant=False gives them some"
+)
+
+
+class _LacksMarks(Exception):
+    """Raised if a capture is to be repeated with :class:`Marking`."""
 
 
 def _refuse_classes(tensors: Iterable[Tensor]) -> None:
@@ -217,7 +227,7 @@ class Capture:
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
         self._given: list[int] = []
         self._batch_dim, self._looks_behind = 0, divides and whole and _has_time_first(network)
-        self._captured, self._marking = 0, False
+        self._captured, self._marking, self._whole = 0, False, whole
 
         if getattr(forward, "__func__", None) is type(network).forward:
             with captured_functions:  # (the network may be of a class with a replaced `forward`)
@@ -268,6 +278,11 @@ class Capture:
             marking = Marking() if self._marking else contextlib.nullcontext()
             with capture_settings(), captured_functions, marking:
                 return self._compiled(*args, **kwargs)
+        except _LacksMarks:
+            # (nothing but the capture has happened)
+            forget_compiled(self, self._code)
+            self._marking, self._captured = True, 0
+            return self._called(args, kwargs)
         except _OtherDimension:
             # nothing but the capture has happened
             forget_compiled(self, self._code)
@@ -317,9 +332,13 @@ class Capture:
             if node.op == "placeholder"
         ]
         fresh, settled = self._captured > 1, settle(module)
+        lacks_marks = not self._marking and may_hide_marks(module)
 
         def run(*values: Any) -> Sequence[Any]:
             nonlocal fresh
+            if lacks_marks:
+                # (when a graph before it has run, it is too late to begin the call again)
+                raise _LacksMarks if self._whole else NotCaptured(_WITHOUT_GRADIENTS)
             # here, when the graph runs: when it was made it was not known to be used
             self.reason = _of_python(recapture_reason()) if fresh else None
             fresh = False

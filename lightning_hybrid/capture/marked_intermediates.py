@@ -58,6 +58,25 @@ def settle(module: fx.GraphModule) -> bool:
     return True
 
 
+def may_hide_marks(module: fx.GraphModule) -> bool:
+    """Whether marks may be missing from a graph that was captured without :class:`Marking`.
+
+    Of a region that gives no gradients, though it has trained weights, TorchDynamo takes it that it
+    gives some: so a mark behind it seems to change nothing, and is left out.
+
+    Args:
+        module: the graph, settled.
+    """
+    parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+    nodes = (node for part in parts for node in part.graph.nodes if is_region(node))
+    return any(
+        getattr(_example(each), "requires_grad", False)
+        for node in nodes
+        if node.kwargs.get("use_reentrant")
+        for each in node.all_input_nodes
+    )
+
+
 def _settle(part: fx.GraphModule, given: Iterable[fx.Node]) -> None:
     """The same for a graph, or the body of a region; ``given`` are what require gradients in it."""
     # (TorchDynamo's own flags take it that every region gives gradients; a tensor that an operation

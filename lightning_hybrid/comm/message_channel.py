@@ -264,7 +264,7 @@ class Channel:
             if isinstance(spec, Tensor):
                 yield name, spec
                 continue
-            tensor = spec.empty(torch.device("cpu"))
+            tensor = spec.empty_for_itself()
             yield name, self._receive(tensor) if tensor.numel() else tensor
 
     def _receive(self, tensor: Tensor) -> Tensor:

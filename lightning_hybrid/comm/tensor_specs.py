@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from lightning_hybrid.remote import with_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,11 @@ class TensorSpec:
         if self.strides is None:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    def empty_for_itself(self) -> Tensor:
+        """The same on the CPU, in memory that goes back to the system as soon as it is dropped."""
+        meta = replace(self, on_cpu=False).empty(torch.device("meta"))
+        return with_memory(meta, torch.device("cpu"))
 
     def zeros(self, device: torch.device) -> Tensor:
         """Make a tensor of this spec that is filled with zeros, on the device of :meth:`empty`."""

@@ -31,7 +31,7 @@ from lightning_hybrid.graph import (
     follow,
     why_whole,
 )
-from lightning_hybrid.planning import CalledNetwork, Plan
+from lightning_hybrid.planning import CalledNetwork, Plan, give_back_memory
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import (
     borrowed_parameters,
@@ -127,6 +127,7 @@ class Adoption:
         codes = cut(graph, partitions, boundaries, self.driver.device, collects=collects)
         if is_materialized(found.module):
             self.announcements.doing(found, "checking the stages of")
+            give_back_memory()
             # before ranks get their stages: if the check fails, the network is still whole here
             check(graph, codes, first.leaves, with_room_for(found.module, self.driver.device))
         return plan, codes

@@ -45,7 +45,7 @@ from lightning_hybrid._torch.autograd import (
 from lightning_hybrid._torch.capture import without_mode
 from lightning_hybrid.capture import NotCaptured
 from lightning_hybrid.driver.adoption import Adoption
-from lightning_hybrid.driver.found_network import FoundNetwork, indented
+from lightning_hybrid.driver.found_network import FoundNetwork, indented, is_materialized
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.verification import Check, Verification
 from lightning_hybrid.errors import NetworkError
@@ -192,6 +192,13 @@ class CapturedCalls:
                 ) from error
         except CannotFollow as error:
             reason = str(error)
+        if not is_materialized(found.module):
+            raise NetworkError(
+                f"{found.shown} cannot be called in this way. It is made in configure_model, and "
+                f"whole on no rank, so that the driver cannot run it alone; and {reason}\n"
+                "Its first call says where stages are cut: if that was a validation before "
+                "training, num_sanity_val_steps=0 lets a training step say it."
+            )
         self._announcements.say(
             found,
             "runs on the driver in some calls, on whole batches and on weights that are fetched "

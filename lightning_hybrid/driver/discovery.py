@@ -48,7 +48,13 @@ from lightning_hybrid.driver.found_network import (
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import NetworkError, NetworkNotFoundError, PlanError
-from lightning_hybrid.graph import NetworkGraph, compiled, network_partitions, place_now
+from lightning_hybrid.graph import (
+    NetworkGraph,
+    NetworkPartition,
+    compiled,
+    network_partitions,
+    place_now,
+)
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.remote import Hollow, hook_refused
 from lightning_hybrid.stage import is_of_the_user, tensors_of
@@ -389,7 +395,7 @@ class Discovery:
         """
         name = found.name
         refusal = why_not_cut(graph)
-        partitions = network_partitions(graph)
+        partitions = self._partitions(found, graph)
         if refusal is None and len(partitions) < self._ranks:
             few = count(len(partitions), "network partition")
             few = f"has {few}, fewer than {self._ranks} stages"
@@ -414,6 +420,19 @@ class Discovery:
             self._watch(w for w in inner if not _shares(w.module, owned))
         self._watch_calls(found)
         return call
+
+    def _partitions(self, found: FoundNetwork, graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
+        """The partitions of a network that is to be cut.
+
+        If an evaluation cuts a network that is whole on no rank, training has to follow these cuts.
+        It may checkpoint blocks of layers as a whole, so blocks are not divided then.
+        """
+        evaluates = not (torch.is_grad_enabled() or is_materialized(found.module))
+        if evaluates and not self._options.cut_by_user:
+            partitions = network_partitions(graph, whole_blocks=True)
+            if len(partitions) >= self._ranks:
+                return partitions
+        return network_partitions(graph)
 
     def _require_hooks_of_all_ranks(self) -> None:
         """Refuse hooks on the gradient of a worker's parameter that the worker does not have too.

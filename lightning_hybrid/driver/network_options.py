@@ -28,6 +28,7 @@ class DriverOptions:
         microbatches: into how many micro-batches a batch is split; ``None``: by the batch's size.
         number_of_stages: into how many a network is cut; ``None``: as many as a replica has
             devices.
+        cut_by_user: whether the user says where stages are cut.
         automatic: whether the user has asked for no number of stages: then a network that cannot be
             cut runs on the driver, and is no error.
         verify: which calls are compared with what the network's Python gives; see `Verification`.
@@ -50,6 +51,7 @@ class DriverOptions:
     names: tuple[str, ...] | None = None
     microbatches: int | None = None
     number_of_stages: int | None = None
+    cut_by_user: bool = False
     automatic: bool = False
     verify: int | Literal["auto", False] = False
     shared: Collection[str] | None = None

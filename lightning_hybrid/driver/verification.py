@@ -244,6 +244,7 @@ class Check:
                 f"the weights of the other stages have {absent / 1e9:.3g} GB, which have no memory "
                 f"here, and {room / 1e9:.3g} GB are free; verify=1 looks at all calls"
             )
+        give_back_memory()
         # (a copy that writes has weights of its own; on a GPU they come to it, one way or another)
         # (tensors inside of transforms are wrappers around weights, which outlive an operation)
         self._sparing = not (writes or transforms) and self._device.type == "cpu"

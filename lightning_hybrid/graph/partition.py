@@ -50,12 +50,19 @@ class NetworkPartition:
     refused: tuple[tuple[str, str], ...]
 
 
-def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
+def network_partitions(
+    graph: NetworkGraph, *, whole_blocks: bool = False
+) -> tuple[NetworkPartition, ...]:
     """The partitions of a captured network, in order; a cut before each but the first is allowed.
 
     The load of a partition counts 2 FLOPs per multiplication and addition in convolutions and
     matrix products (C_o C_i T H W K_T K_H K_W for a convolution: IV-C.1 of the paper), and one per
     element that a light layer returns.
+
+    Args:
+        graph: the captured network.
+        whole_blocks: whether no item of a list of modules ("layers.3", and all inside of it) is
+            divided: what code checkpoints or repeats as a whole is mostly such an item.
     """
     cuts = Cuts(graph)
     heavy = _heavy_layers(graph, cuts)
@@ -63,10 +70,10 @@ def network_partitions(graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
     starts, refused = [0], {}
     for before, after in pairwise(heavy):
         place, reason = best_place(graph, cuts, before + 1, after)
-        if reason is None:
-            starts.append(place)
-        else:
+        if reason is not None:
             refused[place] = reason
+        elif not (whole_blocks and any(map(str.isdecimal, _opened(graph, place)))):
+            starts.append(place)
     stops = [*starts[1:], len(graph.layers)]
     partitions: dict[str, NetworkPartition] = {}
     for start, stop in zip(starts, stops):
@@ -153,7 +160,7 @@ def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[
     """
 
     def merit(position: int) -> tuple[bool, int, int]:
-        return cuts.parts_weights(position), _open_modules(graph, position), -position
+        return cuts.parts_weights(position), len(_opened(graph, position)), -position
 
     places = sorted(range(first, last + 1), key=merit)
     reasons = []
@@ -165,15 +172,18 @@ def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[
     return places[0], reasons[0]
 
 
-def _open_modules(graph: NetworkGraph, position: int) -> int:
-    """How many modules (the network itself not counted) have layers on both sides of a cut."""
+def _opened(graph: NetworkGraph, position: int) -> list[str]:
+    """Names of the modules (the network itself left out), from the outermost, that a cut divides.
+
+    They have layers on both sides of it, and each is a part of the one before.
+    """
     if not 0 < position < len(graph.layers):  # in a further graph a stage may have no layers
-        return 0
+        return []
     one, other = (graph.layers[i] for i in (position - 1, position))
-    before, after = _scope(one), _scope(other)
     if one.is_module and one.module == other.module:
-        return len(before) + 1
-    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(before, after))])
+        return one.module.split(".")
+    pairs = zip(_scope(one), _scope(other))
+    return [name for name, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def _scope(layer: Layer) -> list[str]:

@@ -47,9 +47,10 @@ from lightning_hybrid.remote.deferred import (
     offload,
     show,
 )
-from lightning_hybrid.remote.initialization_tape import Tape, View, memory_for
+from lightning_hybrid.remote.initialization_tape import Tape, View
 from lightning_hybrid.remote.intercepted import ordinary
 from lightning_hybrid.remote.mapped_files import in_mapped_file
+from lightning_hybrid.remote.own_memory import memory_for
 from lightning_hybrid.remote.unread import is_unread
 
 

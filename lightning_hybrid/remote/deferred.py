@@ -46,6 +46,7 @@ from lightning_hybrid.remote.intercepted import (
     intercepted_in,
     ordinary,
 )
+from lightning_hybrid.remote.own_memory import with_memory
 
 if TYPE_CHECKING:
     from lightning_hybrid.remote.remote_gradients import RemoteGradients
@@ -502,7 +503,8 @@ def occupy(tensor: Tensor, device: torch.device | None = None) -> None:
     if is_vacant(tensor):
         with torch.no_grad(), as_they_are():
             contiguous = torch.contiguous_format
-            tensor.data = torch.empty_like(tensor, device=device, memory_format=contiguous)
+            empty = torch.empty_like(tensor, device="meta", memory_format=contiguous)
+            tensor.data = with_memory(empty, device or tensor.device)
 
 
 def make_vacant(tensors: Iterable[Tensor]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import heapq
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +21,10 @@ from lightning_hybrid._torch.tensors import has_tensors, schema, storage_key, ve
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferred import is_deferred, like, value_of
+from lightning_hybrid.remote.own_memory import memory_for
 
 _SNAPSHOT_BYTES = 2**20
 """Real tensors up to this size are copied when a recorded operation reads them."""
-
-_MAPPED_BYTES = 2**20
-"""From this size on, each piece of memory is a mapping of its own; see :func:`memory_for`."""
 
 _WHOLE = {
     f"aten::{name}" for name in ("normal_", "uniform_", "fill_", "zero_", "copy_", "exponential_")
@@ -329,23 +326,6 @@ class Tape:
             size = self.bytes_behind(view)
             memory[view.key] = memory_for(size, device or self.device)
         return view.of(memory[view.key])
-
-
-def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage whose memory goes back to the system as soon as it is dropped.
-
-    C's allocator returns only memory at the end of its heap. Weights that are made and dropped one
-    after the other, between small objects that are kept, would stay in the process. So on CPUs
-    large storages are mappings of their own.
-
-    Args:
-        size: its size in bytes.
-        device: its device.
-    """
-    if device.type != "cpu" or size < _MAPPED_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.UntypedStorage(size, device=device)
-    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 
 def _keys(value: Any) -> set[int]:

@@ -89,6 +89,7 @@ class DriverSession:
             names=config.names,
             microbatches=config.microbatches,
             number_of_stages=len(config.copies) or None,
+            cut_by_user=config.cuts_given,
             automatic=config.may_keep_whole,
             verify=config.verify,
             shared=run.shared,

@@ -62,6 +62,27 @@ def test_gradients_are_those_of_autograd(hook: Callable[..., Any] | None, reentr
     assert same(outputs_and_gradients(network, Staged(network), WORDS), expected)
 
 
+@pytest.mark.parametrize("mark", [True, False])
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_mark_behind_a_region_without_gradients_counts(mark: bool, behind: bool) -> None:
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=True)
+            if mark:
+                x.requires_grad_()
+            if behind:
+                x = checkpoint(lambda x: torch.tanh(self.second(x)), x, use_reentrant=True)
+            return torch.tanh(self.second(x))
+
+    network, x = Trained().double(), torch.rand(4, 6, dtype=torch.float64)
+    expected = outputs_and_gradients(network, network, x)
+    assert same(outputs_and_gradients(network, Staged(network), x), expected)
+
+
 @pytest.mark.parametrize("reentrant", [True, False, None])
 def test_nothing_is_sent_back_to_frozen_stages_behind_a_mark(reentrant: bool | None) -> None:
     network = Adapted(reentrant, adapted=(2,))

@@ -165,6 +165,13 @@ def test_a_block_that_begins_with_a_switch_is_found_by_its_name(block: type[nn.M
     assert not any(name.startswith("2") for name in partitions[boundary - 1].modules)
 
 
+def test_cuts_may_leave_the_items_of_lists_of_modules_whole() -> None:
+    partitions = network_partitions(resnet_graph(), whole_blocks=True)
+    blocks = [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)]
+    assert [p.name for p in partitions] == ["conv1", *(f"{b}.conv1" for b in blocks), "fc"]
+    assert sum(p.flops for p in partitions) == sum(p.flops for p in resnet_partitions())
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid._trees import rebuild
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.remote.initialization_tape import Tape, memory_for
+from lightning_hybrid.remote.initialization_tape import Tape
+from lightning_hybrid.remote.own_memory import memory_for
 
 CPU = torch.device("cpu")
 STATUS = Path("/proc/self/status")

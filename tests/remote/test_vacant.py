@@ -1,5 +1,7 @@
 """A parameter gives its memory back, and gets it again."""
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ from torch import nn
 
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferred import give_up, is_vacant, occupy, vacate
+
+MAPS = Path("/proc/self/maps")
 
 
 def test_a_vacant_parameter_is_the_same_object_of_the_same_size_without_memory() -> None:
@@ -23,6 +27,26 @@ def test_a_vacant_parameter_is_the_same_object_of_the_same_size_without_memory()
     assert not is_vacant(parameter)
     parameter.fill_(2)
     assert parameter.sum() == 24
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="Linux's account of a process is not there")
+def test_a_large_parameter_gets_memory_that_goes_back_to_the_system() -> None:
+    parameter = nn.Parameter(torch.ones(1024, 1025))
+    vacate(parameter)
+    occupy(parameter)
+    parameter.data.fill_(2)
+    # (C's allocator puts its own data before a tensor, so that none begins a page)
+    begin = parameter.data_ptr()
+    assert begin % mmap.PAGESIZE == 0
+    assert is_mapped(begin)
+    vacate(parameter)
+    assert not is_mapped(begin)
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory at an address."""
+    ranges = (line.split(maxsplit=1)[0].split("-") for line in MAPS.read_text().splitlines())
+    return any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
 
 
 def test_what_something_else_shows_keeps_its_memory() -> None:

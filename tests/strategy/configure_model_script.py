@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 4
@@ -67,7 +68,7 @@ class Case(LightningModule):
 
     options: ClassVar[dict[str, Any]] = {}
     microbatches = 1
-    cuts: ClassVar[dict[int, list[str]]] = {
+    cuts: ClassVar[dict[int, Any]] = {
         2: ["net.blocks.2"],
         3: ["net.blocks.1", "net.blocks.3"],
     }
@@ -142,7 +143,32 @@ class Loads(Case):
             self.net.load_state_dict(state)
 
 
-CASES = {case.__name__: case for case in (Plain, Accumulates, Loads)}
+class TwoLayers(nn.Module):
+    """A block whose layers are computed again in the backward pass of a training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = Block(width), Block(width)
+
+    def layers(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return checkpoint(self.layers, x, use_reentrant=False)
+        return self.layers(x)
+
+
+class ChecksBlocks(Case):
+    """An evaluation, in which no block is one operation, comes first; its middle is in a block."""
+
+    cuts: ClassVar = {2: "gabra", 3: "gabra"}
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, WIDTH), *(TwoLayers(WIDTH) for _ in range(3)))
+
+
+CASES = {case.__name__: case for case in (Plain, Accumulates, Loads, ChecksBlocks)}
 
 
 class Saves(Callback):

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 SCRIPT = Path(__file__).with_name("configure_model_script.py")
 SHAPES = {  # replicas, stages, and how checkpoints are saved
-    (1, 2, "full"): ["Plain"],
+    (1, 2, "full"): ["Plain", "ChecksBlocks"],
     (1, 3, "full"): list(CASES),
     (2, 2, "full"): ["Plain", "Accumulates"],
     (1, 3, "sharded"): ["Plain"],

@@ -1,0 +1,34 @@
+"""Memory that goes back to the system as soon as it is dropped.
+
+C's allocator returns only memory at the end of its heap, and where a tensor was it may not find
+room for the next one of its size (glibc before 2.38). Weights that come and go, between small
+objects that are kept, would so leave holes that stay in the process.
+"""
+
+import mmap
+
+import torch
+from torch import Tensor
+
+_LEAST_BYTES = 2**20
+"""From this size on, each piece of memory is a mapping of its own."""
+
+
+def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage without numbers; on CPUs a large one is a mapping of its own.
+
+    Args:
+        size: its size in bytes.
+        device: its device.
+    """
+    if device.type != "cpu" or size < _LEAST_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.UntypedStorage(size, device=device)
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
+
+
+def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor without numbers, of the size, type and strides of one on the device `meta`."""
+    storage = memory_for(tensor.untyped_storage().nbytes(), device)
+    made = torch.empty(0, dtype=tensor.dtype, device=device)
+    return made.set_(storage, 0, tensor.shape, tensor.stride())
