@@ -21,6 +21,7 @@ from lightning_hybrid._torch.tensors import has_tensors, schema, storage_key, ve
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferred import is_deferred, like, value_of
+from lightning_hybrid.remote.mapped_files import let_go_of_file
 from lightning_hybrid.remote.own_memory import memory_for
 
 _SNAPSHOT_BYTES = 2**20
@@ -314,6 +315,8 @@ class Tape:
                 memory[view.key] = tensor.untyped_storage()
             else:  # (a constant must not be written to; or the layout is not that on meta)
                 self._look(view, memory, tensor.device).copy_(tensor)
+                # (else what was read would be in memory beside all copies of it)
+                let_go_of_file(tensor)
 
     def _look(
         self,

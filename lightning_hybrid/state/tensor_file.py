@@ -13,7 +13,6 @@ from there when it is needed (:mod:`lightning_hybrid.remote.unread`). So at most
 at a time is in memory.
 """
 
-import ctypes
 import mmap
 import os
 import secrets
@@ -35,10 +34,12 @@ from lightning_hybrid.comm import TensorSpec, bytes_of
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import free_addresses, gigabytes
 from lightning_hybrid.remote import (
+    PAGE_OUT,
     Unread,
     is_unread,
     is_vacant,
     leave_unread,
+    let_go_of_pages,
     mappings,
     unread,
     value_of,
@@ -220,7 +221,6 @@ def _left() -> str:
 
 _mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
 """The memory that was mapped here, by the address of its first byte."""
-_PAGE_OUT = 21  # MADV_PAGEOUT of Linux, which Python has no name for
 
 
 def _address(memory: Any) -> int:
@@ -243,7 +243,7 @@ def let_go(part: memoryview) -> None:
             # the system takes whole pages: what else is on the first one is read again if needed
             begin = (first - start) // mmap.PAGESIZE * mmap.PAGESIZE
             with suppress(OSError):  # not every system can
-                memory.madvise(_PAGE_OUT, begin, first - start + part.nbytes - begin)
+                memory.madvise(PAGE_OUT, begin, first - start + part.nbytes - begin)
 
 
 _checkpoints: set[str] = set()
@@ -258,18 +258,14 @@ def remember_mapped(path: str | Path) -> None:
 def let_go_of_checkpoints() -> None:
     """Let the system take back all pages of mapped checkpoints.
 
-    A rank does not read again what it has read to send it, or to copy it to its weights, but a
-    page of a file that was read stays in memory until the system needs it for something else.
-    When a page is read again it has the same contents, changes included.
+    A rank does not read again what it has read to send it, or to copy it to its weights.
     """
     if not _checkpoints:
         return
-    with suppress(OSError, AttributeError):  # other systems than Linux, and old ones
-        madvise = ctypes.CDLL(None).madvise
-        # torch keeps its mappings to itself; the system knows them all
-        for begin, end, path in mappings():
-            if path in _checkpoints:
-                madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _PAGE_OUT)
+    # torch keeps its mappings to itself; the system knows them all
+    for begin, end, path in mappings():
+        if path in _checkpoints:
+            let_go_of_pages(begin, end)
 
 
 class _Kept:
