@@ -9,10 +9,9 @@ forward, of each rank:
 * peak: what it has in memory beyond what it had before the fit, with the pages of the folder's
   files that it has mapped (sampled). For stages beside the aim, 1.15 x (the folder / stages) +
   256 MiB; a worker, which no hook runs on, is watched to the end of the step;
-* read: bytes of the folder's files that it has touched, which are mapped pages in its memory. For
-  all ranks of a run together beside the size of the folder; the aim is 1.2 x;
-* disk: bytes that came from the disk for it, where the page cache was empty; ranks of a host share
-  what one of them has read;
+* read: bytes that came from the disk for it, as the page cache was empty; ranks of a host share
+  what one of them has read. For all ranks of a run together beside the size of the folder; the aim
+  is 1.2 x;
 * seconds: until the network is there, until the first batch, until the first loss (with stages, the
   capture of the graph is in the last one).
 
@@ -88,14 +87,12 @@ class Watch:
 
     Attributes:
         peak: the most that the process has had beyond the beginning, in bytes.
-        read: of each file the most that was mapped and in memory, all together, in bytes.
-        disk: bytes that the system has read from a disk for this process.
+        read: bytes that the system has read from a disk for this process.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._over = str(folder.resolve()), Event()
-        self.peak = self.read = self.disk = 0
-        self._touched = dict[str, int]()
+        self.peak = self.read = 0
         self._base, self._before = self._own(), self._from_disk()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -105,17 +102,11 @@ class Watch:
         if not self._over.is_set():
             self._over.set()
             self._thread.join()
-            self.read = sum(self._touched.values())
-            self.disk = self._from_disk() - self._before
+            self.read = self._from_disk() - self._before
 
     def _run(self) -> None:
         while not self._over.wait(0.05):
-            pages = dict[str, int]()
-            for file, resident in self._mapped():
-                pages[file] = pages.get(file, 0) + resident
-            for file, resident in pages.items():
-                self._touched[file] = max(self._touched.get(file, 0), resident)
-            self.peak = max(self.peak, self._own() - self._base + sum(pages.values()))
+            self.peak = max(self.peak, self._own() - self._base + sum(self._mapped()))
 
     @staticmethod
     def _own() -> int:
@@ -128,14 +119,15 @@ class Watch:
         lines = Path("/proc/self/io").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
-    def _mapped(self) -> Iterator[tuple[str, int]]:
-        file = ""
+    def _mapped(self) -> Iterator[int]:
+        """Bytes in memory of each mapping of a file of the network."""
+        found = False
         for line in Path("/proc/self/smaps").read_text().splitlines():
             if self._folder in line:
-                file = line.split(maxsplit=5)[5]
-            elif line.startswith("Rss:") and file:
-                yield file, int(line.split()[1]) * 1024
-                file = ""
+                found = True
+            elif line.startswith("Rss:") and found:
+                yield int(line.split()[1]) * 1024
+                found = False
 
 
 class FineTune(LightningModule):
@@ -212,7 +204,6 @@ def run(peer: str, folder: Path, out: Path) -> None:
     result = {
         "peak": module.watch.peak / MIB,
         "read": module.watch.read / MIB,
-        "disk": module.watch.disk / MIB,
         "seconds": module.seconds,
         "loss": getattr(module, "loss", None),
     }
@@ -228,14 +219,13 @@ def show(peer: str, ranks: list[dict[str, Any]], size: float) -> None:
         if kind == "hybrid":
             aim = 1.15 * size / int(count) + 256
             text += f" ({rank['peak'] / aim:.2f} of the aim of {aim:.0f})"
-        text += f", read {rank['read']:.0f} MiB, {rank['disk']:.0f} of them from the disk"
+        text += f", read {rank['read']:.0f} MiB"
         print(f"{text}, s: {rank['seconds']}, loss {rank['loss']}")
-        kinds = ("peak", "read", "disk")
-        values |= {f"{peer}, rank {number}: {kind}": rank[kind] for kind in kinds}
-    read, disk = (sum(rank[what] for rank in ranks) / size for what in ("read", "disk"))
-    print(f"{peer}: all read {read:.2f} x the folder, from the disk {disk:.2f} x", flush=True)
+        values |= {f"{peer}, rank {number}: {what}": rank[what] for what in ("peak", "read")}
+    read = sum(rank["read"] for rank in ranks) / size
+    print(f"{peer}: all read {read:.2f} x the folder", flush=True)
     record(values, "MiB")
-    record({f"{peer}: read by all": read, f"{peer}: from the disk by all": disk}, "")
+    record({f"{peer}: read by all, of the folder": read}, "")
     record({f"{peer}: until {what}": s for what, s in ranks[0]["seconds"].items()}, "s")
 
 
