@@ -1,11 +1,12 @@
 """Tensors in the memory of a mapped file, whose pages are read when needed."""
 
 import ctypes
+import mmap
 from collections.abc import Iterator
 from contextlib import suppress
-from mmap import PAGESIZE
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,8 +55,25 @@ def let_go_of_pages(begin: int, end: int) -> None:
 
 
 def let_go_of_file(tensor: Tensor) -> None:
-    """Let the system take back what was read of the file that a tensor lies in, if it does."""
-    if in_mapped_file(tensor):
-        storage = tensor.untyped_storage()
-        begin = storage.data_ptr() // PAGESIZE * PAGESIZE  # (mappings begin with a page)
-        let_go_of_pages(begin, storage.data_ptr() + storage.nbytes())
+    """Free the pages that were read of the file that a tensor lies in, if it does.
+
+    Other than by :func:`let_go_of_pages` they stay in the system's cache of the file, from which
+    they come back for nothing. Pages that were written to would not: then nothing is freed.
+    """
+    if not in_mapped_file(tensor):
+        return
+    storage = tensor.untyped_storage()
+    begin, rest = divmod(storage.data_ptr(), mmap.PAGESIZE)
+    count = -(-(rest + storage.nbytes()) // mmap.PAGESIZE)
+    with suppress(OSError, AttributeError):
+        with Path("/proc/self/pagemap").open("rb") as file:
+            file.seek(8 * begin)
+            pages = np.frombuffer(file.read(8 * count), np.uint64)
+        present, swapped, of_a_file = ((pages >> bit) & 1 for bit in (63, 62, 61))
+        # (where the system says nothing of pages, none is present)
+        if present.any() and not (swapped | (present & ~of_a_file)).any():
+            at, size = (
+                ctypes.c_void_p(begin * mmap.PAGESIZE),
+                ctypes.c_size_t(count * mmap.PAGESIZE),
+            )
+            ctypes.CDLL(None).madvise(at, size, mmap.MADV_DONTNEED)

@@ -15,7 +15,7 @@ from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import initialization_tape, mapped_files
 from lightning_hybrid.remote.deferral import forget_made
 from lightning_hybrid.remote.deferred import is_deferred, materialize, offload, value_of
-from lightning_hybrid.remote.mapped_files import in_mapped_file
+from lightning_hybrid.remote.mapped_files import in_mapped_file, let_go_of_file
 
 SIZE, MIB = 1100, 2**20  # of a weight of 2.3 MiB in bfloat16
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are looked at in /proc")
@@ -117,6 +117,18 @@ def test_a_large_tensor_in_a_mapped_file_is_known(saved: Path, tmp_path: Path) -
     assert not in_mapped_file(torch.load(saved)["1.weight"])
     assert not in_mapped_file(torch.load(tmp_path / "small.pt", mmap=True))
     assert not in_mapped_file(torch.ones(MIB).share_memory_())
+
+
+@pytest.mark.parametrize("change", [None, 0, SIZE // 2], ids=["read", "first", "middle"])
+def test_what_was_written_to_a_mapped_file_is_kept(saved: Path, change: int | None) -> None:
+    weight = torch.load(saved, mmap=True)["1.weight"]
+    if change is not None:
+        weight[change, 3] = 7
+    before = weight.clone()
+    assert (in_memory(saved) or 0) > 2 * MIB
+    let_go_of_file(weight)
+    assert ((in_memory(saved) or 0) < MIB) is (change is None)
+    assert torch.equal(weight, before)
 
 
 def test_what_is_asked_for_on_meta_draws_and_has_nothing() -> None:
