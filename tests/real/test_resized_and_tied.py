@@ -1,4 +1,4 @@
-"""More words, adapters on tied layers, and layers that are trained beside adapters."""
+"""More words, adapters on tied layers, layers that are trained beside adapters; T5's checkpoints."""
 
 from pathlib import Path
 
@@ -25,3 +25,13 @@ def test_a_tied_network_is_trained_as_on_one_device(
 
 def test_more_words_without_a_tie_are_those_of_one_device(tmp_path: Path) -> None:
     assert "difference" in run(Cell("llama", "folder", "configure_model", "resized"), tmp_path)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_refusal_of_t5_with_checkpointing_advises_is_right(
+    tmp_path: Path, place: str
+) -> None:
+    refused = run(Cell("t5", "config", place, "checkpointing"), tmp_path)["refused"]
+    assert "gradient_checkpointing = False on its T5Attention modules" in refused
+    cell = Cell("t5", "config", place, "checkpointing without marks")
+    assert "difference" in run(cell, tmp_path)
