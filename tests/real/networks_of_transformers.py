@@ -125,8 +125,9 @@ def network(model: str, folder: Path | None, variant: str) -> nn.Module:
         model: which one.
         folder: what it is loaded from; ``None``: it is made from its config.
         variant: `plain`, `lora`, `checkpointing` or `lora+checkpointing`; `resized`: it gets more
-            words; `checkpointing without marks`: see there; `tied-lora`: adapters on the embedding, which is tied to the head of some
-            networks; `saved-head`: a head of its own beside adapters, and `saved-table` likewise.
+            words; `checkpointing without marks`: see there; `tied-lora`: adapters on the embedding,
+            which is tied to the head of some networks; `saved-head`: a head of its own beside
+            adapters, and `saved-table` likewise.
     """
     torch.manual_seed(0)
     if folder is None:

@@ -1,4 +1,4 @@
-"""More words, adapters on tied layers, layers that are trained beside adapters; T5's checkpoints."""
+"""More words, adapters on tied layers, layers trained beside adapters; T5 with checkpointing."""
 
 from pathlib import Path
 
