@@ -127,6 +127,11 @@ class _OtherDimension(Exception):
     """Raised if a capture is to be repeated with the batch in the other of dimensions 0 and 1."""
 
 
+_ASSIGNED = (
+    ". An assignment to requires_grad cannot be captured, x.requires_grad_() can; for T5 of "
+    "transformers, whose blocks are checkpointed without it too, set gradient_checkpointing = "
+    "False on its T5Attention modules"
+)
 _WITHOUT_GRADIENTS = (
     "it has trained weights under activation checkpointing with use_reentrant=True, in a region "
     "whose inputs require no gradient, so that they get none; use_reentrant=False gives them some"
@@ -304,7 +309,8 @@ class Capture:
             if "requires_grad_()" in str(error) and not self._marking:
                 self._marking = True
                 return self._called(args, kwargs)
-            raise NotCaptured(reason_in(str(error))) from error
+            hint = _ASSIGNED if "setattr() on Tensor.requires_grad" in str(error) else ""
+            raise NotCaptured(reason_in(str(error)) + hint) from error
         except AssertionError as error:
             if not str(error).startswith(FAILED_AT_ONCE):
                 raise

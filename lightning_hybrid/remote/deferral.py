@@ -234,6 +234,9 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield f"{name}.{key}".removeprefix("."), tensor
 
 
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class _Answers(TorchFunctionMode):
     """While a module is built, answers for tensors without memory what Python reads of them.
 
@@ -263,7 +266,17 @@ class _Answers(TorchFunctionMode):
                     return func(self._deferral.numbers(args[:1])[0], *args[1:], **kwargs)
         if func in MOVES or func in (torch.as_tensor, torch.asarray):
             return self._move(func, args, kwargs)
+        if func == _SET_DATA:
+            self._take_kind(*args)
         return func(*args, **kwargs)
+
+    def _take_kind(self, tensor: Tensor, data: Tensor) -> None:
+        """Before ``tensor.data = data``: if one of them alone has memory, `tensor` is as `data`."""
+        known = map(self._deferral.tape.knows, (tensor, data))
+        with as_they_are(), self._deferral.unrecorded():
+            if tensor.is_meta is not data.is_meta and any(known):
+                empty = torch.empty(0, dtype=data.dtype, device=data.device)
+                swap_memory(tensor, ordinary(tensor, empty))
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move a tensor, which stays without memory if it seems to be on that device already."""

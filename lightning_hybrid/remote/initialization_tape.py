@@ -314,7 +314,7 @@ class Tape:
             if same and fits and not isinstance(step.function, Constant):
                 memory[view.key] = tensor.untyped_storage()
             else:  # (a constant must not be written to; or the layout is not that on meta)
-                self._look(view, memory, tensor.device).copy_(tensor)
+                _write(self._look(view, memory, tensor.device), tensor)
                 # (else what was read would be in memory beside all copies of it)
                 let_go_of_file(tensor)
 
@@ -329,6 +329,14 @@ class Tape:
             size = self.bytes_behind(view)
             memory[view.key] = memory_for(size, device or self.device)
         return view.of(memory[view.key])
+
+
+def _write(place: Tensor, value: Tensor) -> None:
+    """Copy a tensor to a place, which may show some of its memory many times (`expand`)."""
+    for dim, stride in enumerate(place.stride()):
+        if stride == 0 and place.shape[dim]:
+            place, value = place.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    place.copy_(value)
 
 
 def _keys(value: Any) -> set[int]:

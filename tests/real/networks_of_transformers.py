@@ -103,6 +103,15 @@ _AUTO = {
 }
 
 
+_DENSE = ["c_attn", "c_proj", "c_fc"]
+_BESIDE: dict[str, Any] = {
+    "tied-lora": {"target_modules": ["wte", *_DENSE]},
+    "saved-head": {"target_modules": _DENSE, "modules_to_save": ["lm_head"]},
+    "saved-table": {"target_modules": _DENSE, "modules_to_save": ["wte"]},
+}
+"""What PEFT is told of GPT-2, by variant."""
+
+
 def save(model: str, folder: Path) -> None:
     """Save a network, whose weights are its initial ones, as several files."""
     torch.manual_seed(3)
@@ -115,7 +124,10 @@ def network(model: str, folder: Path | None, variant: str) -> nn.Module:
     Args:
         model: which one.
         folder: what it is loaded from; ``None``: it is made from its config.
-        variant: `plain`, `lora`, `checkpointing` or `lora+checkpointing`.
+        variant: `plain`, `lora`, `checkpointing` or `lora+checkpointing`; `resized`: it gets more
+            words; `checkpointing without marks`: see there; `tied-lora`: adapters on the embedding,
+            which is tied to the head of some networks; `saved-head`: a head of its own beside
+            adapters, and `saved-table` likewise.
     """
     torch.manual_seed(0)
     if folder is None:
@@ -125,14 +137,24 @@ def network(model: str, folder: Path | None, variant: str) -> nn.Module:
         net = auto.from_pretrained(folder, dtype=torch.float64)
     if model == "mixtral":
         net.set_experts_implementation("batched_mm")  # (`grouped_mm` has no float64)
+    if variant == "resized":
+        net.resize_token_embeddings(WORDS + 8)
     if "checkpointing" in variant:
         net.gradient_checkpointing_enable()
-    if "lora" in variant:
+    if variant == "checkpointing without marks":  # what a refusal of T5 advises
+        for module in net.modules():
+            if type(module).__name__ == "T5Attention":
+                module.gradient_checkpointing = False
+    if variant in ("lora", "lora+checkpointing"):
         from peft import LoraConfig, get_peft_model
 
         # (of Mixtral attention alone, as is usual, and not the parameters of experts)
         layers = [f"{each}_proj" for each in "qkvo"] if model == "mixtral" else "all-linear"
         net = get_peft_model(net, LoraConfig(r=4, target_modules=layers))
+    if variant in _BESIDE:
+        from peft import LoraConfig, get_peft_model
+
+        net = get_peft_model(net, LoraConfig(r=4, **_BESIDE[variant]))
     return net.train()
 
 

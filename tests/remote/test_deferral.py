@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from deferring import build, made, pair
@@ -54,6 +55,16 @@ def tied() -> nn.Module:
     return network
 
 
+def rebound() -> nn.Module:
+    """Weights get memory of the other kind by `data`: numbers that were read, or drawn ones."""
+    read, drawn = nn.Linear(5, 5), nn.Linear(5, 5)
+    read.weight = nn.Parameter(torch.from_numpy(np.ones((5, 5), np.float32)))
+    read.weight.data = drawn.weight.data
+    drawn.weight.data = torch.from_numpy(np.full((5, 5), 2, np.float32))
+    drawn.bias.data.add_(torch.from_numpy(np.ones(1, np.float32)).expand(5))
+    return nn.Sequential(read, drawn)
+
+
 def loaded() -> nn.Module:
     layer = nn.Linear(5, 5)
     layer.load_state_dict({"weight": torch.full((5, 5), 3.0), "bias": torch.arange(5.0)})
@@ -99,6 +110,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "sparse": initialised(lambda weight: nn.init.sparse_(weight, 0.3)),
     "tied": tied,
     "loaded": loaded,
+    "rebound": rebound,
     "changed": changed,
     "own generator": own_generator,
     "resnet": lambda: resnet18(
