@@ -149,7 +149,7 @@ def test_an_explanation_shows_what_raises_the_number(run) -> None:
     for row in rows:
         assert float(row["told"]) == pytest.approx(float(tested[row["image_id"]]), abs=1e-3)
     with pytest.raises(UseError, match="explains a number"):
-        read_maps(run / "explain", "hirescam")
+        read_maps(run / "explain", "occlusion")
 
 
 def test_pages_about_a_number_say_nothing_of_classes(run) -> None:
