@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -212,9 +212,7 @@ def _draw(
         if heatmap.any()
         else affine[:3, :3] @ (np.array(image.shape) / 2) + affine[:3, 3]
     )
-    head, shown = _fine(_with_dark_air(image), affine), hottest(heatmap, head_mask(image))
-    least = float(shown[shown > 0].min()) if shown.any() else None  # None: nothing to draw
-    hot = None if least is None else _fine(shown, affine)
+    head, layers = _fine(_with_dark_air(image), affine), _layers(image, heatmap, affine, truth)
     for row, axis in enumerate("xyz"):
         display = plotting.plot_anat(
             head,
@@ -226,12 +224,8 @@ def _draw(
             figure=figure,
             axes=(0, 0.55 - 0.275 * row, 1, 0.27),
         )
-        if least is not None:
-            _lay_over(display, hot, least, around)
-        if truth is not None:
-            contour = _fine(truth, affine)
-            display.add_contours(contour, levels=[0.5], colors="lime", linewidths=0.8)
-    _draw_scale(figure, least)
+        _lay_over(display, layers)
+    _draw_scale(figure, layers.least)
     figure.text(0.01, 0.985, title, color="white", fontsize=10, va="top")
     figure.text(0.01, 0.9, fill(note, 120), color="#bbbbbb", fontsize=9, va="top")
     figure.savefig(path, dpi=100, facecolor="black")
@@ -254,18 +248,46 @@ def _draw_scale(figure: Any, least: float | None) -> None:
     axes.set_title("share of the map's maximum", color="white", fontsize=8, pad=3)
 
 
-def _lay_over(display: Any, hot: Any, least: float, peak: Array) -> None:
-    """Draw a map in voxels of its picture, whose lowest value is given, and mark its peak."""
-    display.add_overlay(
-        hot,
-        threshold=least / 2,
-        # red to yellow over what is drawn: a map may be nearly flat in its hottest part
-        vmin=min(least, 0.99),
-        vmax=1,
-        cmap="autumn",
-        transparency=_ALPHA,
+class _Layers(NamedTuple):
+    """What is laid over a scan, in voxels of its picture.
+
+    Attributes:
+        hot: the hottest of the head; None: the map has no evidence.
+        least: its lowest value; None likewise.
+        peak: its hottest point, in mm.
+        truth: mask of what was planted; None: there is none.
+    """
+
+    hot: Any
+    least: float | None
+    peak: Array
+    truth: Any
+
+
+def _layers(image: Array, heatmap: Array, affine: Array, truth: Array | None) -> _Layers:
+    shown = hottest(heatmap, head_mask(image))
+    return _Layers(
+        _fine(shown, affine) if shown.any() else None,
+        float(shown[shown > 0].min()) if shown.any() else None,
+        peak_mm(heatmap, affine),
+        None if truth is None else _fine(truth, affine),
     )
-    display.add_markers([peak], marker_color="cyan", marker_size=12)
+
+
+def _lay_over(display: Any, layers: _Layers) -> None:
+    if layers.least is not None:
+        display.add_overlay(
+            layers.hot,
+            threshold=layers.least / 2,
+            # red to yellow over what is drawn: a map may be nearly flat in its hottest part
+            vmin=min(layers.least, 0.99),
+            vmax=1,
+            cmap="autumn",
+            transparency=_ALPHA,
+        )
+        display.add_markers([layers.peak], marker_color="cyan", marker_size=12)
+    if layers.truth is not None:
+        display.add_contours(layers.truth, levels=[0.5], colors="lime", linewidths=0.8)
 
 
 def slices(image: Array, affine: Array, axis: int, through: float) -> list[float]:

@@ -109,9 +109,10 @@ def read_maps(folder: Path, method: str) -> tuple[Array, Array, Array]:
     table = folder / "explain.tsv"
     if not table.is_file():
         raise UseError(f"There is no {table}; run `python -m models explain` first.")
-    rows = [r for r in read_table(table) if (r["network"], r["method"]) == ("trained", method)]
-    if any("told" in row for row in rows):
+    known = read_table(table)
+    if any("told" in row for row in known):
         raise UseError(f"{folder} explains a number: there are no two classes to compare.")
+    rows = [row for row in known if (row["network"], row["method"]) == ("trained", method)]
     people = {row["subject"]: row for row in reversed(rows)}  # the first scan of each
     paths = [folder / "maps" / method / f"{n}_{r['image_id']}.nii.gz" for n, r in people.items()]
     gone = [path for path in paths if not path.is_file()]

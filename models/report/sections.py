@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from models.drawing import figures_of
 from models.metrics import never_named
@@ -52,6 +53,7 @@ def curves(run: Path) -> str:
                 axes.plot(*zip(*points), marker=".", label=name)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step" if title == "learning rate" else "epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if axes.lines:
             axes.legend(fontsize=8)
     return html.figure(figure)

@@ -6,7 +6,7 @@ import pytest
 
 from models.findings import Case, Map, Verdict
 from models.localisation import TOP, Localisation
-from models.overlay import _lay_over, map_title, slices
+from models.overlay import _lay_over, _layers, map_title, slices
 
 AFFINE = np.diag([2.0, 2, 2, 1])  # as fine as pictures are: nothing is resampled
 AFFINE[:3, 3] = (-30, -40, -20)
@@ -63,7 +63,7 @@ def test_only_the_hottest_of_the_head_is_drawn_and_the_mark_is_at_the_peak() -> 
     heatmap[0] = 2.0  # air
     inside = np.where(HEAD, heatmap, 0) / 1.5
     display = Display()
-    _lay_over(display, IMAGE, inside, AFFINE, None)
+    _lay_over(display, _layers(IMAGE, inside, AFFINE, None))
     [drawn] = display.overlays
     assert 0 < (drawn > 0).sum() == round(TOP * HEAD.sum())
     assert 0.05 <= TOP <= 0.1
@@ -75,7 +75,7 @@ def test_only_the_hottest_of_the_head_is_drawn_and_the_mark_is_at_the_peak() -> 
 
 def test_a_map_without_evidence_has_no_colour_and_no_mark_but_the_planted_contour() -> None:
     display = Display()
-    _lay_over(display, IMAGE, np.zeros(HEAD.shape), AFFINE, HEAD)
+    _lay_over(display, _layers(IMAGE, np.zeros(HEAD.shape), AFFINE, HEAD))
     assert (display.overlays, display.marks) == ([], [])
     assert len(display.contours) == 1
 

@@ -134,12 +134,12 @@ def test_a_table_says_who_it_is_and_what_is_out_of_range(trained, tmp_path, monk
     table = tmp_path / "scans.csv"
     table.write_text(
         "path,subject,age,field_strength\n"
-        f"{first},old,120,7\n{second},usual,75,3\n{scans_of(trained / 'adni')[0]},same,75,3\n"
+        f"{first},old,109,7\n{second},usual,75,3\n{scans_of(trained / 'adni')[0]},same,75,3\n"
     )
     code, (odd, usual, _) = predict(monkeypatch, trained, table, tmp_path / "out")
     assert code == 0
     assert odd["subject"] == "old"
-    assert "age: 120, trained on" in odd["outside"]
+    assert "age: 109, trained on" in odd["outside"]
     assert "field_strength: 7 T, trained on" in odd["outside"]
     assert "age" not in usual["outside"]
     assert "intensity_p" not in (tmp_path / "out/predictions.html").read_text()  # but in words
