@@ -22,7 +22,7 @@ Count = int | Literal["auto"]
 Shape = Count | tuple[int, ...]
 Checkpoint = Literal["full", "sharded", "sharded_async"]
 ScheduleName = Literal[
-    "auto", "gpipe", "looped", "zero_bubble", "1f1b", "pipedream", "ddg", "fdg", "akintoye"
+    "auto", "gpipe", "looped", "zero_bubble", "1f1b_stream", "pipedream", "ddg", "fdg", "akintoye"
 ]
 
 Rng = Literal["microbatch", "device"]

@@ -25,7 +25,7 @@ def test_the_drawn_step_is_the_simulated_one() -> None:
     assert tuple(busy) == expected.busy_s
 
 
-STREAMS = ("1f1b", "pipedream", "ddg", "fdg", "akintoye")
+STREAMS = ("1f1b_stream", "pipedream", "ddg", "fdg", "akintoye")
 
 
 @pytest.mark.parametrize("schedule", STREAMS)

@@ -131,7 +131,7 @@ def test_a_delayed_schedule_holds_the_copies_of_weights_that_it_stashes() -> Non
     for plain, row in zip(current.rows, stash.rows):
         assert row.memory_bytes == plain.memory_bytes + plain.gradient_bytes  # one batch ahead
     assert most(again) < most(current)
-    accumulated = planned(recompute=False, schedule="1f1b", delayed_weights="stash")
+    accumulated = planned(recompute=False, schedule="1f1b_stream", delayed_weights="stash")
     assert most(accumulated) == most(current)  # its weights do not change on the way
 
 
