@@ -120,7 +120,9 @@ class Divided:
         else:
             loss = self._loss.of(found, values)
             found |= zip(self._taken, run(self.heavy, inputs, loss))
-            found |= self._tail(found) if loss.value is None else self._loss.rest(found, loss.value)
+            # (taken out: what autograd keeps of it refers to the loss)
+            value, loss.value = loss.value, None
+            found |= self._tail(found) if value is None else self._loss.rest(found, value)
         return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
 
 
