@@ -107,7 +107,7 @@ PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
         LEAVE_ONE,
     ),
     "continue": (
-        ("asgd", "epoch", "divided", "sharded", "streamed"),
+        ("asgd", "epoch", "divided", "sharded", "streamed", "inside"),
         "averages gradients once for each batch, and keeps weights and states whole",
         LEAVE_ONE,
     ),

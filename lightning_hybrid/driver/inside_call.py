@@ -44,8 +44,8 @@ def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
         return f"its stages share {min(tied)!r}"
     if len({*placement.devices}) < len(placement.devices):
         return "a device has several stages"
-    if engine.coordinates.replicas > 1:
-        return "it has several replicas"
+    if engine.synchronises:
+        return "batch statistics are those of all replicas"
     if engine.is_compiled:
         return "its stages are compiled"
     return "" if placement.schedule == INSIDE else "its plan has another schedule"

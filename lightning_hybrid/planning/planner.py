@@ -110,7 +110,7 @@ def make_plan(
     else:
         table = network.profile(site.device)
     # (where no backward can run inside of calls all micro-batches are kept, as under fill-drain)
-    outside = network.graph.no_shares or site.replicas > 1 or settings.compiled or table.tied
+    outside = network.graph.no_shares or settings.compiled or table.tied
     if settings.schedule == INSIDE and outside:
         settings = replace(settings, schedule="gpipe")
     table = _with_memory(network, table, settings, site, optimizers)

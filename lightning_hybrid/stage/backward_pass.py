@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ class BackwardPass(Pass):
         index: int,
         call: Call,
         mode: Backward,
-        gradients: Sequence[Gradients] | Mapping[int, Gradients],
+        gradients: Sequence[Gradients] | dict[int, Gradients],
     ) -> None:
         super().__init__(engine, index, call)
         self.mode = mode
@@ -84,7 +84,7 @@ class BackwardPass(Pass):
         if engine.failure is not None or microbatch not in self.saved:
             return
         # the driver has the last stage, and the gradients of its outputs from autograd
-        gradients = self.gradients[microbatch] if self.own.is_last else self._arrived
+        gradients = self._gradients_of_outputs(microbatch) if self.own.is_last else self._arrived
         # (statistics: activation checkpointing runs layers again here; autocast is on inside of a
         # call, and no backward of one device runs under it)
         kind, inside = self.call.key.precision.device_type, bool(self.call.key.inside)
@@ -136,6 +136,11 @@ class BackwardPass(Pass):
         sent = inputs[microbatch] if self.own.is_last else outgoing.get(microbatch, ())
         present = self._hear_pattern(microbatch)
         return self.links(microbatch).next.post(list(compress(sent, present)))
+
+    def _gradients_of_outputs(self, microbatch: int) -> Gradients:
+        found = self.gradients
+        # (inside of a call they go as they have come, one by one)
+        return found.pop(microbatch) if isinstance(found, dict) else found[microbatch]
 
     def _run(self, microbatch: int, gradients: Gradients) -> Gradients:
         # 1. What the forward has left: its activations, or how to make them again. Popped, so that

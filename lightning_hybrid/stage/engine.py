@@ -67,6 +67,7 @@ class Engine:
         owned: the stages of this rank, in their order.
         early: those of them that run forwards before their turn, each with what runs these.
         failure: the first error on this rank or in an earlier stage, for the driver.
+        synchronises: whether batch normalisation takes its statistics over the replicas.
         is_compiled: whether stages run through ``torch.compile``.
         passed: whether the last pass came to its end (an error in a stage does not end a pass).
     """
@@ -131,6 +132,7 @@ class Engine:
         self.done_before = [p for other in others for p in other if p not in first]
         self.is_compiled = options.compiled
         self._statistics = options.statistics and Synchronised(options.statistics)
+        self.synchronises = bool(self._statistics)
 
     def forward(
         self, call: Call, inputs: Sequence[Values] = (), ends: Ends | None = None

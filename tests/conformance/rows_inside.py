@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from suite import Layers, Row
+from suite import ONE_OF_THREE, ONE_OF_TWO, Layers, Row
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -57,6 +57,8 @@ class AccumulatesWhatIsAside(GoesBackInsideOfItsCall):
 
 class SkipsWhatIsAside(GoesBackInsideOfItsCall):
     """`training_step` returns `None` every other time, after the call of the network."""
+
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)  # Lightning allows that on one device alone
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(*batch)

@@ -229,9 +229,17 @@ def whole(net: nn.Module, *batches: tuple[Tensor, Tensor], factor: float = 1.0) 
 
 @pytest.mark.parametrize(("stages", "parts"), [(2, 4), (3, 4), (4, 8), (3, 2)])
 def test_gradients_have_the_bits_of_fill_drain_and_stages_keep_few_micro_batches(
-    pair: Callable[..., Pair], stages: int, parts: int
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, stages: int, parts: int
 ) -> None:
-    net = Net()
+    net, waiting = Net(), list[int]()
+    back = BackwardPass.backward
+
+    def noted(work: Any, microbatch: int) -> None:
+        if isinstance(work.gradients, dict):
+            waiting.append(len(work.gradients))
+        back(work, microbatch)
+
+    monkeypatch.setattr(BackwardPass, "backward", noted)
     one, other = pair(net, stages, parts=parts)
     found = []
     for replica in (one, other):
@@ -243,6 +251,7 @@ def test_gradients_have_the_bits_of_fill_drain_and_stages_keep_few_micro_batches
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
     compare(one.gradients(), other.gradients(), 0)
     compare(one.gradients(), whole(net, batch()), 1e-9)
+    assert max(waiting) == 1  # gradients of the outputs of one micro-batch
     assert one.alive == [min(stages - k, parts) for k in range(stages)]
     assert other.alive == [parts] * stages
 

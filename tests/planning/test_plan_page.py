@@ -35,6 +35,13 @@ def test_of_a_streamed_schedule_no_step_is_drawn(schedule: str) -> None:
     assert "No step is drawn" in plan_page(plan)
 
 
+def test_backwards_inside_of_calls_are_drawn_among_forwards() -> None:
+    plan = made_plan(schedule="1f1b", microbatches=3)
+    kinds = ["".join(s.kind[0] for s in spans) for spans in predicted_lanes(plan).values()]
+    assert [kind.replace("r", "").replace("s", "") for kind in kinds] == ["ffbfbb", "fbfbfb"]
+    assert "activations of as many micro-batches as there are stages" in plan_page(plan)
+
+
 def test_a_loop_is_drawn_by_device_as_long_as_its_predicted_step() -> None:
     plan = made_plan(schedule="looped", backward_s=[2.0, 1.0, 2.0, 4.0])
     lanes = predicted_lanes(plan)
