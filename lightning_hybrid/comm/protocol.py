@@ -222,8 +222,8 @@ class Forward(CallCommand):
         ahead: whether it belongs to a later batch and runs early (streamed schedules): optimizers
             may step between it and its backward, and what it writes to buffers stays hidden until
             :class:`Commit`.
-        again: whether the call has run before: what it writes to buffers is not kept.
         new_key: the key itself, if the worker may not have it yet.
+        again: whether the call has run before: what it writes to buffers is not kept.
     """
 
     in_frame = True
@@ -234,8 +234,8 @@ class Forward(CallCommand):
     exchange: bool
     uses_rng: bool
     ahead: bool
-    again: bool = False
     new_key: CallKey | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)

@@ -309,7 +309,7 @@ class DrivenNetwork(StagedNetwork):
         new_key = key if exchange else None
         command = Forward(
             *(self.number, self._count, draw, number, exchange, uses_rng, early),
-            *(again is not None, new_key),
+            *(new_key, again is not None),
         )
         return self.open(command), command
 
