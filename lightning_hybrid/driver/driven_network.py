@@ -258,7 +258,7 @@ class DrivenNetwork(StagedNetwork):
         trainable = None if now == was else tuple([a and b for a, b in zip(was, now)])
         mode = Backward(
             *(self.number, call.number, pattern, exchange, parameters, keep, input_gradient),
-            *(reduce, trainable, factor),
+            *(reduce, trainable, None if factor == 1 else factor),
         )
         self._commands.tell(mode)
         self._told(trainable or was)

@@ -247,7 +247,7 @@ class Engine:
                 if mode.keep:
                     gradient = gradient.clone()
                 leaf.grad = leaf.grad if mode.keep else None
-                if mode.factor != 1:
+                if mode.factor is not None:
                     gradient *= mode.factor
                 # (`backward`, so that hooks of the weights hear of it as of any other gradient)
                 torch.autograd.backward(weights[name], gradient)
