@@ -92,11 +92,11 @@ class Measured:
     def simulated_s(self, schedule: str, devices: int, microbatches: int) -> float:
         """Seconds of a batch; of 1F1B, a window's divided by its batches."""
         plan = self.plan(schedule, devices, microbatches)
-        if schedule != "1f1b":
+        if schedule != "1f1b_stream":
             return plan.step_s
         rows = plan.rows
         window = time_orders(
-            streamed(STREAMED["1f1b"], devices, WINDOW),
+            streamed(STREAMED["1f1b_stream"], devices, WINDOW),
             [row.forward_s or 0.0 for row in rows],
             [row.backward_s or 0.0 for row in rows],
             send_s=[(row.send_s or 0.0) + (row.latency_s or 0.0) for row in rows[:-1]],
@@ -115,7 +115,7 @@ class Measured:
         if schedule == "zero_bubble":
             weights_s = sum(part or 0.0 for part in profile.weight_part_s) / devices
             return (microbatches + more) * stage_s - more * weights_s
-        return (WINDOW + more) / WINDOW * stage_s if schedule == "1f1b" else stage_s
+        return (WINDOW + more) / WINDOW * stage_s if schedule == "1f1b_stream" else stage_s
 
 
 def work_s(profile: PartitionTable) -> float:
@@ -137,7 +137,7 @@ def main(network: str, side: int) -> None:
         ddp_s = measured.ddp_s(devices)
         print(f"\n{devices} devices, ddp {1e3 * ddp_s:.1f} ms")
         print(f"{'':14}{'M':>4}{'simulated':>11}{'closed form':>13}  x ddp")
-        for schedule in (*BATCHED, "1f1b", *DELAYED):
+        for schedule in (*BATCHED, "1f1b_stream", *DELAYED):
             sizes = [m for m in (2, 3, 4, 6) if m >= devices] if schedule in BATCHED else [1]
             m = min(sizes, key=lambda count: measured.simulated_s(schedule, devices, count))
             simulated = measured.simulated_s(schedule, devices, m) / ddp_s

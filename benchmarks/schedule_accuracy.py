@@ -33,7 +33,7 @@ from _timing import bare_trainer
 
 from lightning_hybrid import HybridGabraStrategy
 
-EXACT = ("gpipe", "looped", "zero_bubble", "1f1b")
+EXACT = ("gpipe", "looped", "zero_bubble", "1f1b_stream")
 DELAYED = ("pipedream", "ddg", "fdg", "akintoye")
 WINDOW = 4
 """Batches of which 1F1B accumulates the gradients: each has a fourth of the samples."""
@@ -79,7 +79,7 @@ def run(schedule: str, seed: int) -> float | None:
     """One run on all its processes; the first one has the accuracy."""
     torch.set_num_threads(1)
     seed_everything(seed, verbose=False)
-    window = WINDOW if schedule == "1f1b" else 1
+    window = WINDOW if schedule == "1f1b_stream" else 1
     batched = {"num_microbatches": 2} if schedule in EXACT and window == 1 else {}
     strategy = HybridGabraStrategy(
         data_parallel_size=1, pipeline_parallel_size=STAGES, schedule=schedule, **batched

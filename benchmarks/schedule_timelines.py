@@ -30,7 +30,7 @@ from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage.trace import VARIABLE
 from models import ResAttNet3D
 
-SCHEDULES = ("gpipe", "looped", "zero_bubble", "1f1b", "pipedream", "ddg", "fdg", "akintoye")
+SCHEDULES = ("gpipe", "looped", "zero_bubble", "1f1b_stream", "pipedream", "ddg", "fdg", "akintoye")
 DEVICES, MICROBATCHES, WINDOW, BATCHES, DRAWN = 2, 4, 4, 13, 6
 COLOURS = {"forward": "#7fb3d5", "backward": "#52be80", "weight": "#f0b27a"}
 NAME = re.compile(r"(?:stage (\d+) )?(forward|backward|weight) (\d+)")
@@ -60,7 +60,7 @@ def train(schedule: str) -> None:
         strategy=HybridGabraStrategy(pipeline_parallel_size=DEVICES, schedule=schedule, **batched),
         devices=DEVICES,
         max_epochs=1,
-        accumulate_grad_batches=WINDOW if schedule == "1f1b" else 1,
+        accumulate_grad_batches=WINDOW if schedule == "1f1b_stream" else 1,
     )
     trainer.fit(Plain(ResAttNet3D(18)), inputs.loader(workers=1))
 
@@ -94,7 +94,7 @@ def last_of(works: list[Work], schedule: str) -> list[Work]:
         stages = len({(w.rank, w.stage) for w in works})
         begin_s = firsts[-2 * stages]  # the last two steps
         return [work for work in works if work.start_s >= begin_s]
-    window = WINDOW if schedule == "1f1b" else 1
+    window = WINDOW if schedule == "1f1b_stream" else 1
     count = 1 + max(work.number for work in works)
     drawn = -(-DRAWN // window) * window
     first = (count - drawn) // window * window

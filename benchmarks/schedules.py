@@ -27,7 +27,7 @@ from models import ResAttNet3D
 
 DEVICES, BATCH, WINDOW, WARM_UP = 2, 6, 4, 4
 BATCH_SCHEDULES = ("gpipe", "looped", "zero_bubble")
-SCHEDULES = (*BATCH_SCHEDULES, "1f1b", "pipedream", "fdg", "akintoye")
+SCHEDULES = (*BATCH_SCHEDULES, "1f1b_stream", "pipedream", "fdg", "akintoye")
 
 
 def perceptron() -> nn.Module:
@@ -65,7 +65,7 @@ def run(name: str, config: dict[str, Any]) -> None:
         strategy=strategy_of(name, config["microbatches"]),
         devices=DEVICES,
         max_epochs=1,
-        accumulate_grad_batches=WINDOW if name == "1f1b" else 1,
+        accumulate_grad_batches=WINDOW if name == "1f1b_stream" else 1,
         callbacks=[clock],
     )
     trainer.fit(Plain(network), inputs.loader(workers=1))

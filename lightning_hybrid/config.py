@@ -16,13 +16,22 @@ from lightning_hybrid.planning import (
     Sizes,
     given_speeds,
 )
-from lightning_hybrid.schedules import SCHEDULES, STREAMED, DelayedWeights, LookAhead
+from lightning_hybrid.schedules import INSIDE, SCHEDULES, STREAMED, DelayedWeights, LookAhead
 
 Count = int | Literal["auto"]
 Shape = Count | tuple[int, ...]
 Checkpoint = Literal["full", "sharded", "sharded_async"]
 ScheduleName = Literal[
-    "auto", "gpipe", "looped", "zero_bubble", "1f1b", "pipedream", "ddg", "fdg", "akintoye"
+    "auto",
+    "gpipe",
+    "looped",
+    "zero_bubble",
+    "1f1b",
+    "1f1b_stream",
+    "pipedream",
+    "ddg",
+    "fdg",
+    "akintoye",
 ]
 
 Rng = Literal["microbatch", "device"]
@@ -41,6 +50,7 @@ LEAVE_ONE = "Leave one of them out."
 
 PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "zero_bubble": (("free",), "gives each device one stage", LEAVE_ONE),
+    "inside": (("free",), "gives each device one stage", LEAVE_ONE),
     "cuts": (
         ("free",),
         "are cut points, which give each device one stage",
@@ -71,7 +81,17 @@ PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "parts of each batch.",
     ),
     "copies": (
-        ("streamed", "looped", "zero_bubble", "free", "speed", "divided", "sharded", "device"),
+        (
+            "streamed",
+            "looped",
+            "zero_bubble",
+            "inside",
+            "free",
+            "speed",
+            "divided",
+            "sharded",
+            "device",
+        ),
         "gives stages copies",
         "Leave the latter out, or use pipeline_parallel_size={devices}.",
     ),
@@ -87,7 +107,7 @@ PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
         LEAVE_ONE,
     ),
     "continue": (
-        ("asgd", "epoch", "divided", "sharded", "streamed"),
+        ("asgd", "epoch", "divided", "sharded", "streamed", "inside"),
         "averages gradients once for each batch, and keeps weights and states whole",
         LEAVE_ONE,
     ),
@@ -280,6 +300,11 @@ class Config:
         )
 
     @property
+    def runs_inside(self) -> bool:
+        """Whether backwards are to run inside of the network's calls, where that is possible."""
+        return self.settings.schedule == INSIDE
+
+    @property
     def streamed(self) -> LookAhead | None:
         """The schedule, if forwards of later batches begin early under it."""
         return STREAMED.get(self.settings.schedule)
@@ -413,6 +438,7 @@ class Config:
             "streamed": (f"schedule={schedule!r}", streamed),
             "looped": (f"schedule={schedule!r}", schedule == "looped"),
             "zero_bubble": (f"schedule={schedule!r}", schedule == "zero_bubble"),
+            "inside": (f"schedule={schedule!r}", schedule == INSIDE),
             "compiled": ("compile_stages=True", self.compile_stages),
             "recompute": ("recompute=True", self.recompute is True),
             "device": ("rng='device'", self.rng == "device"),

@@ -80,8 +80,8 @@ def installs_hooks(reason: str, network: nn.Module) -> bool:
     return bool(missing)
 
 
-Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
-"""Computes the outputs of a graph from its arguments."""
+Run = Callable[..., Sequence[Any]]
+"""Computes the outputs of a graph from its arguments (and its `LossOfCall`, if there is one)."""
 
 
 _COUNT = itertools.count()
@@ -205,6 +205,8 @@ class Capture:
             (:mod:`lightning_hybrid.graph.three_parts`); ``run`` gets the heavy part alone.
         draws: whether each micro-batch may draw random numbers by itself. Else a graph is divided
             only if prologue and tail draw all of its random numbers, for the whole batch.
+        shares: whether to look for a loss of which each micro-batch has a share; ``run`` then gets
+            that of a call, too.
 
     Attributes:
         reason: if the last call was captured anew, the value in the user's code that required it;
@@ -221,8 +223,9 @@ class Capture:
         whole: bool = True,
         divides: bool = True,
         draws: bool = True,
+        shares: bool = False,
     ) -> None:
-        self._divides, self._draws = divides, draws
+        self._divides, self._draws, self._shares = divides, draws, shares
         tensors = (*network.named_parameters(), *network.named_buffers())
         self.network, self._run = network, run
         self._shared = {n: kind_of(t) for n, t in tensors} if shared is None else shared
@@ -369,7 +372,7 @@ class Capture:
         shared = frozenset(self._shared)
         graph = describe(module, self.network, names, self._given, values, shared, self._batch_dim)
         _refuse_one_region(graph)
-        return Divided(graph, divides=self._divides, draws=self._draws)
+        return Divided(graph, divides=self._divides, draws=self._draws, shares=self._shares)
 
     def _find_batch(self, graph: NetworkGraph, values: Sequence[Any]) -> None:
         """If batches cannot be split, and layers have them in dimension 1, ask to try that, once.

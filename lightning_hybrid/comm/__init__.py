@@ -51,6 +51,12 @@ from lightning_hybrid.comm.signals import (
 )
 from lightning_hybrid.comm.survivors import FAULT, Survivors
 from lightning_hybrid.comm.switches import set_switches, switches
-from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec, bytes_of
+from lightning_hybrid.comm.tensor_specs import (
+    CallKey,
+    Inside,
+    Precision,
+    TensorSpec,
+    bytes_of,
+)
 from lightning_hybrid.comm.threads import BackgroundThread, end_process
 from lightning_hybrid.comm.travelling_errors import Failure, is_gone, is_late, raised, told_text

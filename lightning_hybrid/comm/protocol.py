@@ -223,6 +223,7 @@ class Forward(CallCommand):
             may step between it and its backward, and what it writes to buffers stays hidden until
             :class:`Commit`.
         new_key: the key itself, if the worker may not have it yet.
+        again: whether the call has run before: what it writes to buffers is not kept.
     """
 
     in_frame = True
@@ -234,11 +235,12 @@ class Forward(CallCommand):
     uses_rng: bool
     ahead: bool
     new_key: CallKey | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)
 class Backward(CallCommand):
-    """Run a backward pass of a call.
+    """Run a backward pass of a call, or add what backwards inside of the call have left aside.
 
     Attributes:
         pattern: number of the pattern that says which outputs of the network have a gradient.
@@ -250,6 +252,7 @@ class Backward(CallCommand):
             micro-batch.
         trainable: ``requires_grad`` of every parameter, if it has changed since the forward:
             parameters frozen since get no gradient. ``None``: as in the call's key.
+        factor: what gradients that were left aside are multiplied with; ``None``: they stay.
     """
 
     in_frame = True
@@ -262,6 +265,7 @@ class Backward(CallCommand):
     input_gradient: bool
     reduce: bool
     trainable: tuple[bool, ...] | None = None
+    factor: float | None = None
 
 
 @dataclass(frozen=True)

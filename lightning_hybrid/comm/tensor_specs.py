@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -120,6 +121,10 @@ class Precision:
             torch.set_default_dtype(before)
 
 
+Inside = Literal["", "falling", "rising"]
+"""Whether backwards run inside of a call of the network, and in which order its micro-batches."""
+
+
 @dataclass(frozen=True)
 class CallKey:
     """Everything that determines the shapes sent in a call: calls with equal keys exchange none.
@@ -136,6 +141,7 @@ class CallKey:
         precision: autocast and default type of the call.
         continues: whether the call continues the sequence of random numbers of the code around it:
             then the states of the generators are the last inputs, and there is one micro-batch.
+        inside: whether its backwards run inside of it; empty: they do not.
     """
 
     specialization: int
@@ -146,6 +152,7 @@ class CallKey:
     trainable: tuple[bool, ...]
     precision: Precision
     continues: bool = False
+    inside: Inside = ""
 
     @property
     def microbatches(self) -> int:

@@ -16,6 +16,7 @@ from lightning_hybrid.driver.announcements import Announcements
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.found_network import FoundNetwork, count, is_materialized
+from lightning_hybrid.driver.inside_call import why_not_inside
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import HybridError, NetworkError, PlanError
@@ -108,6 +109,8 @@ class Adoption:
             network = self.driver.add_network(
                 found.name, found.module, codes, placement, continues=continues
             )
+        if self.options.shares and (reason := why_not_inside(network, graph)):
+            self.announcements.backwards_follow(found, reason)
         found.driven.append((network, plan))
         found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))
         if found.whole:

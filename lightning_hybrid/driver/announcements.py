@@ -78,6 +78,14 @@ class Announcements:
                 "num_microbatches=1.",
             )
 
+    def backwards_follow(self, found: FoundNetwork, reason: str) -> None:
+        """Say that backwards do not run inside of calls, and why."""
+        self.say(
+            found,
+            "runs all forwards of a batch before its backwards, as under schedule='gpipe', since "
+            f"{reason.rstrip('.')}.",
+        )
+
     def captured_again(self, found: FoundNetwork) -> None:
         """Say once, for values of one kind, which value in a network's Python has changed."""
         reason = found.capture.reason

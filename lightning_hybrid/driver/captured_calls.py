@@ -49,7 +49,7 @@ from lightning_hybrid.driver.found_network import FoundNetwork, indented, is_mat
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.verification import Check, Verification
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph import CannotFollow, NetworkGraph, compute_whole, place_now
+from lightning_hybrid.graph import CannotFollow, LossOfCall, NetworkGraph, compute_whole, place_now
 from lightning_hybrid.remote import Kind, NoMemory, watched
 from lightning_hybrid.stage import Synchronised
 
@@ -328,13 +328,20 @@ class CapturedCalls:
         tensors = {prefix + name: tensor for name, tensor in named}
         return watched(tensors, found.read_between, found.hollow.shown_of(tensors))
 
-    def run(self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
+    def run(
+        self,
+        found: FoundNetwork,
+        graph: NetworkGraph,
+        values: Sequence[Any],
+        loss: LossOfCall | None = None,
+    ) -> Sequence[Any]:
         """Compute a captured graph, through its stages or on the driver; the first time it is cut.
 
         Args:
             found: the network.
             graph: the captured graph: the whole network, or one of a chain.
             values: the arguments of the graph.
+            loss: the loss of the call, if each micro-batch has a share of it.
 
         Returns:
             What the graph returns.
@@ -354,7 +361,7 @@ class CapturedCalls:
                 if running.check is not None and found.whole:
                     synchronised = isinstance(running.statistics, Synchronised)
                     running.check.begin(call, values, synchronised=synchronised)
-                return call(values)
+                return call(values, loss, keep=running.check is not None)
             self._driver.have_here(found.module, whole=True)
             with running.statistics:
                 return compute_whole(graph, values)

@@ -353,7 +353,11 @@ class Discovery:
         divides = self._options.microbatches != 1
         draws = not self._driver.calls.follows
         found.capture = Capture(
-            module, forward, run, shared, whole=whole, divides=divides, draws=draws
+            *(module, forward, run, shared),
+            whole=whole,
+            divides=divides,
+            draws=draws,
+            shares=self._options.shares,
         )
         self._captures.append(found.capture)
         return found

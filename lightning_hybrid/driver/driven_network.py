@@ -6,8 +6,8 @@
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import (
     CallKey,
+    Inside,
     Precision,
     TensorSpec,
     signals_deferred,
@@ -32,6 +33,7 @@ from lightning_hybrid.remote import Kind, read_now
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import (
     Call,
+    Ends,
     Engine,
     Gradients,
     StagedNetwork,
@@ -52,6 +54,7 @@ class PartsOfDriver:
         gradients: averages gradients over the replicas.
         calls: numbers the calls of networks in the current step.
         batches: the training batches.
+        loss_scale: gives the factor by which losses are multiplied before a backward.
     """
 
     commands: Commands
@@ -59,6 +62,7 @@ class PartsOfDriver:
     gradients: ReplicaGradients
     calls: StepCalls
     batches: Batches
+    loss_scale: Callable[[], float]
 
 
 class DrivenNetwork(StagedNetwork):
@@ -77,6 +81,8 @@ class DrivenNetwork(StagedNetwork):
         placement: which ranks have which stages, and the schedule.
         leaf: a tensor that stands for the parameters in autograd's graph.
         stream: its calls that were launched early; ``None``: its schedule launches none.
+        age: how often weights may have changed.
+        loss_scale: see :class:`PartsOfDriver`.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class DrivenNetwork(StagedNetwork):
         # view saves nothing and so survives any number of backward passes.
         self.leaf = torch.zeros((), requires_grad=True)
         self._anchor = self.leaf.view_as(self.leaf)
+        self.age, self.loss_scale = 0, parts.loss_scale
         self._early_numbers: dict[CallKey, int] = {}  # numbers of new keys of launched calls
         self.stream: Stream | None = None
         if self.placement.schedule in STREAMED:
@@ -144,7 +151,13 @@ class DrivenNetwork(StagedNetwork):
 
     @signals_deferred
     def forward(
-        self, specialization: Specialization, leaves: Sequence[Tensor], *, grad: bool
+        self,
+        specialization: Specialization,
+        leaves: Sequence[Tensor],
+        *,
+        grad: bool,
+        ends: Ends | None = None,
+        again: Call | None = None,
     ) -> tuple[Call, list[Values]]:
         """Run the pipeline forward.
 
@@ -152,6 +165,8 @@ class DrivenNetwork(StagedNetwork):
             specialization: the captured graph that is called.
             leaves: the inputs.
             grad: whether a backward may follow.
+            ends: what the outputs of micro-batches become, if backwards run inside of the call.
+            again: the same call, which has run before.
 
         Returns:
             The call and, per micro-batch, the outputs.
@@ -168,9 +183,10 @@ class DrivenNetwork(StagedNetwork):
             # the generators' states go from stage to stage with the tensors, of one micro-batch
             slices = [[*slices[0], *random_state(self.engine.device)]]
         key = self._key(specialization.number, slices, numbers, grad, continues)
+        key = replace(key, inside=_inside(graph, ends))
         launched = None if self.stream is None else self.stream.due(key, leaves)
         if launched is None:
-            call, command = self.open_call(key)
+            call, command = self.open_call(key, again=again)
             self._commands.tell(command)
             self._told(key.trainable)
         else:
@@ -182,7 +198,7 @@ class DrivenNetwork(StagedNetwork):
             self._commands.tell(Commit(self.number, call.number))
         try:
             with self._commands.workers.passing(self.engine):
-                outputs = self.engine.forward(call, slices)
+                outputs = self.engine.forward(call, slices, ends)
         except Exception:
             self._free(call.number)
             raise
@@ -194,7 +210,7 @@ class DrivenNetwork(StagedNetwork):
         # (only after a call that went well: its stages know the shapes by now)
         self._numbers[key] = command.key
         if grad:
-            self._step_calls.count += 1
+            self._step_calls.count += again is None
             if launched is None:
                 self._launch(specialization, leaves)
         return call, outputs
@@ -208,6 +224,7 @@ class DrivenNetwork(StagedNetwork):
         parameters: bool,
         keep: bool,
         input_gradient: bool,
+        factor: float = 1.0,
     ) -> list[Gradients]:
         """Run the pipeline backward.
 
@@ -217,6 +234,7 @@ class DrivenNetwork(StagedNetwork):
             parameters: whether parameters get gradients.
             keep: ``retain_graph``.
             input_gradient: whether gradients of the inputs are needed.
+            factor: what gradients are multiplied with that backwards inside of the call have left.
 
         Returns:
             Per micro-batch, the gradients of the inputs.
@@ -240,7 +258,7 @@ class DrivenNetwork(StagedNetwork):
         trainable = None if now == was else tuple([a and b for a, b in zip(was, now)])
         mode = Backward(
             *(self.number, call.number, pattern, exchange, parameters, keep, input_gradient),
-            *(reduce, trainable),
+            *(reduce, trainable, None if factor == 1 else factor),
         )
         self._commands.tell(mode)
         self._told(trainable or was)
@@ -258,12 +276,15 @@ class DrivenNetwork(StagedNetwork):
         """Note that the outputs of a call were dropped, so that no backward will come."""
         self._dropped.append(number)
 
-    def open_call(self, key: CallKey, ahead: int = 0) -> tuple[Call, Forward]:
+    def open_call(
+        self, key: CallKey, ahead: int = 0, again: Call | None = None
+    ) -> tuple[Call, Forward]:
         """Open a call, and make the command that has the workers run its forward.
 
         Args:
             key: the key of the call.
             ahead: how many batches before its turn the call begins.
+            again: the same call, which has run before.
         """
         number = self._numbers.get(key)
         exchange = number is None
@@ -280,11 +301,15 @@ class DrivenNetwork(StagedNetwork):
         uses_rng = exchange or shown or self.uses_rng(number)
         self._count += 1
         calls = self._step_calls
-        draw = calls.draw_number_ahead(ahead) if ahead else calls.draw_number(key.grad)
+        if again is not None:
+            draw = again.draw
+        else:
+            draw = calls.draw_number_ahead(ahead) if ahead else calls.draw_number(key.grad)
         early = ahead > 0
         new_key = key if exchange else None
         command = Forward(
-            self.number, self._count, draw, number, exchange, uses_rng, early, new_key
+            *(self.number, self._count, draw, number, exchange, uses_rng, early),
+            *(new_key, again is not None),
         )
         return self.open(command), command
 
@@ -342,3 +367,11 @@ class DrivenNetwork(StagedNetwork):
         return CallKey(
             specialization, specs, numbers, grad, training, trainable, precision, continues
         )
+
+
+def _inside(graph: NetworkGraph, ends: Ends | None) -> Inside:
+    """The order of micro-batches in a call with backwards inside; empty: it has none."""
+    if ends is None:
+        return ""
+    # gradients are added up as in autograd's order, but running statistics in that of the batch
+    return "rising" if graph.written else "falling"

@@ -45,7 +45,7 @@ from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import StageCode
 from lightning_hybrid.remote import RemoteTensors, View, is_deferred, materialize, views_of
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     ReplicaGroup,
     Stopwatch,
@@ -140,7 +140,8 @@ class Driver:
         self._synchronized: bool = before is None or before._synchronized
         self._after = AfterRun(start, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
-            *(self.commands, self._borrowing, self.gradients, self.calls, batches or Batches())
+            *(self.commands, self._borrowing, self.gradients, self.calls, batches or Batches()),
+            loss_scale=options.loss_scale,
         )
 
     def __deepcopy__(self, memo: object) -> "Driver":
@@ -182,8 +183,10 @@ class Driver:
             # gradient accumulation has become shorter since it was launched
             if not STREAMED[placement.schedule].delayed:
                 self.optimizers.before_step = self.interrupt
+        elif placement.schedule == INSIDE:
+            self.optimizers.before_step = self._weights_change
         self._take_charge(driven, remote, views)
-        self._workers.before_weights_change = self.interrupt
+        self._workers.before_weights_change = self._weights_change
         return driven
 
     @property
@@ -200,6 +203,12 @@ class Driver:
         for network in self._networks:
             if network.stream is not None:
                 network.stream.drop()
+
+    def _weights_change(self) -> None:
+        """Note that weights are about to change, so that no call can be computed again."""
+        for network in self._networks:
+            network.age += 1
+        self.interrupt()
 
     def have_here(self, module: nn.Module, *, whole: bool = False) -> None:
         """Move a module to the device of this rank, which is about to run its Python.

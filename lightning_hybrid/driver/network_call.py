@@ -17,13 +17,14 @@ from lightning_hybrid._torch.autograd import (
     backward_reaches,
     forward_derivatives,
     graph_is_kept,
-    is_batched,
 )
 from lightning_hybrid._torch.tensors import storage_key
 from lightning_hybrid.driver.driven_network import DrivenNetwork
+from lightning_hybrid.driver.inside_call import InsideCalls
 from lightning_hybrid.driver.microbatches import Specialization
+from lightning_hybrid.driver.outputs import join, refuse_backward, split_gradients
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph import NetworkGraph, joined, place_now, slices
+from lightning_hybrid.graph import LossOfCall, NetworkGraph, joined, place_now
 from lightning_hybrid.stage import Gradients
 
 
@@ -37,12 +38,18 @@ class NetworkCall:
 
     def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
         self.network, self.specialization = network, specialization
+        self._inside = InsideCalls(network, specialization)
 
-    def __call__(self, values: Sequence[Any]) -> list[Any]:
+    def __call__(
+        self, values: Sequence[Any], loss: LossOfCall | None = None, *, keep: bool = False
+    ) -> list[Any]:
         """Run the pipeline in the place of the graph.
 
         Args:
             values: the arguments of the graph.
+            loss: the loss of this call, if each micro-batch has a share of it; it gets its value
+                where backwards run inside of the call.
+            keep: whether all outputs will be read.
 
         Returns:
             What the graph returns.
@@ -51,11 +58,13 @@ class NetworkCall:
         leaves = graph.bind(values)
         if graph.written_leaves:
             _refuse_shared_memory(graph, leaves)
-        if self.learns(leaves):
+        if loss is not None and self._inside.suits(leaves, loss):
+            outputs: list[Any] = self._inside(leaves, loss, keep=keep)
+        elif self.learns(leaves):
             outputs = _CallNode.apply(self, self.network.anchor(), *leaves)  # type: ignore[no-untyped-call]
         else:
             _, parts = self.network.forward(self.specialization, leaves, grad=False)
-            outputs = _join(parts, graph)
+            outputs = join(parts, graph)
         if graph.written_leaves:
             _write_back(graph, leaves, outputs)
         numbers: Sequence[Any] = ()
@@ -95,7 +104,7 @@ class _CallNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # (a Function must return tensors without a graph, and outputs of stages have one)
         detached = [[v.detach() if isinstance(v, Tensor) else v for v in part] for part in parts]
-        outputs = _join(detached, graph)
+        outputs = join(detached, graph)
         # outputs that share memory become views, so that torch refuses to change them in place
         for index, node in enumerate(graph.tensor_outputs):
             if node in graph.sharing_outputs:
@@ -111,31 +120,13 @@ class _CallNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise NetworkError(
-                f"create_graph=True, in a backward or torch.autograd.grad ({place_now()}): "
-                "gradients of gradients cannot pass through a network that is cut into stages. "
-                "Compute the penalty with a network that is not cut "
-                "(the strategy's network=...), or train with strategy='ddp'."
-            )
-        if any(map(is_batched, gradients)):
-            raise NetworkError(
-                f"is_grads_batched=True, or another vmap of a backward ({place_now()}): many "
-                "gradients at once cannot pass through a network that is cut into stages. Compute "
-                "them one after the other, with retain_graph=True (for jacobians: "
-                "vectorize=False)."
-            )
         network: DrivenNetwork = ctx.network
+        refuse_backward(network, ctx.call, gradients)
         # (`retain_graph`, which autograd does not pass to nodes)
         keep = graph_is_kept()
-        if ctx.call.number not in network.calls:
-            raise RuntimeError(
-                "Trying to backward through a call of the network a second time. Specify "
-                "retain_graph=True in the first backward."
-            )
         inputs = network.backward(
             ctx.call,
-            _split_gradients(gradients, ctx.sizes, ctx.graph),
+            split_gradients(gradients, ctx.sizes, ctx.graph),
             parameters=ctx.trained and backward_reaches(ctx, 0),
             keep=keep,
             input_gradient=any(ctx.wanted),
@@ -174,43 +165,6 @@ def _write_back(graph: NetworkGraph, leaves: Sequence[Tensor], outputs: Sequence
         if leaf in graph.written_leaves:
             with torch.no_grad():
                 tensor.copy_(found[leaf.node].detach())
-
-
-def _join(parts: Sequence[Sequence[Any]], graph: NetworkGraph) -> list[Any]:
-    """The outputs of the whole batch from those of its micro-batches."""
-    if len(parts) == 1:
-        return list(parts[0])
-    rows = [graph.rows[node] for node in graph.tensor_outputs]
-    rows += [None] * (len(parts[0]) - len(rows))  # numbers are the same in all of them
-    return [s[0] if r is None else joined(s, r) for s, r in zip(zip(*parts), rows)]
-
-
-def _split_gradients(
-    gradients: Sequence[Tensor | None], sizes: Sequence[int], graph: NetworkGraph
-) -> list[Gradients]:
-    """Split gradients of the outputs of a batch into those of its micro-batches.
-
-    The gradient of an output that is the same in all micro-batches goes to the first one's.
-
-    Args:
-        gradients: the gradients of the outputs of the whole batch.
-        sizes: how many samples each micro-batch has.
-        graph: tells in which dimension an output has the samples.
-    """
-    if len(sizes) == 1:
-        return [list(gradients)]
-    rows = [graph.rows[node] for node in graph.tensor_outputs]
-    columns: list[Gradients] = []
-    for index, gradient in enumerate(gradients):
-        where = rows[index] if index < len(rows) else None
-        if gradient is None:
-            columns.append([None] * len(sizes))
-        elif where is None:
-            others = [torch.zeros_like(gradient) for _ in sizes[1:]]
-            columns.append([gradient, *others])
-        else:
-            columns.append([*slices(gradient, where, sizes)])
-    return list(map(list, zip(*columns)))
 
 
 def _join_gradients(

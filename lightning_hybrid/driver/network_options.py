@@ -39,6 +39,9 @@ class DriverOptions:
         folder: where ranks write files that others map, if possible.
         follows: whether networks draw the random numbers of one device; see `StepCalls`.
         shards: whether states of optimizers are divided over the replicas.
+        shares: whether backwards are to run inside of calls, where each micro-batch has a share of
+            the loss.
+        loss_scale: gives the factor by which a scaler multiplies losses before a backward.
         first_failure: gives the error of the rank that failed first; called if a driver of another
             replica has failed.
     """
@@ -60,4 +63,6 @@ class DriverOptions:
     folder: str = ""
     follows: bool = False
     shards: bool = False
+    shares: bool = False
+    loss_scale: Callable[[], float] = lambda: 1.0
     first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed")

@@ -21,6 +21,7 @@ from lightning_hybrid.graph.graph import (
     why_whole,
 )
 from lightning_hybrid.graph.graph_from_dynamo import describe
+from lightning_hybrid.graph.loss_terms import LossOfCall
 from lightning_hybrid.graph.partition import (
     CannotFollow,
     NetworkPartition,
@@ -29,6 +30,7 @@ from lightning_hybrid.graph.partition import (
     network_partitions,
 )
 from lightning_hybrid.graph.recurrent_layers import FREE_SEQUENCES
+from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.graph.source_places import FAILS, place_now, reason_in
 from lightning_hybrid.graph.stage_code import held_by
 from lightning_hybrid.graph.three_parts import Divided, is_running_statistic

@@ -147,6 +147,8 @@ class NetworkGraph:
             computes.
         rows: per tensor output, where the samples are in it; ``None``: it is the same in all
             micro-batches.
+        no_shares: why no micro-batch has a share of a loss by itself, so that no backward may begin
+            inside of a call; empty: each has (:mod:`lightning_hybrid.graph.loss_terms`).
     """
 
     network: nn.Module
@@ -172,6 +174,7 @@ class NetworkGraph:
     tried: tuple[str, ...] = ()
     divided: bool = False
     rows: dict[fx.Node, Rows | None] = field(default_factory=dict)
+    no_shares: str = "samples meet in it"
 
     # ------------------------------------------------------------------ looking
 

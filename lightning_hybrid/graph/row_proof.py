@@ -131,7 +131,7 @@ class _Walk:
         fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
         self._env = fake.shape_env
         self._known = {s for e in examples for s in _symbols_of(e)} | set(symbols)
-        with modes_restored(), _quiet(), fake, self._env.suppress_guards(), torch.enable_grad():
+        with modes_restored(), quiet(), fake, self._env.suppress_guards(), torch.enable_grad():
             for node in graph.graph.nodes:
                 if node.op != "output":
                     self._take(node)
@@ -305,7 +305,7 @@ class _Walk:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Inside, torch's fake tensors log nothing: an operation that needs values is no error here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True

@@ -100,7 +100,7 @@ def _all_free(f: Labelling, tensors: Sequence[Tensor]) -> bool:
     return all(f.label(tensor) is FREE for tensor in tensors)
 
 
-def _dims(call: Call, name: str = "dim") -> list[int]:
+def dims_of(call: Call, name: str = "dim") -> list[int]:
     """The dimensions that an operator works along, counted from 0; all if it is given none."""
     dim, count = call[name], call["self"].dim()
     if dim is None or (isinstance(dim, list | tuple) and not dim):
@@ -258,7 +258,7 @@ def unsqueeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def squeeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor, rows, dims = call["self"], _of_self(f, call), _dims(call)
+    tensor, rows, dims = call["self"], _of_self(f, call), dims_of(call)
     if call.overload != "default" and rows.dim in dims:
         return MEET  # a single sample's dimension would be dropped
     gone = [d for d in dims if isinstance(tensor.shape[d], int) and tensor.shape[d] == 1]
@@ -370,7 +370,7 @@ def within(mixed: Mixed, first: str = "self") -> Rule:
     return rule
 
 
-along = within(_dims)
+along = within(dims_of)
 """The rule of sums, softmax, sorting: along the argument ``dim``."""
 
 
@@ -702,7 +702,7 @@ _TABLE: dict[str, Rule] = {
     # along dimensions
     "_softmax _log_softmax _safe_softmax cumprod cummax cummin logcumsumexp argsort topk median "
     "mode kthvalue nanmedian glu _fft_r2c _fft_c2c _fft_c2r": along,
-    "roll flip": within(lambda call: _dims(call, "dims")),
+    "roll flip": within(lambda call: dims_of(call, "dims")),
     "constant_pad_nd": within(_padded),
     "native_layer_norm _fused_rms_norm": within(
         lambda call: range(-len(call["normalized_shape"]), 0), "input"

@@ -16,12 +16,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.graphs import copy_source
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid.graph.graph import NetworkGraph, reached
 from lightning_hybrid.graph.graph_from_dynamo import describe_part
+from lightning_hybrid.graph.loss_terms import Loss, LossOfCall, NoSum
 from lightning_hybrid.graph.mode_regions import Copier
 from lightning_hybrid.graph.partition import layer_flops
 from lightning_hybrid.graph.row_proof import Followed, follow
@@ -35,7 +37,14 @@ LIGHT = 0.1
 LARGEST_WEIGHT = 2**20
 """Most bytes of a weight that the tail may use, since it is sent with every micro-batch."""
 
-Run = Callable[[NetworkGraph, Sequence[Any]], Sequence[Any]]
+NO_LOSS = (
+    "it returns no loss. Compute the loss in the network, from labels that it is given, to keep as "
+    "many micro-batches alive as there are stages, and not all of them"
+)
+"""Why no backward begins inside of the call of a network without a tail."""
+
+Run = Callable[..., Sequence[Any]]
+"""Computes a graph from its arguments, and from its `LossOfCall` if its samples have one."""
 
 
 class Divided:
@@ -45,14 +54,18 @@ class Divided:
         graph: as captured.
         divides: whether it may be divided.
         draws: whether the heavy part may draw random numbers, for each micro-batch by itself.
+        shares: whether to look for a loss of which each micro-batch has a share.
 
     Attributes:
         heavy: the graph that goes through the stages: the heavy part, or all of the network if
             samples do not meet in it or if it cannot be divided.
     """
 
-    def __init__(self, graph: NetworkGraph, *, divides: bool, draws: bool = True) -> None:
+    def __init__(
+        self, graph: NetworkGraph, *, divides: bool, draws: bool = True, shares: bool = False
+    ) -> None:
         self._graph = self.heavy = graph
+        self._loss: _LossInside | None = None
         if graph.is_static or not divides:
             return
         graph.meets = _lasting_change(graph)
@@ -63,8 +76,11 @@ class Divided:
             graph.meets = parts.problem
         elif not parts.tail and not parts.prologue:
             _label(graph, parts, {n: n for n in graph.graph.nodes})
+            graph.no_shares = NO_LOSS
         else:
             self._take_apart(parts)
+            if shares:
+                self._find_loss(parts)
 
     def _take_apart(self, parts: _Parts) -> None:
         graph, nodes = self._graph, list(self._graph.graph.nodes)
@@ -74,6 +90,16 @@ class Divided:
         self._prologue = Beside(graph, parts.early, prologue)
         self._tail = Beside(graph, parts.tail, outputs)
         self._inputs, self.heavy = _heavy_part(graph, parts)
+
+    def _find_loss(self, parts: _Parts) -> None:
+        heavy = self.heavy
+        try:
+            if heavy.written_leaves or heavy.outputs != heavy.tensor_outputs:
+                raise NoSum("it changes its arguments, or reads numbers from tensors")
+            self._loss = _LossInside(self._graph, parts)
+            heavy.no_shares = ""
+        except NoSum as error:
+            heavy.no_shares = str(error)
 
     def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
         """What the graph returns, if it is divided.
@@ -87,8 +113,16 @@ class Divided:
         # autograd like the code around the network.
         found = graph.given(values)
         found |= self._prologue(found)
-        found |= zip(self._taken, run(self.heavy, [found[n] for n in self._inputs]))
-        found |= self._tail(found)
+        inputs = [found[n] for n in self._inputs]
+        if self._loss is None or not torch.is_grad_enabled():
+            found |= zip(self._taken, run(self.heavy, inputs))
+            found |= self._tail(found)
+        else:
+            loss = self._loss.of(found, values)
+            found |= zip(self._taken, run(self.heavy, inputs, loss))
+            # (taken out: what autograd keeps of it refers to the loss)
+            value, loss.value = loss.value, None
+            found |= self._tail(found) if value is None else self._loss.rest(found, value)
         return [found[n] if isinstance(n, fx.Node) else n for n in graph.outputs]
 
 
@@ -161,7 +195,7 @@ class _Parts:
         # random numbers that depend on inputs alone are drawn in the prologue, in their order
         drawn = {n for n in tail if n in followed.early and self._is_random(n)}
         self.tail, self.prologue = tail - drawn, followed.prologue | drawn
-        self.early = self._behind(self.prologue)
+        self.early = self.behind(self.prologue)
         # 2. The heavy part: all that others take of it, and all other layers that treat samples one
         #    by one; these may write (running statistics) though nobody takes what they return.
         wanted = {*outputs, *(taken for node in self.tail for taken in node.all_input_nodes)}
@@ -171,7 +205,7 @@ class _Parts:
         self.taken.sort(key=self.order.__getitem__)
         beside = self.tail | self.early
         own = [n for n in self.layers if n not in beside and not followed.meets(n)]
-        self.heavy = self._behind([*own, *self.taken], stop=self.prologue)
+        self.heavy = self.behind([*own, *self.taken], stop=self.prologue)
         # 3. Whether that is worth it (stages wait while the driver computes), and right.
         share = self._share(beside)
         if share > LIGHT:
@@ -206,7 +240,7 @@ class _Parts:
         layer = self.layers.get(node)
         return frozenset() if layer is None else layer.effects.results
 
-    def _behind(self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    def behind(self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
         """These nodes and all nodes that they are computed from; none of ``stop``, nor beyond."""
         start = (node for node in nodes if node not in stop)
         return reached(start, lambda node: (n for n in self._made_of(node) if n not in stop))
@@ -327,7 +361,7 @@ class _Parts:
         """
         why = self.followed.why
         node = min(
-            (n for n in self._behind(nodes) if n in why),
+            (n for n in self.behind(nodes) if n in why),
             key=self.order.__getitem__,
             default=min(nodes, key=self.order.__getitem__),
         )
@@ -391,6 +425,42 @@ class Beside:
         if not self._returned:
             return {}
         return dict(zip(self._returned, self._code(*[found[n] for n in self._taken])))
+
+
+class _LossInside:
+    """A tail that is a loss of which each micro-batch has a share, and what follows that loss.
+
+    Args:
+        graph: the captured network.
+        parts: its parts.
+
+    Raises:
+        NoSum: the tail is something else, or more.
+    """
+
+    def __init__(self, graph: NetworkGraph, parts: _Parts) -> None:
+        outputs = [n for n in graph.graph.nodes if n in parts.tail and n in graph.outputs]
+        self._loss = Loss(graph, parts.tail, parts.taken, parts.followed, outputs)
+        # 1. What is Known, as far as it is neither given nor in the prologue.
+        made = [n for n in self._loss.known if n not in parts.prologue and n not in graph.place]
+        known = parts.behind([*made, *self._loss.changes], stop=parts.prologue)
+        self._known = Beside(graph, known, made)
+        # 2. What follows, which must take nothing else of the heavy part.
+        stop = {self._loss.node, *parts.prologue}
+        following = parts.behind([n for n in outputs if n not in stop], stop=stop)
+        if not following.isdisjoint(parts.taken):
+            raise NoSum("what follows its loss takes results of all samples")
+        tail = [n for n in following if n in parts.tail]
+        self._rest = Beside(graph, tail, [n for n in outputs if n not in stop])
+
+    def of(self, found: dict[fx.Node, Any], values: Sequence[Any]) -> LossOfCall:
+        """The loss of a call, from what is found before the heavy part, and its arguments."""
+        return self._loss.of(found | self._known(found), values)
+
+    def rest(self, found: Mapping[fx.Node, Any], value: Tensor) -> dict[fx.Node, Any]:
+        """What the tail returns, from the loss."""
+        loss = {self._loss.node: value}
+        return loss | self._rest({**found, **loss})
 
 
 def _is_given(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from lightning_hybrid.planning.memory_check import Held, Way
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.schedules import INSIDE, STREAMED
 
 DRIVER_BYTES, WORKER_BYTES = 96 * 2**20, 56 * 2**20
 """Memory beside tensors that a process takes after its free memory was read: for TorchDynamo, code
@@ -77,6 +77,10 @@ def held_in_training(table: PartitionTable, settings: PlanSettings, way: Way) ->
     # all micro-batches of a batch go forward before the first one goes backward; but a single stage
     # runs the backward of each before the next one's forward
     most = 1 if way.stages == 1 else way.microbatches
+    # backwards that run inside of a call leave gradients aside, until the loss has one
+    aside = 0
+    if settings.schedule == INSIDE and way.stages > 1:
+        most, aside = min(way.stages, way.microbatches), 1
     kept_inputs = copies = 0  # copies of the weights of a stage
     if way.recompute:
         most, kept_inputs = 1, most * widest
@@ -89,7 +93,9 @@ def held_in_training(table: PartitionTable, settings: PlanSettings, way: Way) ->
             most *= 1 + ahead
         copies = ahead if weights == "stash" else 0
     sizes = zip(table.kept_bytes, table.activation_bytes, table.gradient_bytes)
-    needed = [round(kept + most * each + copies * weights) for kept, each, weights in sizes]
+    needed = [
+        round(kept + most * each + (copies + aside) * weights) for kept, each, weights in sizes
+    ]
     return Held(needed, most, kept_inputs)
 
 
@@ -161,8 +167,9 @@ def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
     # stage 0 has no cut in front of it: its inputs are the batch, counted on the driver
     inputs = [0, *(row.cut_bytes or 0 for row in rows[:-1])]
     for row, taken in zip(rows, inputs):
-        crossing = plan.microbatches * (row.cut_bytes or 0) + 2 * max(taken, row.cut_bytes or 0)
-        again = plan.microbatches * taken if plan.recompute else 0
+        sent = plan.microbatches if plan.schedule != INSIDE else min(plan.stages, plan.microbatches)
+        crossing = sent * (row.cut_bytes or 0) + 2 * max(taken, row.cut_bytes or 0)
+        again = sent * taken if plan.recompute else 0
         steps[row.device] += (row.memory_bytes or 0) + crossing + again
         sizes = (life.passing_bytes.get(name, 0) for name in row.partitions)
         # operations run one at a time, so the largest counts and not the sum

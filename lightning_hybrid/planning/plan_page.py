@@ -9,11 +9,15 @@ from lightning_hybrid.planning.plan import Plan, StagePlan, cells
 from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import TIMES, StepCosts
 from lightning_hybrid.report import Span, page, paragraph, table, timeline
-from lightning_hybrid.schedules import STREAMED, Kind, collected, deal, make_schedule
+from lightning_hybrid.schedules import INSIDE, STREAMED, Kind, collected, deal, make_schedule
 
 _MOST_LANES = 32
 _MEMORY = (
     "Memory: parameters, gradients, optimizer state, and the activations of all micro-batches."
+)
+_MEMORY_INSIDE = (
+    "Memory: parameters, two sets of gradients, optimizer state, and the activations of as many"
+    " micro-batches as there are stages."
 )
 _MEMORY_AGAIN = (
     "Memory: parameters, gradients, optimizer state, and the activations of one micro-batch; beside"
@@ -50,7 +54,8 @@ def plan_page(
     if any(row.peak_bytes for row in plan.rows):
         summary += paragraph("Memory: the peak of each rank, with all of its stages.")
     elif any(row.memory_bytes for row in plan.rows):
-        summary += paragraph(_MEMORY_AGAIN if plan.recompute else _MEMORY)
+        known = _MEMORY_INSIDE if plan.schedule == INSIDE else _MEMORY
+        summary += paragraph(_MEMORY_AGAIN if plan.recompute else known)
     return page(title, [("The plan", summary), ("One step", _timeline(plan, replicas)), *more])
 
 

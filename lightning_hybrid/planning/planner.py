@@ -27,7 +27,7 @@ from lightning_hybrid.planning.memory_needed import (
 from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import AUTO, PlanSettings, Replica, plan_stages
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.schedules import INSIDE, STREAMED
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
 """Bandwidth of a link between two ranks, assumed if it was not measured: for gloo about that of
@@ -109,10 +109,17 @@ def make_plan(
         table = network.known or count(network.graph, network.partitions)
     else:
         table = network.profile(site.device)
+    # (where no backward can run inside of calls all micro-batches are kept, as under fill-drain)
+    outside = network.graph.no_shares or settings.compiled or table.tied
+    if settings.schedule == INSIDE and outside:
+        settings = replace(settings, schedule="gpipe")
     table = _with_memory(network, table, settings, site, optimizers)
     # the driver holds the batch, the network's outputs and their gradients
     passed = sum(leaf.nbytes for leaf in network.leaves) + 2 * round(table.output_bytes)
-    batch_bytes = microbatches * passed if trains else 0
+    # (where backwards run inside of a call outputs are not kept)
+    parts = 1 if settings.schedule == INSIDE else microbatches
+    batch_bytes = (microbatches - parts) * sum(leaf.nbytes for leaf in network.leaves)
+    batch_bytes = batch_bytes + parts * passed if trains else 0
     replica = _replica(site, settings, microbatches, batch_bytes, table)
     if trains and (rates := site.rates) is not None:
         reduce_s, step_s = rates.after_backward(table.gradient_bytes, site.replicas)

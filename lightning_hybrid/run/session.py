@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
+from math import prod
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -98,6 +99,8 @@ class DriverSession:
             folder=run.framework.folder,
             follows=config.rng == "device",
             shards=config.shard_optimizer_states,
+            shares=config.runs_inside and run.fitting,
+            loss_scale=lambda: prod(s.get_scale() for s in scalers_of(run.precision)),
             first_failure=lambda: read_fault(mesh.store).exception(),
         )
         self._replanning: Replanning | None = None

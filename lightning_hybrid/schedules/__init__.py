@@ -9,7 +9,14 @@ from lightning_hybrid.schedules.dealt import (
     deal,
     together,
 )
-from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, execute_merged
+from lightning_hybrid.schedules.instructions import (
+    BACKWARD_KINDS,
+    Instruction,
+    Kind,
+    Schedule,
+    execute_merged,
+)
 from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order
 from lightning_hybrid.schedules.merged import merge
+from lightning_hybrid.schedules.one_f_one_b import INSIDE, one_f_one_b
 from lightning_hybrid.schedules.streamed import STREAMED, DelayedWeights, LookAhead

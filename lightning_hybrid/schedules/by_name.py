@@ -5,6 +5,7 @@ from collections.abc import Callable
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import Schedule
 from lightning_hybrid.schedules.looped import looped
+from lightning_hybrid.schedules.one_f_one_b import INSIDE, one_f_one_b
 from lightning_hybrid.schedules.streamed import STREAMED
 from lightning_hybrid.schedules.zero_bubble import NAME, zero_bubble
 
@@ -12,6 +13,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "looped": looped,
     NAME: zero_bubble,
+    INSIDE: one_f_one_b,
     # A streamed schedule says when batches begin. Within one call of the network each stage does
     # what it does under fill-drain: no backward begins before all outputs are computed.
     **dict.fromkeys(STREAMED, gpipe),

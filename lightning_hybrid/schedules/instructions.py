@@ -71,6 +71,10 @@ class Kind(StrEnum):
         return self in _TAKES
 
 
+BACKWARD_KINDS = frozenset(
+    {Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.WEIGHT, Kind.SEND_GRADIENT, Kind.REDUCE}
+)
+"""The kinds of instructions of a backward pass, wherever they stand."""
 _COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT})
 # For each kind of receive, the kinds of send that it may receive.
 _TAKES = {

@@ -65,7 +65,7 @@ STREAMED = {
         # pipeline. Weights change at the barrier only, so the gradients are those of accumulation
         # on one device, digit for digit.
         LookAhead(
-            name="1f1b",
+            name="1f1b_stream",
             ahead=lambda k, stages: stages - k,
             barrier="step",
             paper="Narayanan et al., PipeDream-Flush (arXiv 2006.09503)",

@@ -3,6 +3,7 @@
 from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import (
     Call,
+    Ends,
     Gradients,
     Values,
     draw_number,

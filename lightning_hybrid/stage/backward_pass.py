@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ class BackwardPass(Pass):
         index: int,
         call: Call,
         mode: Backward,
-        gradients: Sequence[Gradients],
+        gradients: Sequence[Gradients] | dict[int, Gradients],
     ) -> None:
         super().__init__(engine, index, call)
         self.mode = mode
@@ -53,7 +53,8 @@ class BackwardPass(Pass):
         self._told: set[int] = set()
         for links in self.own.links:
             links.previous.flush(engine.untaken(call))
-        _, todo = engine.lists(call.key, input_gradient=mode.input_gradient)
+        forward, todo = engine.lists(call.key, input_gradient=mode.input_gradient)
+        todo = forward if call.key.inside else todo
         # the last stage receives only the gradients of the inputs, which nobody computes with
         kind = Kind.RECEIVE_INPUT_GRADIENT if self.own.is_last else Kind.RECEIVE_GRADIENT
         self._ahead = Ahead(self.of_kind(todo, kind), self._post)
@@ -63,7 +64,8 @@ class BackwardPass(Pass):
         # zeros would make gradients (and optimizer states) where one device has none
         present = self._hear_pattern(microbatch)
         arrived = iter(self._ahead.take(microbatch))
-        self._arrived = [self._shrunk(next(arrived)) if here else None for here in present]
+        # (inside of a call the other side may have failed, and then sends nothing)
+        self._arrived = [self._shrunk(next(arrived, None)) if here else None for here in present]
 
     def receive_input_gradient(self, microbatch: int) -> None:
         present = self._hear_pattern(microbatch)
@@ -77,14 +79,17 @@ class BackwardPass(Pass):
 
     def backward(self, microbatch: int) -> None:
         engine = self.engine
-        # the driver has the last stage, and the gradients of its outputs from autograd
-        gradients = self.gradients[microbatch] if self.own.is_last else self._arrived
         # after an error nothing is computed; `send_gradient` fills in zeros
-        self._result = [None] * len(self.traffic.incoming[microbatch])
-        if engine.failure is not None:
+        self._result = [None] * len(self.traffic.incoming.get(microbatch, ()))
+        if engine.failure is not None or microbatch not in self.saved:
             return
-        # (statistics: activation checkpointing runs layers again here)
-        with self.computing("backward", microbatch), engine.statistics(self.call.key):
+        # the driver has the last stage, and the gradients of its outputs from autograd
+        gradients = self._gradients_of_outputs(microbatch) if self.own.is_last else self._arrived
+        # (statistics: activation checkpointing runs layers again here; autocast is on inside of a
+        # call, and no backward of one device runs under it)
+        kind, inside = self.call.key.precision.device_type, bool(self.call.key.inside)
+        plain = torch.autocast(kind, enabled=False) if inside else nullcontext()
+        with self.computing("backward", microbatch), engine.statistics(self.call.key), plain:
             self._result = self._run(microbatch, gradients)
 
     def weight(self, microbatch: int) -> None:
@@ -105,15 +110,18 @@ class BackwardPass(Pass):
             links.previous.send_word(Pattern(pattern))
         present = traffic.gradients_out[self.mode.pattern, ring]
         # zeros stand for what is missing: the other side waits for as many tensors as were agreed
-        specs = list(compress(traffic.incoming[microbatch], present))
+        specs = list(compress(traffic.incoming.get(microbatch, ()), present))
         gradients = [
             spec.zeros(self.engine.device) if gradient is None else gradient
             for gradient, spec in zip(compress(self._result, present), specs)
         ]
+        if self.call.key.inside:
+            links.previous.flush(len(self.engine.placement.devices))
         links.previous.send(gradients, specs)
 
-    def _shrunk(self, gradient: Tensor) -> Tensor:
-        return gradient if self.engine.shrink == 1 else gradient * self.engine.shrink
+    def _shrunk(self, gradient: Tensor | None) -> Tensor | None:
+        shrink = self.engine.shrink
+        return gradient if shrink == 1 or gradient is None else gradient * shrink
 
     def _hear_pattern(self, microbatch: int) -> list[bool]:
         """Which of the values sent forward get a gradient; heard once per pattern and ring."""
@@ -125,9 +133,14 @@ class BackwardPass(Pass):
 
     def _post(self, microbatch: int) -> Arriving:
         inputs, outgoing = self.call.key.inputs, self.traffic.outgoing
-        sent = inputs[microbatch] if self.own.is_last else outgoing[microbatch]
+        sent = inputs[microbatch] if self.own.is_last else outgoing.get(microbatch, ())
         present = self._hear_pattern(microbatch)
         return self.links(microbatch).next.post(list(compress(sent, present)))
+
+    def _gradients_of_outputs(self, microbatch: int) -> Gradients:
+        found = self.gradients
+        # (inside of a call they go as they have come, one by one)
+        return found.pop(microbatch) if isinstance(found, dict) else found[microbatch]
 
     def _run(self, microbatch: int, gradients: Gradients) -> Gradients:
         # 1. What the forward has left: its activations, or how to make them again. Popped, so that
@@ -185,4 +198,5 @@ class BackwardPass(Pass):
                 stack.enter_context(generators_of_microbatch(None, engine.device))
                 set_random_state(recipe.states, engine.device)
             stage = engine.stage_for(self.own, key)
-            return Graph.of(*again(stage, recipe, key.numbers[microbatch]))
+            aside = self.call.aside[self.index] if self.call.aside else {}
+            return Graph.of(*again(stage, recipe, key.numbers[microbatch], aside))

@@ -12,15 +12,16 @@ it has written, so that nothing but memory and time is other than without.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
@@ -29,6 +30,9 @@ from lightning_hybrid.graph import Stage
 
 Values = list[Tensor]
 Gradients = list[Tensor | None]
+Ends = Callable[[int, Values], tuple[Values, Gradients]]
+"""What the driver makes of a micro-batch's outputs where its backward follows at once: which of
+them are kept, and the gradients of all."""
 
 
 @dataclass
@@ -103,6 +107,9 @@ class Call:
             travel.
         ahead: whether it runs before its turn on all stages but the last; see
             :mod:`lightning_hybrid.stage.early_forwards`.
+        again: whether it has run before, so that what it writes to buffers is not kept.
+        aside: for each stage of this rank, if backwards run inside of the call: by name, what
+            stands for its parameters and collects their gradients.
     """
 
     number: int
@@ -114,6 +121,19 @@ class Call:
     saved: list[dict[int, Graph | Recipe]]
     states: Values = field(default_factory=list)
     ahead: bool = False
+    again: bool = False
+    aside: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def leaves_of(stage: Stage) -> dict[str, Tensor]:
+    """By name, leaves in the memory of a stage's trained parameters, with gradients of their own.
+
+    Hooks of the parameters hear nothing of these.
+    """
+    taken = {n: p for n, p in stage.taken().items() if isinstance(p, nn.Parameter)}
+    # (one for a weight that the stage has under several names)
+    made = {id(p): p.detach().requires_grad_() for p in taken.values() if p.requires_grad}
+    return {name: made[id(p)] for name, p in taken.items() if id(p) in made}
 
 
 def saving_nothing() -> AbstractContextManager[Any]:
@@ -144,13 +164,26 @@ def forward(
     return outputs, Recipe(kept, states, buffers)
 
 
-def again(stage: Stage, recipe: Recipe, numbers: Sequence[Any]) -> tuple[Values, list[Any]]:
-    """Run a forward again, with the current weights. Returns its inputs and its outputs."""
+def again(
+    stage: Stage,
+    recipe: Recipe,
+    numbers: Sequence[Any],
+    aside: Mapping[str, Tensor] = MappingProxyType({}),
+) -> tuple[Values, list[Any]]:
+    """Run a forward again, with the current weights. Returns its inputs and its outputs.
+
+    Args:
+        stage: the stage.
+        recipe: what it takes.
+        numbers: those of the call.
+        aside: see `Call`, of this stage.
+    """
     buffers = {name: value.clone() for name, value in recipe.buffers.items()}
+    tensors = {**stage.taken(), **aside, **buffers}
     # the recipe stays as it is: a backward with `retain_graph` runs it once more
     values = [value if value.requires_grad else value.clone() for value in recipe.values]
     with torch.enable_grad(), own_saved_tensors():
-        outputs = stage.run_with([*(stage.taken() | buffers).values()], values, numbers)
+        outputs = stage.run_with([*tensors.values()], values, numbers)
     return values, outputs
 
 

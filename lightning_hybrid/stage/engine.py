@@ -21,18 +21,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.comm import CallKey, Failure, Mesh, Status, copies_of, link_copies
 from lightning_hybrid.comm.protocol import Backward, Placement
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.schedules import BACKWARD_KINDS, STREAMED
 from lightning_hybrid.stage.backward_pass import BackwardPass
 from lightning_hybrid.stage.batchnorm import Synchronised
-from lightning_hybrid.stage.calls import Call, Gradients, Traffic, Values
+from lightning_hybrid.stage.calls import Call, Ends, Gradients, Traffic, Values, leaves_of
 from lightning_hybrid.stage.early_forwards import EarlyForwards
-from lightning_hybrid.stage.forward_pass import ForwardPass
+from lightning_hybrid.stage.forward_pass import ForwardPass, Pass
 from lightning_hybrid.stage.gradient_averaging import ONLY_DENSE, ReplicaGroup
 from lightning_hybrid.stage.rank_stages import (
     OwnedStage,
@@ -66,6 +67,8 @@ class Engine:
         owned: the stages of this rank, in their order.
         early: those of them that run forwards before their turn, each with what runs these.
         failure: the first error on this rank or in an earlier stage, for the driver.
+        synchronises: whether batch normalisation takes its statistics over the replicas.
+        is_compiled: whether stages run through ``torch.compile``.
         passed: whether the last pass came to its end (an error in a stage does not end a pass).
     """
 
@@ -127,18 +130,22 @@ class Engine:
         # to have its gradients; when its last backward begins, those of its others are final.
         first, *others = (dict.fromkeys(own.specializations[0].parameters()) for own in self.owned)
         self.done_before = [p for other in others for p in other if p not in first]
-        self._compiled = options.compiled
+        self.is_compiled = options.compiled
         self._statistics = options.statistics and Synchronised(options.statistics)
+        self.synchronises = bool(self._statistics)
 
-    def forward(self, call: Call, inputs: Sequence[Values] = ()) -> list[Values]:
+    def forward(
+        self, call: Call, inputs: Sequence[Values] = (), ends: Ends | None = None
+    ) -> list[Values]:
         """Run the forward list of this rank.
 
         Args:
             call: the call; what its backward needs is kept in it.
             inputs: on the driver, per micro-batch the values for stage 0.
+            ends: on the driver, if backwards run inside of the call: what the outputs become.
 
         Returns:
-            On the driver, per micro-batch the network's outputs.
+            On the driver, the outputs of each micro-batch (in the order in which they ran).
 
         Raises:
             Exception: on the driver, what a stage raised; caused by a RemoteError if that stage is
@@ -147,10 +154,18 @@ class Engine:
         self.passed = False
         # 1. The instruction list. Ranks go through theirs without agreeing on anything: sends and
         #    receives pair since all lists come from one schedule.
-        works = [ForwardPass(self, index, call, inputs) for index in range(len(self.owned))]
+        here = range(len(self.owned))
+        if call.key.inside:
+            call.aside = [leaves_of(self.stage_for(own, call.key)) for own in self.owned]
+        works = [ForwardPass(self, index, call, inputs, ends) for index in here]
+        backs: Sequence[Pass] = works
+        if call.key.inside:
+            mode = Backward(0, call.number, 0, call.exchange, True, False, False, False)
+            backs = [BackwardPass(self, i, call, mode, works[i].gradients) for i in here]
         todo, _ = self.lists(call.key, input_gradient=False)
         for index, kind, microbatch in todo:
-            works[index].do(kind, microbatch)
+            work: Pass = backs[index] if kind in BACKWARD_KINDS else works[index]
+            work.do(kind, microbatch)
         # 2. What must wait for all micro-batches of the pass.
         for _, early in self.early:
             early.end_forward(call.number)
@@ -161,7 +176,9 @@ class Engine:
             self.replayed.replay(copied, call.key.microbatches)
         # 3. Errors, stage by stage towards the driver. They come last, since a rank that waits for
         #    a tensor can receive nothing else.
-        error = self._first_error(works)
+        error = self._first_error(
+            [work if work.error else back for work, back in zip(works, backs)]
+        )
         if not self.coordinates.is_driver:
             return []
         # 4. On the driver, the user's code comes next.
@@ -189,6 +206,9 @@ class Engine:
             Exception: on the driver, what its own stage raised. On a worker it is kept in
                 ``failure``, and sent to the driver with the next forward.
         """
+        if call.key.inside:
+            self._add_aside(call, mode)
+            return [[] for _ in range(call.key.microbatches)]
         self.passed = False
         # 1. Gradients of weights are about to be added to. If all copies of a stage hold the same
         #    gradient from before, only one keeps it, or their sum would count it several times.
@@ -209,6 +229,31 @@ class Engine:
         if self.coordinates.is_driver:
             self._raise(next((work.error for work in works if work.error), None))
         return works[-1].inputs
+
+    def _add_aside(self, call: Call, mode: Backward) -> None:
+        """Add to the gradients of weights what backwards inside of a call have left aside."""
+        if not mode.parameters:
+            return
+        self.passed = False
+        self.replica_group.take_part()
+        if mode.reduce:
+            self.replica_group.arm(self.done_before)
+        for own, leaves in zip(self.owned, call.aside):
+            weights = self.stage_for(own, call.key).taken()
+            for name, leaf in {id(leaf): (n, leaf) for n, leaf in leaves.items()}.values():
+                gradient = leaf.grad
+                if gradient is None or not weights[name].requires_grad:
+                    continue
+                if mode.keep:
+                    gradient = gradient.clone()
+                leaf.grad = leaf.grad if mode.keep else None
+                if mode.factor is not None:
+                    gradient *= mode.factor
+                # (`backward`, so that hooks of the weights hear of it as of any other gradient)
+                torch.autograd.backward(weights[name], gradient)
+        if mode.reduce:
+            self.replica_group.finish()
+        self.passed = True
 
     def send_inputs(self, key: CallKey, inputs: Sequence[Values]) -> None:
         """On the driver: send stage 0 the inputs of a call that runs ahead, per micro-batch."""
@@ -241,7 +286,7 @@ class Engine:
         for own in self.owned:
             own.specializations.append(stages[own.number])
 
-    def _first_error(self, works: Sequence[ForwardPass]) -> Exception | None:
+    def _first_error(self, works: Sequence[Pass]) -> Exception | None:
         """Hear what stages before have failed with, and tell those after it.
 
         Returns:
@@ -278,13 +323,13 @@ class Engine:
     def lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
         """This rank's instructions for the forward and for the backward of a call with this key."""
         here, microbatches = self.coordinates.pp_rank, key.microbatches
-        return lists_of(self.placement, here, microbatches, input_gradient)
+        return lists_of(self.placement, here, microbatches, input_gradient, key.inside)
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
         """The code of a stage for a call with this key, compiled if that is asked for."""
         stage = own.specializations[key.specialization]
         # at the first use: some graphs of a network never run on a rank
-        if self._compiled:
+        if self.is_compiled:
             stage.compile_code()
         return stage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,8 @@ from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import Kind
 from lightning_hybrid.stage.calls import (
     Call,
+    Ends,
+    Gradients,
     Graph,
     Values,
     forward,
@@ -106,10 +108,20 @@ class Pass:
 class ForwardPass(Pass):
     """A forward pass of one stage, instruction by instruction."""
 
-    def __init__(self, engine: Engine, index: int, call: Call, inputs: Sequence[Values]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        index: int,
+        call: Call,
+        inputs: Sequence[Values],
+        ends: Ends | None = None,
+    ) -> None:
         super().__init__(engine, index, call)
-        self.inputs = inputs
+        self.inputs, self._ends = inputs, ends
         self.outputs: list[Values] = []
+        self.gradients: dict[int, Gradients] = {}  # of the outputs, where a backward follows
+        # how many messages may be left that a neighbour has not taken, while backwards run beside
+        self._most = len(engine.placement.devices) if call.key.inside else None
         self._values: Values | None = None
         self._result: Values | None = None
         self._first = self.own.number == 0
@@ -136,7 +148,7 @@ class ForwardPass(Pass):
     def send_input(self, microbatch: int) -> None:
         if not self.call.ahead:  # else they are there already
             specs = self.call.key.inputs[microbatch]
-            self.links(microbatch).next.send(self.inputs[microbatch], specs)
+            self._send(microbatch, self.inputs[microbatch], specs)
 
     def receive_activation(self, microbatch: int) -> None:
         if self._ahead is not None:
@@ -161,6 +173,8 @@ class ForwardPass(Pass):
             return
         with self.computing("forward", microbatch):
             self._result = self._run(microbatch, self._values)
+            if self._ends is not None and self.own.is_last:
+                self._result, self.gradients[microbatch] = self._ends(microbatch, self._result)
             self.outputs.append(self._result)
 
     def send_activation(self, microbatch: int) -> None:
@@ -174,7 +188,13 @@ class ForwardPass(Pass):
         values = self._result
         if values is None:
             values = [spec.zeros(self.engine.device) for spec in specs]
-        self.links(microbatch).next.send(values, specs)
+        self._send(microbatch, values, specs)
+
+    def _send(self, microbatch: int, values: Values, specs: Sequence[TensorSpec]) -> None:
+        link = self.links(microbatch).next
+        if self._most is not None:
+            link.flush(self._most)  # (it has taken more than that, so that nobody waits here)
+        link.send(values, specs)
 
     def _post(self, microbatch: int) -> Arriving:
         specs = self.traffic.incoming[microbatch]
@@ -229,7 +249,7 @@ class ForwardPass(Pass):
         # a) no backward follows
         if not self.call.key.grad:
             with self.engine.statistics(self.call.key):
-                return stage(values, numbers)
+                return self._called(stage, values, numbers)
         self.engine.refuse_sparse()
         # Each stage is a graph of autograd by itself, whose leaves are the values that have
         # arrived. One requires a gradient here if it does on the rank that has sent it.
@@ -250,8 +270,17 @@ class ForwardPass(Pass):
                 return outputs
             # d) in its turn, activations kept
             with torch.enable_grad(), own_saved_tensors():
-                outputs = stage(values, numbers)
+                outputs = self._called(stage, values, numbers)
         if self.own.early is not None:
             self.own.early.refuse_functions(stage, outputs)
         self.saved[microbatch] = Graph.of(values, outputs)
         return outputs
+
+    def _called(self, stage: Stage, values: Values, numbers: Sequence[Any]) -> Values:
+        call = self.call
+        if not (call.aside or call.again):
+            return stage(values, numbers)
+        aside = call.aside[self.index] if call.aside else {}
+        changed = stage.changed() if call.again else {}
+        kept = {name: value.clone() for name, value in changed.items()}
+        return stage.run_with([*(stage.taken() | aside | kept).values()], values, numbers)

@@ -10,17 +10,19 @@ from functools import lru_cache
 
 from torch import nn
 
-from lightning_hybrid.comm import Dealt, Group, copies_of, stages_of
+from lightning_hybrid.comm import Dealt, Group, Inside, copies_of, stages_of
 from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import (
+    INSIDE,
     Copy,
     DelayedWeights,
     Kind,
     deal,
     make_schedule,
     merge,
+    one_f_one_b,
     together,
 )
 from lightning_hybrid.stage.early_forwards import EarlyForwards
@@ -83,17 +85,25 @@ Todo = tuple[tuple[int, Kind, int], ...]
 
 @lru_cache(maxsize=256)
 def lists_of(
-    placement: Placement, here: int, microbatches: int, input_gradient: bool
+    placement: Placement,
+    here: int,
+    microbatches: int,
+    input_gradient: bool,
+    inside: Inside = "",
 ) -> tuple[Todo, Todo]:
     """The forward and the backward list of the rank with this ``pp_rank``."""
     ranks = [copies_of(device) for device in placement.devices]
-    schedule = make_schedule(
-        placement.schedule,
-        len(ranks),
-        microbatches,
-        input_gradient=input_gradient,
-        split=placement.split,
-    )
+    name = placement.schedule
+    if inside:
+        schedule = one_f_one_b(len(ranks), microbatches, falls=inside == "falling")
+    else:
+        schedule = make_schedule(
+            "gpipe" if name == INSIDE else name,  # (not every call has its backwards inside)
+            len(ranks),
+            microbatches,
+            input_gradient=input_gradient,
+            split=placement.split,
+        )
     # every rank makes the lists of all, and takes its own
     own = stages_of(placement.devices, here)
     if max(map(len, ranks)) > 1:

@@ -122,8 +122,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         schedule: how the devices share their time. ``"gpipe"`` (fill and drain), ``"looped"``
             (several stages per device) and ``"zero_bubble"`` (gradients of weights after those of
             inputs, where that pays) are exact; ``"auto"`` is ``"gpipe"``, or the one of the others
-            that suits ``contiguous`` if its step is predicted to be clearly shorter. ``"1f1b"`` is
-            exact, too; its micro-batches are the batches of ``accumulate_grad_batches``.
+            that suits ``contiguous`` if its step is predicted to be clearly shorter.
+            Exact, too, are ``"1f1b"`` (one forward, one backward: a stage keeps no more
+            micro-batches than there are stages, where the network returns its loss) and
+            ``"1f1b_stream"``, whose micro-batches are the batches of ``accumulate_grad_batches``.
             ``"pipedream"``, ``"ddg"``, ``"fdg"`` and ``"akintoye"`` keep all devices busy by
             computing with weights that are some steps old; see ``docs/schedules.md``.
         delayed_weights: what the backward of a batch computes with under these four: the weights of

@@ -165,7 +165,7 @@ def assert_trains_as_the_cpu(
     waits: bool = False,
 ) -> None:
     """Losses and weights of one CPU; in a steady step nobody waits for a device, or some do."""
-    streamed = name == "1f1b"
+    streamed = name == "1f1b_stream"
     reference, values = deepcopy(module), batches(streamed)
     steps = Window([batch.to("cuda:0") for each in values for batch in each])
     replica = cut(
@@ -192,7 +192,9 @@ def assert_trains_as_the_cpu(
     ("schedule", "ranks"),
     [
         *((name, ranks) for name in ("gpipe", "looped", "zero_bubble") for ranks in RANKS),
-        *(("1f1b", ranks) for ranks in RANKS if ranks > 1),  # a stream has a rank for each stage
+        *(
+            ("1f1b_stream", ranks) for ranks in RANKS if ranks > 1
+        ),  # a stream has a rank for each stage
     ],
 )
 def test_exact_schedules_train_as_one_cpu(cut: Cut, schedule: str, ranks: int) -> None:

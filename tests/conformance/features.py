@@ -30,6 +30,7 @@ TITLES = {
     "rows_driver_state": "What hooks set on the ranks that run them",
     "rows_operators": "Operators and transformations",
     "rows_samples": "Samples that meet at the ends of a network",
+    "rows_inside": "Networks that return their loss, one forward, one backward",
     "rows_first_calls": "Sizes of batches, and samples that meet",
     "rows_zoo": "Networks that people train",
     "rows_by_hand": "Weights, gradients and settings by hand",

@@ -75,7 +75,7 @@ class OneDeviceInWindows(OneDevice):
 class Test1f1bInWindows(_Streamed):
     """The accumulation of one device. Without a row that counts on a step for each batch."""
 
-    schedule = "1f1b"
+    schedule = "1f1b_stream"
     files = (
         "rows_callbacks",
         "rows_escapes",

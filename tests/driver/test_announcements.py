@@ -91,7 +91,11 @@ def test_statistics_of_micro_batches_are_told_where_they_matter(
 
 
 def test_a_delayed_schedule_says_in_training_what_it_trades() -> None:
-    for schedule, training, lines in (("fdg", True, 2), ("fdg", False, 1), ("1f1b", True, 1)):
+    for schedule, training, lines in (
+        ("fdg", True, 2),
+        ("fdg", False, 1),
+        ("1f1b_stream", True, 1),
+    ):
         told = Told(training=training)
         plan = Plan(replicas=1, stages=3, microbatches=1, schedule=schedule, cuts=("1", "2"))
         told.announcements.planned(found(nn.Linear(2, 2)), plan)

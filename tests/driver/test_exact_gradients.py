@@ -186,7 +186,7 @@ def test_gradients_of_a_window_of_1f1b_are_those_of_one_device(
     windows = [value.chunk(number) for number in numbers]
     coming = Windows(windows)
     first, found = windows[0][0], []
-    replica = cut(module, first, devices_of(stages, 1), 1, schedule="1f1b", batches=coming)
+    replica = cut(module, first, devices_of(stages, 1), 1, schedule="1f1b_stream", batches=coming)
     last = 0
     for window in windows:
         begin, last = last, last + len(window)

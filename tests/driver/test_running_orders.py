@@ -159,7 +159,7 @@ def test_a_running_stage_of_1f1b_holds_as_many_batches_as_there_are_stages_from_
     coming = Coming(values(batches), window)
     first = coming.batches[0].tensors[0]
     replica = traced(
-        frozen_scale(model()), first, devices_of(stages), 1, schedule="1f1b", batches=coming
+        frozen_scale(model()), first, devices_of(stages), 1, schedule="1f1b_stream", batches=coming
     )
     networks = [replica.workers[rank]._networks[0] for rank in sorted(replica.workers)]
     held: list[list[int]] = [[] for _ in range(stages)]

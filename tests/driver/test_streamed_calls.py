@@ -317,7 +317,7 @@ def test_1f1b_is_accumulation_on_one_device_bit_for_bit(streamed: Streamed, stag
         loss_of(reference, reference.net(value)).backward()
         if (number + 1) % window == 0:
             optimizer.step()
-    replica, coming = streamed(module, "1f1b", stages, inputs, epoch=window)
+    replica, coming = streamed(module, "1f1b_stream", stages, inputs, epoch=window)
     train(replica, coming, OPTIMIZERS["AdamW"](module.parameters()), window=window)
     replica.end()
     for name, value in reference.state_dict().items():
@@ -334,7 +334,7 @@ def test_1f1b_that_steps_in_the_middle_of_a_window_begins_it_anew(streamed: Stre
         optimizer.zero_grad()
         loss_of(reference, reference.net(value)).backward()
         optimizer.step()
-    replica, coming = streamed(module, "1f1b", 3, inputs, epoch=4)
+    replica, coming = streamed(module, "1f1b_stream", 3, inputs, epoch=4)
     trained = (p for p in module.parameters() if p.requires_grad)
     train(replica, coming, OPTIMIZERS["momentum"](trained), window=1)
     replica.end()
@@ -344,7 +344,7 @@ def test_1f1b_that_steps_in_the_middle_of_a_window_begins_it_anew(streamed: Stre
 def test_forwards_of_1f1b_begin_before_the_backwards_of_earlier_batches(
     streamed: Streamed,
 ) -> None:
-    replica, coming = streamed(model(), "1f1b", 3, values(4), epoch=4)
+    replica, coming = streamed(model(), "1f1b_stream", 3, values(4), epoch=4)
     ran: list[str] = []
     worker = replica.workers[1]
     for command in ("_forward", "_backward"):
@@ -359,7 +359,7 @@ def test_forwards_of_1f1b_begin_before_the_backwards_of_earlier_batches(
                 worker._handlers[known] = noted
     train(replica, coming, torch.optim.SGD(replica.model.parameters(), lr=0.1), window=4)
     replica.end()
-    order = orders_of(STREAMED["1f1b"], 3, 4)[0]
+    order = orders_of(STREAMED["1f1b_stream"], 3, 4)[0]
     assert ran == [("F" if w.part is Part.FORWARD else "B") + str(w.microbatch) for w in order]
 
 
@@ -385,7 +385,7 @@ def normalised(*, random: bool = False) -> Model:
     return Model(Normalised(random=random)).double()
 
 
-@pytest.mark.parametrize(("name", "weights"), [("1f1b", "stash"), ("fdg", "recompute")])
+@pytest.mark.parametrize(("name", "weights"), [("1f1b_stream", "stash"), ("fdg", "recompute")])
 def test_batch_statistics_are_those_of_the_batches_that_had_their_turn(
     streamed: Streamed, name: str, weights: Any
 ) -> None:
@@ -400,7 +400,10 @@ def test_batch_statistics_are_those_of_the_batches_that_had_their_turn(
     def after(number: int) -> None:
         seen.append(module.net.get_buffer(buffer).clone())
 
-    optimizer, window = torch.optim.SGD(module.parameters(), lr=0.0), 8 if name == "1f1b" else 1
+    optimizer, window = (
+        torch.optim.SGD(module.parameters(), lr=0.0),
+        8 if name == "1f1b_stream" else 1,
+    )
     train(replica, coming, optimizer, window=window, after=after)
     replica.end()
     for value, found in zip(inputs, seen):
@@ -540,7 +543,7 @@ def test_1f1b_computes_with_a_number_that_changes_between_steps(streamed: Stream
             optimizer.zero_grad()
         reference.net.by = reference.net.by + (number in {3, 7})
 
-    replica, coming = streamed(module, "1f1b", 3, inputs, epoch=4)
+    replica, coming = streamed(module, "1f1b_stream", 3, inputs, epoch=4)
 
     def change(number: int) -> None:
         module.net.by = module.net.by + (number in {3, 7})
@@ -552,7 +555,7 @@ def test_1f1b_computes_with_a_number_that_changes_between_steps(streamed: Stream
 
 def test_1f1b_refuses_a_number_that_changes_between_batches_of_a_step(streamed: Streamed) -> None:
     module = scaled()
-    replica, coming = streamed(module, "1f1b", 3, values(4), epoch=4)
+    replica, coming = streamed(module, "1f1b_stream", 3, values(4), epoch=4)
 
     def change(number: int) -> None:
         module.net.by = module.net.by + number
@@ -570,14 +573,14 @@ def test_a_delayed_schedule_refuses_a_number_before_the_first_step(streamed: Str
 
 def test_a_second_call_in_a_step_is_refused(streamed: Streamed) -> None:
     """Under a delayed schedule: a second call of the network in a step."""
-    replica, coming = streamed(model(), "1f1b", 2, values(4))
+    replica, coming = streamed(model(), "1f1b_stream", 2, values(4))
     with pytest.raises(NetworkError, match="more than once"):
         first_step(replica, coming, lambda x: replica(x) + replica(x))
 
 
 def test_an_input_that_wants_a_gradient_is_refused(streamed: Streamed) -> None:
     """Under a delayed schedule: an input of the network that wants a gradient."""
-    replica, coming = streamed(model(), "1f1b", 2, values(4))
+    replica, coming = streamed(model(), "1f1b_stream", 2, values(4))
     with pytest.raises(NetworkError, match="wants a gradient"):
         first_step(replica, coming, lambda x: replica(x.requires_grad_()))
 
@@ -654,10 +657,10 @@ def stopped(stage: int, part: str, batch: int, stop: Stop) -> Iterator[None]:
         yield
 
 
-FAST = ("1f1b-1-forward", "fdg-0-backward")
+FAST = ("1f1b_stream-1-forward", "fdg-0-backward")
 POINTS = [
     pytest.param(name, window, stage, part, id=point, marks=() if point in FAST else slow)
-    for name, window in (("1f1b", 4), ("fdg", 1))
+    for name, window in (("1f1b_stream", 4), ("fdg", 1))
     for stage in range(3)
     for part in ("forward", "backward")
     for point in [f"{name}-{stage}-{part}"]

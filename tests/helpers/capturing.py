@@ -136,6 +136,43 @@ class InParts:
         return graph.returned(outputs, numbers)
 
 
+class InShares:
+    """A network whose micro-batches each compute their share of the loss, as one stage.
+
+    Args:
+        network: the module.
+        microbatches: into how many a batch is split.
+
+    Attributes:
+        reason: why they do not.
+        shared: how many shares the last call had.
+    """
+
+    def __init__(self, network: nn.Module, microbatches: int = 4) -> None:
+        self._microbatches = microbatches
+        self._capture = Capture(network, own_forward(network), self._run, shares=True)
+        self.reason, self.shared = "", 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._capture(args, kwargs)
+
+    def _run(self, graph: NetworkGraph, values: Sequence[Any], loss: Any = None) -> list[Any]:
+        leaves = graph.bind(values)
+        self.reason, self.shared = graph.no_shares, 0
+        (code,) = cut(graph, network_partitions(graph), [])
+        (stage,) = make_stages([code], graph.network, graph.device)
+        if loss is None:
+            return graph.returned(stage(leaves, graph.values_of_numbers(graph.sizes(leaves))), ())
+        parts = graph.split(leaves, self._microbatches)
+        samples = [graph.batch_of(part) or 0 for part in parts]
+        loss.value, self.shared = torch.zeros(()), len(parts)
+        outputs = []
+        for number, part in enumerate(parts):
+            outputs = stage(part, graph.values_of_numbers(graph.sizes(part)))
+            loss.value = loss.value + loss.share(outputs, samples, number)
+        return outputs
+
+
 def _together(parts: Sequence[Any], rows: Rows | None) -> Any:
     """What the micro-batches have returned, in autograd's graph."""
     return parts[0] if rows is None else torch.cat(list(parts), rows.dim)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Instruction, Kind, Schedule
+from lightning_hybrid.schedules import INSIDE, Instruction, Kind, Schedule
 from lightning_hybrid.schedules.instructions import Lists, execute
 
 
@@ -15,7 +15,9 @@ def check(schedule: Schedule) -> None:
         PlanError: a pass has another number of lists than there are stages, a stage does not run
             each micro-batch exactly once forward and once backward, or see `execute`.
     """
-    passes = ((Kind.FORWARD, schedule.forward), (Kind.BACKWARD, schedule.backward))
+    inside = schedule.name == INSIDE  # its backwards are in the forward lists
+    backwards = schedule.forward if inside else schedule.backward
+    passes = ((Kind.FORWARD, schedule.forward), (Kind.BACKWARD, backwards))
     for kind, lists in passes:
         if len(lists) != schedule.stages:
             raise PlanError(

@@ -83,7 +83,7 @@ def test_a_network_of_few_partitions_has_no_loop() -> None:
         best_loop(replace(problem([1.0] * 3, 2)))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "fdg"])
+@pytest.mark.parametrize("schedule", ["1f1b_stream", "pipedream", "fdg"])
 def test_a_streamed_plan_predicts_the_slowest_stage(schedule: str) -> None:
     plan = planned(
         names=[f"part{n}" for n in range(6)],
@@ -99,5 +99,5 @@ def test_a_streamed_plan_predicts_the_slowest_stage(schedule: str) -> None:
     )
     assert plan.cuts == ("part2", "part4")
     assert plan.predicted_step_s == pytest.approx(2 * 3.0)
-    delays = {"1f1b": (0, 0, 0), "pipedream": (2, 1, 0), "fdg": (3, 1, 0)}
+    delays = {"1f1b_stream": (0, 0, 0), "pipedream": (2, 1, 0), "fdg": (3, 1, 0)}
     assert plan.delays == delays[schedule]

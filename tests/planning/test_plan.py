@@ -181,7 +181,7 @@ def test_the_file_of_a_delayed_plan_has_its_delays() -> None:
     record = json.loads(plan.to_json())
     assert record["delays"] == [3, 1, 0]
     assert Plan.from_json(plan.to_json()) == plan
-    assert "delays" not in json.loads(replace(plan, schedule="1f1b").to_json())
+    assert "delays" not in json.loads(replace(plan, schedule="1f1b_stream").to_json())
 
 
 def test_a_stage_with_copies_names_the_devices_of_all() -> None:
@@ -215,7 +215,10 @@ def test_a_file_from_before_stages_had_copies_is_read() -> None:
         ({"ranks": (1, 0)}, r"ranks\(1, 0\) must name each of 0..\d once, .* begin with 0"),
         ({"devices": ((1, 1), 0)}, r"devices\(\(1, 1\), 0\): where a stage has copies"),
         ({"devices": ((0, 1), 2)}, "end with 0"),
-        ({"devices": ((1, 2), 0), "schedule": "1f1b"}, "need schedule 'gpipe' or 'zero_bubble'"),
+        (
+            {"devices": ((1, 2), 0), "schedule": "1f1b_stream"},
+            "need schedule 'gpipe' or 'zero_bubble'",
+        ),
         ({"stages": 1, "cuts": (), "devices": ((0, 1),)}, r"copies\(2,\) .* are replicas"),
     ],
 )

@@ -25,7 +25,7 @@ def test_the_drawn_step_is_the_simulated_one() -> None:
     assert tuple(busy) == expected.busy_s
 
 
-STREAMS = ("1f1b", "pipedream", "ddg", "fdg", "akintoye")
+STREAMS = ("1f1b_stream", "pipedream", "ddg", "fdg", "akintoye")
 
 
 @pytest.mark.parametrize("schedule", STREAMS)
@@ -33,6 +33,13 @@ def test_of_a_streamed_schedule_no_step_is_drawn(schedule: str) -> None:
     plan = made_plan(schedule=schedule)
     assert predicted_lanes(plan) == {}
     assert "No step is drawn" in plan_page(plan)
+
+
+def test_backwards_inside_of_calls_are_drawn_among_forwards() -> None:
+    plan = made_plan(schedule="1f1b", microbatches=3)
+    kinds = ["".join(s.kind[0] for s in spans) for spans in predicted_lanes(plan).values()]
+    assert [kind.replace("r", "").replace("s", "") for kind in kinds] == ["ffbfbb", "fbfbfb"]
+    assert "activations of as many micro-batches as there are stages" in plan_page(plan)
 
 
 def test_a_loop_is_drawn_by_device_as_long_as_its_predicted_step() -> None:

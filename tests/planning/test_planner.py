@@ -15,7 +15,9 @@ from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster import Device, Rates, make_cluster
-from lightning_hybrid.planning.partition_table import count
+from lightning_hybrid.planning.memory_check import Way
+from lightning_hybrid.planning.memory_needed import held_in_training
+from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import Site, make_plan, plan_again
 from lightning_hybrid.planning.search import PlanSettings
@@ -131,8 +133,28 @@ def test_a_delayed_schedule_holds_the_copies_of_weights_that_it_stashes() -> Non
     for plain, row in zip(current.rows, stash.rows):
         assert row.memory_bytes == plain.memory_bytes + plain.gradient_bytes  # one batch ahead
     assert most(again) < most(current)
-    accumulated = planned(recompute=False, schedule="1f1b", delayed_weights="stash")
+    accumulated = planned(recompute=False, schedule="1f1b_stream", delayed_weights="stash")
     assert most(accumulated) == most(current)  # its weights do not change on the way
+
+
+def test_backwards_inside_of_calls_keep_as_many_micro_batches_as_stages() -> None:
+    table = PartitionTable(
+        forward_s=[1.0] * 2,
+        backward_s=[2.0] * 2,
+        cut_bytes=[8.0],
+        kept_bytes=[100, 100],
+        activation_bytes=[10, 20],
+        gradient_bytes=[30, 40],
+    )
+    ways = [Way(stages=2, microbatches=m) for m in (1, 8)]
+    inside = [held_in_training(table, PlanSettings(schedule="1f1b"), way) for way in ways]
+    drained = held_in_training(table, PlanSettings(schedule="gpipe"), ways[1])
+    assert [held.needed for held in inside] == [[140, 160], [150, 180]]
+    assert (inside[1].most, drained.most, drained.needed) == (2, 8, [180, 260])
+
+
+def test_a_network_without_a_loss_is_planned_as_under_fill_drain() -> None:
+    assert planned(recompute=False, schedule="1f1b").schedule == "gpipe"
 
 
 def test_a_run_that_does_not_train_computes_nothing_again() -> None:

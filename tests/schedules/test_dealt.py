@@ -199,7 +199,12 @@ def test_a_list_that_breaks_the_order_of_a_link_is_refused_by_its_copies() -> No
 @pytest.mark.parametrize(
     ("name", "stages", "copies", "said"),
     [
-        ("1f1b", 2, (2, 1), r"copies\(2, 1\) .* 'gpipe' or 'zero_bubble', not '1f1b'"),
+        (
+            "1f1b_stream",
+            2,
+            (2, 1),
+            r"copies\(2, 1\) .* 'gpipe' or 'zero_bubble', not '1f1b_stream'",
+        ),
         ("looped", 4, (2, 1, 1, 1), "not 'looped'"),
         ("gpipe", 2, (2,), r"copies\(2,\) .* stages\(2\)"),
         ("gpipe", 2, (0, 1), r"copies\(0, 1\)"),
@@ -210,6 +215,6 @@ def test_a_list_that_breaks_the_order_of_a_link_is_refused_by_its_copies() -> No
 def test_what_cannot_be_dealt_is_refused_by_name(
     name: str, stages: int, copies: tuple[int, ...], said: str
 ) -> None:
-    schedule = make_schedule("gpipe" if name == "1f1b" else name, stages, 2)
+    schedule = make_schedule("gpipe" if name == "1f1b_stream" else name, stages, 2)
     with pytest.raises(PlanError, match=said):
         deal(Schedule(name, stages, 2, schedule.forward, schedule.backward), copies)

@@ -30,7 +30,7 @@ def test_fdg_looks_like_its_drawing() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("window", [1, 2, 4, 9])
 def test_a_window_of_1f1b_is_the_1f1b_of_as_many_micro_batches(stages: int, window: int) -> None:
-    assert streamed(STREAMED["1f1b"], stages, window) == one_f_one_b(stages, window)
+    assert streamed(STREAMED["1f1b_stream"], stages, window) == one_f_one_b(stages, window)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

@@ -100,7 +100,7 @@ def train(run: dict[str, Any], stages: int, folder: Path) -> dict[str, Any]:
             num_microbatches=1,
             allocation=[f"net.{end}" for _, end in pairwise(ends_of(stages)[:-1])],
             schedule=run["schedule"],
-            **({"delayed_weights": run["weights"]} if run["schedule"] != "1f1b" else {}),
+            **({"delayed_weights": run["weights"]} if run["schedule"] != "1f1b_stream" else {}),
         )
     trainer = Trainer(
         strategy=strategy,

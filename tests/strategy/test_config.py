@@ -82,7 +82,7 @@ def test_asynchronous_replicas_have_one_stage_and_share_nothing(
         ({"plan": CHAIN, "pipeline_parallel_size": "auto"}, r"plan=\.\.\."),
         ({"allocation": ["b"]}, r"allocation=\['b'\]"),
         ({"contiguous": False}, "contiguous=False"),
-        ({"schedule": "1f1b"}, "schedule='1f1b'"),
+        ({"schedule": "1f1b_stream"}, "schedule='1f1b_stream'"),
         ({"compile_stages": True}, "compile_stages=True"),
         ({"shard_optimizer_states": True}, "shard_optimizer_states=True"),
     ],
@@ -104,7 +104,7 @@ def test_what_keeps_the_cuts_is_refused_beside_new_ones(
         ({"pipeline_parallel_size": (2, 1)}, r"pipeline_parallel_size=\(2, 1\)"),
         ({"shard_optimizer_states": True}, "shard_optimizer_states=True"),
         ({"checkpoint": "sharded"}, "checkpoint='sharded'"),
-        ({"schedule": "1f1b"}, "schedule='1f1b'"),
+        ({"schedule": "1f1b_stream"}, "schedule='1f1b_stream'"),
         ({"gradient_sync": "asgd"}, "gradient_sync='asgd'"),
         ({"lost_replica": "restart"}, "lost_replica='restart' is none of 'end', 'continue'"),
     ],
@@ -126,8 +126,10 @@ def test_what_is_no_choice_of_calls_to_verify_is_refused(verify: Any) -> None:
 
 
 def test_one_device_s_random_numbers_are_not_for_schedules_that_begin_early() -> None:
-    with pytest.raises(PlanError, match=r"rng='device' draws in the order .* schedule='1f1b'"):
-        Config(rng="device", schedule="1f1b")
+    with pytest.raises(
+        PlanError, match=r"rng='device' draws in the order .* schedule='1f1b_stream'"
+    ):
+        Config(rng="device", schedule="1f1b_stream")
     with pytest.raises(PlanError, match=r"rng='cpu' is none of 'microbatch', 'device'"):
         Config(rng="cpu")  # type: ignore[arg-type]
 
@@ -267,7 +269,7 @@ def test_recomputation_that_is_said_goes_before_the_plans() -> None:
     ("arguments", "message"),
     [
         ({"pipeline_parallel_size": 1}, "pipeline_parallel_size=1"),
-        ({"schedule": "1f1b"}, "'1f1b'"),
+        ({"schedule": "1f1b_stream"}, "'1f1b_stream'"),
         ({"schedule": "fdg"}, "delayed_weights='recompute'"),
     ],
 )

@@ -78,13 +78,16 @@ def test_divided_states_change_no_bit_of_a_run_and_of_its_checkpoints(
 
 
 @slow
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("schedule", ["1f1b_stream", "pipedream"])
 def test_schedules_that_begin_early_step_divided_states(tmp_path: Path, schedule: str) -> None:
     config = {
         "stages": 2,
         "apart": True,
         "arguments": {"schedule": schedule, "num_microbatches": 1},
-        "trainer": {"accumulate_grad_batches": 1 + (schedule == "1f1b"), "gradient_clip_val": 0.5},
+        "trainer": {
+            "accumulate_grad_batches": 1 + (schedule == "1f1b_stream"),
+            "gradient_clip_val": 0.5,
+        },
     }
     whole = train(tmp_path / "whole", **config)
     divided = train(tmp_path / "divided", divides=True, **config)

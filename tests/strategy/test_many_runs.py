@@ -180,7 +180,7 @@ def test_1f1b_saves_and_resumes_in_the_middle_of_a_window_as_one_device_does(
 ) -> None:
     """Windows of 4, 4 and 2 batches; gradients that were added up are in no checkpoint."""
     after = [2, 4, 5, 10, 13]
-    run: dict[str, Any] = {"schedule": "1f1b", "optimizer": "AdamW", "window": 4}
+    run: dict[str, Any] = {"schedule": "1f1b_stream", "optimizer": "AdamW", "window": 4}
     run |= {"steps": 6, "epoch": 10, "saves_after": after, "saves_to": f"{tmp_path}"}
     runs = [run, *(resumed(run, tmp_path, number) for number in after)]
     ranks = run_all(tmp_path, 3, runs)

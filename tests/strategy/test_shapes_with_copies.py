@@ -93,7 +93,10 @@ def test_cuts_that_are_chosen_for_a_shape_give_the_numbers_of_one_device(
     ("asked", "reason"),
     [
         ({"pipeline_parallel_size": (0, 1)}, r"pipeline_parallel_size=\(0, 1\) must be"),
-        ({"schedule": "1f1b"}, "go together with schedule='1f1b'. .* use pipeline_parallel_size=4"),
+        (
+            {"schedule": "1f1b_stream"},
+            "go together with schedule='1f1b_stream'. .* use pipeline_parallel_size=4",
+        ),
         ({"schedule": "looped"}, "go together with schedule='looped'"),
         ({"contiguous": False}, "go together with contiguous=False"),
         ({"balance": "speed"}, "go together with balance='speed'"),

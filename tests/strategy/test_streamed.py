@@ -138,7 +138,7 @@ def test_1f1b_is_lightnings_accumulation(tmp_path: Path) -> None:
         "trainer": {**VALIDATES, "accumulate_grad_batches": 4},
     }
     _, expected = train_here({**config, "strategy": "auto"}, tmp_path / "alone")
-    ranks = Training(tmp_path / "two", **{**config, "stages": 2, "schedule": "1f1b"}).run()
+    ranks = Training(tmp_path / "two", **{**config, "stages": 2, "schedule": "1f1b_stream"}).run()
     assert ranks[0]["losses"] == pytest.approx(expected["losses"], abs=1e-10)
     assert ranks[0]["metrics"]["val"] == pytest.approx(expected["metrics"]["val"].item(), abs=1e-10)
     for rank in ranks:

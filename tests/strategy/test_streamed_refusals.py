@@ -108,7 +108,7 @@ def test_is_refused_by_name(
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"schedule": "1f1b"}])
+@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"schedule": "1f1b_stream"}])
 def test_a_plain_module_is_not_refused(options: dict[str, Any]) -> None:
     refuse_streaming(run(Plain(), **options))
 
@@ -133,7 +133,10 @@ def test_gradient_descent_alone_is_plain() -> None:
     ("options", "words"),
     [
         ({"schedule": "magic"}, "schedule='magic' is none of"),
-        ({"schedule": "1f1b", "delayed_weights": "recompute"}, "is for the delayed schedules"),
+        (
+            {"schedule": "1f1b_stream", "delayed_weights": "recompute"},
+            "is for the delayed schedules",
+        ),
         ({"schedule": "fdg", "delayed_weights": "old"}, "delayed_weights='old' is none of"),
         ({"schedule": "ddg", "gradient_shrinking": 0.5}, "is part of schedule='fdg'"),
         ({"schedule": "fdg", "gradient_shrinking": 0.0}, "must be above 0"),

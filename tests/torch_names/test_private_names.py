@@ -78,6 +78,24 @@ def functions_that_log_can_be_left_out(value: Any) -> None:
     assert type(value) is set
 
 
+@relied_on("torch:Tensor._make_wrapper_subclass")
+def a_tensor_of_a_subclass_needs_no_memory(make: Any) -> None:
+    class Sized(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *_: Any) -> Any:  # type: ignore[override]
+            raise AssertionError("read")
+
+    found = make(Sized, (3, 2), dtype=torch.float64, device=torch.device("cpu"))
+    assert (type(found), found.shape, found.dtype) == (Sized, (3, 2), torch.float64)
+
+
+@relied_on("torch.utils._pytree:tree_map_only")
+def tensors_in_arguments_are_replaced_by_their_class(replaced: Any) -> None:
+    given = ([torch.ones(1), 2], {"a": nn.Parameter(torch.ones(1))})
+    assert replaced(nn.Parameter, lambda _: 3, given)[1] == {"a": 3}
+    assert replaced(nn.Parameter, lambda _: 3, given)[0][0] is given[0][0]
+
+
 @relied_on("torch.nn.modules.transformer:_detect_is_causal_mask")
 def torch_s_transformers_ask_whether_a_mask_is_causal(detects: Any) -> None:
     mask = torch.nn.Transformer.generate_square_subsequent_mask(3)

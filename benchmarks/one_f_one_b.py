@@ -1,0 +1,204 @@
+"""Memory and time of a step under `schedule="1f1b"` beside `"gpipe"`: a GPT that returns its loss.
+
+Claim: the peak of activations and logits is at most (S + 1) / M of that of fill-drain, for S stages
+and M micro-batches, and a step takes at most 1.02 of its time. Each rank samples its resident
+memory (on a GPU: what torch has allocated) while it trains; counted is the most of the measured
+steps above the least of them, which is that of weights, gradients and optimizer. Schedules
+alternate; the median of each is shown.
+
+    python benchmarks/one_f_one_b.py --stages 2
+    python benchmarks/one_f_one_b.py --stages 4
+    python benchmarks/one_f_one_b.py --width 128 --layers 4 --vocabulary 4096 --rounds 1  # small
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from _results import record
+from _timing import bare_trainer
+from lightning.pytorch import Callback, LightningModule
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_hybrid import HybridGabraStrategy
+
+SCHEDULES = ("gpipe", "1f1b")
+WARM_UP = 2
+MIB = 2**20
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each with layer normalisation before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.attend(self.before(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
+        query, key, value = parts.unbind(2)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(self.between(x))))
+
+
+class Gpt(nn.Module):
+    """A decoder that returns its loss, and the logits."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.words(words) + self.places.weight[: words.shape[1]]
+        logits = self.head(self.norm(self.blocks(x)))
+        later = F.pad(words, (0, 1), value=-100)[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), later.flatten(), ignore_index=-100)
+        return loss, logits
+
+
+class Module(LightningModule):
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.net = Gpt(options.width, options.layers, options.vocabulary, options.length)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch)[0]
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Times(Callback):
+    """When steps begin, on the driver."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.starts.append(time.time())
+
+
+class Memory:
+    """Samples what this process has, until it is stopped."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+        self._on = True
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        pages, page = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
+        while self._on:
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                size = float(torch.cuda.memory_allocated())
+            else:
+                size = float(pages.read_text().split()[1]) * page
+            self.seen.append((time.time(), size / MIB))
+            time.sleep(0.002)
+
+    def stop(self) -> list[tuple[float, float]]:
+        self._on = False
+        self._thread.join()
+        return self.seen
+
+
+def train(options: argparse.Namespace, folder: Path) -> None:
+    """One run, on each of its ranks; each leaves a file."""
+    memory, times = Memory(), Times()
+    torch.manual_seed(0)
+    words = torch.randint(options.vocabulary, (options.batch, options.length))
+    strategy = HybridGabraStrategy(
+        pipeline_parallel_size=options.stages,
+        num_microbatches=options.microbatches,
+        schedule=options.schedule,
+        verify=False,
+    )
+    steps = WARM_UP + options.steps
+    trainer = bare_trainer(
+        strategy=strategy, devices=options.stages, max_steps=steps, callbacks=[times]
+    )
+    trainer.fit(Module(options), DataLoader(words.repeat(steps, 1), batch_size=options.batch))
+    if times.starts:
+        (folder / "starts.json").write_text(json.dumps(times.starts[WARM_UP:]))
+    (folder / f"{os.getpid()}.seen").write_text(json.dumps(memory.stop()))
+
+
+def measured(options: argparse.Namespace, schedule: str) -> tuple[float, list[float]]:
+    """Seconds of a step, and of each rank the peak in MiB, the largest first."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, *sys.argv[1:], "--into", folder]
+        # (memory of large tensors goes back to the system at once)
+        limits = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        environment = os.environ | limits | {"OMP_NUM_THREADS": "1"}
+        subprocess.run([*command, "--schedule", schedule], check=True, env=environment)
+        starts = json.loads((Path(folder) / "starts.json").read_text())
+        peaks = []
+        for path in Path(folder).glob("*.seen"):
+            sizes = [s for at, s in json.loads(path.read_text()) if starts[0] <= at <= starts[-1]]
+            peaks.append(max(sizes) - min(sizes))
+    durations = [later - start for start, later in pairwise(starts)]
+    return median(durations), sorted(peaks, reverse=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (
+        *(("stages", 2), ("microbatches", 8), ("batch", 16), ("length", 256), ("width", 768)),
+        *(("layers", 12), ("vocabulary", 32000), ("steps", 6), ("rounds", 3)),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--schedule", choices=SCHEDULES)
+    parser.add_argument("--into")
+    options = parser.parse_args()
+    if options.into:
+        train(options, Path(options.into))
+        return
+    found: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in SCHEDULES}
+    for _ in range(options.rounds):
+        for schedule in SCHEDULES:
+            found[schedule].append(measured(options, schedule))
+    seconds = {name: median(s for s, _ in runs) for name, runs in found.items()}
+    peaks = {
+        name: [median(each) for each in zip(*(peaks for _, peaks in runs))]
+        for name, runs in found.items()
+    }
+    table = Table("schedule", "step, s", "peaks of ranks, MiB")
+    for name in SCHEDULES:
+        table.add_row(name, f"{seconds[name]:.3f}", ", ".join(f"{p:.0f}" for p in peaks[name]))
+    Console().print(table)
+    wanted = (options.stages + 1) / options.microbatches
+    ratios = {
+        "largest peak by gpipe": peaks["1f1b"][0] / peaks["gpipe"][0],
+        "largest peak by gpipe, wanted": wanted,
+        "step by gpipe": seconds["1f1b"] / seconds["gpipe"],
+        "step by gpipe, wanted": 1.02,
+    }
+    print(*(f"{name}: {value:.3g}" for name, value in ratios.items()), sep="\n")
+    record(ratios, "")
+    record({f"peak, {name}": peaks[name][0] for name in SCHEDULES}, "MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""A call of a network in which backwards run too, as soon as a micro-batch's share of the loss is.
+
+The loss is one sum over samples (:mod:`lightning_hybrid.graph.loss_terms`), so that the gradient of
+each micro-batch is known when its forward ends, but for one factor: the gradient of the loss. The
+backwards run with the one that is expected, and leave their gradients aside. The user's backward
+adds these to ``parameter.grad``, times what came by what was expected. If no backward comes, they
+are dropped.
+
+All other outputs (logits) are late: their numbers are made when they are read, by another forward,
+and from the next call on kept. If a gradient comes to one of them, the call is made again, and its
+backward follows it.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid._torch.autograd import (
+    backward_reaches,
+    forward_derivatives,
+    graph_is_kept,
+)
+from lightning_hybrid._torch.late import Late
+from lightning_hybrid._torch.tensors import as_they_are, version
+from lightning_hybrid.driver.driven_network import DrivenNetwork
+from lightning_hybrid.driver.microbatches import Specialization
+from lightning_hybrid.driver.outputs import join, refuse_backward, split_gradients
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.graph import LossOfCall, NetworkGraph, Rows, joined, place_now
+from lightning_hybrid.schedules import INSIDE
+from lightning_hybrid.stage import Call, Gradients, Values, borrowed_parameters
+
+
+def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
+    """Why backwards of a graph cannot run inside of its calls, as a predicate; empty: they can."""
+    placement, engine = network.placement, network.engine
+    if graph.no_shares:
+        return graph.no_shares
+    tied = frozenset[str]().union(*borrowed_parameters(network.module, placement))
+    if tied:
+        return f"its stages share {min(tied)!r}"
+    if len({*placement.devices}) < len(placement.devices):
+        return "a device has several stages"
+    if engine.synchronises:
+        return "batch statistics are those of all replicas"
+    if engine.is_compiled:
+        return "its stages are compiled"
+    return "" if placement.schedule == INSIDE else "its plan has another schedule"
+
+
+class InsideCalls:
+    """Makes such calls of one captured graph.
+
+    Args:
+        network: the network.
+        specialization: the graph.
+
+    Attributes:
+        network: see above.
+        specialization: see above.
+        read: numbers of the outputs that were read in a call before, and are kept.
+        factor: the gradient of the loss that came last, by the scale of losses.
+    """
+
+    def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
+        self.network, self.specialization = network, specialization
+        self.read: set[int] = set()
+        self.factor = 1.0
+        self._suits = not why_not_inside(network, specialization.graph)
+
+    def suits(self, leaves: Sequence[Tensor], loss: LossOfCall | None) -> bool:
+        """Whether backwards can run inside of a call on these tensors."""
+        if loss is None or not self._suits or self.network.anchor() is None:
+            return False
+        learns = loss.learns or any(leaf.requires_grad for leaf in leaves)
+        return not learns and len(self.specialization.samples(leaves)) > 1
+
+    def __call__(self, leaves: Sequence[Tensor], loss: LossOfCall, *, keep: bool) -> list[Tensor]:
+        """Make a call, and give the loss its value.
+
+        Args:
+            leaves: the inputs of the graph.
+            loss: the loss of this call.
+            keep: whether its outputs will be read.
+
+        Returns:
+            The outputs of the graph.
+        """
+        run = _Run(self, leaves, loss, keep=keep)
+        loss.value, *outputs = _InsideNode.apply(self.network.anchor(), run)  # type: ignore[no-untyped-call]
+        return list(outputs)
+
+
+class _Run:
+    """One call.
+
+    Args:
+        calls: see :class:`InsideCalls`.
+        leaves: the inputs.
+        loss: the loss.
+        keep: whether outputs are kept.
+
+    Attributes:
+        calls: see above.
+        loss: see above.
+        samples: of each micro-batch.
+        expected: the gradient of the loss with which backwards run.
+        call: the call.
+        learns: of each output, whether it may get a gradient.
+    """
+
+    call: Call
+    learns: list[bool]
+
+    def __init__(
+        self, calls: InsideCalls, leaves: Sequence[Tensor], loss: LossOfCall, *, keep: bool
+    ) -> None:
+        self.calls, self.loss, self._leaves = calls, loss, leaves
+        self.samples = calls.specialization.samples(leaves)
+        self.expected = calls.factor * calls.network.loss_scale()
+        count = len(calls.specialization.graph.tensor_outputs)
+        self._keeps = set(range(count)) if keep else set(calls.read)
+        self._kept: dict[int, Values] = {}
+        self._shares: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}
+        self._state = self._state_now()
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """Run forwards and backwards. Returns the loss, and the outputs."""
+        calls = self.calls
+        graph = calls.specialization.graph
+        self.call, _ = calls.network.forward(
+            calls.specialization, self._leaves, grad=True, ends=self._end
+        )
+        parts = [self._kept[number] for number in range(len(self.samples))]
+        value = torch.stack([self._shares[number] for number in range(len(parts))]).sum(0)
+        outputs = []
+        for index, (node, pieces) in enumerate(zip(graph.tensor_outputs, zip(*parts))):
+            rows = graph.rows[node]
+            if index not in self._keeps:
+                outputs.append(self._late(index, pieces, rows))
+            else:
+                outputs.append(pieces[0] if rows is None else joined(pieces, rows))
+        self._kept.clear()
+        return value, *outputs
+
+    def _end(self, microbatch: int, outputs: Values) -> tuple[Values, Gradients]:
+        """The share of a micro-batch: what is kept of its outputs, and their gradients."""
+        leaves = [output.detach().requires_grad_(output.requires_grad) for output in outputs]
+        self.learns = [leaf.requires_grad for leaf in leaves]
+        share = self.loss.share(leaves, self.samples, microbatch)
+        found: dict[int, Tensor | None] = {}
+        if share.requires_grad:
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            kind = self.calls.network.engine.device.type
+            with torch.autocast(kind, enabled=False):
+                start = torch.full_like(share, self.expected)
+                gradients = torch.autograd.grad(share, wanted, start, allow_unused=True)
+            found = dict(zip(map(id, wanted), gradients))
+        self._shares[microbatch] = share.detach()
+        # (of the others sizes alone, in memory of one number)
+        self._kept[microbatch] = [
+            output.detach() if index in self._keeps else _sized(output)
+            for index, output in enumerate(outputs)
+        ]
+        return [], [found.get(id(leaf)) for leaf in leaves]
+
+    def _late(self, index: int, pieces: Sequence[Tensor], rows: Rows | None) -> Tensor:
+        size = list(pieces[0].shape)
+        if rows is not None:
+            size[rows.dim] = sum(piece.shape[rows.dim] for piece in pieces)
+        return Late.like(pieces[0], lambda: self._read(index), tuple(size))
+
+    def _read(self, index: int) -> Tensor:
+        """An output, whose numbers are made now."""
+        self.calls.read.add(index)
+        if index not in self._made:
+            with torch.no_grad():
+                _, parts = self.again(grad=False)
+            outputs = join(parts, self.calls.specialization.graph)
+            self._made |= {number: outputs[number] for number in self.calls.read}
+        return self._made[index]
+
+    def again(self, *, grad: bool) -> tuple[Call, list[Values]]:
+        """Make the call again. Returns it, and the outputs of its micro-batches.
+
+        Raises:
+            NetworkError: weights or inputs have changed since.
+        """
+        network = self.calls.network
+        if self._state != self._state_now():
+            raise NetworkError(
+                f"What network {network.name or 'self'!r} has returned beside its loss is read, or "
+                f"gets a gradient ({place_now()}), and its weights, its mode or the batch have "
+                f"changed since the call. Under schedule={INSIDE!r} it is computed when it is "
+                "first read. Read it before the optimizer's step, or use schedule='gpipe'."
+            )
+        # (not with the modes of the code that reads)
+        with self.call.key.precision.applied():
+            call, parts = network.forward(
+                self.calls.specialization, self._leaves, grad=grad, again=self.call
+            )
+        detached = [[value.detach() for value in part] for part in parts]
+        return call, detached
+
+    def _state_now(self) -> tuple[Any, ...]:
+        """What outputs depend on."""
+        network = self.calls.network
+        with as_they_are():
+            here = [own.specializations[0].parameters() for own in network.engine.owned]
+            weights = [version(p) for parameters in here for p in parameters]
+        batch = [version(leaf) for leaf in self._leaves]
+        return network.age, network.module.training, network.trainable(), weights, batch
+
+
+def _sized(output: Tensor) -> Tensor:
+    """A tensor of the same size, in memory for one number."""
+    return output.detach().new_empty(()).expand(output.shape)
+
+
+class _InsideNode(torch.autograd.Function):
+    """The node in autograd's graph for one such call."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: _Run) -> tuple[Tensor, ...]:
+        with forward_derivatives():
+            value, *outputs = run.forward()
+        ctx.run = run
+        ctx.finaliser = weakref.finalize(ctx, run.calls.network.drop, run.call.number)
+        ctx.finaliser.atexit = False
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(o for o, learns in zip(outputs, run.learns) if not learns))
+        return value, *outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        run: _Run = ctx.run
+        network, keep = run.calls.network, graph_is_kept()
+        refuse_backward(network, run.call, gradients)
+        of_loss, *of_outputs = gradients
+        parameters = backward_reaches(ctx, 0)
+        if any(gradient is not None for gradient in of_outputs):
+            _go_back_again(run, of_loss, of_outputs, parameters=parameters)
+            if not keep:
+                network.drop(run.call.number)
+        elif of_loss is not None:
+            came = float(of_loss)
+            network.backward(
+                *(run.call, [[]]),
+                parameters=parameters,
+                keep=keep,
+                input_gradient=False,
+                factor=came / run.expected,
+            )
+            if parameters and 0 < abs(came) < float("inf"):
+                run.calls.factor = came / network.loss_scale()
+        if not keep:
+            ctx.finaliser.detach()
+        return None, None
+
+
+def _go_back_again(
+    run: _Run, of_loss: Tensor | None, of_outputs: Sequence[Tensor | None], *, parameters: bool
+) -> None:
+    """Go back through a call whose outputs have gradients too: what is aside is of the loss alone.
+
+    Args:
+        run: the call.
+        of_loss: the gradient of the loss.
+        of_outputs: those of the outputs.
+        parameters: whether parameters get gradients.
+    """
+    graph, network = run.calls.specialization.graph, run.calls.network
+    call, parts = run.again(grad=True)
+    leaves = [leaf.requires_grad_(learns) for leaf, learns in zip(join(parts, graph), run.learns)]
+    found: dict[int, Tensor | None] = {}
+    if of_loss is not None:
+        share = run.loss.share(leaves, [sum(run.samples)])
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        gradients = torch.autograd.grad(share, wanted, of_loss, allow_unused=True)
+        found = dict(zip(map(id, wanted), gradients))
+    together = []
+    for leaf, of_output in zip(leaves, of_outputs):
+        both = [g for g in (found.get(id(leaf)), of_output) if g is not None]
+        together.append(sum(both[1:], both[0]) if both else None)
+    network.backward(
+        *(call, split_gradients(together, run.samples, graph)),
+        parameters=parameters,
+        keep=False,
+        input_gradient=False,
+    )

@@ -1,0 +1,574 @@
+"""A loss in a network that is one sum of terms of single samples, and a micro-batch's share of it.
+
+The tail of a network (:mod:`lightning_hybrid.graph.three_parts`) runs once more on tensors without
+memory. Every operator below it is recorded, and each of its results is one of these:
+
+* *Known*: made of the inputs alone, such as the number of valid targets.
+* *Rows*: each entry is of one sample, by the rules of :mod:`lightning_hybrid.graph.row_rules`.
+* *Sum*: a sum over samples of what is made of each one alone, with Known factors. A mean is a sum
+  divided by a Known number. Its gradient to a sample does not depend on the other samples.
+* *After*: made of Sums and Known.
+* *Meet*: everything else.
+
+If all that the tail returns depends on samples through one Sum, the gradient of a micro-batch's
+share of it is known, but for one factor, when the forward of that micro-batch ends. What follows
+the Sum changes that factor alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_hybrid._torch.graphs import higher_order_name
+from lightning_hybrid._torch.symbols import is_symbolic, symbols_in, value_with
+from lightning_hybrid._torch.tensors import as_they_are, schema
+from lightning_hybrid._trees import Token, rebuild, tensors_in
+from lightning_hybrid.graph.annotate import (
+    FAILURES,
+    arguments_of,
+    called,
+    memory_of,
+    modes_restored,
+)
+from lightning_hybrid.graph.graph import NetworkGraph, Sizes
+from lightning_hybrid.graph.mode_regions import Open, modes_of
+from lightning_hybrid.graph.row_proof import Followed, Labelling, quiet
+from lightning_hybrid.graph.row_rules import Call, dims_of, name_of
+from lightning_hybrid.graph.rows import Rows
+
+
+class NoSum(Exception):
+    """Raised where a loss is no sum of terms of single samples, or is not known to be one."""
+
+
+class Kind(Enum):
+    """What a tensor of the tail is made of; see the module."""
+
+    KNOWN = "known"
+    ROWS = "rows"
+    SUM = "sum"
+    AFTER = "after"
+    MEET = "meet"
+
+
+_LINEAR = {"neg", "view", "_unsafe_view", "squeeze", "unsqueeze", "_to_copy", "clone", "alias"}
+"""Operators that make a Sum of a Sum."""
+
+_SUMMED = (torch.float32, torch.float64)
+"""Types in which shares may be added up: in others a sum may be too large where a mean is not."""
+
+# ---------------------------------------------------------------- what is recorded
+
+
+@dataclass(frozen=True)
+class _Number(Token):
+    """Stands for a tensor among the arguments of a recorded operator.
+
+    Attributes:
+        number: of the tensor.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A recorded operator.
+
+    Attributes:
+        function: computes it.
+        arguments: positional and keyword arguments, with numbers in the place of tensors.
+        results: numbers of the tensors that it returns.
+        of_parts: whether sizes among its arguments are those of a micro-batch.
+    """
+
+    function: Callable[..., Any]
+    arguments: Any
+    results: tuple[int, ...]
+    of_parts: bool
+
+    def takes(self) -> set[int]:
+        """Numbers of the tensors that it takes."""
+        return {leaf.number for leaf in self._leaves() if isinstance(leaf, _Number)}
+
+    def symbols(self) -> set[Any]:
+        """Symbols of the sizes among its arguments."""
+        return {s for leaf in self._leaves() if is_symbolic(leaf) for s in symbols_in(leaf)}
+
+    def run(self, values: dict[int, Tensor], part: Sizes, whole: Sizes) -> None:
+        """Compute it from ``values``, and add its results to them."""
+        sizes = part if self.of_parts else whole
+        args, kwargs = rebuild(
+            self.arguments,
+            lambda v: values[v.number] if isinstance(v, _Number) else value_with(v, sizes),
+        )
+        found = tensors_in(self.function(*args, **kwargs))
+        values.update(zip(self.results, (tensor for _, tensor in found)))
+
+    def _leaves(self) -> list[Any]:
+        found: list[Any] = []
+        rebuild(self.arguments, found.append)
+        return found
+
+
+def _needed(steps: Sequence[_Step], results: Iterable[int]) -> list[_Step]:
+    """The steps that tensors of these numbers are made by."""
+    wanted, found = {*results}, []
+    for step in reversed(steps):
+        if not wanted.isdisjoint(step.results):
+            wanted |= step.takes()
+            found.append(step)
+    return found[::-1]
+
+
+class _Recorder(Labelling):
+    """Records operators, and says what their results are made of.
+
+    Args:
+        symbols: all size symbols of the number of samples.
+
+    Attributes:
+        known: operators on Known alone, which are computed of all samples, once.
+        steps: all others.
+    """
+
+    def __init__(self, symbols: Sequence[Any]) -> None:
+        super().__init__(symbols)
+        self.known: list[_Step] = []
+        self.steps: list[_Step] = []
+        self._kinds: dict[int, Kind] = {}
+        self._numbers: dict[int, int] = {}
+        self._made: set[int] = set()  # numbers of what is not given
+        self._kept: list[Tensor] = []  # the `id` of a freed tensor could be given to another
+        self._followed: dict[int, frozenset[int]] = {}  # of an After, the Sums that it is made of
+
+    def take(self, tensor: Tensor, kind: Kind) -> int:
+        """Note what a tensor is made of; returns its number."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self._kept)
+            self._kept.append(tensor)
+        self._kinds[id(tensor)] = kind
+        return self._numbers[id(tensor)]
+
+    def kind(self, tensor: Tensor) -> Kind:
+        """What a tensor is made of."""
+        return self._kinds.get(id(tensor), Kind.MEET)
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of a tensor."""
+        return self._numbers[id(tensor)]
+
+    def tensor(self, number: int) -> Tensor:
+        """The tensor of a number."""
+        return self._kept[number]
+
+    def sums(self, tensor: Tensor) -> frozenset[int]:
+        """Numbers of the Sums that a tensor is made of."""
+        if self.kind(tensor) is Kind.SUM:
+            return frozenset([self.number(tensor)])
+        return self._followed.get(id(tensor), frozenset())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call, arguments = Call(func, args, kwargs), (args, kwargs)
+        given = [tensor for _, tensor in tensors_in(call.values)]
+        kinds = {self.kind(tensor) for tensor in given}
+        changes = bool(schema(func).is_mutable)
+        if changes and not self._is_own(given[0]):
+            raise NoSum(f"{name_of(func)} changes what others see")
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        outs = [tensor for _, tensor in tensors_in(result)]
+        if kinds <= {Kind.KNOWN}:
+            self._know(func, arguments, outs)
+        elif Kind.MEET in kinds or func.namespace != "aten":
+            self._meet(outs)
+        elif kinds <= {Kind.KNOWN, Kind.ROWS}:
+            if self._are_rows(outs):
+                self._record(func, arguments, outs, Kind.ROWS)
+            elif changes or not self._reduce(func, types, call, outs):
+                self._meet(outs)
+        elif changes or any(isinstance(self.label(tensor), Rows) for tensor in given):
+            self._meet(outs)
+        else:
+            is_sum = self._is_linear(name_of(func), call, given) and outs[0].dtype in _SUMMED
+            kind = Kind.SUM if is_sum else Kind.AFTER
+            followed = frozenset[int]().union(*map(self.sums, given))
+            self._record(func, arguments, outs, kind, of_parts=False)
+            self._followed |= {id(out): followed for out in outs}
+        return result
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made by the tail, and no other shows its memory."""
+        alone = len(self._views.get(memory_of(tensor)[0], ())) == 1
+        return alone and self._numbers.get(id(tensor)) in self._made
+
+    def _are_rows(self, outs: Sequence[Any]) -> bool:
+        """Whether these are tensors which micro-batches can compute, each for its samples."""
+        labels = [self.label(out) if isinstance(out, Tensor) else None for out in outs]
+        rows = [one for one in labels if isinstance(one, Rows) and one.plain and one.outer == 1]
+        return bool(outs) and len(rows) == len(outs)
+
+    def _record(
+        self,
+        function: Callable[..., Any],
+        arguments: Any,
+        outs: Sequence[Tensor],
+        kind: Kind,
+        *,
+        of_parts: bool = True,
+    ) -> None:
+        named = rebuild(
+            arguments, lambda v: _Number(self.number(v)) if isinstance(v, Tensor) else v
+        )
+        results = tuple([self.take(out, kind) for out in outs])
+        self._made.update(results)
+        steps = self.known if kind is Kind.KNOWN else self.steps
+        steps.append(_Step(function, named, results, of_parts))
+
+    def _meet(self, outs: Sequence[Tensor]) -> None:
+        for out in outs:
+            self.take(out, Kind.MEET)
+
+    def _know(self, func: Any, arguments: Any, outs: Sequence[Tensor]) -> None:
+        self._record(func, arguments, outs, Kind.KNOWN, of_parts=False)
+        for out in outs:
+            self.know(out)
+
+    def know(self, tensor: Tensor) -> int:
+        """Note that a tensor is Known: computed of all samples, and split if it has rows."""
+        number = self.take(tensor, Kind.KNOWN)
+        if not any(self.depends(size) for size in tensor.shape):
+            self.set(tensor, None)  # (the same for all micro-batches)
+        elif not self._are_rows([tensor]):
+            self.take(tensor, Kind.MEET)
+        return number
+
+    def _reduce(self, func: Any, types: Any, call: Call, outs: Sequence[Tensor]) -> bool:
+        """Record a sum or mean over samples. Returns whether it is one."""
+        name, value, how = name_of(func), call["self"], call["reduction"]
+        if outs and outs[0].dtype not in _SUMMED:
+            return False
+        if name in ("sum", "mean") and self._are_rows([value]):
+            dims, rows = dims_of(call), self.label(value)
+            if not isinstance(rows, Rows) or rows.dim not in dims:
+                return False
+            count = prod(value.shape[dim] for dim in dims) if name == "mean" else None
+            summed = (value, dims, bool(call["keepdim"])), {"dtype": call["dtype"]}
+            self._add_up(torch.ops.aten.sum.dim_IntList, summed, outs[0], count)
+            return True
+        if how not in (1, 2):
+            return False
+        # a loss that is a sum (2) or mean (1) of its entries: are these of single samples?
+        entries = super().__torch_dispatch__(func, types, (), {**call.values, "reduction": 0})
+        first = entries[0] if isinstance(entries, tuple) else entries
+        if not self._are_rows([first]):
+            return False
+        divisor = None
+        if how == 1:
+            divisor = first.numel()
+            if name in ("nll_loss_forward", "nll_loss2d_forward"):
+                divisor = self._total_weight(call)
+        self._add_up(func, ((), {**call.values, "reduction": 2}), outs[0], divisor)
+        self._meet(outs[1:])
+        return True
+
+    def _add_up(self, function: Any, arguments: Any, out: Tensor, divisor: Any) -> None:
+        """Record a Sum, divided by a Known number or tensor if there is one."""
+        if divisor is None:
+            self._record(function, arguments, [out], Kind.SUM)
+            return
+        added = torch.empty_like(out)
+        self._record(function, arguments, [added], Kind.SUM)
+        by = (added, divisor), dict[str, Any]()
+        self._record(torch.ops.aten.div.Tensor, by, [out], Kind.SUM, of_parts=False)
+
+    def _total_weight(self, call: Call) -> Tensor:
+        """What a mean of `torch.nn.functional.nll_loss` is divided by."""
+        if self.kind(call["target"]) is not Kind.KNOWN:
+            raise NoSum("the targets of its loss are computed by the network")
+        total: Tensor = call["self"].new_empty(())
+        weighed = call["target"], call["weight"], call["ignore_index"], call["self"].dtype
+        self._record(total_weight, (weighed, {}), [total], Kind.KNOWN, of_parts=False)
+        return total
+
+    def _is_linear(self, name: str, call: Call, given: Sequence[Tensor]) -> bool:
+        """Whether the result of an operator on Sums, Afters and Known is a Sum."""
+        kinds, other = [self.kind(tensor) for tensor in given], call["other"]
+        sums = kinds.count(Kind.SUM)
+        if Kind.AFTER in kinds:
+            return False
+        if name in ("add", "sub"):
+            # (what is Known would be added by each micro-batch)
+            return sums == 2 or (type(other) in (int, float) and other == 0)
+        if name in ("mul", "div"):
+            divides = kinds[0] is Kind.SUM and call["rounding_mode"] is None
+            return sums == 1 and (name == "mul" or divides)
+        return name in _LINEAR or (name in ("sum", "mean") and len(given) == 1)
+
+
+def total_weight(target: Tensor, weight: Tensor | None, ignored: int, dtype: torch.dtype) -> Tensor:
+    """What a mean of `torch.nn.functional.nll_loss` is divided by: the weights of its targets.
+
+    Args:
+        target: class numbers, of any shape.
+        weight: (C,) of the classes; ``None``: each is 1.
+        ignored: the number of targets that do not count.
+        dtype: of the result.
+    """
+    counts = target != ignored
+    if weight is None:
+        return counts.sum().to(dtype)
+    return weight[target.where(counts, 0)].where(counts, 0).sum().to(dtype)
+
+
+# ---------------------------------------------------------------- a loss, and its shares
+
+
+class Loss:
+    """A scalar of the tail that is a Sum, and through which all that the tail returns is made.
+
+    Args:
+        graph: the captured network.
+        tail: the nodes of its tail.
+        taken: what the heavy part returns, in order.
+        followed: where the samples are.
+        outputs: nodes of the tail that the network returns.
+
+    Attributes:
+        node: that of the scalar.
+        known: nodes that are computed from the inputs alone, which shares are made of.
+        changes: nodes that change such in place, before any share is computed.
+
+    Raises:
+        NoSum: there is no such scalar, or it is not known that it is one.
+    """
+
+    def __init__(
+        self,
+        graph: NetworkGraph,
+        tail: Iterable[fx.Node],
+        taken: Sequence[fx.Node],
+        followed: Followed,
+        outputs: Sequence[fx.Node],
+    ) -> None:
+        self._graph, self._followed, self._early = graph, followed, set(followed.early)
+        if any(node in graph.tensors for node in taken):
+            raise NoSum("it computes with a weight where samples have met")
+        self.changes: list[fx.Node] = []
+        own: list[fx.Node] = []
+        for node in (n for n in graph.graph.nodes if n in tail and n not in self._early):
+            # (what writes is none of the early nodes, nor is what follows it)
+            if not self._early.issuperset(node.all_input_nodes):
+                own.append(node)
+            elif own:
+                raise NoSum(f"{graph.place_of(node)} changes what is made of the inputs, too late")
+            else:
+                self._early.add(node)
+                self.changes.append(node)
+        self._refuse(own)
+        self._record, self._values = _Recorder(graph.symbols), dict[fx.Node, Any]()
+        self.known: list[fx.Node] = []
+        examples: list[Any] = [node.meta.get("example_value") for node in graph.place]
+        mode = next(each.fake_mode for each in examples if hasattr(each, "fake_mode"))
+        with ExitStack() as stack:
+            for context in (as_they_are(), torch.inference_mode(False), modes_restored(), quiet()):
+                stack.enter_context(context)
+            for context in (mode, mode.shape_env.suppress_guards(), torch.enable_grad()):
+                stack.enter_context(context)
+            self._taken = [self._given(node, Kind.ROWS) for node in taken]
+            for node in own:
+                self._follow(node)
+        self.node = self._only_sum(own, outputs)
+        self._result = self._record.number(self._values[self.node])
+        self._steps = _needed(self._record.steps, [self._result])
+        wanted = {number for step in self._steps for number in step.takes()}
+        self._whole = _needed(self._record.known, wanted)
+        wanted |= {number for step in self._whole for number in step.takes()}
+        # (which are split: by number, where the samples are)
+        self._rows = {n: self._record.label(self._record.tensor(n)) for n in wanted}
+        self.known = [n for n in self.known if self._record.number(self._values[n]) in wanted]
+        self._numbers = [self._record.number(self._values[n]) for n in self.known]
+        open_sizes = {s for step in (*self._steps, *self._whole) for s in step.symbols()}
+        if not open_sizes.issubset(graph.where_sizes_are):
+            raise NoSum("a number that it is given, or reads from a tensor, is part of its loss")
+        del self._record, self._values
+
+    def _refuse(self, own: Sequence[fx.Node]) -> None:
+        """Refuse operations that cannot be taken apart.
+
+        Raises:
+            NoSum: there is one.
+        """
+        graph = self._graph
+        modes = {layer.node: open for layer, open in zip(graph.layers, modes_of(graph))}
+        layers = {layer.node: layer for layer in graph.layers}
+        for node in own:
+            effects = layers[node].effects if node in layers else None
+            if higher_order_name(node.target) is not None:
+                raise NoSum(f"{graph.place_of(node)} is an operation of its own kind")
+            if node in modes and modes[node] != Open(gradients=True):
+                raise NoSum(f"{graph.place_of(node)} is where gradients or autocast are switched")
+            if effects is not None and (effects.random or effects.writes or effects.unknown):
+                raise NoSum(f"{graph.place_of(node)} draws random numbers, or changes tensors")
+
+    def _given(self, node: fx.Node, kind: Kind) -> int:
+        """Give the recorder a tensor that the tail does not compute; returns its number."""
+        example = node.meta["example_value"]
+        value = torch.empty_strided(
+            example.shape, example.stride(), dtype=example.dtype, device=example.device
+        )
+        self._values[node] = value
+        self._record.set(value, self._followed.label(node))
+        if kind is Kind.KNOWN:
+            self.known.append(node)
+            return self._record.know(value)
+        is_rows = isinstance(self._followed.label(node), Rows)
+        return self._record.take(value, Kind.ROWS if is_rows else Kind.MEET)
+
+    def _follow(self, node: fx.Node) -> None:
+        """Run an operation of the tail.
+
+        Raises:
+            NoSum: it fails without values.
+        """
+        for taken in node.all_input_nodes:
+            if taken not in self._values:
+                self._find(taken)
+        try:
+            with self._record:
+                self._values[node] = called(node, *arguments_of(node, self._values))
+        except FAILURES as error:
+            text = str(error).strip().partition("\n")[0]
+            raise NoSum(f"{self._graph.place_of(node)} fails without values ({text:.60})") from None
+
+    def _find(self, node: fx.Node) -> None:
+        """Find a value that an operation of the tail takes and that the tail does not compute."""
+        example = node.meta.get("example_value")
+        if isinstance(example, Tensor):
+            if node not in self._early:
+                raise NoSum(f"{self._graph.place_of(node)} is used where samples have met")
+            self._given(node, Kind.KNOWN)
+        elif node.meta.get("scalar") or node.op == "placeholder":
+            self._values[node] = example
+        else:
+            raise NoSum(f"{self._graph.place_of(node)} is no tensor")
+
+    def _only_sum(self, own: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Node:
+        """The one scalar that all outputs are made of.
+
+        Raises:
+            NoSum: there is none, or there are several.
+        """
+        record, graph = self._record, self._graph
+        found: set[int] = set()
+        for node in outputs:
+            for _, tensor in tensors_in(self._values.get(node, ())):
+                if record.kind(tensor) in (Kind.MEET, Kind.ROWS):
+                    raise NoSum(f"samples meet on the way to {graph.place_of(node)}")
+                found |= record.sums(tensor)
+        if len(found) != 1:
+            several = "several sums" if found else "no sum"
+            raise NoSum(f"it returns what is made of {several} over samples")
+        for node in own:
+            value = self._values[node]
+            is_sum = isinstance(value, Tensor) and record.kind(value) is Kind.SUM
+            if is_sum and record.sums(value) == found and value.numel() == 1:
+                return node
+        raise NoSum("a sum over samples is no scalar, or is taken in an operation")
+
+    def of(self, found: Mapping[fx.Node, Any], values: Sequence[Any]) -> LossOfCall:
+        """The loss of one call.
+
+        Args:
+            found: values of the nodes in ``known``.
+            values: the arguments of the graph.
+        """
+        graph = self._graph
+        whole = graph.sizes(graph.bind(values))
+        tensors = dict(zip(self._numbers, (found[node] for node in self.known)))
+        with torch.no_grad(), _without_autocast():
+            for step in self._whole:
+                step.run(tensors, whole, whole)
+        return LossOfCall(self, tensors, whole)
+
+    def parts_of(
+        self, known: Mapping[int, Tensor], samples: Sequence[int], number: int
+    ) -> dict[int, Tensor]:
+        """What is Known of one micro-batch; see :meth:`LossOfCall.share`."""
+        start, found = sum(samples[:number]), dict[int, Tensor]()
+        for key, tensor in known.items():
+            rows = self._rows.get(key)
+            if isinstance(rows, Rows):
+                each = tensor.shape[rows.dim] // sum(samples)
+                tensor = tensor.narrow(rows.dim, start * each, samples[number] * each)
+            found[key] = tensor
+        return found
+
+    def computed(
+        self, values: dict[int, Tensor], outputs: Sequence[Tensor], whole: Sizes, samples: int
+    ) -> Tensor:
+        """The share of a micro-batch with so many samples.
+
+        Args:
+            values: what is Known of it.
+            outputs: of the heavy part.
+            whole: the sizes of the call.
+            samples: their number.
+        """
+        part = {**whole, **dict.fromkeys(self._graph.symbols, samples)}
+        values |= zip(self._taken, outputs, strict=True)
+        with torch.enable_grad(), _without_autocast():
+            for step in self._steps:
+                step.run(values, part, whole)
+        return values[self._result]
+
+
+class LossOfCall:
+    """The loss of one call of a network, of which each micro-batch has a share.
+
+    Args:
+        loss: the loss.
+        known: by number, what is Known, of all samples.
+        sizes: of the call.
+
+    Attributes:
+        value: the sum of all shares, as what follows takes it; ``None``: it was not computed here.
+    """
+
+    def __init__(self, loss: Loss, known: Mapping[int, Tensor], sizes: Sizes) -> None:
+        self._loss, self._known, self._sizes = loss, known, sizes
+        self.value: Tensor | None = None
+
+    @property
+    def learns(self) -> bool:
+        """Whether something Known wants a gradient, which shares do not give."""
+        return any(tensor.requires_grad for tensor in self._known.values())
+
+    def share(self, outputs: Sequence[Tensor], samples: Sequence[int], number: int = 0) -> Tensor:
+        """The share of one micro-batch, in autograd's graph of its outputs.
+
+        Args:
+            outputs: what the heavy part has returned for it.
+            samples: of each micro-batch.
+            number: of the micro-batch.
+        """
+        values = self._loss.parts_of(self._known, samples, number)
+        return self._loss.computed(values, outputs, self._sizes, samples[number])
+
+
+def _without_autocast() -> ExitStack:
+    """A context without autocast: what it does was recorded."""
+    stack = ExitStack()
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack

@@ -1,0 +1,118 @@
+"""Networks that return their loss, under `schedule="1f1b"`: backwards run inside of calls."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from suite import ONE_OF_THREE, ONE_OF_TWO, Layers, Row
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+
+class GoesBackInsideOfItsCall(Row):
+    """The network returns a mean over some targets: one forward, one backward. The logits are not
+    read."""
+
+    fast = True
+    microbatches = 4
+    arguments: ClassVar = {"schedule": "1f1b"}
+
+    class Net(Layers):
+        def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+            logits = super().forward(x)
+            return cross_entropy(logits, y, ignore_index=0), logits
+
+    def build(self) -> None:
+        self.net = self.Net()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss, _ = self.net(x, y)
+        self.seen.append(loss.item())
+        return loss
+
+
+class ReadsLogitsOfItsCall(GoesBackInsideOfItsCall):
+    """The logits are read in each step, before the backward."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss, logits = self.net(x, y)
+        self.seen.append(logits.argmax(1).tolist())
+        return loss
+
+
+class SendsGradientsToLogits(GoesBackInsideOfItsCall):
+    """A penalty on the logits, beside the loss: their gradient needs all forwards again."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss, logits = self.net(x, y)
+        return 2 * loss.exp() + 0.1 * logits.square().mean()
+
+
+class AccumulatesWhatIsAside(GoesBackInsideOfItsCall):
+    """Two batches a step, clipped by norm."""
+
+    options: ClassVar = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+
+
+class SkipsWhatIsAside(GoesBackInsideOfItsCall):
+    """`training_step` returns `None` every other time, after the call of the network."""
+
+    shapes = (ONE_OF_TWO, ONE_OF_THREE)  # Lightning allows that on one device alone
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        return None if batch_idx % 2 else loss
+
+
+class ScalesWhatIsAside(GoesBackInsideOfItsCall):
+    """`precision="16-mixed"` with a scaler whose scale grows, and clipping."""
+
+    tolerance = 5e-3  # in half precision
+
+    def trainer_options(self, folder: Path) -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "gradient_clip_val": 0.5}
+
+
+class GoesBackInBfloat16(GoesBackInsideOfItsCall):
+    """`precision="bf16-mixed"`: backwards inside of the call run outside of autocast."""
+
+    tolerance = 3e-2  # in bfloat16
+    options: ClassVar = {"precision": "bf16-mixed"}
+
+
+class StepsByHandInside(GoesBackInsideOfItsCall):
+    """Manual optimization: two calls and a backward of their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        x, y = batch
+        self.manual_backward(self.loss(x, y) + 0.5 * self.loss(x.flip(1), y))
+        optimizer.step()
+
+
+class RecomputesInside(GoesBackInsideOfItsCall):
+    """`recompute=True` beside it."""
+
+    arguments: ClassVar = {"schedule": "1f1b", "recompute": True}
+
+
+class TiesWeightsBesideIt(GoesBackInsideOfItsCall):
+    """Stages that share a weight: all forwards come first."""
+
+    shares = True
+
+    class Net(GoesBackInsideOfItsCall.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(8, 8)
+            self.first.weight = self.second.weight
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(torch.nn.functional.pad(x, (0, 2)), y)

@@ -1,0 +1,501 @@
+"""One forward, one backward inside of a call: gradients are those of fill-drain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from threading import RLock
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from driven import Model, Ranks, let_go
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.autograd import backwards_as_ever
+from lightning_hybrid.capture import Capture
+from lightning_hybrid.capture.watched_calls import own_forward
+from lightning_hybrid.comm.protocol import Check, Placement
+from lightning_hybrid.driver.inside_call import why_not_inside
+from lightning_hybrid.driver.network_call import NetworkCall
+from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.graph import NetworkGraph, cut, network_partitions
+from lightning_hybrid.remote.hollow_network import Hollow
+from lightning_hybrid.stage.backward_pass import BackwardPass
+from lightning_hybrid.stage.forward_pass import ForwardPass
+
+ROWS, STEPS, WIDTH, CLASSES = 8, 3, 6, 5
+
+
+class Net(nn.Module):
+    """Six linear layers and a loss over valid targets.
+
+    Args:
+        between: makes what stands behind each hidden layer.
+    """
+
+    def __init__(self, between: Callable[[], nn.Module] = nn.Tanh) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        hidden = [part for _ in range(5) for part in (nn.Linear(WIDTH, WIDTH), between())]
+        self.layers = nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.layers(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+class Dropping(nn.Module):
+    """Dropout behind an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(torch.tanh(x))
+
+
+class Normed(nn.Module):
+    """Batch normalisation over rows and steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def batch(number: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(ROWS, STEPS, WIDTH, dtype=torch.float64, generator=generator)
+    y = torch.randint(CLASSES, (ROWS, STEPS), generator=generator)
+    y[torch.rand(ROWS, STEPS, generator=generator) < 0.4] = -100
+    y[:2] = -100
+    return x, y
+
+
+class Cut(Ranks):
+    """A replica whose network has two inputs, and a loss inside.
+
+    Args:
+        net: the network.
+        stages: into how many it is cut.
+        schedule: the name of the schedule.
+        parts: number of micro-batches.
+
+    Attributes:
+        alive: by stage, the most micro-batches that it has kept at once.
+    """
+
+    def __init__(self, net: nn.Module, stages: int, schedule: str, parts: int = 4) -> None:
+        super().__init__(Model(deepcopy(net)).double(), stages - 1)
+        self._devices, self._parts = (*range(1, stages), 0), parts
+        self._schedule, self._calls = schedule, dict[NetworkGraph, NetworkCall]()
+        inner = self.model.net
+        self._hollow = Hollow(inner, torch.device("cpu"))
+        shares = schedule == "1f1b"
+        self._capture = Capture(inner, own_forward(inner), self._run, shares=shares)
+        self.alive = [0] * stages
+        self.steps = 0
+
+    def __call__(self, x: Tensor, y: Tensor) -> Any:
+        with self.driver.remote.suspended(), backwards_as_ever(), self._hollow:
+            return self._capture((x, y), {})
+
+    def _run(self, graph: NetworkGraph, values: Sequence[Any], loss: Any = None) -> list[Any]:
+        with self._hollow.lifted():
+            if graph not in self._calls:
+                self._calls[graph] = self._cut(graph)
+            return self._calls[graph](values, loss)
+
+    def _cut(self, graph: NetworkGraph) -> NetworkCall:
+        partitions, stages = network_partitions(graph), len(self._devices)
+        bounds = [round(len(partitions) / stages * k) for k in range(1, stages)]
+        codes = cut(graph, partitions, bounds)
+        if self._calls:
+            self.driver.distribution.distribute_again(self.network, codes)
+        else:
+            placement = Placement.of(codes, self._devices, self._schedule)
+            self.network = self.driver.add_network(
+                "net", self.model.net, codes, placement, continues=False
+            )
+            self.why_not = why_not_inside(self.network, graph)
+            for stage, engine in enumerate(self.engines()):
+                self._count(stage, engine)
+        return NetworkCall(self.network, self.network.specialize(graph, self._parts))
+
+    def engines(self) -> list[Any]:
+        """Of the stages, in their order."""
+        workers = [self.workers[rank]._networks[0].engine for rank in sorted(self.workers)]
+        return [*workers, self.network.engine]
+
+    def _count(self, stage: int, engine: Any) -> None:
+        stage_for = engine.stage_for
+
+        def counted(own: Any, key: Any) -> Any:
+            calls = self.networks()[stage].calls.values()
+            now = max((len(call.saved[0]) + 1 for call in calls), default=0)
+            self.alive[stage] = max(self.alive[stage], now)
+            return stage_for(own, key)
+
+        engine.stage_for = counted
+
+    def networks(self) -> list[Any]:
+        return [*(self.workers[r]._networks[0] for r in sorted(self.workers)), self.network]
+
+    def begin(self) -> None:
+        self.driver.begin_step(self.steps)
+        self.steps += 1
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        self.driver.gradients.before_backward()
+        loss.backward(**options)
+        self.driver.gradients.after_backward()
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Of all parameters, those that their owners have."""
+        self.driver.commands.ask(Check())
+        return {n: p.grad for n, p in self._owned(lambda net: net.named_parameters())}
+
+    def buffers(self) -> dict[str, Tensor]:
+        self.driver.commands.ask(Check())
+        return dict(self._owned(lambda net: net.named_buffers()))
+
+    def _owned(self, named: Callable[[nn.Module], Any]) -> Iterator[tuple[str, Any]]:
+        for rank, names in zip(self._devices, self.network.placement.owned):
+            net = self.model.net if rank == 0 else self.modules[rank].net
+            yield from ((n, value) for n, value in named(net) if n in names)
+
+    def clear(self) -> None:
+        for rank in self._devices:
+            net = self.model.net if rank == 0 else self.modules[rank].net
+            for parameter in net.parameters():
+                parameter.grad = None
+
+
+Pair = tuple[Cut, Cut]
+
+
+@pytest.fixture(autouse=True)
+def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages compute one at a time: here they share torch's random generator."""
+    lock = RLock()
+    for kind in (ForwardPass, BackwardPass):
+
+        def alone(*arguments: Any, run: Any = kind._run) -> Any:
+            with lock:
+                return run(*arguments)
+
+        monkeypatch.setattr(kind, "_run", alone)
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., Pair]]:
+    """Makes two replicas of a network: under 1F1B and under fill-drain."""
+    made: list[Cut] = []
+
+    def make(net: nn.Module, stages: int = 3, **options: Any) -> Pair:
+        made.extend(Cut(net, stages, name, **options) for name in ("1f1b", "gpipe"))
+        return made[-2], made[-1]
+
+    yield make
+    for replica in made:
+        let_go(replica)
+
+
+def compare(one: dict[str, Any], other: dict[str, Any], tolerance: float = 1e-12) -> None:
+    assert one.keys() == other.keys()
+    assert any(value is not None for value in one.values())
+    for name, value in one.items():
+        expected = other[name]
+        assert (value is None) == (expected is None), name
+        if value is not None and tolerance:
+            torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+        elif value is not None:
+            assert torch.equal(value, expected), name
+
+
+def whole(net: nn.Module, *batches: tuple[Tensor, Tensor], factor: float = 1.0) -> dict[str, Any]:
+    """The gradients of one device."""
+    alone = deepcopy(net).double()
+    for x, y in batches:
+        (alone(x, y)["loss"] * factor).backward()
+    return {name: p.grad for name, p in alone.named_parameters()}
+
+
+@pytest.mark.parametrize(("stages", "parts"), [(2, 4), (3, 4), (4, 8), (3, 2)])
+def test_gradients_have_the_bits_of_fill_drain_and_stages_keep_few_micro_batches(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, stages: int, parts: int
+) -> None:
+    net, waiting = Net(), list[int]()
+    back = BackwardPass.backward
+
+    def noted(work: Any, microbatch: int) -> None:
+        if isinstance(work.gradients, dict):
+            waiting.append(len(work.gradients))
+        back(work, microbatch)
+
+    monkeypatch.setattr(BackwardPass, "backward", noted)
+    one, other = pair(net, stages, parts=parts)
+    found = []
+    for replica in (one, other):
+        replica.begin()
+        out = replica(*batch())
+        replica.backward(out["loss"])
+        found.append(out["loss"].detach())
+    assert one.why_not == ""
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    compare(one.gradients(), other.gradients(), 0)
+    compare(one.gradients(), whole(net, batch()), 1e-9)
+    assert max(waiting) == 1  # gradients of the outputs of one micro-batch
+    assert one.alive == [min(stages - k, parts) for k in range(stages)]
+    assert other.alive == [parts] * stages
+
+
+Use = Callable[[Cut], None]
+
+
+def once(replica: Cut) -> None:
+    replica.begin()
+    replica.backward(replica(*batch())["loss"])
+
+
+def scaled(replica: Cut) -> None:
+    """As a scaler does, whose scale is known when the network is called."""
+    replica(*batch())
+    replica.network.loss_scale = lambda: 65536.0
+    for number in range(2):
+        replica.begin()
+        replica.backward(replica(*batch(number))["loss"] * 65536)
+
+
+def accumulated(replica: Cut) -> None:
+    for number in range(3):
+        replica.begin()
+        replica.backward(replica(*batch(number))["loss"] / 3)
+
+
+def followed(replica: Cut) -> None:
+    replica.begin()
+    loss = replica(*batch())["loss"]
+    replica.backward(loss.exp() + loss**2)
+
+
+def two_calls(replica: Cut) -> None:
+    replica.begin()
+    one, other = (replica(*batch(number))["loss"] for number in range(2))
+    replica.backward(one + 0.5 * other)
+
+
+def kept_graph(replica: Cut) -> None:
+    replica.begin()
+    loss = replica(*batch())["loss"]
+    replica.backward(loss, retain_graph=True)
+    replica.backward(2 * loss)
+
+
+def unused(replica: Cut) -> None:
+    replica.begin()
+    replica(*batch(1))
+    replica.begin()
+    replica.backward(replica(*batch())["loss"])
+
+
+def no_target(replica: Cut) -> None:
+    replica.begin()
+    x, y = batch()
+    replica.backward(replica(x, torch.full_like(y, -100))["loss"].nan_to_num() * 0)
+    once(replica)
+
+
+def changing_sizes(replica: Cut) -> None:
+    for rows in (ROWS, 7, 5, ROWS):
+        replica.begin()
+        x, y = batch()
+        replica.backward(replica(x[-rows:], y[-rows:])["loss"])
+
+
+def logits_read(replica: Cut) -> None:
+    for number in range(2):
+        replica.begin()
+        out = replica(*batch(number))
+        hits = (out["logits"].argmax(-1) == batch(number)[1]).sum()
+        replica.backward(out["loss"])
+        replica.model.seen = [*getattr(replica.model, "seen", []), int(hits)]
+
+
+def logits_with_gradient(replica: Cut) -> None:
+    replica.begin()
+    out = replica(*batch())
+    replica.backward(out["loss"] + out["logits"].square().mean())
+
+
+def evaluated_between(replica: Cut) -> None:
+    replica.begin()
+    loss = replica(*batch())["loss"]
+    with torch.no_grad():
+        replica.model.seen = replica(*batch(1))["logits"].sum().item()
+    replica.backward(loss)
+
+
+def frozen_later(replica: Cut) -> None:
+    replica.begin()
+    loss = replica(*batch())["loss"]
+    replica.model.net.layers[4].weight.requires_grad_(False)
+    replica.backward(loss)
+
+
+USES = [
+    *(once, scaled, accumulated, followed, two_calls, kept_graph, unused, no_target),
+    *(changing_sizes, logits_read, logits_with_gradient, evaluated_between, frozen_later),
+]
+
+
+def frozen() -> nn.Module:
+    net = Net()
+    for parameter in net.layers[:3].parameters():
+        parameter.requires_grad_(False)
+    return net
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        from torch.utils.checkpoint import checkpoint
+
+        for part in self.layers[:-1]:
+            x = checkpoint(part, x, use_reentrant=False)
+        logits = self.layers[-1](x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Net,
+    "dropout": lambda: Net(Dropping),
+    "frozen": frozen,
+    "checkpointed": lambda: Checkpointed(Dropping),
+}
+
+
+CASES = [
+    *(("plain", use) for use in USES),
+    *(("dropout", use) for use in (once, two_calls, logits_read, logits_with_gradient)),
+    *(("frozen", once), ("checkpointed", once)),
+]
+
+
+@pytest.mark.parametrize(("kind", "use"), CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_gradients_are_those_of_fill_drain(pair: Callable[..., Pair], kind: str, use: Use) -> None:
+    one, other = pair(NETS[kind](), 2)
+    for replica in (one, other):
+        use(replica)
+    assert one.why_not == ""
+    assert getattr(one.model, "seen", 0) == getattr(other.model, "seen", 0)
+    compare(one.gradients(), other.gradients())
+    assert one.alive[0] <= (4 if use is logits_with_gradient else 2)
+
+
+def test_the_expected_factor_leaves_the_bits_of_one_backward(pair: Callable[..., Pair]) -> None:
+    one, other = pair(Net(), 2)
+    for replica in (one, other):
+        replica(*batch())
+        replica.network.loss_scale = lambda: 0.3
+        replica.begin()
+        replica.backward(replica(*batch())["loss"] * 0.3)
+    compare(one.gradients(), other.gradients(), 0)
+
+
+def test_running_statistics_are_those_of_batches_in_their_order(pair: Callable[..., Pair]) -> None:
+    one, other = pair(Net(Normed), 3)
+    for replica in (one, other):
+        once(replica)
+    compare(one.buffers(), other.buffers(), 0)
+    compare(one.gradients(), other.gradients())
+    out = one(*batch(1))
+    before = {name: value.clone() for name, value in one.buffers().items()}
+    assert out["logits"].isfinite().all()  # (computed again)
+    compare(one.buffers(), before, 0)
+
+
+def test_a_hook_on_a_weight_hears_one_gradient(pair: Callable[..., Pair]) -> None:
+    net = Net()
+    one, _ = pair(net, 2)
+    heard: list[Tensor] = []
+    one.model.net.layers[-1].bias.register_hook(lambda gradient: heard.append(gradient.clone()))
+    once(one)
+    [gradient] = heard
+    torch.testing.assert_close(gradient, whole(net, batch())["layers.10.bias"])
+
+
+def test_a_call_without_a_backward_leaves_no_gradient(pair: Callable[..., Pair]) -> None:
+    one, _ = pair(Net(), 2)
+    one.begin()
+    one(*batch())
+    one(*batch())
+    assert all(gradient is None for gradient in one.gradients().values())
+    assert [len(network.calls) for network in one.networks()] == [1, 1]
+
+
+def test_logits_are_refused_by_name_when_weights_have_changed(pair: Callable[..., Pair]) -> None:
+    one, _ = pair(Net(), 2)
+    one.begin()
+    out = one(*batch())
+    assert out["logits"].shape == (ROWS, STEPS, CLASSES)
+    one.backward(out["loss"])
+    with torch.no_grad():
+        one.model.net.layers[-1].bias.add_(1)
+    with pytest.raises(NetworkError, match="network 'net' has returned beside its loss is read"):
+        out["logits"].sum()
+
+
+def test_second_backwards_and_gradients_of_gradients_are_refused(pair: Callable[..., Pair]) -> None:
+    one, _ = pair(Net(), 2)
+    one.begin()
+    loss = one(*batch())["loss"]
+    with pytest.raises(NetworkError, match="create_graph=True"):
+        loss.backward(create_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_inputs_that_want_gradients_get_them_after_all_forwards(pair: Callable[..., Pair]) -> None:
+    found = []
+    for replica in pair(Net(), 2):
+        x, y = batch()
+        replica.begin()
+        replica.backward(replica(x.requires_grad_(), y)["loss"])
+        found.append(x.grad)
+        assert replica.alive == [4, 4]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "stage"), [(ForwardPass, 1), (BackwardPass, 0), (BackwardPass, 2)]
+)
+def test_an_error_in_a_stage_is_raised_by_the_call_and_may_be_caught(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, kind: Any, stage: int, first: bool
+) -> None:
+    one, other = pair(Net(), 3)
+    for replica in () if first else (one, other):
+        once(replica)
+    run = kind._run
+
+    def failing(work: Any, microbatch: int, values: Any) -> Any:
+        if work.call.key.inside and (work.own.number, microbatch) == (stage, 1):
+            raise ArithmeticError("no such number")
+        return run(work, microbatch, values)
+
+    one.begin()
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "_run", failing)
+        with pytest.raises(ArithmeticError, match="no such number"):
+            one(*batch())
+    other.begin()
+    for replica in (one, other):
+        once(replica)
+    compare(one.gradients(), other.gradients())
