@@ -37,7 +37,7 @@ class Late(Tensor):
     It may be in autograd's graph, as the output of a function.
     """
 
-    _make: Callable[[], Tensor]
+    make: Callable[[], Tensor]
 
     @staticmethod
     def like(tensor: Tensor, make: Callable[[], Tensor], size: tuple[int, ...]) -> "Late":
@@ -49,7 +49,7 @@ class Late(Tensor):
             size: its size.
         """
         late: Late = _wrapper(Late, size, dtype=tensor.dtype, device=tensor.device)
-        late._make = make
+        late.make = make
         return late
 
     @classmethod
@@ -58,7 +58,7 @@ class Late(Tensor):
     ) -> Any:
         # here, and not below, where autocast would be off for what makes the numbers
         if getattr(func, "__name__", "") not in _DESCRIBE:
-            _map_only(Late, lambda late: late._make(), (args, kwargs or {}))
+            _map_only(Late, lambda late: late.make(), (args, kwargs or {}))
         with as_they_are():
             return func(*args, **(kwargs or {}))
 
@@ -67,6 +67,6 @@ class Late(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return Late.like(args[0], args[0]._make, tuple(args[0].shape))
-        args, kwargs = _map_only(Late, lambda late: late._make(), (args, kwargs or {}))
+            return Late.like(args[0], args[0].make, tuple(args[0].shape))
+        args, kwargs = _map_only(Late, lambda late: late.make(), (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -12,6 +12,7 @@ import torch
 from lightning_hybrid.asking.performance import PerformanceModel
 from lightning_hybrid.cli import main
 from lightning_hybrid.comm import Coordinates
+from lightning_hybrid.driver import StartProgress
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.run import device_times, run_table
 from lightning_hybrid.run.performance_log import PerformanceLog
@@ -41,7 +42,11 @@ def _trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def fit(trainer: Any, steps: int = 7) -> None:
     world = SimpleNamespace(coordinates=Coordinates(0, 2, 2))
     run: Any = SimpleNamespace(
-        trainer=trainer, plans={"": PLAN}, world=world, module=torch.nn.Linear(3, 2)
+        trainer=trainer,
+        plans={"": PLAN},
+        world=world,
+        module=torch.nn.Linear(3, 2),
+        progress=StartProgress(None),
     )
     log = PerformanceLog(run, tuple)
     for trainer.global_step in range(steps):
