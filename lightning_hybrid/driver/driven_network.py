@@ -183,7 +183,8 @@ class DrivenNetwork(StagedNetwork):
             # the generators' states go from stage to stage with the tensors, of one micro-batch
             slices = [[*slices[0], *random_state(self.engine.device)]]
         key = self._key(specialization.number, slices, numbers, grad, continues)
-        key = replace(key, inside=_inside(graph, ends))
+        if ends is not None:
+            key = replace(key, inside=_inside(graph))
         launched = None if self.stream is None else self.stream.due(key, leaves)
         if launched is None:
             call, command = self.open_call(key, again=again)
@@ -369,9 +370,7 @@ class DrivenNetwork(StagedNetwork):
         )
 
 
-def _inside(graph: NetworkGraph, ends: Ends | None) -> Inside:
-    """The order of micro-batches in a call with backwards inside; empty: it has none."""
-    if ends is None:
-        return ""
+def _inside(graph: NetworkGraph) -> Inside:
+    """The order of micro-batches in a call with backwards inside."""
     # gradients are added up as in autograd's order, but running statistics in that of the batch
     return "rising" if graph.written else "falling"

@@ -103,7 +103,7 @@ def test_a_network_learns_a_number_and_its_checkpoint_tells_it_in_its_own_units(
     fitting.save_checkpoint(tmp_path / "last.ckpt")
     again = ResAttNetClassifier(task="age", widths=NARROW)
     [found] = trainer(tmp_path).test(again, data, str(tmp_path / "last.ckpt"), verbose=False)
-    assert found["test/mae"] < 5  # whoever tells the mean of all is wrong by 10
+    assert found["test/mae"] < 4  # whoever tells the mean of all is wrong by 10
     assert found["test/r2"] > 0.7
 
 
