@@ -7,7 +7,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -182,9 +182,8 @@ class DrivenNetwork(StagedNetwork):
         if continues:
             # the generators' states go from stage to stage with the tensors, of one micro-batch
             slices = [[*slices[0], *random_state(self.engine.device)]]
-        key = self._key(specialization.number, slices, numbers, grad, continues)
-        if ends is not None:
-            key = replace(key, inside=_inside(graph))
+        inside = _inside(graph, ends)
+        key = self._key(specialization.number, slices, numbers, grad, continues, inside)
         launched = None if self.stream is None else self.stream.due(key, leaves)
         if launched is None:
             call, command = self.open_call(key, again=again)
@@ -358,6 +357,7 @@ class DrivenNetwork(StagedNetwork):
         numbers: Numbers,
         grad: bool,
         continues: bool,
+        inside: Inside = "",
     ) -> CallKey:
         specs = tuple(
             tuple(TensorSpec.of(tensor, gradient=grad) for tensor in leaves) for leaves in slices
@@ -366,11 +366,13 @@ class DrivenNetwork(StagedNetwork):
         # (all that decides what is sent and how stages compute; a known key is sent as a number)
         training, trainable = self.module.training, self.trainable()
         return CallKey(
-            specialization, specs, numbers, grad, training, trainable, precision, continues
+            specialization, specs, numbers, grad, training, trainable, precision, continues, inside
         )
 
 
-def _inside(graph: NetworkGraph) -> Inside:
-    """The order of micro-batches in a call with backwards inside."""
+def _inside(graph: NetworkGraph, ends: Ends | None) -> Inside:
+    """The order of micro-batches in a call with backwards inside; empty: it has none."""
+    if ends is None:
+        return ""
     # gradients are added up as in autograd's order, but running statistics in that of the batch
     return "rising" if graph.written else "falling"
