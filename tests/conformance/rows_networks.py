@@ -4,7 +4,6 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
-from monai.data import MetaTensor
 from suite import ONE_OF_THREE, ONE_OF_TWO, STEPS, TWO_OF_TWO, Layers, Row
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -45,7 +44,11 @@ class TakesMetaTensors(Row):
     network's Python keeps inside are ordinary tensors.
     """
 
+    needs = "monai"
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        from monai.data import MetaTensor  # where the extra `real` is tried it is missing
+
         x, y = batch
         return [MetaTensor(x, meta={"place": f"batch of {len(x)}"}), y]
 
