@@ -1,8 +1,8 @@
 """Tensors: their memory, versions and hooks, fake ones, and modes that intercept operations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ without_dispatch_modes = find("torch.utils._python_dispatch:_disable_current_mod
 python_dispatcher = find("torch._dispatch.python:enable_python_dispatcher", nullcontext)
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "as_the_user_sees_them", "as_they_are"]
+
+_T = TypeVar("_T", bound=Tensor)
 
 
 # one call for many tensors, which is what torch's own optimizers use; there is no public name
@@ -179,9 +181,12 @@ def gradient_hooks(tensor: torch.Tensor, *, late: bool = False) -> list[Any]:
         late: whether to return only those that are called once it is in ``tensor.grad``.
     """
     before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    if not (before or after):  # asked of each parameter in every step
-        return []
     return [hook for table in (None if late else before, after) for hook in (table or {}).values()]
+
+
+def with_gradient_hooks(tensors: Iterable[_T]) -> list[_T]:
+    """Those of some parameters that have hooks on their gradients; it is asked in every step."""
+    return [t for t in tensors if t._backward_hooks or t._post_accumulate_grad_hooks]
 
 
 def is_fake(value: Any) -> bool:

@@ -18,6 +18,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred, is_of_one_rank, is_unread, materialize
 from lightning_hybrid.state import (
     DriverState,
+    NamedGroups,
     OtherReplicas,
     complete,
     groups_of,
@@ -57,7 +58,7 @@ class OptimizerLink:
         self._others = others
         self.was_divided = False
         self.reason: str | None = None
-        self._names = names
+        self._names, self._named = names, NamedGroups(names)
         self._note_sent()
         self._begun = self._sent
         self._state: DriverState | None = None
@@ -236,7 +237,7 @@ class OptimizerLink:
 
     def _note_sent(self) -> None:
         """Note that the workers have the groups as they are now."""
-        self._sent, self._sent_sizes = groups_of(self.optimizer, self._names), self._sizes()
+        self._sent, self._sent_sizes = groups_of(self.optimizer, self._named), self._sizes()
 
     @property
     def has_new_groups(self) -> bool:
@@ -294,7 +295,7 @@ class OptimizerLink:
 
         def open_closure() -> Any:
             self._entered.close()
-            if self.reason == "" and not same(self._begun, groups_of(optimizer, self._names)):
+            if self.reason == "" and not same(self._begun, groups_of(optimizer, self._named)):
                 raise HybridError(  # (a worker's step would change them once more)
                     f"{type(optimizer).__name__}.step has set options of its param_groups before "
                     "it called its closure, as in none of the steps in which it was tried. Set "
@@ -322,7 +323,7 @@ class OptimizerLink:
         if self.whole:
             self._entered.enter_context(self._counterparts.at_hand(self.optimizer))
             return
-        self._begun = groups_of(self.optimizer, self._names)
+        self._begun = groups_of(self.optimizer, self._named)
         self.silence_state()
         # other ranks' parameters, if not seen as proxies, have no gradient, so the step skips them
         self._entered.enter_context(as_they_are())

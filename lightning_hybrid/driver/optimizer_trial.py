@@ -46,6 +46,7 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_offloaded
 from lightning_hybrid.state import (
+    NamedGroups,
     groups_of,
     kind_of_group,
     record_of,
@@ -223,13 +224,17 @@ class _Copy:
     ) -> None:
         self.optimizer, self.parameters, self.owned = optimizer, parameters, owned
         self.start = {name: p.detach().clone() for name, p in parameters.items()}
-        self.names = {id(p): name for name, p in parameters.items()}
+        self._named = NamedGroups({id(p): name for name, p in parameters.items()})
 
     def settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The groups of the optimizer, and copies of its attributes, as they are now."""
         attributes = record_of(self.optimizer)
         del attributes["param_groups"]
-        return groups_of(self.optimizer, self.names), deepcopy(attributes)
+        return self.groups(), deepcopy(attributes)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer as they are now, with the stand-ins by name."""
+        return groups_of(self.optimizer, self._named)
 
     def backward(self, targets: Mapping[str, Tensor], scale: float, *, sparse: bool) -> Tensor:
         """Set the gradients of the owned stand-ins: ``scale`` times their distance from targets.
@@ -357,8 +362,7 @@ def _difference(whole: _Copy, driver: _Copy, worker: _Copy) -> str:
                 return "what it does to a parameter depends on the others"
             if not same(whole.optimizer.state.get(alone), part.optimizer.state.get(parameter)):
                 return "what it notes of a parameter depends on the others"
-        groups = [groups_of(copy.optimizer, copy.names) for copy in (whole, part)]
-        if not same(*groups):
+        if not same(whole.groups(), part.groups()):
             return "what it notes in its groups depends on all parameters"
         left = {"param_groups": None, "defaults": None}
         if not same(record_of(whole.optimizer) | left, record_of(part.optimizer) | left):

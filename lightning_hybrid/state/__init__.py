@@ -33,6 +33,7 @@ from lightning_hybrid.state.divided_optimizer_states import (
 )
 from lightning_hybrid.state.optimizer_state import DriverState, placed, were_divided
 from lightning_hybrid.state.optimizers import (
+    NamedGroups,
     complete,
     groups_of,
     kind_of_group,

@@ -207,11 +207,30 @@ def _kind_of(value: object) -> object:
     return type(value)
 
 
-def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[Hyperparameters]:
+class NamedGroups:
+    """Names the parameters in groups of optimizers.
+
+    Args:
+        names: by ``id``, the names of the parameters.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._known: dict[tuple[int, ...], list[str]] = {}
+
+    def of(self, parameters: Sequence[Parameter]) -> list[str]:
+        """The names of the parameters of a group; the same list for the same parameters."""
+        numbers = tuple(map(id, parameters))
+        if numbers not in self._known:
+            self._known[numbers] = [self._names[n] for n in numbers if n in self._names]
+        return self._known[numbers]
+
+
+def groups_of(optimizer: Optimizer, named: NamedGroups) -> list[Hyperparameters]:
     """Copies of an optimizer's groups as they are now, with parameters by name."""
     return [
         {
-            key: [names[id(p)] for p in value if id(p) in names]
+            key: named.of(value)
             if key == "params"
             else value.clone()
             if isinstance(value, Tensor)
