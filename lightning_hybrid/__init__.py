@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_hybrid._registration import register_everywhere
 
 if TYPE_CHECKING:
+    from lightning_hybrid.driver import register_optimizer as register_optimizer
     from lightning_hybrid.planning import Plan as Plan
     from lightning_hybrid.strategy import HybridGabraFabricStrategy as HybridGabraFabricStrategy
     from lightning_hybrid.strategy import HybridGabraStrategy as HybridGabraStrategy
 
-__all__ = ["HybridGabraFabricStrategy", "HybridGabraStrategy", "Plan"]
+__all__ = ["HybridGabraFabricStrategy", "HybridGabraStrategy", "Plan", "register_optimizer"]
+_ROOMS = {"Plan": "planning", "register_optimizer": "driver"}
 
 register_everywhere()
 
@@ -24,8 +26,7 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for: a room of this package that needs no torch is imported without."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = "planning" if name == "Plan" else "strategy"
-    return getattr(import_module(f"{__name__}.{room}"), name)
+    return getattr(import_module(f"{__name__}.{_ROOMS.get(name, 'strategy')}"), name)
 
 
 def __dir__() -> list[str]:

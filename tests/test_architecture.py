@@ -315,7 +315,7 @@ def test_exported_names() -> None:
     import lightning_hybrid
 
     strategies = ["HybridGabraFabricStrategy", "HybridGabraStrategy"]
-    assert lightning_hybrid.__all__ == [*strategies, "Plan"]
+    assert lightning_hybrid.__all__ == [*strategies, "Plan", "register_optimizer"]
     for name in lightning_hybrid.__all__:
         assert getattr(lightning_hybrid, name).__doc__
 

@@ -36,12 +36,11 @@ from lightning_hybrid.state.optimizers import (
     NamedGroups,
     complete,
     groups_of,
-    kind_of_group,
-    record_of,
+    plain_attributes,
+    same,
     ship,
     take_groups,
     unship,
-    write_records,
 )
 from lightning_hybrid.state.safetensors_folder import write_safetensors
 from lightning_hybrid.state.sharded_checkpoint import (

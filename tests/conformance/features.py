@@ -49,7 +49,7 @@ REFUSED = {
     "tests/driver/test_adoption.py": "*are_refused",
     "tests/run/test_replica_world.py": "test_a_loader_that_was_made_for_all_processes_is_refused",
     "tests/planning/test_plan.py": "test_a_plan_for_another_network_says_which_partitions_differ",
-    "tests/driver/test_optimizer_trial.py": (
+    "tests/driver/test_optimizer_kinds.py": (
         "test_parameters_that_are_on_no_one_rank_refuse_a_whole_step"
     ),
     "tests/driver/test_streamed_calls.py": "*refused",

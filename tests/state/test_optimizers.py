@@ -14,7 +14,6 @@ from lightning_hybrid.state.optimizers import (
     StepsElsewhere,
     complete,
     groups_of,
-    kind_of_group,
     ship,
     take_groups,
     unship,
@@ -165,28 +164,6 @@ def test_groups_that_are_taken_are_those_of_the_driver(kept: int) -> None:
     assert theirs.param_groups[0]["params"] == [*there[1].parameters()]  # type: ignore[index]
     assert len(theirs.param_groups) == kept
     assert groups_of(theirs, named_in(there))[1:] == groups_of(mine, named_in(here))[1:]
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ({"lr": 0.1}, {"lr": 0.2}, True),
-        ({"lr": 0.1, "params": [1]}, {"lr": 0.1, "params": [2]}, True),
-        ({"betas": (0.9, 0.99)}, {"betas": (0.8, 0.9)}, True),
-        ({"lr": torch.ones(())}, {"lr": torch.zeros(())}, True),
-        ({"momentum": 0.0}, {"momentum": 0.9}, False),
-        ({"betas": (0.0, 0.99)}, {"betas": (0.9, 0.99)}, False),
-        ({"bound": 2.0}, {"bound": float("inf")}, False),
-        ({"lr": 1}, {"lr": 1.0}, False),
-        ({"foreach": None}, {"foreach": True}, False),
-        ({"nesterov": False}, {"nesterov": True}, False),
-        ({"lr": 0.1}, {"rate": 0.1}, False),
-    ],
-)
-def test_groups_are_of_a_kind_if_they_differ_in_numbers_alone(
-    one: dict[str, Any], other: dict[str, Any], same: bool
-) -> None:
-    assert (kind_of_group(one) == kind_of_group(other)) == same
 
 
 def test_a_state_dict_in_parts_is_completed_to_that_of_one_device() -> None:
