@@ -28,7 +28,7 @@ OUTERMOST = {
     "lightning_hybrid/strategy/strategy.py",
     "lightning_hybrid/process/launcher.py",
     "lightning_hybrid/run/building.py",
-    "lightning_hybrid/state/atomic_checkpoints.py",
+    "lightning_hybrid/run/checkpoint_io.py",
     "lightning_hybrid/run/coming_batches.py",
     "lightning_hybrid/_lightning_private.py",
     "lightning_hybrid/run/performance_log.py",
@@ -98,7 +98,7 @@ LAYERS = {
         *("errors", "_torch", "comm", "planning", "_package"),
         *("_lightning", "_lightning_private"),
     },
-    "state": {*INNER, "remote", "comm", "stage", "planning", "_lightning", "_lightning_private"},
+    "state": {*INNER, "remote", "comm", "stage", "planning"},
     "worker": {*INNER, "remote", "graph", "comm", "stage", "planning", "state"},
     "driver": {
         *INNER,

@@ -1,11 +1,5 @@
 """Weights and the states of optimizers, as each rank has them and in files."""
 
-from lightning_hybrid.state.atomic_checkpoints import (
-    AtomicCheckpointIO,
-    Background,
-    ShardedSaves,
-    with_atomic_writes,
-)
 from lightning_hybrid.state.clipping import (
     gradient_norms,
     gradients_of,
@@ -59,6 +53,7 @@ from lightning_hybrid.state.sharded_checkpoint import (
     write_rest,
     write_shard,
 )
+from lightning_hybrid.state.sharded_saves import Background, ShardedSaves
 from lightning_hybrid.state.tensor_file import (
     FilesOfWorker,
     TensorFile,
@@ -67,3 +62,4 @@ from lightning_hybrid.state.tensor_file import (
     put_mapped,
     read_files,
 )
+from lightning_hybrid.state.whole_checkpoint import load_checkpoint, save_checkpoint
