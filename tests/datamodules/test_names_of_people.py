@@ -64,6 +64,11 @@ ALIKE = [
     ("P7", "P\uff17"),
     ("P1_20190304", "P1_2021-05-06"),
     ("P1 4Mar2019", "P1_20210506"),
+    ("20190304_P1", "20210506-p01"),
+    ("José7", "JOSE07"),
+    ("P1", "\u04201"),  # a Cyrillic letter
+    ("\u0391\u03921", "AB1"),  # Greek ones
+    ("P1_201903", "P1_202105"),
 ]
 
 
@@ -116,6 +121,8 @@ VISITS: dict[str, tuple[Callable[[int], str], Callable[[int], str]]] = {
     "German": (lambda n: f"P{n:03}.Erstscan", lambda n: f"P{n:03}.Zweitscan"),
     "behind": (lambda n: f"P{n:03}", lambda n: f"P{n:03}_ffup"),
     "years": (lambda n: f"{n:03}/2012", lambda n: f"{n:03}/2014"),
+    "in front": (lambda n: f"scan1.P{n:03}", lambda n: f"scan2.P{n:03}"),
+    "days in front": (lambda n: f"{day()} P{n:03}", lambda n: f"{day()} P{n:03}"),
     "two places": (lambda n: f"P{n}_rest_T1", lambda n: f"P{n}_task_T1"),
 }
 
@@ -157,6 +164,12 @@ NUMBERED: dict[str, Callable[[], list[str]]] = {
     "two numbers": lambda: [f"IXI{n:03}-HH-{DRAW.randint(500, 2000)}" for n in range(300)],
     "visits' word": lambda: [f"{s:02}T{n:03}" for s in range(4) for n in range(40)],
     "few": lambda: [f"S{n}" for n in range(8)],
+    "wards like visits": lambda: [f"V{w}-{n:03}" for w in range(1, 7) for n in range(30)],
+    "day and number of it": lambda: [
+        f"{d}_{n}" for d in sorted({day() for _ in range(40)}) for n in (1, 2)
+    ],
+    "check digits": lambda: [f"{n}-{n % 7}" for n in range(190000, 250000, 777)],
+    "accents": lambda: [f"{name}{n}" for n in range(20) for name in ("Ñ", "M", "É", "か", "が")],
 }
 
 
