@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from models.errors import UseError
-from models.metrics import Array, never_named
+from models.metrics import Array
 from models.predictions import read_outputs
 from models.results import load_metrics, writable
-from models.scores import evaluate, intervals
+from models.scores import evaluate, intervals, not_learnt
 from models.tables import read_table, write_table
-from models.tasks import is_number
 
 DONE = "done.json"
 
@@ -209,8 +208,8 @@ def _measured(table: Sequence[Mapping[str, str]]) -> Measured:
 def _evaluated(outputs: Array, table: Sequence[Mapping[str, str]]) -> Measured:
     _, labels, names = read_outputs(table)
     subjects = [row["subject"] for row in table]
-    if not is_number(names) and (never := never_named(outputs, names)):
-        print(never)
+    if said := not_learnt(outputs, labels, names):
+        print(said)
     return evaluate(outputs, labels), intervals(outputs, labels, subjects)
 
 

@@ -97,6 +97,7 @@ class Reference:
                 continue
             low, high = self.ranges[name]
             if not low <= value <= high:
+                low, high = self.extremes.get(name, (low, high))
                 found[name] = f"{value:.4g}, trained on {low:.4g} to {high:.4g}"
         return found
 

@@ -152,6 +152,7 @@ def shift_rows(
             continue
         low, high = reference.ranges[name]
         outside = float(np.mean([not low <= value <= high for value in values]))
+        low, high = reference.extremes.get(name, (low, high))
         rows.append(
             {
                 "input": name,
