@@ -76,6 +76,12 @@ def card_of_folds(folder: Path) -> list[tuple[str, str]]:
     return list((parts | own).items())
 
 
+def write_card_of_folds(folder: Path) -> None:
+    """Write ``model_card.md``, of the networks of all folds as one."""
+    text = as_markdown("Several networks as one", card_of_folds(folder))
+    (folder / "model_card.md").write_text(text, encoding="utf-8")
+
+
 def as_markdown(title: str, parts: list[tuple[str, str]]) -> str:
     """A page in Markdown."""
     return f"# {title}\n" + "".join(f"\n## {name}\n\n{text}\n" for name, text in parts)

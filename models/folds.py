@@ -65,10 +65,9 @@ def main(arguments: list[str]) -> None:
     for row in summary:
         print("  ".join(f"{_shown(value):>18}" for value in row.values()))
     print(f"summary written to {options.out / 'folds.tsv'}")
-    from models.card import as_markdown, card_of_folds  # reads checkpoints, which takes seconds
+    from models.card import write_card_of_folds  # reads checkpoints, which takes seconds
 
-    text = as_markdown("Several networks as one", card_of_folds(options.out))
-    (options.out / "model_card.md").write_text(text, encoding="utf-8")
+    write_card_of_folds(options.out)
     print(f"all of them as one model: --ckpt_path {options.out}, for `predict` and `test --cohort`")
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, wrap
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from models.tasks import UNITS, is_number
 DISPLAY_MM = 2.0
 """Voxel size of pictures: coarser scans are resampled, so that they do not look like bricks."""
 _ALPHA = 0.65
+_WIDE = 120  # letters of a title
 _PAGE_WIDTH = 1200  # pixels, of the three slices of a page
 
 
@@ -205,11 +206,23 @@ def _draw(
     note: str,
     truth: Array | None = None,
 ) -> None:
-    figure = picture(image, heatmap, affine, truth)
-    figure.text(0.01, 0.985, title, color="white", fontsize=10, va="top")
-    figure.text(0.01, 0.9, fill(note, 120), color="#bbbbbb", fontsize=9, va="top")
+    figure = _titled(picture(image, heatmap, affine, truth), title, note)
     # level 6 takes three times as long for 5 % less
     figure.savefig(path, dpi=100, facecolor="black", pil_kwargs={"compress_level": 1})
+
+
+def _titled(figure: Figure, title: str, note: str) -> Figure:
+    lines = [part for line in title.split("\n") for part in _cut(line)]
+    below = min(0.9, 0.98 - 0.028 * len(lines))
+    figure.text(0.01, 0.985, "\n".join(lines), color="white", fontsize=10, va="top")
+    figure.text(0.01, below, fill(note, 120), color="#bbbbbb", fontsize=9, va="top")
+    return figure
+
+
+def _cut(line: str) -> list[str]:
+    """A line of a title, in several where it is longer than the picture is wide."""
+    parts = [line] if len(line) <= _WIDE else line.split("   |   ")
+    return [part for text in parts for part in wrap(text, _WIDE)]
 
 
 def picture(image: Array, heatmap: Array, affine: Array, truth: Array | None = None) -> Figure:

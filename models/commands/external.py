@@ -29,6 +29,7 @@ from datamodules.sources.people import label_map
 from datamodules.survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
 from datamodules.unlike import Unlike
 from models.calibration import predictive_values
+from models.card import write_card_of_folds
 from models.commands.cohort_tables import (
     at_threshold,
     beside_internal,
@@ -253,6 +254,8 @@ def validate_on(
     _print(rows, shift, len(records), len(set(people)))
     if said := not_learnt(raw, labels, names):
         print(said)
+    if options.ckpt_path.is_dir():
+        write_card_of_folds(options.ckpt_path)  # it names the tests of other cohorts
     if reference and not number and reference.calibrated_on < FEW:
         print(f"the threshold is that of {reference.calibrated_on} validation scans: chance")
 

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from models.findings import Case, Map, Verdict
 from models.localisation import TOP, Localisation
-from models.overlay import map_title, picture
+from models.overlay import _titled, map_title, picture
 from models.slices import ends_mm, places
 
 AFFINE = np.diag([2.0, 2, 2, 1])  # as fine as pictures are: nothing is resampled
@@ -37,6 +37,14 @@ def test_the_title_has_the_distance_to_the_planted_region_and_times_chance() -> 
     assert title().endswith("hottest 5% of the head, 100% of the map")
     nothing = map_title(case(), Map("gradcam", np.zeros_like(IMAGE), (16.0, 16.0, 16.0), None))
     assert nothing.endswith("no evidence found")
+
+
+def test_a_long_title_is_whole_and_above_the_note_and_the_slices() -> None:
+    name = "ADNI_999_S_0001_MR_MPR__GradWarp__N3__Scaled_" * 5
+    shown = list(_titled(Figure(), f"{name}   |   the network: 55% AD\nHiResCAM", "note").texts)
+    assert shown[0].get_text().replace("\n", "").endswith("the network: 55% ADHiResCAM")
+    assert max(map(len, shown[0].get_text().split("\n"))) <= 120
+    assert 0.82 < shown[1].get_position()[1] < 0.9
 
 
 def mosaics(figure: Figure) -> list[np.ma.MaskedArray]:
