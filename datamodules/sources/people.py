@@ -148,14 +148,17 @@ def refuse_two_names(people: Iterable[Named], where: str) -> None:
         TableError: ``TWO_NAMES``, with the names.
     """
     spellings: dict[Runs, dict[str, Named]] = defaultdict(dict)
+    of_adni: dict[Runs, Named] = {}  # one spelling already, and never one stem
     for one in people:
-        if one.name and not PTID.fullmatch(one.name):  # those are one spelling already
+        if PTID.fullmatch(one.name):
+            of_adni[plain_form(one.name)] = one
+        elif one.name:
             spellings[plain_form(one.name)][one.name] = one
     doubles = {tuple(sorted(same)) for same in spellings.values() if len(same) > 1}
     known = {form: next(iter(same.values())) for form, same in spellings.items()}
     doubles |= {
         tuple(sorted(one.name for one in alike))
-        for alike in (*_extended(known), *_of_one_stem(known), *_behind_sessions(known))
+        for alike in (*_extended(known | of_adni), *_of_one_stem(known), *_behind_sessions(known))
         if not _differ(alike)
     }
     if doubles:
@@ -202,7 +205,7 @@ def plain_form(name: str) -> Runs:
 
 def _runs(name: str) -> Runs:
     name = re.sub(r"\.0+$", "", _bare(name))
-    name = re.sub(r"^sub(?:ject|j)?[_\-]?(?=.)", "", name)
+    name = re.sub(r"^(?:sub(?:ject|j)?[_\-]?(?=.))?(?:adni[_\-]?(?=\d))?", "", name)
     return tuple(re.findall(r"\d+|[^\W\d_]+", name))
 
 

@@ -1,10 +1,10 @@
 """Scans listed in a table of one's own: ``path``, ``subject``, ``label``.
 
-A table of diagnoses takes the place of ``label``. Paths are relative to the table. Labels are words: NC, AD, MCI, sMCI, pMCI and their usual synonyms.
-Further columns are used when they are there: ``image_id``, ``session``, ``age``, ``sex``, ``mmse``,
-``cdr_sb``, ``apoe4`` (0 to 2), ``site``, ``phase``, ``field_strength``, ``acq_date``,
-``registered`` (yes or no), ``description`` (name of the series), ``cohort``, ``scanner`` (or
-``manufacturer`` and ``model``).
+A table of diagnoses takes the place of ``label``. Paths are relative to the table. Labels are
+words: NC, AD, MCI, sMCI, pMCI and their usual synonyms. Further columns are used when they are
+there: ``image_id``, ``session``, ``age``, ``sex``, ``mmse``, ``cdr_sb``, ``apoe4`` (0 to 2),
+``site``, ``phase``, ``field_strength``, ``acq_date``, ``registered`` (yes or no), ``description``
+(name of the series), ``cohort``, ``scanner`` (or ``manufacturer`` and ``model``).
 """
 
 from __future__ import annotations

@@ -69,6 +69,8 @@ ALIKE = [
     ("P1", "\u04201"),  # a Cyrillic letter
     ("\u0391\u03921", "AB1"),  # Greek ones
     ("P1_201903", "P1_202105"),
+    ("999_S_0001", "999_S_0001_m12"),
+    ("999_S_0001", "ADNI999S0001V2"),
 ]
 
 
@@ -87,6 +89,7 @@ DIFFERENT = [
     ("P10", "P100"),
     ("A1", "B1"),
     ("999_S_0001", "999_S_10001"),
+    ("999_S_0001", "999_S_0002_m12"),
     ("m1", "m2"),
     ("NACC000123", "NACC001230"),
 ]
@@ -169,6 +172,7 @@ NUMBERED: dict[str, Callable[[], list[str]]] = {
         f"{d}_{n}" for d in sorted({day() for _ in range(40)}) for n in (1, 2)
     ],
     "check digits": lambda: [f"{n}-{n % 7}" for n in range(190000, 250000, 777)],
+    "ADNI's": lambda: [f"{s:03}_S_{s * 40 + n:04}" for s in (2, 11, 22) for n in range(40)],
     "accents": lambda: [f"{name}{n}" for n in range(20) for name in ("Ñ", "M", "É", "か", "が")],
 }
 
