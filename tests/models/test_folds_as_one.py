@@ -78,6 +78,7 @@ def test_predictions_are_the_mean_of_the_networks_with_lowest_and_highest(
     assert "by the networks)" in capsys.readouterr().out
     page = (out / "predictions.html").read_text()
     assert "3 networks say on average" in page
+    assert page.count(" for the first of them") == 2  # training and validation scans
 
 
 def test_another_cohort_is_tested_with_all_of_them_beside_their_own_test(folds, tmp_path_factory):
