@@ -1,6 +1,8 @@
 """Start from the weights of another run, and never test on whom that run was trained."""
 
 import hashlib
+import re
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from datamodules.sources.people import plain_form
 from models.errors import UseError
 
 KEY = "trained_on"
@@ -29,14 +30,21 @@ def scale_of(checkpoint: Mapping[str, Any]) -> tuple[float, float] | None:
 def hashed(subjects: Iterable[str]) -> list[str]:
     """Subjects as hashes: a checkpoint may be shared, identifiers may not.
 
-    Of the plain form of a name alone, so that another spelling is the same person.
+    Of the letters and digits of a name alone, so that another spelling is the same person.
     """
-    return sorted({_hash(" ".join(plain_form(subject))) for subject in subjects})
+    return sorted({_hash(_plain(subject)) for subject in subjects})
 
 
 def is_among(subject: str, hashes: Collection[str]) -> bool:
     """Whether a person is among hashes; those of older checkpoints are of the name as it was."""
     return not set(hashes).isdisjoint({*hashed([subject]), _hash(subject)})
+
+
+def _plain(name: str) -> str:
+    apart = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", name).casefold())
+    plain = unicodedata.normalize("NFKC", re.sub("[\u0300-\u036f]", "", apart))  # without accents
+    runs = re.findall(r"\d+|[^\W\d_]+", plain)
+    return " ".join(re.sub(r"^0+(?=\d)", "", run) for run in runs)
 
 
 def _hash(text: str) -> str:
