@@ -31,7 +31,7 @@ from lightning_hybrid.driver.outputs import join, refuse_backward, split_gradien
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import LossOfCall, NetworkGraph, Rows, joined, place_now
 from lightning_hybrid.schedules import INSIDE
-from lightning_hybrid.stage import Call, Gradients, Values, borrowed_parameters
+from lightning_hybrid.stage import Call, Gradients, Values
 
 
 def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
@@ -39,9 +39,6 @@ def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
     placement, engine = network.placement, network.engine
     if graph.no_shares:
         return graph.no_shares
-    tied = frozenset[str]().union(*borrowed_parameters(network.module, placement))
-    if tied:
-        return f"its stages share {min(tied)!r}"
     if len({*placement.devices}) < len(placement.devices):
         return "a device has several stages"
     if engine.synchronises:
@@ -126,7 +123,6 @@ class _Run:
         self._kept: dict[int, Values] = {}
         self._shares: dict[int, Tensor] = {}
         self._made: dict[int, Tensor] = {}
-        self._state = self._state_now()
 
     def forward(self) -> tuple[Tensor, ...]:
         """Run forwards and backwards. Returns the loss, and the outputs."""
@@ -135,6 +131,8 @@ class _Run:
         self.call, _ = calls.network.forward(
             calls.specialization, self._leaves, grad=True, ends=self._end
         )
+        # (not before the call, which brings stages the tied weights of others)
+        self._state = self._state_now()
         parts = [self._kept[number] for number in range(len(self.samples))]
         value = torch.stack([self._shares[number] for number in range(len(parts))]).sum(0)
         outputs = []

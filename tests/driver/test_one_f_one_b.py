@@ -24,6 +24,7 @@ from lightning_hybrid.graph import NetworkGraph, cut, network_partitions
 from lightning_hybrid.remote.hollow_network import Hollow
 from lightning_hybrid.stage.backward_pass import BackwardPass
 from lightning_hybrid.stage.forward_pass import ForwardPass
+from lightning_hybrid.stage.rank_stages import borrowed_parameters
 
 ROWS, STEPS, WIDTH, CLASSES = 8, 3, 6, 5
 
@@ -67,6 +68,21 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Tied(Net):
+    """The weight of one layer is also that of a later one, in another stage.
+
+    Args:
+        one: the number of the earlier layer.
+        other: that of the later one.
+    """
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__()
+        first, last = self.layers[2 * one], self.layers[2 * other]
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        last.weight = first.weight
 
 
 def batch(number: int = 0) -> tuple[Tensor, Tensor]:
@@ -166,9 +182,12 @@ class Cut(Ranks):
         return dict(self._owned(lambda net: net.named_buffers()))
 
     def _owned(self, named: Callable[[nn.Module], Any]) -> Iterator[tuple[str, Any]]:
-        for rank, names in zip(self._devices, self.network.placement.owned):
+        placement = self.network.placement
+        borrowed = borrowed_parameters(self.network.module, placement)
+        for rank, names in zip(self._devices, placement.owned):
             net = self.model.net if rank == 0 else self.modules[rank].net
-            yield from ((n, value) for n, value in named(net) if n in names)
+            mine = names - borrowed[rank]
+            yield from ((n, value) for n, value in named(net) if n in mine)
 
     def clear(self) -> None:
         for rank in self._devices:
@@ -377,11 +396,13 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: Net(Dropping),
     "frozen": frozen,
     "checkpointed": lambda: Checkpointed(Dropping),
+    "tied": lambda: Tied(0, 4),
 }
 
 
 CASES = [
     *(("plain", use) for use in USES),
+    *(("tied", use) for use in USES),
     *(("dropout", use) for use in (once, two_calls, logits_read, logits_with_gradient)),
     *(("frozen", once), ("checkpointed", once)),
 ]
@@ -396,6 +417,31 @@ def test_gradients_are_those_of_fill_drain(pair: Callable[..., Pair], kind: str,
     assert getattr(one.model, "seen", 0) == getattr(other.model, "seen", 0)
     compare(one.gradients(), other.gradients())
     assert one.alive[0] <= (4 if use is logits_with_gradient else 2)
+
+
+def logits_read_first(replica: Cut) -> None:
+    """In the first call, with weights that have just come from other ranks."""
+    replica.begin()
+    out = replica(*batch())
+    replica.model.seen = out["logits"].square().sum().item()
+    replica.backward(out["loss"])
+
+
+@pytest.mark.parametrize("use", [once, two_calls, kept_graph, logits_read_first, frozen_later])
+@pytest.mark.parametrize(("one", "other"), [(0, 2), (1, 4), (2, 3)])
+def test_the_gradient_of_a_weight_of_two_stages_is_one_sum(
+    pair: Callable[..., Pair], use: Use, one: int, other: int
+) -> None:
+    """Lent by a worker to another one, or to the driver."""
+    net = Tied(one, other)
+    here, drained = pair(net, 3)
+    for replica in (here, drained):
+        use(replica)
+    assert (here.why_not, here.alive[0]) == ("", 3)
+    assert getattr(here.model, "seen", 0) == getattr(drained.model, "seen", 0)
+    compare(here.gradients(), drained.gradients())
+    if use is once:
+        compare(here.gradients(), whole(net, batch()), 1e-9)
 
 
 def test_the_expected_factor_leaves_the_bits_of_one_backward(pair: Callable[..., Pair]) -> None:
