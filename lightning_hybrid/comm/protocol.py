@@ -252,7 +252,6 @@ class Backward(CallCommand):
             micro-batch.
         trainable: ``requires_grad`` of every parameter, if it has changed since the forward:
             parameters frozen since get no gradient. ``None``: as in the call's key.
-        factor: what gradients that were left aside are multiplied with; ``None``: they stay.
     """
 
     in_frame = True
@@ -265,7 +264,6 @@ class Backward(CallCommand):
     input_gradient: bool
     reduce: bool
     trainable: tuple[bool, ...] | None = None
-    factor: float | None = None
 
 
 @dataclass(frozen=True)

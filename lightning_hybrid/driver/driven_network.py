@@ -54,7 +54,8 @@ class PartsOfDriver:
         gradients: averages gradients over the replicas.
         calls: numbers the calls of networks in the current step.
         batches: the training batches.
-        loss_scale: gives the factor by which losses are multiplied before a backward.
+        scaled: multiplies a number on the driver's device by what losses are multiplied with before
+            a backward.
     """
 
     commands: Commands
@@ -62,7 +63,7 @@ class PartsOfDriver:
     gradients: ReplicaGradients
     calls: StepCalls
     batches: Batches
-    loss_scale: Callable[[], float]
+    scaled: Callable[[Tensor], Tensor]
 
 
 class DrivenNetwork(StagedNetwork):
@@ -82,7 +83,7 @@ class DrivenNetwork(StagedNetwork):
         leaf: a tensor that stands for the parameters in autograd's graph.
         stream: its calls that were launched early; ``None``: its schedule launches none.
         age: how often weights may have changed.
-        loss_scale: see :class:`PartsOfDriver`.
+        scaled: see :class:`PartsOfDriver`.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class DrivenNetwork(StagedNetwork):
         # view saves nothing and so survives any number of backward passes.
         self.leaf = torch.zeros((), requires_grad=True)
         self._anchor = self.leaf.view_as(self.leaf)
-        self.age, self.loss_scale = 0, parts.loss_scale
+        self.age, self.scaled = 0, parts.scaled
         self._early_numbers: dict[CallKey, int] = {}  # numbers of new keys of launched calls
         self.stream: Stream | None = None
         if self.placement.schedule in STREAMED:
@@ -224,7 +225,7 @@ class DrivenNetwork(StagedNetwork):
         parameters: bool,
         keep: bool,
         input_gradient: bool,
-        factor: float = 1.0,
+        factor: Tensor | None = None,
     ) -> list[Gradients]:
         """Run the pipeline backward.
 
@@ -258,7 +259,7 @@ class DrivenNetwork(StagedNetwork):
         trainable = None if now == was else tuple([a and b for a, b in zip(was, now)])
         mode = Backward(
             *(self.number, call.number, pattern, exchange, parameters, keep, input_gradient),
-            *(reduce, trainable, None if factor == 1 else factor),
+            *(reduce, trainable),
         )
         self._commands.tell(mode)
         self._told(trainable or was)
@@ -267,7 +268,7 @@ class DrivenNetwork(StagedNetwork):
         if parameters and not reduce:
             self._gradients.unsettled.add(self.number)
         with self._commands.workers.passing(self.engine):
-            found = self.engine.backward(call, mode, gradients)
+            found = self.engine.backward(call, mode, gradients, factor)
         # (only after a pass that went well: one that fails tells stages that nothing has gradients)
         self._patterns[pattern_key] = pattern
         return found

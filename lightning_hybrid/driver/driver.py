@@ -141,7 +141,7 @@ class Driver:
         self._after = AfterRun(start, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
             *(self.commands, self._borrowing, self.gradients, self.calls, batches or Batches()),
-            loss_scale=options.loss_scale,
+            scaled=options.scaled,
         )
 
     def __deepcopy__(self, memo: object) -> "Driver":

@@ -59,13 +59,13 @@ class InsideCalls:
         network: see above.
         specialization: see above.
         read: numbers of the outputs that were read in a call before, and are kept.
-        factor: the gradient of the loss that came last, by the scale of losses.
+        factor: the gradient of the loss that came last, by the scale of losses; ``None``: none has.
     """
 
     def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
         self.network, self.specialization = network, specialization
         self.read: set[int] = set()
-        self.factor = 1.0
+        self.factor: Tensor | None = None
         self._suits = not why_not_inside(network, specialization.graph)
 
     def suits(self, leaves: Sequence[Tensor], loss: LossOfCall | None) -> bool:
@@ -90,6 +90,23 @@ class InsideCalls:
         loss.value, *outputs = _InsideNode.apply(self.network.anchor(), run)  # type: ignore[no-untyped-call]
         return list(outputs)
 
+    # (Numbers stay where they are, on the driver's device: a host that read one would wait for all
+    # micro-batches, and could prepare nothing meanwhile.)
+
+    def expected(self) -> Tensor:
+        """The gradient of the loss that is expected now: the last one, at the present scale."""
+        last = self._one() if self.factor is None else self.factor
+        return self.network.scaled(last)
+
+    def expect(self, came: Tensor) -> None:
+        """Expect this gradient from now on, unless it is zero or not finite."""
+        last = self._one() if self.factor is None else self.factor
+        is_one = came.isfinite() & (came != 0)
+        self.factor = torch.where(is_one, came / self.network.scaled(self._one()), last)
+
+    def _one(self) -> Tensor:
+        return torch.ones((), dtype=torch.float64, device=self.network.engine.device)
+
 
 class _Run:
     """One call.
@@ -104,7 +121,7 @@ class _Run:
         calls: see above.
         loss: see above.
         samples: of each micro-batch.
-        expected: the gradient of the loss with which backwards run.
+        expected: the gradient of the loss with which backwards run, a scalar.
         call: the call.
         learns: of each output, whether it may get a gradient.
     """
@@ -117,7 +134,7 @@ class _Run:
     ) -> None:
         self.calls, self.loss, self._leaves = calls, loss, leaves
         self.samples = calls.specialization.samples(leaves)
-        self.expected = calls.factor * calls.network.loss_scale()
+        self.expected = calls.expected()
         count = len(calls.specialization.graph.tensor_outputs)
         self._keeps = set(range(count)) if keep else set(calls.read)
         self._kept: dict[int, Values] = {}
@@ -155,7 +172,7 @@ class _Run:
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             kind = self.calls.network.engine.device.type
             with torch.autocast(kind, enabled=False):
-                start = torch.full_like(share, self.expected)
+                start = self.expected.to(share.dtype).expand(share.shape)
                 gradients = torch.autograd.grad(share, wanted, start, allow_unused=True)
             found = dict(zip(map(id, wanted), gradients))
         self._shares[microbatch] = share.detach()
@@ -245,7 +262,7 @@ class _InsideNode(torch.autograd.Function):
             if not keep:
                 network.drop(run.call.number)
         elif of_loss is not None:
-            came = float(of_loss)
+            came = of_loss.reshape(()).to(run.expected.dtype)
             network.backward(
                 *(run.call, [[]]),
                 parameters=parameters,
@@ -253,8 +270,8 @@ class _InsideNode(torch.autograd.Function):
                 input_gradient=False,
                 factor=came / run.expected,
             )
-            if parameters and 0 < abs(came) < float("inf"):
-                run.calls.factor = came / network.loss_scale()
+            if parameters:
+                run.calls.expect(came)
         if not keep:
             ctx.finaliser.detach()
         return None, None

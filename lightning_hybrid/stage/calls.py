@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
+from lightning_hybrid._torch.tensors import gradient_hooks
 from lightning_hybrid.comm import CallKey, TensorSpec
 from lightning_hybrid.graph import Stage
 
@@ -134,6 +135,37 @@ def leaves_of(stage: Stage) -> dict[str, Tensor]:
     # (one for a weight that the stage has under several names)
     made = {id(p): p.detach().requires_grad_() for p in taken.values() if p.requires_grad}
     return {name: made[id(p)] for name, p in taken.items() if id(p) in made}
+
+
+def gradients_aside(
+    leaves: Mapping[str, Tensor], stage: Stage, *, keep: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """The trained parameters of a stage with the gradients that were left aside for them.
+
+    Args:
+        leaves: from :func:`leaves_of`; they have no gradients afterwards.
+        stage: the stage.
+        keep: whether they keep theirs, and copies are given.
+    """
+    weights, found = stage.taken(), list[tuple[Tensor, Tensor]]()
+    for name, leaf in {id(leaf): (name, leaf) for name, leaf in leaves.items()}.values():
+        gradient = leaf.grad
+        if gradient is None or not weights[name].requires_grad:
+            continue
+        if keep:
+            gradient = gradient.clone()
+        else:
+            leaf.grad = None
+        found.append((weights[name], gradient))
+    return found
+
+
+def add_gradient(weight: Tensor, gradient: Tensor) -> None:
+    """Add to the gradient of a parameter. Its hooks hear of it as of any other gradient."""
+    if weight.grad is None and not gradient_hooks(weight):
+        weight.grad = gradient  # (autograd would copy it)
+    else:
+        torch.autograd.backward(weight, gradient)
 
 
 def saving_nothing() -> AbstractContextManager[Any]:
