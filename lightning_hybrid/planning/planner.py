@@ -110,10 +110,12 @@ def make_plan(
     else:
         table = network.profile(site.device)
     # (where no backward can run inside of calls all micro-batches are kept, as under fill-drain)
-    outside = network.graph.no_shares or settings.compiled or table.tied
+    outside = network.graph.no_shares or settings.compiled
     if settings.schedule == INSIDE and outside:
         settings = replace(settings, schedule="gpipe")
     table = _with_memory(network, table, settings, site, optimizers)
+    if settings.schedule == INSIDE:
+        table = table.with_copies_aside()
     # the driver holds the batch, the network's outputs and their gradients
     passed = sum(leaf.nbytes for leaf in network.leaves) + 2 * round(table.output_bytes)
     # (where backwards run inside of a call outputs are not kept)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
-from lightning_hybrid._torch.tensors import gradient_hooks
 from lightning_hybrid.comm import CallKey, TensorSpec
 from lightning_hybrid.graph import Stage
 
@@ -158,14 +157,6 @@ def gradients_aside(
             leaf.grad = None
         found.append((weights[name], gradient))
     return found
-
-
-def add_gradient(weight: Tensor, gradient: Tensor) -> None:
-    """Add to the gradient of a parameter. Its hooks hear of it as of any other gradient."""
-    if weight.grad is None and not gradient_hooks(weight):
-        weight.grad = gradient  # (autograd would copy it)
-    else:
-        torch.autograd.backward(weight, gradient)
 
 
 def saving_nothing() -> AbstractContextManager[Any]:

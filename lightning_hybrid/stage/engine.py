@@ -46,7 +46,6 @@ from lightning_hybrid.stage.calls import (
     Gradients,
     Traffic,
     Values,
-    add_gradient,
     gradients_aside,
     leaves_of,
 )
@@ -271,7 +270,8 @@ class Engine:
                 pairs = gradients_aside(leaves, self.stage_for(own, call.key), keep=mode.keep)
                 multiply_each([gradient for _, gradient in pairs], factor)
                 while pairs:  # (each is freed when it was added)
-                    add_gradient(*pairs.pop())
+                    # (`backward`, so that hooks of the weights hear of it as of any other gradient)
+                    torch.autograd.backward(*pairs.pop())
         if mode.reduce:
             self.replica_group.finish()
         self.passed = True
