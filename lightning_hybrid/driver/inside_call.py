@@ -41,10 +41,9 @@ def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
         return graph.no_shares
     if len({*placement.devices}) < len(placement.devices):
         return "a device has several stages"
+    # (a backward has parts of other replicas then, whose losses may get other gradients)
     if engine.synchronises:
-        return "batch statistics are those of all replicas"
-    if engine.is_compiled:
-        return "its stages are compiled"
+        return "batch statistics are those of all replicas, whose losses may have other factors"
     return "" if placement.schedule == INSIDE else "its plan has another schedule"
 
 

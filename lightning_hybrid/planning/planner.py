@@ -110,8 +110,7 @@ def make_plan(
     else:
         table = network.profile(site.device)
     # (where no backward can run inside of calls all micro-batches are kept, as under fill-drain)
-    outside = network.graph.no_shares or settings.compiled
-    if settings.schedule == INSIDE and outside:
+    if settings.schedule == INSIDE and network.graph.no_shares:
         settings = replace(settings, schedule="gpipe")
     table = _with_memory(network, table, settings, site, optimizers)
     if settings.schedule == INSIDE:

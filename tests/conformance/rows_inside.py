@@ -103,6 +103,13 @@ class RecomputesInside(GoesBackInsideOfItsCall):
     arguments: ClassVar = {"schedule": "1f1b", "recompute": True}
 
 
+class CompilesInside(GoesBackInsideOfItsCall):
+    """`compile_stages=True` beside it."""
+
+    sampled = True
+    arguments: ClassVar = {"schedule": "1f1b", "compile_stages": True}
+
+
 class TiesWeightsAndGoesBackInside(GoesBackInsideOfItsCall):
     """Stages share a weight, as an embedding and a head do."""
 
