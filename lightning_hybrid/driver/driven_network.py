@@ -30,7 +30,7 @@ from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.graph import NetworkGraph
 from lightning_hybrid.remote import Kind, read_now
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     Call,
     Ends,
@@ -187,7 +187,8 @@ class DrivenNetwork(StagedNetwork):
         key = self._key(specialization.number, slices, numbers, grad, continues, inside)
         launched = None if self.stream is None else self.stream.due(key, leaves)
         if launched is None:
-            call, command = self.open_call(key, again=again)
+            averages = grad and again is None and self._averages_inside()
+            call, command = self.open_call(key, again=again, averages=averages)
             self._commands.tell(command)
             self._told(key.trainable)
         else:
@@ -257,9 +258,14 @@ class DrivenNetwork(StagedNetwork):
         was, now = call.key.trainable, self.trainable()
         # (what was frozen in the forward is not part of its graph, and gets no gradient either)
         trainable = None if now == was else tuple([a and b for a, b in zip(was, now)])
+        averaged = False
+        if parameters and call.averages:
+            ours = self.engine.replica_group.aside_of == call.number
+            usual = reduce and ours and trainable is None and not keep
+            averaged, call.averages = self._gradients.take_inside(factor if usual else None), False
         mode = Backward(
             *(self.number, call.number, pattern, exchange, parameters, keep, input_gradient),
-            *(reduce, trainable),
+            *(reduce and not averaged, trainable, averaged),
         )
         self._commands.tell(mode)
         self._told(trainable or was)
@@ -278,7 +284,7 @@ class DrivenNetwork(StagedNetwork):
         self._dropped.append(number)
 
     def open_call(
-        self, key: CallKey, ahead: int = 0, again: Call | None = None
+        self, key: CallKey, ahead: int = 0, again: Call | None = None, *, averages: bool = False
     ) -> tuple[Call, Forward]:
         """Open a call, and make the command that has the workers run its forward.
 
@@ -286,6 +292,7 @@ class DrivenNetwork(StagedNetwork):
             key: the key of the call.
             ahead: how many batches before its turn the call begins.
             again: the same call, which has run before.
+            averages: whether it averages over the replicas what it leaves aside.
         """
         number = self._numbers.get(key)
         exchange = number is None
@@ -310,9 +317,16 @@ class DrivenNetwork(StagedNetwork):
         new_key = key if exchange else None
         command = Forward(
             *(self.number, self._count, draw, number, exchange, uses_rng, early),
-            *(new_key, again is not None),
+            *(new_key, again is not None, averages),
         )
         return self.open(command), command
+
+    def _averages_inside(self) -> bool:
+        """Whether the call that begins averages over the replicas what it leaves aside."""
+        if self.placement.schedule != INSIDE:
+            return False
+        begins = self._gradients.begin_inside(self.number, self._step_calls.count)
+        return begins and not self.weight_hooks
 
     def _refresh(self, graph: NetworkGraph, *, grad: bool) -> None:
         """Bring every rank the values that its stages compute with in the forward that follows."""

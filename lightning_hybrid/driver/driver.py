@@ -126,7 +126,8 @@ class Driver:
             *(module, start, known, here, self.commands, self._ownership, self._replicated, files)
         )
         self.gradients = ReplicaGradients(
-            self.commands, self._borrowing, self._replicated, unsettled, mesh.survivors
+            *(self.commands, self._borrowing, self._replicated, unsettled),
+            *(mesh.survivors, mesh.drivers),
         )
         self.optimizers = DrivenOptimizers(
             *(start, mesh, self.commands, self._ownership, self.gradients, files, options)

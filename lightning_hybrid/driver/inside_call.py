@@ -289,6 +289,7 @@ def _go_back_again(
     """
     graph, network = run.calls.specialization.graph, run.calls.network
     call, parts = run.again(grad=True)
+    call.averages = run.call.averages  # (replicas agree once about what the first one has left)
     leaves = [leaf.requires_grad_(learns) for leaf, learns in zip(join(parts, graph), run.learns)]
     found: dict[int, Tensor | None] = {}
     if of_loss is not None:

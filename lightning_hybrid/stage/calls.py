@@ -108,6 +108,7 @@ class Call:
         ahead: whether it runs before its turn on all stages but the last; see
             :mod:`lightning_hybrid.stage.early_forwards`.
         again: whether it has run before, so that what it writes to buffers is not kept.
+        averages: whether what is left aside is averaged over the replicas inside of the call.
         aside: for each stage of this rank, if backwards run inside of the call: by name, what
             stands for its parameters and collects their gradients.
     """
@@ -122,6 +123,7 @@ class Call:
     states: Values = field(default_factory=list)
     ahead: bool = False
     again: bool = False
+    averages: bool = False
     aside: list[dict[str, Tensor]] = field(default_factory=list)
 
 

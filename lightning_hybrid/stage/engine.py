@@ -180,13 +180,14 @@ class Engine:
         works = [ForwardPass(self, index, call, inputs, ends) for index in here]
         backs: Sequence[Pass] = works
         if call.key.inside:
-            mode = Backward(0, call.number, 0, call.exchange, True, False, False, False)
+            mode = Backward(0, call.number, 0, call.exchange, True, False, False, call.averages)
             backs = [BackwardPass(self, i, call, mode, works[i].gradients) for i in here]
         todo, _ = self.lists(call.key, input_gradient=False)
         for index, kind, microbatch in todo:
             work: Pass = backs[index] if kind in BACKWARD_KINDS else works[index]
             work.do(kind, microbatch)
         # 2. What must wait for all micro-batches of the pass.
+        self._send_aside(call)
         for _, early in self.early:
             early.end_forward(call.number)
         if self.replayed is not None:
@@ -266,15 +267,31 @@ class Engine:
         if mode.reduce:
             self.replica_group.arm(self.done_before)
         with as_they_are():
-            for own, leaves in zip(self.owned, call.aside):
-                pairs = gradients_aside(leaves, self.stage_for(own, call.key), keep=mode.keep)
-                multiply_each([gradient for _, gradient in pairs], factor)
-                while pairs:  # (each is freed when it was added)
-                    # (`backward`, so that hooks of the weights hear of it as of any other gradient)
-                    torch.autograd.backward(*pairs.pop())
+            pairs = self.replica_group.take_aside() if mode.averaged else []
+            for own, leaves in () if mode.averaged else zip(self.owned, call.aside):
+                pairs += gradients_aside(leaves, self.stage_for(own, call.key), keep=mode.keep)
+            multiply_each([gradient for _, gradient in pairs], factor)
+            while pairs:  # (each is freed when it was added)
+                # (`backward`, so that hooks of the weights hear of it as of any other gradient)
+                torch.autograd.backward(*pairs.pop())
         if mode.reduce:
             self.replica_group.finish()
         self.passed = True
+
+    def _send_aside(self, call: Call) -> None:
+        """Send the rest of what is averaged inside of a call, if it is."""
+        if call.averages:
+            if not call.key.inside:  # (other replicas may go back inside of their calls)
+                self.average_aside(call)
+            self.replica_group.send_aside()
+
+    def average_aside(self, call: Call) -> None:
+        """Begin to average over the replicas what backwards inside of a call leave aside."""
+        leaves: dict[Tensor, Tensor] = {}
+        for own, aside in zip(self.owned, call.aside):
+            weights = self.stage_for(own, call.key).taken()
+            leaves |= {weights[name]: leaf for name, leaf in aside.items()}
+        self.replica_group.arm_aside(call.number, leaves)
 
     def _pass_on(self, factor: Tensor | None) -> Tensor:
         """The factor of the driver, which goes from stage to stage as gradients do."""
