@@ -264,7 +264,9 @@ def _check(
     # for streamed schedules no other number of micro-batches is advised
     if settings.schedule not in STREAMED:
         ways = [way, replace(way, recompute=False)] if way.recompute else [way]
-        tried = [Fit.of(table, way, limits, batch, may_recompute=trains) for way in ways]
+        chain = settings.contiguous and not settings.has_copies and settings.schedule != "looped"
+        may = {"may_recompute": trains, "may_go_inside": trains and chain}
+        tried = [Fit.of(table, each, limits, batch, **may) for each in ways]
     # given cuts are not compared with other chains
     searched = isinstance(settings.allocation, str)
     check_memory(
@@ -317,7 +319,8 @@ def plan_within(
     limits, stages, microbatches = replica.memory_limits, replica.stages, replica.microbatches
 
     def plan_with(recompute: bool) -> Plan:
-        way = Way(stages=stages, microbatches=microbatches, recompute=recompute)
+        inside = settings.schedule == INSIDE
+        way = Way(stages=stages, microbatches=microbatches, recompute=recompute, inside=inside)
         held = Held([round(size) for size in table.kept_bytes])
         if trains:
             held = held_in_training(table, settings, way)
