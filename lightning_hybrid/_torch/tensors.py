@@ -44,6 +44,7 @@ _T = TypeVar("_T", bound=Tensor)
 
 # one call for many tensors, which is what torch's own optimizers use; there is no public name
 _copy_each = find("torch:_foreach_copy_")
+_multiply_each = find("torch:_foreach_mul_")
 # the norm of each of many tensors, as `torch.nn.utils.get_total_norm` computes them
 norm_each = find("torch:_foreach_norm")
 # (gradients of one type, number that becomes 1 if one is not finite, factor): as GradScaler does
@@ -198,3 +199,25 @@ def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each of the sources into the target at its place, with one call for all."""
     with torch.no_grad():
         _copy_each(targets, sources)
+
+
+def multiply_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place, with one call for many.
+
+    Args:
+        tensors: on one device.
+        factor: a scalar on their device. The host does not read it, unless that is the CPU, where
+            a factor of 1 is left out.
+    """
+    if factor.device.type == "cpu" and factor == 1:
+        return
+    with torch.no_grad():
+        for dtype in {tensor.dtype for tensor in tensors}:
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            if dtype.itemsize > 2 and all(t.layout is torch.strided for t in alike):
+                _multiply_each(alike, factor.to(dtype))
+                continue
+            for tensor in alike:
+                # (a factor in half precision would be rounded, too)
+                wide = tensor.float() if dtype.itemsize == 2 else tensor
+                tensor.copy_(wide * factor.to(wide.dtype))

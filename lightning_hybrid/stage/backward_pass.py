@@ -75,7 +75,10 @@ class BackwardPass(Pass):
     def reduce(self, microbatch: int) -> None:
         # all gradients of the step are final but those that the next instruction adds to
         if self.mode.reduce and self._reduces_last:
-            self.engine.replica_group.arm(self.engine.done_before)
+            if self.call.key.inside:
+                self.engine.average_aside(self.call)
+            else:
+                self.engine.replica_group.arm(self.engine.done_before)
 
     def backward(self, microbatch: int) -> None:
         engine = self.engine
