@@ -104,7 +104,7 @@ class StillAlive(Message):
 
 @dataclass(frozen=True)
 class Leaving(Message):
-    """The last message of a sender that has failed, or has heard of a failure."""
+    """The last message of a sender that has failed, or was told of a failure."""
 
     failure: Failure
 
