@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import HybridGabraStrategy, register_optimizer
 
 PEERS = (
     "one device",
@@ -149,6 +149,7 @@ NETWORKS = {
 """What makes each of them, and its width, layers and size if nothing is said."""
 
 
+@register_optimizer
 class Adam(torch.optim.Adam):
     """Notes what this process has of its states."""
 

@@ -16,6 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hybrid import register_optimizer
+
 KEPT: dict[str, dict[int, int]] = {}
 """By optimizer the bytes of the states that this process has, by number of the parameter."""
 
@@ -30,6 +32,7 @@ def note(optimizer: torch.optim.Optimizer) -> None:
     }
 
 
+@register_optimizer
 class Adam(torch.optim.Adam):
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -37,6 +40,7 @@ class Adam(torch.optim.Adam):
         return loss
 
 
+@register_optimizer
 class Momentum(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
