@@ -1,9 +1,11 @@
 """Groups of NCCL between processes with emulated devices: its rules, over gloo.
 
-What is not kept to: a `wait` blocks the host here, where NCCL has the device wait.
+What is not kept to: a `wait` blocks the host here, where NCCL has the device wait. With
+``CUDA_LAUNCH_BLOCKING=1`` each operation does from its beginning on, as there.
 """
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,6 +25,8 @@ class _Work:
 
     def __init__(self, work: dist.Work, *kept: Any) -> None:
         self._work, self._kept = work, kept
+        if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            work.wait()
 
     def wait(self, *arguments: Any) -> bool:
         return self._work.wait(*arguments)
