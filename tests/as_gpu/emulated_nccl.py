@@ -25,11 +25,11 @@ class _Work:
 
     def __init__(self, work: dist.Work, *kept: Any) -> None:
         self._work, self._kept = work, kept
-        if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-            work.wait()
+        self._over = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1" and work.wait()
 
     def wait(self, *arguments: Any) -> bool:
-        return self._work.wait(*arguments)
+        # (gloo would wait for another end)
+        return self._over or self._work.wait(*arguments)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -56,6 +56,9 @@ class EmulatedNCCL:
         self._timeout, self._met = options._timeout, False
         self._use = ""
         self._lock = threading.Lock()
+
+    def name(self) -> str:
+        return "nccl"
 
     def rank(self) -> int:
         return self._rank
