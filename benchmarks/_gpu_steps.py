@@ -88,7 +88,7 @@ class Watch:
         began_s: when training began.
         count: steps that have begun.
         found: what was seen.
-        messages: bytes of the largest message that was sent.
+        messages: bytes of the largest message that was sent since the last step of the warm-up.
     """
 
     steps: int
@@ -112,7 +112,7 @@ class Watch:
             self._synchronise()
             if self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            self._marks = time.perf_counter(), time.process_time()
+            self._marks, self.messages = (time.perf_counter(), time.process_time()), 0
         if number == WARM_UP + self.steps:
             self._timed()
             self._profiler = profile(activities=list(supported_activities()))
