@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 SCRIPT = HERE.parents[1] / "benchmarks" / "first_gpu_run.py"
 
@@ -32,4 +34,6 @@ def test_its_parts_run_on_devices(tmp_path: Path) -> None:
     assert [*blocking] == ["gpipe", "1f1b"]
     for run in blocking.values():
         assert all(rank["peak, MiB"] > 0 for rank in run["ranks"])
-        assert run["ranks"][0]["losses"] == one["plain"]["ranks"][0]["losses"]
+        # (micro-batches are rounded otherwise in bfloat16)
+        plain = one["plain"]["ranks"][0]["losses"]
+        assert run["ranks"][0]["losses"] == pytest.approx(plain, rel=1e-2)
