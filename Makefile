@@ -1,6 +1,6 @@
 SHELL := bash
 .DELETE_ON_ERROR:
-.PHONY: setup demo test check newest conformance part real lint bench as-gpu features docs release
+.PHONY: setup demo test check newest conformance part rows since real lint bench as-gpu features docs release
 
 PYTHON ?= python3.11
 READY := .venv/.ready
@@ -37,7 +37,7 @@ demo: $(READY)
 
 # each test with one thread for its sums; tests of one file one after the other
 PYTEST := python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
-test check newest conformance part real: export OMP_NUM_THREADS := 1
+test check newest conformance part rows since real: export OMP_NUM_THREADS := 1
 
 # (a hang that Python cannot interrupt, as it can for pytest's own timeout, ends its process)
 # (three at once for two cores: processes that start and ranks that wait take a third of the time)
@@ -83,6 +83,18 @@ conformance: $(READY)
 # another part of the slow tier with each commit
 part: $(READY)
 	$(PYTEST) 2 -m "conformance and not real" --part "$$(git rev-parse HEAD)" tests/conformance tests/wheel tests/torch_names tests/graph tests/capture tests/driver tests/datamodules tests/allocation tests/planning tests/asking
+
+# all rows under two stages, in which most of what can break a row breaks it
+ROWS := $(PYTEST) 1 -m "conformance and not real" tests/conformance/test_conformance.py::TestTwoStages
+rows: $(READY)
+	$(ROWS)
+
+# finds the commit since which a row fails: make since ROW=NAME GOOD=COMMIT, in which it worked
+since: $(READY)
+	@test -n "$(ROW)" -a -n "$(GOOD)" || { echo "make since ROW=NAME GOOD=COMMIT"; exit 1; }
+	@test -z "$$(git status --porcelain -uno)" || { echo "git status shows changes: commit them first"; exit 1; }
+	git bisect start HEAD $(GOOD)
+	git bisect run $(ROWS) -k "$(ROW)"; git bisect reset
 
 # emulated GPUs, which the other tests must not see
 as-gpu: export OMP_NUM_THREADS := 1

@@ -75,14 +75,13 @@ class Divided(Module):
 
 
 def bare_trainer(strategy: Any, accelerator: str = "cpu", **options: Any) -> Trainer:
-    """A Trainer that only trains: no logger, progress bar, summary; checkpoints if asked for."""
+    """A Trainer that only trains: no bar, no summary; checkpoints or a logger if asked for."""
     return Trainer(
         strategy=strategy,
         accelerator=accelerator,
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"enable_checkpointing": False, **options},
+        **{"enable_checkpointing": False, "logger": False, **options},
     )
 
 

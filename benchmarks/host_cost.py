@@ -2,11 +2,11 @@
 
 Claim: at most 1.5 ms + 0.5 ms per micro-batch above plain at 1,000 tensors, clipping included.
 
-Linear layers of width 8 in two stages: nearly all of a step is the host's work. Plain is one device
-on which the network's call is ``torch.cat([net(part) for part in x.chunk(M)])``, so that all three
-threads run the same kernels; "above" is driver and worker together without plain. Taken is the CPU
-time of the thread that trains (it does not count while it waits), the median of the steps after the
-first ones; without the check of calls, which is in few steps (`verify_cost.py`).
+Linear layers of width 8 in two equal stages: nearly all of a step is the host's work. Plain is one
+device on which the network's call is ``torch.cat([net(part) for part in x.chunk(M)])``, so that all
+three threads run the same kernels; "above" is driver and worker together without plain. Taken is
+the CPU time of the thread that trains (it does not count while it waits), the median of the steps
+after the first ones; without the check of calls, which is in few steps (`verify_cost.py`).
 
     python benchmarks/host_cost.py [--tensors 10 100 1000] [--microbatches 1 4 16] [--steps 20]
 """
@@ -92,7 +92,8 @@ def train(stages: int, tensors: int, microbatches: int, extra: str, steps: int, 
     # (the strategy makes the micro-batches of the whole batch itself)
     module = Host(tensors, 1 if stages > 1 else microbatches, extra)
     if stages > 1:
-        strategy = HybridGabraStrategy(1, stages, microbatches, verify=False)
+        middle = [f"net.{tensors // 4}"]
+        strategy = HybridGabraStrategy(1, stages, microbatches, allocation=middle, verify=False)
     trainer = bare_trainer(strategy, **options)
     inputs = torch.randn(BATCH * (steps + WARM_UP), WIDTH)
     trainer.fit(module, DataLoader(TensorDataset(inputs), BATCH))

@@ -167,14 +167,18 @@ def kept(path: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _with_interval(metrics: Mapping[str, float]) -> str:
+    """Accuracy, and its interval where people are enough for one."""
+    ends = [metrics.get(f"test/accuracy_{end}") for end in ("low", "high")]
+    shown = "-".join(f"{end:.2f}" for end in ends if end is not None)
+    return f"{metrics['test/accuracy']:.3f}" + (f" ({shown})" if shown else "")
+
+
 def show_runs(results: Mapping[str, list[dict[str, Any]]]) -> None:
     print("\nrun; accuracy: mean and, per seed, the 95 % interval over subjects; AUROC; seconds")
     for name, runs in results.items():
         values = [run["metrics"] for run in runs]
-        each = ", ".join(
-            f"{v['test/accuracy']:.3f} ({v['test/accuracy_low']:.2f}-{v['test/accuracy_high']:.2f})"
-            for v in values
-        )
+        each = ", ".join(map(_with_interval, values))
         accuracy, auroc = (np.mean([v[f"test/{n}"] for v in values]) for n in ("accuracy", "auroc"))
         spent_s = np.mean([run["fit_s"] for run in runs])
         print(f"{name:16}{accuracy:.3f}: {each}; {auroc:.3f}; {spent_s:.0f} s")

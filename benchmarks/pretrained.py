@@ -12,8 +12,9 @@ forward, of each rank:
 * read: bytes that came from the disk for it, as the page cache was empty; ranks of a host share
   what one of them has read. For all ranks of a run together beside the size of the folder; the aim
   is 1.2 x;
-* seconds: until the network is there, until the first batch, until the first loss (with stages, the
-  capture of the graph is in the last one).
+* seconds: of `configure_model`; until the network is there, until the first batch, until the first
+  loss. With stages the first of these comes after the start of the other ranks, and the last one
+  has the work before the first step, whose pieces are shown: in "handing out" ranks read the files.
 
     python benchmarks/pretrained.py                                # about 1 B parameters in bf16
     python benchmarks/pretrained.py --width 512 --layers 4 --shard 20MB
@@ -151,11 +152,13 @@ class FineTune(LightningModule):
         if self.net is not None:
             return
         torch.manual_seed(0)
+        begun = time.perf_counter()
         net = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.bfloat16)
         adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
         self.net = get_peft_model(net, adapters, autocast_adapter_dtype=False)
         if self._kind == "fsdp2":
             self._shard(self.net)
+        self.seconds["configure_model"] = round(time.perf_counter() - begun, 1)
         self.reached("network")
 
     def _shard(self, net: nn.Module) -> None:
@@ -170,6 +173,11 @@ class FineTune(LightningModule):
         self.loss = loss.item()
         self.watch.end()
         self.reached("loss")
+        if self._kind == "hybrid":
+            # (loggers get these after the step, `hybrid/start/...`, and there is one step)
+            strategy: Any = self.trainer.strategy
+            spent = strategy._session._run.progress.seconds
+            self.seconds |= {what.split()[0]: round(s, 1) for what, s in spent.items()}
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

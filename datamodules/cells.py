@@ -37,20 +37,22 @@ QUANTITIES = {
         ("age", "agebl", "ageatscan", "ageatvisit", "ageyears", "patientage", "patientsage"),
         1,
         115,
-        "y|yrs?|years?( old)?|j|jahre",
+        r"y|y\.?o\.?|yrs?\.?|years?( old)?|j\.?|jahre|ans|años",
     ),
-    "mmse": Quantity(("mmse", "mmsescore", "mmsetotal"), 0, 30, "/30|points?"),
+    "mmse": Quantity(
+        ("mmse", "mmsescore", "mmsetotal"), 0, 30, r"(/|of|von|sur|de) ?30|points?|pts?\.?|punkte"
+    ),
     "cdr_sb": Quantity(("cdrsb", "cdrsob"), 0, 18),
     "apoe4": Quantity(("apoe4",), 0, 2),
     "field_strength": Quantity(
         ("fieldstrength", "fldstreng", "mrifield", "magneticfieldstrength", "tesla"),
         0.05,
         15,
-        "t|tesla( mri)?",
+        "t|t mri|tesla( mri)?",
     ),
 }
 SEX = ("sex", "gender", "ptgender", "patientsex", "patientssex")
-_NUMBER = re.compile(r"[<>≤≥]?=?\s*(?P<n>\d+([.,]\d+)?)\s*\+?\s*(?P<unit>.*)")
+_NUMBER = re.compile(r"['+~<>≤≥]?=?\s*(?P<n>\d+([.,]\d*)?)\s*\+?\s*(?P<unit>.*)")
 _OPEN = re.compile(r"^[<>≤≥]|\d\s*\+")
 _SEXES = {
     **dict.fromkeys(("f", "female", "w", "woman", "weiblich"), "F"),
@@ -58,8 +60,8 @@ _SEXES = {
 }
 _ISO_SEXES = {"1": "M", "2": "F"}
 """ISO/IEC 5218, and ADNI's; 0 and 9 are not known there."""
-_CODE = 99.0  # an age that somebody may have, and a usual code of a missing value
 _OLDEST = 95.0  # people who are older than that are rare, and of several ages
+_ALONE = 3.0  # years below a code of a missing value, such as 99, in which nobody is
 
 
 def sex_in(text: str) -> str:
@@ -83,7 +85,15 @@ def quantity_in(text: str, name: str) -> float | None:
 
 
 def _plain(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).strip().lower()
+    text = unicodedata.normalize("NFKC", text)
+    return "".join(c for c in text if unicodedata.category(c) != "Cf").strip().lower()
+
+
+def _repeated(ages: Sequence[float]) -> float | None:
+    """An age that is a code of a missing value: the highest, of several rows, nobody near it."""
+    most = max(ages, default=0.0)
+    near = [age for age in ages if age >= most - _ALONE]
+    return most if most > _OLDEST and len(near) > 1 and set(near) == {most} else None
 
 
 class Cells:
@@ -108,8 +118,7 @@ class Cells:
         sexes = {_whole(cell) for row in rows if (cell := _cell(row, SEX))}
         self._iso = "2" in sexes and sexes <= {"0", "1", "2", "9"}
         ages = [quantity_in(_cell(row, QUANTITIES["age"].columns), "age") for row in rows]
-        old = [age for age in ages if age is not None and age > _OLDEST]
-        self._coded = len(old) > 1 and set(old) == {_CODE}
+        self._code = _repeated([age for age in ages if age is not None])
 
     def sex(self, row: Mapping[str, str]) -> str:
         """F, M or empty."""
@@ -119,7 +128,7 @@ class Cells:
     def number(self, row: Mapping[str, str], name: str) -> float | None:
         """A quantity of a row; None: not known."""
         value = quantity_in(_cell(row, QUANTITIES[name].columns), name)
-        return None if name == "age" and self._coded and value == _CODE else value
+        return None if name == "age" and value == self._code else value
 
     def alleles(self, row: Mapping[str, str]) -> int | None:
         """Number of APOE e4 alleles; None: not known."""

@@ -39,11 +39,11 @@ def label_records(
             record = _with_number(record, task)
         labelled.append(record)
     problems = [*_unknown_labels(labelled)]
-    chosen = choose_series(labelled)
-    if clinical is not None:
-        return _one_class_each(chosen), problems
-    marked, conflicts = _label_conflicts(chosen, task)
-    return marked, [*problems, *conflicts]
+    # before a series is chosen: its label is no righter than that of the others
+    marked, conflicts = _conflicts(labelled, labels=clinical is None and not task.everybody)
+    chosen = choose_series(marked)
+    problems += conflicts
+    return (chosen if clinical is None else _one_class_each(chosen)), problems
 
 
 def _from_group(record: ScanRecord, task: Task, rule: LabelRule) -> ScanRecord:
@@ -161,11 +161,13 @@ def _unknown_labels(records: Sequence[ScanRecord]) -> Iterator[Problem]:
             groups[record.dx_bl].append(record)
     for group, alike in groups.items():
         first = min(alike, key=_line)
+        mapped = bool(group) and first.layout in ("csv", "bids")
         missing = f"group {group!r} is none of" if group else "no diagnosis at all: none of"
         yield Problem(
             "UNKNOWN_LABEL",
             f"{missing} {known_words()}",
-            "give the diagnoses (ADNIMERGE, DXSUM) with --data.diagnosis_csv / --diagnosis-csv, "
+            (f"say what it means with --data.label_map / --label-map '{group}=...', " * mapped)
+            + "give the diagnoses (ADNIMERGE, DXSUM) with --data.diagnosis_csv / --diagnosis-csv, "
             "or correct the table",
             first.row or first.path,
             first.subject,
@@ -192,22 +194,30 @@ def _one_class_each(records: Sequence[ScanRecord]) -> list[ScanRecord]:
     ]
 
 
-def _label_conflicts(
-    records: Sequence[ScanRecord], task: Task
+def _conflicts(
+    records: Sequence[ScanRecord], labels: bool
 ) -> tuple[list[ScanRecord], list[Problem]]:
-    labels: dict[str, set[str]] = defaultdict(set)
+    """Mark scans of people whose rows say two sexes or, if ``labels``, two classes."""
+    classes: dict[str, set[str]] = defaultdict(set)
+    sexes: dict[str, set[str]] = defaultdict(set)
     for record in records:
-        if record.used and not task.everybody:
-            labels[record.subject].add(record.dx)
-    torn = {subject: names for subject, names in labels.items() if len(names) > 1}
+        sexes[record.subject] |= {record.sex} - {""}
+        if record.used and labels:
+            classes[record.subject].add(record.dx)
     problems, marked = [], []
     for record in records:
-        if record.used and record.subject in torn:
-            record = replace(record, problem="LABEL_CONFLICT")
-            names = " and ".join(sorted(torn[record.subject]))
-            detail = f"the subject is {names} in the task {task.name}; here: {record.dx_source}"
-            action = "correct the table, or leave the subject out"
+        found = {"LABEL_CONFLICT": classes[record.subject], "TWO_SEXES": sexes[record.subject]}
+        code = next((name for name, said in found.items() if len(said) > 1), "")
+        if record.used and code:
+            record = replace(record, problem=code)
+            both = " and ".join(sorted(found[code]))
+            detail = f"the subject's rows say {both}; here: {_said(record, code)}"
+            action = "correct the table, or leave the subject out: two people under one name?"
             who = (record.path, record.subject, record.image_id)
-            problems.append(Problem("LABEL_CONFLICT", detail, action, *who))
+            problems.append(Problem(code, detail, action, *who))
         marked.append(record)
     return marked, problems
+
+
+def _said(record: ScanRecord, code: str) -> str:
+    return record.dx_source if code == "LABEL_CONFLICT" else record.sex or "nothing"

@@ -209,7 +209,7 @@ def _counts(values: Sequence[str]) -> str:
 def write_demographics(path: Path, records: Sequence[ScanRecord]) -> None:
     """Write the table, tab-separated."""
     p = {name: p_text(value) for name, value in p_values(records).items()}
-    rows = [*map(asdict, demographics(records)), {"diagnosis": "p", **p}]
+    rows = [*map(asdict, demographics(records)), *([{"diagnosis": "p", **p}] if p else [])]
     write_atomically(path, table_bytes(rows, [field.name for field in fields(Group)]))
 
 

@@ -109,7 +109,7 @@ def header_of(path: Path) -> set[str]:
         return set()
     first = next(line for line in text.splitlines() if line.strip())
     headers = [next(csv.reader([first], delimiter=mark)) for mark in _DELIMITERS]
-    return {normalise(name) for name in max(headers, key=len)}
+    return set(_renamed([normalise(name) for name in max(headers, key=len)], {}))
 
 
 def read_table(
@@ -153,7 +153,10 @@ def read_table(
 
 
 def _renamed(names: list[str], aliases: Mapping[str, Sequence[str]]) -> list[str]:
-    """Columns under the name that the reader uses."""
+    """Columns under the name that the reader uses, and without units: ``age(years)``."""
+    bare = [re.sub(r"(?<=.)[(\[].*[)\]]$", "", name) for name in names]
+    alone = Counter(bare)  # of `MMSE (bl)` and `MMSE (m12)` neither is MMSE
+    names = [short if alone[short] == 1 else name for short, name in zip(bare, names)]
     for wanted, others in aliases.items():
         found = next((name for name in others if name in names), None)
         if wanted not in names and found is not None:
@@ -204,7 +207,8 @@ def _delimiter(
         raise _bad(
             path,
             f"no column {', '.join(missing)}; the header is: {', '.join(header)[:300]}",
-            "export the collection table from the portal (Data Collections, CSV)",
+            "rename its columns; from the portal export the table of the collection (Data "
+            "Collections, CSV)",
         )
     doubled = [name for name, count in names.items() if count > 1]
     if doubled:

@@ -2,16 +2,32 @@
 
 Importing this package registers ``Trainer(strategy="hybrid_gabra")`` and its variants
 ``hybrid_gabra_spawn``, ``hybrid_gabra_fork`` and ``hybrid_gabra_notebook``, with ``lightning`` or,
-if that is what is imported by then, with ``pytorch_lightning``; and for ``Fabric``.
+if that is what is imported first, with ``pytorch_lightning``; and for ``Fabric``.
 """
 
-from lightning_hybrid._lightning import FabricStrategyRegistry, StrategyRegistry
-from lightning_hybrid.planning import Plan
-from lightning_hybrid.process import refuse_in_other_package
-from lightning_hybrid.strategy import NAMES, HybridGabraFabricStrategy, HybridGabraStrategy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["HybridGabraFabricStrategy", "HybridGabraStrategy", "Plan"]
+from lightning_hybrid._registration import register_everywhere
 
-HybridGabraStrategy.register_strategies(StrategyRegistry)
-HybridGabraFabricStrategy.register_strategies(FabricStrategyRegistry)
-refuse_in_other_package(NAMES)
+if TYPE_CHECKING:
+    from lightning_hybrid.driver import register_optimizer as register_optimizer
+    from lightning_hybrid.planning import Plan as Plan
+    from lightning_hybrid.strategy import HybridGabraFabricStrategy as HybridGabraFabricStrategy
+    from lightning_hybrid.strategy import HybridGabraStrategy as HybridGabraStrategy
+
+__all__ = ["HybridGabraFabricStrategy", "HybridGabraStrategy", "Plan", "register_optimizer"]
+_ROOMS = {"Plan": "planning", "register_optimizer": "driver"}
+
+register_everywhere()
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: a room of this package that needs no torch is imported without."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS.get(name, 'strategy')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

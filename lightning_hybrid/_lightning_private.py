@@ -91,7 +91,7 @@ def batch_counts(trainer: Trainer) -> list[Any]:
 
 
 def set_batch_counts(trainer: Trainer, counts: list[Any], load: Callable[[], None]) -> None:
-    """On a worker, put there what :func:`batch_counts` gave: its loops have seen no loader.
+    """Copy the driver's :func:`batch_counts` to a worker, whose loops have seen no loader.
 
     Args:
         trainer: Lightning's.

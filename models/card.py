@@ -32,7 +32,7 @@ def card(ckpt_path: Path) -> list[tuple[str, str]]:
     if is_number(names):
         gives = f"a number, {names[0]} in {UNITS[names[0]]},"
     return [
-        ("Model", _model(options, checkpoint)),
+        ("Model", _model(options, checkpoint, names)),
         (
             "Intended use",
             "Research. No diagnosis, no treatment, no screening: it was tested for none of them. "
@@ -76,12 +76,18 @@ def card_of_folds(folder: Path) -> list[tuple[str, str]]:
     return list((parts | own).items())
 
 
+def write_card_of_folds(folder: Path) -> None:
+    """Write ``model_card.md``, of the networks of all folds as one."""
+    text = as_markdown("Several networks as one", card_of_folds(folder))
+    (folder / "model_card.md").write_text(text, encoding="utf-8")
+
+
 def as_markdown(title: str, parts: list[tuple[str, str]]) -> str:
     """A page in Markdown."""
     return f"# {title}\n" + "".join(f"\n## {name}\n\n{text}\n" for name, text in parts)
 
 
-def _model(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> str:
+def _model(options: Mapping[str, Any], checkpoint: Mapping[str, Any], names: Sequence[str]) -> str:
     weights = sum(
         value.numel()
         for name, value in checkpoint["state_dict"].items()
@@ -90,7 +96,8 @@ def _model(options: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> str:
     recipe = ", ".join(
         f"{name.replace('_', ' ')} {options[name]}"
         for name in ("optimizer", "learning_rate", "lr_schedule", "label_smoothing", "dropout")
-        if name in options
+        # a number's label is not smoothed
+        if name in options and not (name == "label_smoothing" and is_number(names))
     )
     return (
         f"3D-ResAttNet-{options['depth']} (a reconstruction), {weights:,} weights; "

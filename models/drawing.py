@@ -16,6 +16,7 @@ from models.tasks import UNITS, is_number
 
 _SIZE = (4.2, 3.8)
 _LINE = "#1f4e79"
+_LIMITS_OF = 20  # scans
 
 
 def draw_roc(probabilities: Array, labels: Array, class_names: Sequence[str]) -> Figure:
@@ -101,17 +102,23 @@ def draw_told(outputs: Array, labels: Array, class_names: Sequence[str]) -> Figu
 
 
 def draw_bland_altman(outputs: Array, labels: Array, class_names: Sequence[str]) -> Figure:
-    """Told minus true over their mean: the bias, and limits that hold 95 % (Bland and Altman)."""
+    """Told minus true over their mean: the bias, and limits that hold 95 % (Bland and Altman).
+
+    Of fewer than 20 scans no limits are drawn: they would be chance.
+    """
     (name,), told = class_names, outputs[:, 0]
     off, middle = told - labels, (told + labels) / 2
-    figure, axes = _axes(f"mean of told and true {name}", "told minus true", "Bland-Altman")
+    figure, axes = _axes(
+        f"mean of told and true {name}", "told minus true", f"Bland-Altman, {len(off)} scans"
+    )
     axes.scatter(middle, off, s=14, color=_LINE, alpha=0.7)
-    axes.margins(y=0.12)  # room for the words on the lines
     axes.axhline(0, color="grey", linestyle=":", linewidth=1)
     lines = {"bias": off.mean()}
-    if len(off) > 1:
+    if len(off) >= _LIMITS_OF:
         half = 1.96 * off.std(ddof=1)
         lines |= {"95 % from": off.mean() - half, "95 % to": off.mean() + half}
+    ends = np.array([min(*off, *lines.values(), 0), max(*off, *lines.values(), 0)])
+    axes.set_ylim(*(ends + np.ptp(ends) * np.array([-0.12, 0.12])))  # room for words on lines
     for text, at in lines.items():
         axes.axhline(at, color=_LINE, linewidth=1, linestyle="-" if text == "bias" else "--")
         axes.annotate(

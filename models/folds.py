@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from models.errors import UseError
-from models.metrics import Array, never_named
+from models.metrics import Array
 from models.predictions import read_outputs
 from models.results import load_metrics, writable
-from models.scores import evaluate, intervals
+from models.scores import evaluate, intervals, not_learnt
 from models.tables import read_table, write_table
-from models.tasks import is_number
 
 DONE = "done.json"
 
@@ -66,10 +65,9 @@ def main(arguments: list[str]) -> None:
     for row in summary:
         print("  ".join(f"{_shown(value):>18}" for value in row.values()))
     print(f"summary written to {options.out / 'folds.tsv'}")
-    from models.card import as_markdown, card_of_folds  # reads checkpoints, which takes seconds
+    from models.card import write_card_of_folds  # reads checkpoints, which takes seconds
 
-    text = as_markdown("Several networks as one", card_of_folds(options.out))
-    (options.out / "model_card.md").write_text(text, encoding="utf-8")
+    write_card_of_folds(options.out)
     print(f"all of them as one model: --ckpt_path {options.out}, for `predict` and `test --cohort`")
 
 
@@ -209,8 +207,8 @@ def _measured(table: Sequence[Mapping[str, str]]) -> Measured:
 def _evaluated(outputs: Array, table: Sequence[Mapping[str, str]]) -> Measured:
     _, labels, names = read_outputs(table)
     subjects = [row["subject"] for row in table]
-    if not is_number(names) and (never := never_named(outputs, names)):
-        print(never)
+    if said := not_learnt(outputs, labels, names):
+        print(said)
     return evaluate(outputs, labels), intervals(outputs, labels, subjects)
 
 

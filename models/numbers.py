@@ -15,6 +15,7 @@ from models.metrics import LEVEL, Array
 
 FEWEST = 50
 """People below which mean absolute error and bias have no interval."""
+_ALIKE = 0.2  # share of the spread of true numbers
 FEWEST_OF_FIT = 100
 """Likewise of the others, which few people far from the mean decide."""
 _DRAWS = 1000
@@ -55,6 +56,17 @@ def intervals(
     names = [name for name in found if people >= FEWEST_OF_FIT or name not in _OF_FIT]
     ends = {name: _bca(float(found[name]), drawn[name], without[name]) for name in names}
     return {name: pair for name, pair in ends.items() if not np.isnan(pair).any()}
+
+
+def hardly_differ(told: Array, true: Array, name: str) -> str:
+    """A sentence about numbers (n,) that are nearly one; empty where people are told apart."""
+    if len(told) < 2 or np.std(told) >= _ALIKE * np.std(true):
+        return ""
+    ends = [f"{min(values):.1f} to {max(values):.1f}" for values in (told, true)]
+    return (
+        f"The network tells everybody nearly the same {name}, {ends[0]}, and they have {ends[1]}: "
+        "it has not learnt to tell people apart."
+    )
 
 
 def _sums(told: Array, true: Array) -> Array:

@@ -6,7 +6,8 @@ validation scans, or what it tells wrong of a number there. Plain numbers and te
 of any single person.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class Reference:
                 continue
             low, high = self.ranges[name]
             if not low <= value <= high:
+                low, high = self.extremes.get(name, (low, high))
                 found[name] = f"{value:.4g}, trained on {low:.4g} to {high:.4g}"
         return found
 
@@ -108,17 +110,34 @@ def intensities(image: Array, voxel_ml: float) -> dict[str, float]:
     return {"head_ml": head.size * voxel_ml} | named
 
 
-@torch.no_grad()
-def scores_and_features(network: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores (n, K) of images (n, C, D, H, W), and what the last layer sees (n, F)."""
-    kept: list[Tensor] = []
-    last = network.get_submodule("classifier")
-    handle = last.register_forward_pre_hook(lambda module, inputs: kept.append(inputs[0]))
+@dataclass
+class Noted:
+    """What a forward pass gave: scores (n, K), and what the last layer saw, features (n, F)."""
+
+    scores: Tensor = field(default_factory=lambda: torch.empty(0))
+    features: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@contextmanager
+def noting(network: nn.Module) -> Iterator[Noted]:
+    """Note what the next forward pass of a network gives, whoever runs it."""
+    noted = Noted()
+
+    def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        noted.scores, noted.features = output.detach().float(), inputs[0].detach().float()
+
+    handle = network.get_submodule("classifier").register_forward_hook(note)
     try:
-        scores = network(images)
+        yield noted
     finally:
         handle.remove()
-    return scores.float(), kept[0].float()
+
+
+def scores_and_features(network: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores (n, K) of images (n, C, D, H, W), and what the last layer sees (n, F)."""
+    with noting(network) as noted, torch.no_grad():
+        network(images)
+    return noted.scores, noted.features
 
 
 def measure(network: nn.Module, datamodule: Any, scale: Scale | None = None) -> Reference:

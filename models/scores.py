@@ -26,6 +26,13 @@ def intervals(
     return of_classes.intervals(outputs, labels, subjects)
 
 
+def not_learnt(outputs: Array, labels: Array, class_names: Sequence[str]) -> str:
+    """A sentence about a network that never names a class, or tells all the same number."""
+    if outputs.shape[1] == 1:
+        return numbers.hardly_differ(outputs[:, 0], labels, class_names[0])
+    return metrics.never_named(outputs, class_names)
+
+
 def measured(outputs: Array, labels: Array, subjects: Sequence[str]) -> dict[str, float]:
     """All metrics, and the ends of their intervals as ``<metric>_low`` and ``<metric>_high``."""
     values = evaluate(outputs, labels)

@@ -41,7 +41,8 @@ def is_among(subject: str, hashes: Collection[str]) -> bool:
 
 
 def _plain(name: str) -> str:
-    plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+    apart = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", name).casefold())
+    plain = unicodedata.normalize("NFKC", re.sub("[\u0300-\u036f]", "", apart))  # without accents
     runs = re.findall(r"\d+|[^\W\d_]+", plain)
     return " ".join(re.sub(r"^0+(?=\d)", "", run) for run in runs)
 

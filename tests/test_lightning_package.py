@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid._lightning import CHOSEN, VARIABLE, choose, chosen_in_children
+from lightning_hybrid._lightning import CHOSEN
+from lightning_hybrid._package import VARIABLE, choose, chosen_in_children
+from lightning_hybrid._registration import NAMES
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.process.launcher import TrainerPart
-from lightning_hybrid.process.wrong_package import refuse_in_other_package
-from lightning_hybrid.strategy import NAMES
 
 ROOT = Path(__file__).parents[1]
 OURS, THEIRS = "lightning.pytorch", "pytorch_lightning"
@@ -24,6 +24,7 @@ OURS, THEIRS = "lightning.pytorch", "pytorch_lightning"
         (None, {OURS}, True, "lightning"),
         (None, {THEIRS}, True, "pytorch_lightning"),
         (None, {OURS, THEIRS}, True, "lightning"),
+        (None, {"lightning_fabric"}, True, "pytorch_lightning"),
         (None, set(), True, "lightning"),
         (None, set(), False, "pytorch_lightning"),
         ("", {THEIRS}, True, "pytorch_lightning"),
@@ -48,6 +49,37 @@ def output_of(code: str) -> str:
         [sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=True
     )
     return ran.stdout.strip()
+
+
+def test_allocations_need_neither_torch_nor_lightning() -> None:
+    code = (
+        "import sys; import lightning_hybrid.allocation as allocation; "
+        "found = allocation.allocate(allocation.Problem([3, 1, 2], [1, 1])); "
+        "heavy = {name.partition('.')[0] for name in sys.modules}; "
+        "print(found.assignment, heavy & {'torch', 'lightning', 'pytorch_lightning'})"
+    )
+    assert output_of(code) == "(0, 1, 1) set()"
+
+
+@pytest.mark.parametrize(
+    ("imports", "made_by"),
+    [
+        ("import lightning_hybrid; from lightning.pytorch import Trainer", "Trainer"),
+        ("import lightning_hybrid; from lightning.fabric import Fabric as Trainer", "Fabric"),
+        ("import lightning_hybrid; from pytorch_lightning import Trainer", "Trainer"),
+        ("import lightning_hybrid; from lightning_fabric import Fabric as Trainer", "Fabric"),
+        ("from lightning_hybrid.run import Run; from lightning import Trainer", "Trainer"),
+    ],
+)
+def test_names_of_strategies_are_known_whatever_is_imported_first(
+    imports: str, made_by: str
+) -> None:
+    code = (
+        f"{imports}; made = Trainer(accelerator='cpu', devices=2, strategy='hybrid_gabra'); "
+        f"print(type(made).__name__, type(made.strategy).__name__)"
+    )
+    kind = "HybridGabraFabricStrategy" if made_by == "Fabric" else "HybridGabraStrategy"
+    assert output_of(code).splitlines()[-1] == f"{made_by} {kind}"
 
 
 @pytest.mark.conformance
@@ -81,7 +113,6 @@ usual_advice = pytest.mark.filterwarnings("ignore")
 def test_the_trainer_of_the_other_package_says_what_to_do(name: str) -> None:
     import pytorch_lightning
 
-    refuse_in_other_package(NAMES)  # as in an import after that one
     with pytest.raises(HybridError, match=WHAT_TO_DO):
         pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False)
 

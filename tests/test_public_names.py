@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lightning_hybrid
-from lightning_hybrid.strategy import NAMES
+from lightning_hybrid._registration import NAMES
 
 FILE = Path(__file__).with_name("public_names.txt")
 

@@ -175,7 +175,8 @@ def read_clinical(path: Path, names: Names = Names()) -> Clinical:  # noqa: B008
         f"no table of diagnoses; the header is: {', '.join(table.rows[0])[:300]}",
         str(path),
         "give ADNIMERGE (PTID, EXAMDATE, DX), DXSUM (RID or PTID, EXAMDATE, DIAGNOSIS, DXCHANGE or "
-        "DXCURREN), or a table or a BIDS folder of Clinica (participant_id, session_id, diagnosis)",
+        "DXCURREN), a table or a BIDS folder of Clinica (participant_id, session_id, diagnosis), "
+        "or a table of people (subject, label)",
     )
 
 

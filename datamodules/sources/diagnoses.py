@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from ..cells import quantity_in, sex_in
+from ..cells import Cells
 from ..errors import TableError
 from ..labels import diagnosis, known_words
 from ..progression import FORGOTTEN, Visit
-from ..tables import MISSING, header_of, normalise, read_table
+from ..tables import MISSING, header_of, normalise, one_row_each, read_table
 from .aibl import find_aibl, read_aibl
 from .clinical import Clinical, Person, find_clinical
 from .people import Names
@@ -51,22 +52,33 @@ def _read_people(path: Path, names: Names) -> Clinical:
     assert columns is not None
     person, label = columns
     table = read_table(path, columns)
-    people: dict[str, Person] = {}
+    cells = Cells(path.name, table.rows, table.lines, ("age", "mmse"))
+    told = []
     for row, line in zip(table.rows, table.lines):
-        word = row.get(label, "")
-        dx = "" if word.lower() in MISSING else diagnosis(names.word(word))
         name = names.person(row.get(person, ""))
-        twice = name in people and people[name].dx_bl != dx
-        if dx is None or twice:
-            known = people[name].dx_bl if twice else known_words()
-            found = (
-                f"line {line}: {name} is {word!r}, and {'was' if twice else 'known are'} {known}"
-            )
-            action = "correct it, or say what the word means with --data.label_map / --label-map"
-            raise TableError("BAD_ROW" if twice else "UNKNOWN_LABEL", found, str(path), action)
-        age, mmse = (quantity_in(row.get(column, ""), column) for column in ("age", "mmse"))
-        visit = Visit(FORGOTTEN, dx, age=age, mmse=mmse, dated=False)
-        people[name] = Person((visit,), sex_in(row.get("sex", "")), dx)
-    source = f"{path.name}:{label}"
-    notes = (table.note,) if table.note else ()
-    return Clinical(path, source, people, notes, final=True, for_all_scans=True)
+        numbers = {key: cells.number(row, key) for key in ("age", "mmse")}
+        said = {key: "" if value is None else f"{value:g}" for key, value in numbers.items()}
+        dx = _diagnosis(path, line, name, row.get(label, ""), names)
+        told.append({"subject": name, label: dx, "sex": cells.sex(row), **said})
+    rows = one_row_each(replace(table, rows=tuple(told)), lambda row: row["subject"])
+    people = {}
+    for name, (row, _) in rows.items():
+        age, mmse = (float(row[key]) if row[key] else None for key in ("age", "mmse"))
+        visit = Visit(FORGOTTEN, row[label], age=age, mmse=mmse, dated=False)
+        people[name] = Person((visit,), row["sex"], row[label])
+    people.pop("", None)
+    lost = (*cells.notes(), *cells.not_there({*columns, *_PERSON, *_LABEL}))
+    notes = tuple(note for note in (table.note, *lost) if note)
+    return Clinical(path, f"{path.name}:{label}", people, notes, final=True, for_all_scans=True)
+
+
+def _diagnosis(path: Path, line: int, name: str, word: str, names: Names) -> str:
+    dx = "" if word.lower() in MISSING else diagnosis(names.word(word))
+    if dx is None:
+        raise TableError(
+            "UNKNOWN_LABEL",
+            f"line {line}: {name} is {word!r}, and known are {known_words()}",
+            str(path),
+            "correct it, or say what the word means with --data.label_map / --label-map",
+        )
+    return dx

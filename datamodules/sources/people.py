@@ -25,6 +25,13 @@ _SESSION = re.compile(
     r"|w|wk|week|fu|followup|run)\d+|bl|base|baseline|sc|screening|followup|repeat|retest)+"
 )
 _DAYS = ("%Y%m%d", "%d%m%Y", "%m%d%Y", "%y%m%d", "%Y-%m-%d", "%d-%m-%Y", "%m-%d-%Y", "%d-%b-%Y")
+_MONTHS = ("%Y%m", "%Y-%m")
+# Cyrillic and Greek letters that nobody can tell from Latin ones
+_ALIKE = str.maketrans(
+    "АВЕКМНОРСТХУаеорсхуΑΒΕΖΗΙΚΜΝΟΡΤΥΧο",  # noqa: RUF001
+    "ABEKMHOPCTXYaeopcxyABEZHIKMNOPTYXo",
+)
+_ACCENTS = re.compile("[\u0300-\u036f]")
 _MANY = 8  # names of a stem: more are no sessions of a person
 _TORN = 0.2  # share of stems with people of two sexes or diagnoses; tables are wrong now and then
 _USUAL = 3  # the usual order of letters and digits: of every so many names, one has it
@@ -141,14 +148,17 @@ def refuse_two_names(people: Iterable[Named], where: str) -> None:
         TableError: ``TWO_NAMES``, with the names.
     """
     spellings: dict[Runs, dict[str, Named]] = defaultdict(dict)
+    of_adni: dict[Runs, Named] = {}  # one spelling already, and never one stem
     for one in people:
-        if one.name and not PTID.fullmatch(one.name):  # those are one spelling already
+        if PTID.fullmatch(one.name):
+            of_adni[plain_form(one.name)] = one
+        elif one.name:
             spellings[plain_form(one.name)][one.name] = one
     doubles = {tuple(sorted(same)) for same in spellings.values() if len(same) > 1}
     known = {form: next(iter(same.values())) for form, same in spellings.items()}
     doubles |= {
         tuple(sorted(one.name for one in alike))
-        for alike in (*_extended(known), *_of_one_stem(known))
+        for alike in (*_extended(known | of_adni), *_of_one_stem(known), *_behind_sessions(known))
         if not _differ(alike)
     }
     if doubles:
@@ -187,16 +197,22 @@ Runs = tuple[str, ...]
 def plain_form(name: str) -> Runs:
     """The runs of letters and of digits in a name, which are what tells people apart.
 
-    Without case, separators, zeros in front, ``.0`` and ``sub``.
+    Without case, separators, accents, zeros in front, ``.0`` and ``sub``; Cyrillic and Greek
+    letters are the Latin ones that look the same.
     """
     return tuple(re.sub(r"^0+(?=\d)", "", run) for run in _runs(name))
 
 
 def _runs(name: str) -> Runs:
-    name = re.sub(r"\.0+$", "", one_spelling(name).casefold())
-    name = re.sub(r"^sub(?:ject|j)?[_\-]?(?=.)", "", name)
-    # case folding may take letters apart again
-    return tuple(re.findall(r"\d+|[^\W\d_]+", unicodedata.normalize("NFKC", name)))
+    name = re.sub(r"\.0+$", "", _bare(name))
+    name = re.sub(r"^(?:sub(?:ject|j)?[_\-]?(?=.))?(?:adni[_\-]?(?=\d))?", "", name)
+    return tuple(re.findall(r"\d+|[^\W\d_]+", name))
+
+
+def _bare(name: str) -> str:
+    """Small letters without accents, which DICOM headers often lose."""
+    name = unicodedata.normalize("NFKD", one_spelling(name).translate(_ALIKE).casefold())
+    return unicodedata.normalize("NFKC", _ACCENTS.sub("", name))
 
 
 def _extended(known: Mapping[Runs, Named]) -> Iterator[list[Named]]:
@@ -224,10 +240,33 @@ def _of_one_stem(known: Mapping[Runs, Named]) -> Iterator[list[Named]]:
             yield from shared
 
 
+def _behind_sessions(known: Mapping[Runs, Named]) -> Iterator[list[Named]]:
+    """Names behind words for sessions, or days: ``V1-P17`` and ``20190304_P17``."""
+    same: dict[Runs, list[Named]] = defaultdict(list)
+    for form, one in known.items():
+        if end := next((n for n in range(1, min(len(form), 4)) if _begins(one, n)), 0):
+            same[form[end:]].append(one)
+    usual = 2 * sum(map(len, same.values())) >= len(known)
+    shared = {form: own for form, own in same.items() if len(own) > 1}
+    # hospitals may have names like sessions, and people the numbers of a day
+    if sum(map(_differ, shared.values())) <= _TORN * len(shared):
+        for form, own in shared.items():
+            told = usual and all(one.sex or one.group for one in own)
+            if len(own) < _MANY and (told or not all(run.isdigit() for run in form)):
+                yield own
+
+
+def _begins(one: Named, end: int) -> bool:
+    """Whether so many runs of a name, before a separator, are a word for a session or a day."""
+    first, after = _runs(one.name)[:end], _runs(one.name)[end]
+    apart = re.search(rf"{first[-1]}[\W_]+{after}", _bare(one.name))
+    return bool(apart) and bool(_SESSION.fullmatch("".join(first)) or _is_day(first))
+
+
 def _are_known(shared: Sequence[Sequence[Named]], end: int) -> bool:
     """Whether what follows ``end`` runs and a separator are words for sessions, or days."""
     for one in (one for own in shared for one in own):
-        runs, text = _runs(one.name), one_spelling(one.name).casefold()
+        runs, text = _runs(one.name), _bare(one.name)
         apart = re.search(rf"{runs[end - 1]}[\W_]+{runs[end]}", text)
         if not apart or not (_SESSION.fullmatch("".join(runs[end:])) or _is_day(runs[end:])):
             return False
@@ -266,7 +305,7 @@ def _differ(people: Sequence[Named]) -> bool:
 def _is_day(runs: Runs) -> bool:
     """Whether it may be a day of the years in which heads were scanned, with a time or without."""
     text = runs[0][:8] if runs[0].isdigit() and len(runs[0]) >= 6 else "-".join(runs[:3])
-    for written in _DAYS:
+    for written in (*_DAYS, *_MONTHS):
         try:
             day = datetime.strptime(text, written)
         except ValueError:

@@ -1,10 +1,10 @@
 """Scans listed in a table of one's own: ``path``, ``subject``, ``label``.
 
-Paths are relative to the table. Labels are words: NC, AD, MCI, sMCI, pMCI and their usual synonyms.
-Further columns are used when they are there: ``image_id``, ``session``, ``age``, ``sex``, ``mmse``,
-``cdr_sb``, ``apoe4`` (0 to 2), ``site``, ``phase``, ``field_strength``, ``acq_date``,
-``registered`` (yes or no), ``description`` (name of the series), ``cohort``, ``scanner`` (or
-``manufacturer`` and ``model``).
+A table of diagnoses takes the place of ``label``. Paths are relative to the table. Labels are
+words: NC, AD, MCI, sMCI, pMCI and their usual synonyms. Further columns are used when they are
+there: ``image_id``, ``session``, ``age``, ``sex``, ``mmse``, ``cdr_sb``, ``apoe4`` (0 to 2),
+``site``, ``phase``, ``field_strength``, ``acq_date``, ``registered`` (yes or no), ``description``
+(name of the series), ``cohort``, ``scanner`` (or ``manufacturer`` and ``model``).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _OTHERS |= {"scanner", "manufacturer", "manufacturersmodelname", "mfg", "mfgmode
 
 def plain_folders(table: Path) -> list[Path]:
     """The folders that hold the listed scans."""
-    rows = read_table(table, REQUIRED).rows
+    rows = read_table(table, REQUIRED[:1]).rows
     return sorted({(table.parent / row["path"]).parent for row in rows})
 
 
 def read_plain(table: Path, clinical: Clinical | None, names: Names) -> Reading:
-    """The listed scans; their labels, unless there are diagnoses over time.
+    """The listed scans; their labels, unless a table of diagnoses says them.
 
     Raises:
         FolderError: none of the listed files exists.
         TableError: see ``read_table``; also unreadable dates.
     """
     aliases = {"label": (normalise(names.label_column),)} if names.label_column else {}
-    read = read_table(table, REQUIRED, aliases)
+    read = read_table(table, REQUIRED[: 3 if clinical is None else 2], aliases)
     dates = dates_in(read, "acqdate")
     cells = Cells(table.name, read.rows, read.lines)
     paths = [_path(table, row["path"]) for row in read.rows]

@@ -1,8 +1,8 @@
 """Tensors: their memory, versions and hooks, fake ones, and modes that intercept operations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,9 +39,12 @@ python_dispatcher = find("torch._dispatch.python:enable_python_dispatcher", null
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "as_the_user_sees_them", "as_they_are"]
 
+_T = TypeVar("_T", bound=Tensor)
+
 
 # one call for many tensors, which is what torch's own optimizers use; there is no public name
 _copy_each = find("torch:_foreach_copy_")
+_multiply_each = find("torch:_foreach_mul_")
 # the norm of each of many tensors, as `torch.nn.utils.get_total_norm` computes them
 norm_each = find("torch:_foreach_norm")
 # (gradients of one type, number that becomes 1 if one is not finite, factor): as GradScaler does
@@ -179,9 +182,12 @@ def gradient_hooks(tensor: torch.Tensor, *, late: bool = False) -> list[Any]:
         late: whether to return only those that are called once it is in ``tensor.grad``.
     """
     before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    if not (before or after):  # asked of each parameter in every step
-        return []
     return [hook for table in (None if late else before, after) for hook in (table or {}).values()]
+
+
+def with_gradient_hooks(tensors: Iterable[_T]) -> list[_T]:
+    """Those of some parameters that have hooks on their gradients; it is asked in every step."""
+    return [t for t in tensors if t._backward_hooks or t._post_accumulate_grad_hooks]
 
 
 def is_fake(value: Any) -> bool:
@@ -193,3 +199,25 @@ def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each of the sources into the target at its place, with one call for all."""
     with torch.no_grad():
         _copy_each(targets, sources)
+
+
+def multiply_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place, with one call for many.
+
+    Args:
+        tensors: on one device.
+        factor: a scalar on their device. The host does not read it, unless that is the CPU, where
+            a factor of 1 is left out.
+    """
+    if factor.device.type == "cpu" and factor == 1:
+        return
+    with torch.no_grad():
+        for dtype in {tensor.dtype for tensor in tensors}:
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            if dtype.itemsize > 2 and all(t.layout is torch.strided for t in alike):
+                _multiply_each(alike, factor.to(dtype))
+                continue
+            for tensor in alike:
+                # (a factor in half precision would be rounded, too)
+                wide = tensor.float() if dtype.itemsize == 2 else tensor
+                tensor.copy_(wide * factor.to(wide.dtype))

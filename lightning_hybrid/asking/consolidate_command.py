@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import parse
-from lightning_hybrid.state import AtomicCheckpointIO, write_safetensors
+from lightning_hybrid.state import load_checkpoint, save_checkpoint, write_safetensors
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,11 +73,10 @@ def run(options: argparse.Namespace) -> None:
     if like is not None and not like.is_dir():
         raise PlanError(f"--like {options.like!r} is no folder")
     size = parse("memory", options.max_shard_size, "--max-shard-size")
-    io = AtomicCheckpointIO()
     try:
-        loaded = io.load_checkpoint(checkpoint, weights_only=not options.trusted)
+        loaded = load_checkpoint(checkpoint, weights_only=not options.trusted)
         if as_file:
-            io.save_checkpoint(loaded, out)
+            save_checkpoint(loaded, out)
         else:
             write_safetensors(_of_network(loaded["state_dict"], options.network), out, size, like)
     except OSError as error:

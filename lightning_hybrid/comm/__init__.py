@@ -11,6 +11,7 @@ from lightning_hybrid.comm.activation_links import (
     stages_of,
 )
 from lightning_hybrid.comm.collectives import (
+    agree,
     broadcast_object,
     fail_next_meeting,
     gather_objects,

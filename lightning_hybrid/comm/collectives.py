@@ -97,6 +97,16 @@ def meet(
     return not has_failed
 
 
+def agree(group: Group, number: float | None) -> bool:
+    """Whether all ranks of a gloo ``group`` have the same number; ``None`` agrees with nothing."""
+    seen = torch.tensor([number is None, number or 0.0, -(number or 0.0)], dtype=torch.float64)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    wait(start(group.allreduce, [seen], options, peer=UNKNOWN_PEER), UNKNOWN_PEER)
+    refused, highest, lowest = seen.tolist()
+    return not refused and highest == -lowest
+
+
 def fail_next_meeting(group: Group, timeout: timedelta) -> None:
     """Take part in the next :func:`meet` as a failed rank: it returns ``False`` on the others.
 

@@ -23,7 +23,7 @@ from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import value_of
 
-_INTEGERS = 8
+_INTEGERS = 9
 # one length for all messages, so that a receiver needs not know which one comes
 FRAME = _INTEGERS + 2
 """Number of integers in a frame: number of the message's class, its integer fields (with padding),

@@ -104,7 +104,7 @@ class StillAlive(Message):
 
 @dataclass(frozen=True)
 class Leaving(Message):
-    """The last message of a sender that has failed, or has heard of a failure."""
+    """The last message of a sender that has failed, or was told of a failure."""
 
     failure: Failure
 
@@ -224,6 +224,8 @@ class Forward(CallCommand):
             :class:`Commit`.
         new_key: the key itself, if the worker may not have it yet.
         again: whether the call has run before: what it writes to buffers is not kept.
+        averages: whether gradients that backwards inside of the call leave aside are averaged over
+            the replicas, beside the last of these. (A call without such backwards has none.)
     """
 
     in_frame = True
@@ -236,6 +238,7 @@ class Forward(CallCommand):
     ahead: bool
     new_key: CallKey | None = None
     again: bool = False
+    averages: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,8 @@ class Backward(CallCommand):
             micro-batch.
         trainable: ``requires_grad`` of every parameter, if it has changed since the forward:
             parameters frozen since get no gradient. ``None``: as in the call's key.
-        factor: what gradients that were left aside are multiplied with; ``None``: they stay.
+        averaged: whether the averages of what was left aside are to be taken, which were begun
+            inside of the call.
     """
 
     in_frame = True
@@ -265,7 +269,7 @@ class Backward(CallCommand):
     input_gradient: bool
     reduce: bool
     trainable: tuple[bool, ...] | None = None
-    factor: float | None = None
+    averaged: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.foreseen_calls import LookAhead
 from lightning_hybrid.driver.network_options import DriverOptions, Planner
+from lightning_hybrid.driver.optimizer_kinds import register_optimizer
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.driver.weights import present_bytes

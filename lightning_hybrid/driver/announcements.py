@@ -80,10 +80,15 @@ class Announcements:
 
     def backwards_follow(self, found: FoundNetwork, reason: str) -> None:
         """Say that backwards do not run inside of calls, and why."""
+        # (the name was that of another schedule before)
+        other = (
+            " The schedule that begins with later batches of accumulate_grad_batches early is "
+            "'1f1b_stream'."
+        )
         self.say(
             found,
             "runs all forwards of a batch before its backwards, as under schedule='gpipe', since "
-            f"{reason.rstrip('.')}.",
+            f"{reason.rstrip('.')}.{other if self._options.accumulates else ''}",
         )
 
     def captured_again(self, found: FoundNetwork) -> None:

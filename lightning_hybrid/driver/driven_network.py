@@ -30,7 +30,7 @@ from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.graph import NetworkGraph
 from lightning_hybrid.remote import Kind, read_now
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     Call,
     Ends,
@@ -54,7 +54,8 @@ class PartsOfDriver:
         gradients: averages gradients over the replicas.
         calls: numbers the calls of networks in the current step.
         batches: the training batches.
-        loss_scale: gives the factor by which losses are multiplied before a backward.
+        scaled: multiplies a number on the driver's device by what losses are multiplied with before
+            a backward.
     """
 
     commands: Commands
@@ -62,7 +63,7 @@ class PartsOfDriver:
     gradients: ReplicaGradients
     calls: StepCalls
     batches: Batches
-    loss_scale: Callable[[], float]
+    scaled: Callable[[Tensor], Tensor]
 
 
 class DrivenNetwork(StagedNetwork):
@@ -82,7 +83,7 @@ class DrivenNetwork(StagedNetwork):
         leaf: a tensor that stands for the parameters in autograd's graph.
         stream: its calls that were launched early; ``None``: its schedule launches none.
         age: how often weights may have changed.
-        loss_scale: see :class:`PartsOfDriver`.
+        scaled: see :class:`PartsOfDriver`.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class DrivenNetwork(StagedNetwork):
         # view saves nothing and so survives any number of backward passes.
         self.leaf = torch.zeros((), requires_grad=True)
         self._anchor = self.leaf.view_as(self.leaf)
-        self.age, self.loss_scale = 0, parts.loss_scale
+        self.age, self.scaled = 0, parts.scaled
         self._early_numbers: dict[CallKey, int] = {}  # numbers of new keys of launched calls
         self.stream: Stream | None = None
         if self.placement.schedule in STREAMED:
@@ -186,7 +187,8 @@ class DrivenNetwork(StagedNetwork):
         key = self._key(specialization.number, slices, numbers, grad, continues, inside)
         launched = None if self.stream is None else self.stream.due(key, leaves)
         if launched is None:
-            call, command = self.open_call(key, again=again)
+            averages = grad and again is None and self._averages_inside()
+            call, command = self.open_call(key, again=again, averages=averages)
             self._commands.tell(command)
             self._told(key.trainable)
         else:
@@ -224,7 +226,7 @@ class DrivenNetwork(StagedNetwork):
         parameters: bool,
         keep: bool,
         input_gradient: bool,
-        factor: float = 1.0,
+        factor: Tensor | None = None,
     ) -> list[Gradients]:
         """Run the pipeline backward.
 
@@ -256,9 +258,14 @@ class DrivenNetwork(StagedNetwork):
         was, now = call.key.trainable, self.trainable()
         # (what was frozen in the forward is not part of its graph, and gets no gradient either)
         trainable = None if now == was else tuple([a and b for a, b in zip(was, now)])
+        averaged = False
+        if parameters and call.averages:
+            ours = self.engine.replica_group.aside_of == call.number
+            usual = reduce and ours and trainable is None and not keep
+            averaged, call.averages = self._gradients.take_inside(factor if usual else None), False
         mode = Backward(
             *(self.number, call.number, pattern, exchange, parameters, keep, input_gradient),
-            *(reduce, trainable, None if factor == 1 else factor),
+            *(reduce and not averaged, trainable, averaged),
         )
         self._commands.tell(mode)
         self._told(trainable or was)
@@ -267,7 +274,7 @@ class DrivenNetwork(StagedNetwork):
         if parameters and not reduce:
             self._gradients.unsettled.add(self.number)
         with self._commands.workers.passing(self.engine):
-            found = self.engine.backward(call, mode, gradients)
+            found = self.engine.backward(call, mode, gradients, factor)
         # (only after a pass that went well: one that fails tells stages that nothing has gradients)
         self._patterns[pattern_key] = pattern
         return found
@@ -277,7 +284,7 @@ class DrivenNetwork(StagedNetwork):
         self._dropped.append(number)
 
     def open_call(
-        self, key: CallKey, ahead: int = 0, again: Call | None = None
+        self, key: CallKey, ahead: int = 0, again: Call | None = None, *, averages: bool = False
     ) -> tuple[Call, Forward]:
         """Open a call, and make the command that has the workers run its forward.
 
@@ -285,6 +292,7 @@ class DrivenNetwork(StagedNetwork):
             key: the key of the call.
             ahead: how many batches before its turn the call begins.
             again: the same call, which has run before.
+            averages: whether it averages over the replicas what it leaves aside.
         """
         number = self._numbers.get(key)
         exchange = number is None
@@ -309,9 +317,16 @@ class DrivenNetwork(StagedNetwork):
         new_key = key if exchange else None
         command = Forward(
             *(self.number, self._count, draw, number, exchange, uses_rng, early),
-            *(new_key, again is not None),
+            *(new_key, again is not None, averages),
         )
         return self.open(command), command
+
+    def _averages_inside(self) -> bool:
+        """Whether the call that begins averages over the replicas what it leaves aside."""
+        if self.placement.schedule != INSIDE:
+            return False
+        begins = self._gradients.begin_inside(self.number, self._step_calls.count)
+        return begins and not self.weight_hooks
 
     def _refresh(self, graph: NetworkGraph, *, grad: bool) -> None:
         """Bring every rank the values that its stages compute with in the forward that follows."""

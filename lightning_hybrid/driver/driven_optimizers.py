@@ -25,17 +25,12 @@ from lightning_hybrid.comm.protocol import (
 )
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.network_options import DriverOptions
+from lightning_hybrid.driver.optimizer_kinds import announce, announce_undivided, refuse_deferred
 from lightning_hybrid.driver.optimizer_link import OptimizerLink
-from lightning_hybrid.driver.optimizer_trial import (
-    announce,
-    announce_undivided,
-    refuse_deferred,
-    why_whole,
-)
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.weights import FilesOfWorkers
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
-from lightning_hybrid.errors import HybridError, PlanError
+from lightning_hybrid.errors import PlanError
 from lightning_hybrid.remote import is_unread, materialize
 from lightning_hybrid.state import (
     OtherReplicas,
@@ -159,7 +154,8 @@ class DrivenOptimizers:
         """Send the optimizers to the workers like :meth:`ship`, also before a network is cut."""
         parameters = self._parameters
         # first of all: one that steps whole keeps all of its states on this rank
-        self._try_all()
+        for link in self._links:
+            self._begin_sending(link)
         whole = [link.whole for link in self._links]
         # where all states are here, they replace those of the workers
         fresh = tuple([index for index, link in enumerate(self._links) if link.is_back])
@@ -207,38 +203,28 @@ class DrivenOptimizers:
         for optimizer in divided:
             self._shares.drop(optimizer)
 
-    def _try_all(self) -> None:
-        """Find out for each optimizer whether every rank can step its own parameters.
-
-        An optimizer for which that is wrong steps as a whole on the driver, and a line says so.
+    def _begin_sending(self, link: OptimizerLink) -> None:
+        """Say once that an optimizer steps as a whole on the driver, where it does.
 
         Raises:
-            PlanError: an optimizer must step as a whole, which a streamed schedule does not allow.
-            HybridError: an optimizer must step as a whole, but no rank has all of its parameters
-                or states.
+            PlanError: it steps as a whole, which a streamed schedule does not allow.
+            HybridError: it steps as a whole, but no rank has all of its parameters.
         """
-        for link in self._links:
-            tried = link.try_once(lambda o: why_whole(o, self._names, self._device))
-            if link.reason and self.streamed_by:
-                raise PlanError(
-                    f"{type(link.optimizer).__name__} steps on the driver, as on one device: "
-                    f"{link.reason}. Under schedule={self.streamed_by!r}, which begins with later "
-                    "batches before a step is over, it cannot. Use schedule='gpipe', or another "
-                    "optimizer."
-                )
-            # (only after a trial: optimizers are sent much more often than they are tried)
-            if tried and link.reason and self._commands.workers.ranks:
-                self._say(announce(link.optimizer, link.reason))
-            if tried and link.reason and self._shares is not None:
-                self._say(announce_undivided(link.optimizer, link.reason))
-            if link.reason:
-                refuse_deferred(link.optimizer, link.reason)
-            if link.reason and link.was_divided:
-                raise HybridError(
-                    f"{type(link.optimizer).__name__} cannot be stepped in parts any more: "
-                    f"{link.reason}. Its states are divided over the replicas, so that none can "
-                    "step it as a whole. Leave shard_optimizer_states=True out."
-                )
+        first, link.sent = not link.sent, True
+        if not link.whole:
+            return
+        if self.streamed_by:
+            raise PlanError(
+                f"{type(link.optimizer).__name__} steps on the driver, as on one device: "
+                f"{link.reason}. Under schedule={self.streamed_by!r}, which begins with later "
+                "batches before a step is over, it cannot. Use schedule='gpipe', or another "
+                "optimizer."
+            )
+        if first and self._commands.workers.ranks:
+            self._say(announce(link.optimizer, link.reason))
+        if first and self._shares is not None:
+            self._say(announce_undivided(link.optimizer, link.reason))
+        refuse_deferred(link.optimizer, link.reason)
 
     def gather_states(self) -> None:
         """Bring the states of all ranks of the replica into the optimizers on this rank."""
@@ -468,7 +454,7 @@ class DrivenOptimizers:
 
     def _ship_new_groups(self, index: int) -> None:
         """Send the optimizers if none were, or `add_param_group` has changed one since."""
-        if self._links[index].reason is None or self._links[index].has_new_groups:
+        if not self._links[index].sent or self._links[index].has_new_groups:
             self.ship()
 
     # ------------------------------------------------------------------ gradients of one

@@ -126,7 +126,8 @@ class Driver:
             *(module, start, known, here, self.commands, self._ownership, self._replicated, files)
         )
         self.gradients = ReplicaGradients(
-            self.commands, self._borrowing, self._replicated, unsettled, mesh.survivors
+            *(self.commands, self._borrowing, self._replicated, unsettled),
+            *(mesh.survivors, mesh.drivers),
         )
         self.optimizers = DrivenOptimizers(
             *(start, mesh, self.commands, self._ownership, self.gradients, files, options)
@@ -141,7 +142,7 @@ class Driver:
         self._after = AfterRun(start, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
             *(self.commands, self._borrowing, self.gradients, self.calls, batches or Batches()),
-            loss_scale=options.loss_scale,
+            scaled=options.scaled,
         )
 
     def __deepcopy__(self, memo: object) -> "Driver":

@@ -31,7 +31,7 @@ from lightning_hybrid.driver.outputs import join, refuse_backward, split_gradien
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import LossOfCall, NetworkGraph, Rows, joined, place_now
 from lightning_hybrid.schedules import INSIDE
-from lightning_hybrid.stage import Call, Gradients, Values, borrowed_parameters
+from lightning_hybrid.stage import Call, Gradients, Values
 
 
 def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
@@ -39,15 +39,11 @@ def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
     placement, engine = network.placement, network.engine
     if graph.no_shares:
         return graph.no_shares
-    tied = frozenset[str]().union(*borrowed_parameters(network.module, placement))
-    if tied:
-        return f"its stages share {min(tied)!r}"
     if len({*placement.devices}) < len(placement.devices):
         return "a device has several stages"
+    # (a backward has parts of other replicas then, whose losses may get other gradients)
     if engine.synchronises:
-        return "batch statistics are those of all replicas"
-    if engine.is_compiled:
-        return "its stages are compiled"
+        return "batch statistics are those of all replicas, whose losses may have other factors"
     return "" if placement.schedule == INSIDE else "its plan has another schedule"
 
 
@@ -62,13 +58,13 @@ class InsideCalls:
         network: see above.
         specialization: see above.
         read: numbers of the outputs that were read in a call before, and are kept.
-        factor: the gradient of the loss that came last, by the scale of losses.
+        factor: the gradient of the loss that came last, by the scale of losses; ``None``: none has.
     """
 
     def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
         self.network, self.specialization = network, specialization
         self.read: set[int] = set()
-        self.factor = 1.0
+        self.factor: Tensor | None = None
         self._suits = not why_not_inside(network, specialization.graph)
 
     def suits(self, leaves: Sequence[Tensor], loss: LossOfCall | None) -> bool:
@@ -93,6 +89,23 @@ class InsideCalls:
         loss.value, *outputs = _InsideNode.apply(self.network.anchor(), run)  # type: ignore[no-untyped-call]
         return list(outputs)
 
+    # (Numbers stay where they are, on the driver's device: a host that read one would wait for all
+    # micro-batches, and could prepare nothing meanwhile.)
+
+    def expected(self) -> Tensor:
+        """The gradient of the loss that is expected now: the last one, at the present scale."""
+        last = self._one() if self.factor is None else self.factor
+        return self.network.scaled(last)
+
+    def expect(self, came: Tensor) -> None:
+        """Expect this gradient from now on, unless it is zero or not finite."""
+        last = self._one() if self.factor is None else self.factor
+        is_one = came.isfinite() & (came != 0)
+        self.factor = torch.where(is_one, came / self.network.scaled(self._one()), last)
+
+    def _one(self) -> Tensor:
+        return torch.ones((), dtype=torch.float64, device=self.network.engine.device)
+
 
 class _Run:
     """One call.
@@ -107,7 +120,7 @@ class _Run:
         calls: see above.
         loss: see above.
         samples: of each micro-batch.
-        expected: the gradient of the loss with which backwards run.
+        expected: the gradient of the loss with which backwards run, a scalar.
         call: the call.
         learns: of each output, whether it may get a gradient.
     """
@@ -120,13 +133,12 @@ class _Run:
     ) -> None:
         self.calls, self.loss, self._leaves = calls, loss, leaves
         self.samples = calls.specialization.samples(leaves)
-        self.expected = calls.factor * calls.network.loss_scale()
+        self.expected = calls.expected()
         count = len(calls.specialization.graph.tensor_outputs)
         self._keeps = set(range(count)) if keep else set(calls.read)
         self._kept: dict[int, Values] = {}
         self._shares: dict[int, Tensor] = {}
         self._made: dict[int, Tensor] = {}
-        self._state = self._state_now()
 
     def forward(self) -> tuple[Tensor, ...]:
         """Run forwards and backwards. Returns the loss, and the outputs."""
@@ -135,6 +147,8 @@ class _Run:
         self.call, _ = calls.network.forward(
             calls.specialization, self._leaves, grad=True, ends=self._end
         )
+        # (not before the call, which brings stages the tied weights of others)
+        self._state = self._state_now()
         parts = [self._kept[number] for number in range(len(self.samples))]
         value = torch.stack([self._shares[number] for number in range(len(parts))]).sum(0)
         outputs = []
@@ -157,7 +171,7 @@ class _Run:
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             kind = self.calls.network.engine.device.type
             with torch.autocast(kind, enabled=False):
-                start = torch.full_like(share, self.expected)
+                start = self.expected.to(share.dtype).expand(share.shape)
                 gradients = torch.autograd.grad(share, wanted, start, allow_unused=True)
             found = dict(zip(map(id, wanted), gradients))
         self._shares[microbatch] = share.detach()
@@ -247,7 +261,7 @@ class _InsideNode(torch.autograd.Function):
             if not keep:
                 network.drop(run.call.number)
         elif of_loss is not None:
-            came = float(of_loss)
+            came = of_loss.reshape(()).to(run.expected.dtype)
             network.backward(
                 *(run.call, [[]]),
                 parameters=parameters,
@@ -255,8 +269,8 @@ class _InsideNode(torch.autograd.Function):
                 input_gradient=False,
                 factor=came / run.expected,
             )
-            if parameters and 0 < abs(came) < float("inf"):
-                run.calls.factor = came / network.loss_scale()
+            if parameters:
+                run.calls.expect(came)
         if not keep:
             ctx.finaliser.detach()
         return None, None
@@ -275,6 +289,7 @@ def _go_back_again(
     """
     graph, network = run.calls.specialization.graph, run.calls.network
     call, parts = run.again(grad=True)
+    call.averages = run.call.averages  # (replicas agree once about what the first one has left)
     leaves = [leaf.requires_grad_(learns) for leaf, learns in zip(join(parts, graph), run.learns)]
     found: dict[int, Tensor | None] = {}
     if of_loss is not None:

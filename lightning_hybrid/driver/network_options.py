@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.planning import CalledNetwork, Plan
 from lightning_hybrid.stage import StageOptions
@@ -41,7 +43,8 @@ class DriverOptions:
         shards: whether states of optimizers are divided over the replicas.
         shares: whether backwards are to run inside of calls, where each micro-batch has a share of
             the loss.
-        loss_scale: gives the factor by which a scaler multiplies losses before a backward.
+        accumulates: whether gradients of several batches are accumulated, if `shares`.
+        scaled: multiplies a number by what a scaler multiplies losses with before a backward.
         first_failure: gives the error of the rank that failed first; called if a driver of another
             replica has failed.
     """
@@ -64,5 +67,6 @@ class DriverOptions:
     follows: bool = False
     shards: bool = False
     shares: bool = False
-    loss_scale: Callable[[], float] = lambda: 1.0
+    accumulates: bool = False
+    scaled: Callable[[Tensor], Tensor] = lambda number: number
     first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed")

@@ -1,7 +1,7 @@
 """Keeps the workers' copies of one of the user's optimizers in step with it on the driver."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import wraps
 from types import MethodType
@@ -13,16 +13,18 @@ from torch.optim import Optimizer
 from lightning_hybrid._torch.optimizers import has_step_hook, order_step_hooks, runs_step_hooks
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.driver.optimizer_trial import plain_attributes, same
+from lightning_hybrid.driver.optimizer_kinds import why_whole
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred, is_of_one_rank, is_unread, materialize
 from lightning_hybrid.state import (
     DriverState,
+    NamedGroups,
     OtherReplicas,
     complete,
     groups_of,
-    kind_of_group,
     placed,
+    plain_attributes,
+    same,
 )
 
 if TYPE_CHECKING:
@@ -40,9 +42,8 @@ class OptimizerLink:
         others: which of its states are on other replicas, if replicas divide them.
 
     Attributes:
-        reason: why it cannot step in parts, each rank its own parameters; empty: it can; ``None``:
-            this was not tried yet.
-        was_divided: whether replicas have begun to divide its states.
+        reason: why it does not step in parts, each rank its own parameters; empty: it does.
+        sent: whether workers have it, or get it now.
     """
 
     def __init__(
@@ -55,15 +56,13 @@ class OptimizerLink:
     ) -> None:
         self.optimizer, self._index, self._counterparts = optimizer, index, counterparts
         self._others = others
-        self.was_divided = False
-        self.reason: str | None = None
-        self._names = names
+        self.reason, self.sent = why_whole(optimizer), False
+        self._names, self._named = names, NamedGroups(names)
         self._note_sent()
         self._begun = self._sent
         self._state: DriverState | None = None
         self._own_step: MethodType | None = None
         self._attributes: dict[str, Any] = {}
-        self._kinds: set[object] = set()
         self._depth = 0  # a step that calls its base class's step runs the hooks twice
         self._closed = False
         self._left = False  # whether it was closed while workers had states
@@ -95,27 +94,8 @@ class OptimizerLink:
 
     @property
     def divided(self) -> OtherReplicas | None:
-        """Which states other replicas have; ``None``: none, or it steps whole or is not tried."""
-        return self._others if self.reason == "" else None
-
-    def try_once(self, trial: Callable[[Optimizer], str]) -> bool:
-        """Try whether it can step in parts, unless that was tried for groups of these kinds.
-
-        Args:
-            trial: gives the reason why it cannot; empty: it can.
-
-        Returns:
-            Whether it was tried now.
-        """
-        kinds = {kind_of_group(group) for group in self.optimizer.param_groups}
-        known, self._kinds = kinds <= self._kinds, self._kinds | kinds
-        # one that steps whole may have any groups
-        if self.reason or (self.reason is not None and known):
-            return False
-        self.reason = trial(self.optimizer)
-        if self.reason and self._state is not None:
-            self._state.arrive()
-        return True
+        """Which states other replicas have; ``None``: none, or it steps whole or was not sent."""
+        return self._others if self.sent and not self.whole else None
 
     @property
     def is_back(self) -> bool:
@@ -137,7 +117,7 @@ class OptimizerLink:
         """
         optimizer = self.optimizer
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if self.whole or self.reason is None:  # (an evaluation has left them as they were)
+        if self.whole or not self.sent:  # (an evaluation has left them as they were)
             return
         if not any(map(is_of_one_rank, parameters)):
             states: defaultdict[Any, Any] = defaultdict(dict, self._fetch(optimizer.state))
@@ -162,7 +142,6 @@ class OptimizerLink:
 
     def shipped(self) -> None:
         """Note that the workers have the optimizer as it is now, with their parameters' states."""
-        self.was_divided = self.divided is not None
         self._read_states()
         self._entered.close()
         self._note_sent()
@@ -236,7 +215,7 @@ class OptimizerLink:
 
     def _note_sent(self) -> None:
         """Note that the workers have the groups as they are now."""
-        self._sent, self._sent_sizes = groups_of(self.optimizer, self._names), self._sizes()
+        self._sent, self._sent_sizes = groups_of(self.optimizer, self._named), self._sizes()
 
     @property
     def has_new_groups(self) -> bool:
@@ -294,11 +273,11 @@ class OptimizerLink:
 
         def open_closure() -> Any:
             self._entered.close()
-            if self.reason == "" and not same(self._begun, groups_of(optimizer, self._names)):
+            if not (self.whole or same(self._begun, groups_of(optimizer, self._named))):
                 raise HybridError(  # (a worker's step would change them once more)
                     f"{type(optimizer).__name__}.step has set options of its param_groups before "
-                    "it called its closure, as in none of the steps in which it was tried. Set "
-                    "them behind the closure, or by a scheduler, or use pipeline_parallel_size=1."
+                    "it called its closure. Set them behind the closure, or by a scheduler, or do "
+                    "not declare it by register_optimizer: then it steps on the driver."
                 )
             result = closure()  # (after an error in it the workers do not step)
             self._counterparts.settle()
@@ -322,7 +301,7 @@ class OptimizerLink:
         if self.whole:
             self._entered.enter_context(self._counterparts.at_hand(self.optimizer))
             return
-        self._begun = groups_of(self.optimizer, self._names)
+        self._begun = groups_of(self.optimizer, self._named)
         self.silence_state()
         # other ranks' parameters, if not seen as proxies, have no gradient, so the step skips them
         self._entered.enter_context(as_they_are())
@@ -335,11 +314,9 @@ class OptimizerLink:
 
     def _tell_changes(self) -> None:
         """Send the optimizer to the workers before a step, if it was changed here by hand."""
-        if not self._kinds >= {kind_of_group(group) for group in self.optimizer.param_groups}:
-            self.reason = None  # (hyper-parameters of another kind, as after a warm-up: try again)
         back = self._state is not None and self.is_back
         changed = self._attributes != plain_attributes(self.optimizer)
-        if self.reason is None or back or changed or self.has_new_groups:
+        if not self.sent or back or changed or self.has_new_groups:
             self._counterparts.ship()
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

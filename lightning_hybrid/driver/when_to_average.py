@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf, isfinite
 
-from lightning_hybrid.comm import Survivors, signals_deferred
+from torch import Tensor
+
+from lightning_hybrid.comm import Group, Survivors, agree, signals_deferred
 from lightning_hybrid.comm.protocol import AwaitSums, Reduce, SumAgain, TakeAverages
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.tied_weights import Borrowing
@@ -19,6 +22,7 @@ class ReplicaGradients:
         replicated: the data-parallel groups of what this rank owns.
         unsettled: see the attribute; others add to it too.
         survivors: the replicas that go on if one is lost.
+        drivers: the gloo group of the drivers of all replicas; ``None``: there is one.
 
     Attributes:
         unsettled: numbers of the networks whose gradients were added to and are not averaged yet.
@@ -32,9 +36,10 @@ class ReplicaGradients:
         replicated: Replicated,
         unsettled: set[int],
         survivors: Survivors | None = None,
+        drivers: Group = None,
     ) -> None:
         self._commands, self._borrowing, self._replicated = commands, borrowing, replicated
-        self.unsettled, self._survivors = unsettled, survivors
+        self.unsettled, self._survivors, self._drivers = unsettled, survivors, drivers
         self.synchronize = True
 
     def overlap(self, calls: int) -> bool:
@@ -50,6 +55,32 @@ class ReplicaGradients:
         """
         alone = not self._commands.remote.in_graph and not self._borrowing
         return self.synchronize and calls == 1 and alone
+
+    def begin_inside(self, network: int, calls: int) -> bool:
+        """Whether a call may average gradients that it leaves aside, before its backward.
+
+        All replicas get the same answer. It is right if the gradient that comes in the backward is
+        the expected one times the same number on all of them: see :meth:`take_inside`.
+
+        Args:
+            network: number of the network.
+            calls: how many calls of networks the step has made before.
+        """
+        if self._drivers is None or self._drivers.size() == 1:
+            return False
+        return self.overlap(calls + 1) and network not in self.unsettled
+
+    def take_inside(self, factor: Tensor | None) -> bool:
+        """Whether such averages are right. All drivers call this together.
+
+        This host waits for its last stage here, while the stages before still go back.
+
+        Args:
+            factor: what gradients of this replica are multiplied with; ``None``: they are not
+                averaged, or not so.
+        """
+        number = inf if factor is None else float(factor)
+        return agree(self._drivers, number if isfinite(number) else None)
 
     @contextmanager
     def kept_local(self) -> Iterator[None]:

@@ -122,7 +122,9 @@ class Stage:
 
     def taken(self) -> dict[str, Tensor]:
         """By name, the parameters and buffers that a call takes, in the order for `run_with`."""
-        return {name: self._tensor(name) for name in self._takes}
+        places = self._places
+        # (for each tensor in every call: no function is called for it)
+        return {name: table[key] for name in self._takes for table, key in (places[name],)}
 
     def changed(self) -> dict[str, Tensor]:
         """By name, the parameters and buffers that a call changes in place."""

@@ -106,7 +106,7 @@ class _Describing:
 
     Attributes:
         graph, attributes, network, tensors, shared, symbols, batch: as in `NetworkGraph`.
-        info: likewise; filled in while the nodes are looked at.
+        info: likewise; filled in while the nodes are visited.
     """
 
     graph: fx.Graph

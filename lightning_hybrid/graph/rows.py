@@ -18,7 +18,7 @@ class Places:
     """The entries of a tensor of integers are places in a dimension that is the samples'.
 
     A place is an index. In a micro-batch the entries are places in the micro-batch's dimension, so
-    that they are good to index with and for nothing else.
+    that they are usable only as an index.
 
     Attributes:
         outer: `Rows.outer` of that dimension.

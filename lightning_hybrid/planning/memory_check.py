@@ -23,16 +23,27 @@ class Way:
             at once.
         recompute: whether stages recompute activations: then those of one micro-batch are held, and
             the inputs of all.
+        inside: whether backwards run inside of calls: then as many micro-batches are held at once
+            as there are stages, at most, and a second set of gradients.
     """
 
     stages: int
     microbatches: int
     recompute: bool = False
+    inside: bool = False
+
+    @property
+    def alive(self) -> int:
+        """How many micro-batches the first stage has begun with and not ended."""
+        # a single stage runs the backward of each micro-batch before the next one's forward
+        most = self.stages if self.inside or self.stages == 1 else self.microbatches
+        return min(most, self.microbatches)
 
     def __str__(self) -> str:
         slices = f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)}"
         again = " and recompute=True" if self.recompute else ""
-        return f"{self.stages} stage{'s' * (self.stages > 1)}, {slices}{again}"
+        inside = " and schedule='1f1b', if the network returns its loss" if self.inside else ""
+        return f"{self.stages} stage{'s' * (self.stages > 1)}, {slices}{again}{inside}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class Fit:
             be proportional to the samples.
         batch: number of samples, which is also the largest number of micro-batches.
         may_recompute: whether recomputation may be advised.
+        may_go_inside: whether backwards inside of calls may be.
     """
 
     way: Way
@@ -72,6 +84,7 @@ class Fit:
     whole: PartitionTable
     batch: int
     may_recompute: bool = True
+    may_go_inside: bool = False
 
     @classmethod
     def of(
@@ -82,10 +95,12 @@ class Fit:
         batch: int,
         *,
         may_recompute: bool = True,
+        may_go_inside: bool = False,
     ) -> "Fit":
         """Make it of a network's table, whose sizes are for a micro-batch of ``way``."""
         whole = table.scaled(way.microbatches)
-        return cls(way=way, limits=limits, whole=whole, batch=batch, may_recompute=may_recompute)
+        may = {"may_recompute": may_recompute, "may_go_inside": may_go_inside}
+        return cls(way=way, limits=limits, whole=whole, batch=batch, **may)
 
     @property
     def crossing_bytes(self) -> float:
@@ -109,17 +124,20 @@ class Fit:
     @property
     def _held(self) -> PartitionTable:
         """The table with the bytes that each partition holds in training."""
-        way = self.way
-        # a single stage runs the backward of each micro-batch before the next one's forward
-        share = 1 / way.microbatches if way.recompute or way.stages == 1 else 1.0
-        sizes = zip(self.whole.kept_bytes, self.whole.activation_bytes)
+        way, whole = self.way, self.whole
+        share = (1 if way.recompute else way.alive) / way.microbatches
+        sizes = zip(whole.kept_bytes, whole.activation_bytes)
         held = [kept + share * activation for kept, activation in sizes]
-        return replace(self.whole, memory_bytes=held)
+        if way.inside and way.stages > 1:
+            aside = whole.gradient_bytes or [0] * len(held)
+            held = [size + more for size, more in zip(held, aside)]
+        return replace(whole, memory_bytes=held)
 
     @property
     def _room(self) -> list[float]:
         """(m,) bytes that each device has beside the inputs that its stage keeps to recompute."""
-        kept_inputs = self.crossing_bytes if self.way.recompute else 0.0
+        share = self.way.alive / self.way.microbatches if self.way.recompute else 0.0
+        kept_inputs = share * self.crossing_bytes
         return [limit - kept_inputs for limit in self.limits]
 
     @property
@@ -215,19 +233,23 @@ def what_would_fit(tried: Sequence[Fit]) -> str:
 
 
 def _ways(nearest: Fit) -> Iterator[Way]:
-    """Ways that fit: with as many stages, recomputation and more micro-batches; or more stages."""
+    """Ways that fit: with as many stages, another schedule; or recomputation; or more stages."""
     stages, microbatches = nearest.way.stages, nearest.way.microbatches
     room = min(nearest.limits)
     # powers of two divide most batches
     counts = [m for m in (2**k for k in range(1, 7)) if microbatches <= m <= nearest.batch]
     again = [m for m in sorted({*counts, microbatches}) if nearest.may_recompute and m > 1]
+    inside = replace(nearest.way, inside=True, recompute=False)
+    if stages > 1 and nearest.may_go_inside and nearest.on(inside, nearest.limits).fits:
+        yield inside
     if stages > 1:
-        same = (Way(stages=stages, microbatches=m, recompute=True) for m in again)
+        same = (replace(nearest.way, microbatches=m, recompute=True) for m in again)
         yield from [way for way in same if nearest.on(way, nearest.limits).fits][:1]
     most = len(nearest.whole.kept_bytes)
     for slices, recompute in [(microbatches, False), *((m, True) for m in again[-1:])]:
         for more in range(stages + 1, most + 1):
-            way = Way(stages=more, microbatches=slices, recompute=recompute)
+            sizes = {"stages": more, "microbatches": slices, "recompute": recompute}
+            way = replace(nearest.way, **sizes)
             if nearest.on(way, [room] * more).fits:
                 yield way
                 most = more - 1  # recomputation is advised only if it saves stages

@@ -272,6 +272,11 @@ class PartitionTable:
         kept_bytes = [size + copy for size, copy in kept]
         return replace(self, kept_bytes=kept_bytes, bucket_bytes=self.gradient_bytes)
 
+    def with_copies_aside(self) -> "PartitionTable":
+        """The table if ranks that borrow a weight keep a second gradient of it."""
+        tied = [replace(w, copy_bytes=2 * w.copy_bytes - w.size_bytes) for w in self.tied]
+        return replace(self, tied=tied)
+
     def divided(self, replicas: int) -> "PartitionTable":
         """The table if this number of replicas divides the optimizer state."""
         kept = [

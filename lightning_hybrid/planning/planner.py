@@ -110,10 +110,11 @@ def make_plan(
     else:
         table = network.profile(site.device)
     # (where no backward can run inside of calls all micro-batches are kept, as under fill-drain)
-    outside = network.graph.no_shares or settings.compiled or table.tied
-    if settings.schedule == INSIDE and outside:
+    if settings.schedule == INSIDE and network.graph.no_shares:
         settings = replace(settings, schedule="gpipe")
     table = _with_memory(network, table, settings, site, optimizers)
+    if settings.schedule == INSIDE:
+        table = table.with_copies_aside()
     # the driver holds the batch, the network's outputs and their gradients
     passed = sum(leaf.nbytes for leaf in network.leaves) + 2 * round(table.output_bytes)
     # (where backwards run inside of a call outputs are not kept)
@@ -263,7 +264,9 @@ def _check(
     # for streamed schedules no other number of micro-batches is advised
     if settings.schedule not in STREAMED:
         ways = [way, replace(way, recompute=False)] if way.recompute else [way]
-        tried = [Fit.of(table, way, limits, batch, may_recompute=trains) for way in ways]
+        chain = settings.contiguous and not settings.has_copies and settings.schedule != "looped"
+        may = {"may_recompute": trains, "may_go_inside": trains and chain}
+        tried = [Fit.of(table, each, limits, batch, **may) for each in ways]
     # given cuts are not compared with other chains
     searched = isinstance(settings.allocation, str)
     check_memory(
@@ -316,7 +319,8 @@ def plan_within(
     limits, stages, microbatches = replica.memory_limits, replica.stages, replica.microbatches
 
     def plan_with(recompute: bool) -> Plan:
-        way = Way(stages=stages, microbatches=microbatches, recompute=recompute)
+        inside = settings.schedule == INSIDE
+        way = Way(stages=stages, microbatches=microbatches, recompute=recompute, inside=inside)
         held = Held([round(size) for size in table.kept_bytes])
         if trains:
             held = held_in_training(table, settings, way)

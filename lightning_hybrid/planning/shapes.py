@@ -49,7 +49,7 @@ under DDP."""
 _MOST_MICROBATCHES = 64
 """Micro-batches that are tried at most. More of them hold no less, since all are in flight."""
 _REFINED = 5
-"""Loops and shapes with copies that are looked at again."""
+"""Loops and shapes with copies that are evaluated a second time."""
 _MOST_COPIED = 8
 """Devices of a replica whose stages have copies, at most."""
 _ALL_SIZES = 8

@@ -35,4 +35,3 @@ from lightning_hybrid.process.run_results import (
     adopt_results,
     collect_results,
 )
-from lightning_hybrid.process.wrong_package import refuse_in_other_package

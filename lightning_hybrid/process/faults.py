@@ -183,7 +183,7 @@ class Watch:
         self._serves = True
 
     def close(self) -> None:
-        """End the thread: this rank ends by itself, or has heard of the failure from others."""
+        """End the thread: this rank ends by itself, or others have told it of the failure."""
         self._over.set()
         self._thread.join(_STORE_S)  # with a limit, since the thread may wait for the store
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, Protocol, cast
 
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from lightning_hybrid._lightning import ParallelStrategy, Trainer, chosen_in_children
+from lightning_hybrid._lightning import OTHER_PACKAGE, ParallelStrategy, Trainer
 from lightning_hybrid._lightning_private import (
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
@@ -28,6 +28,7 @@ from lightning_hybrid._lightning_private import (
     end_run,
     set_num_threads,
 )
+from lightning_hybrid._package import chosen_in_children
 from lightning_hybrid.comm import (
     ANOTHER_REPLICA,
     ConnectionLost,
@@ -47,7 +48,6 @@ from lightning_hybrid.process.children import (
 from lightning_hybrid.process.faults import is_loss, is_unnamed_loss
 from lightning_hybrid.process.killed_ranks import KilledRanks
 from lightning_hybrid.process.run_results import Results, TrainerResults, adopt_attributes
-from lightning_hybrid.process.wrong_package import OTHER_PACKAGE
 
 _TOLD = "_lightning_hybrid_told"  # attribute of an error, for `_ShortTexts`
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback

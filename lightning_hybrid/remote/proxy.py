@@ -185,11 +185,16 @@ def make_proxy(tensor: Any, source: Remote) -> Tensor:
         tensor: the tensor.
         source: the tensor of another rank whose values it shows.
     """
-    tensor.__class__ = RemoteParameter if isinstance(tensor, nn.Parameter) else RemoteTensor
-    tensor._source = source
+    make_proxy_again(tensor, source)
     proxy: Tensor = tensor
     _made[id(proxy)] = proxy
     return proxy
+
+
+def make_proxy_again(tensor: Any, source: Remote) -> None:
+    """Make a proxy of a tensor that was one before."""
+    tensor.__class__ = RemoteParameter if isinstance(tensor, nn.Parameter) else RemoteTensor
+    tensor._source = source
 
 
 def proxies() -> list[Tensor]:

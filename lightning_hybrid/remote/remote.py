@@ -47,6 +47,7 @@ from lightning_hybrid.remote.proxy import (
     RemoteStore,
     make_plain,
     make_proxy,
+    make_proxy_again,
     proxies,
     source_of,
 )
@@ -254,7 +255,7 @@ class RemoteTensors:
             for place, key, known in self._places.values():
                 # (`adopt_replaced` handles those that are others now)
                 if place.get(key) is known.value:
-                    make_proxy(known.value, known)
+                    make_proxy_again(known.value, known)
 
     @contextmanager
     def showing(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -525,6 +526,9 @@ class RemoteTensors:
         Args:
             names: names of the parameters.
         """
+        # (as in nearly every step: no list of all names is made)
+        if self.gradients.none_here and not self._touched:
+            return
         names = list(names)
         if self.gradients.kept(names):
             self.flush()

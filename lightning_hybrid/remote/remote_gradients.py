@@ -167,6 +167,11 @@ class RemoteGradients:
             if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
                 self._parts.add(name)
 
+    @property
+    def none_here(self) -> bool:
+        """Whether no gradient has memory or was assigned here."""
+        return not (self._held or self._parts or self.assigned)
+
     def kept(self, names: Iterable[str]) -> list[Remote]:
         """Those of these gradients of which code here has a proxy at this moment."""
         held = (self._held[name] for name in names if name in self._held)

@@ -16,7 +16,7 @@ from lightning_hybrid.process import (
     adopt_results,
     collect_results,
 )
-from lightning_hybrid.state import AtomicCheckpointIO
+from lightning_hybrid.run.checkpoint_io import AtomicCheckpointIO
 
 
 class ByTrainer:

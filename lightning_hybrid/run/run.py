@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -243,3 +243,10 @@ def scalers_of(precision: Precision) -> list[GradScaler]:
     if isinstance(plugin, MixedPrecision | FabricMixedPrecision) and plugin.scaler is not None:
         return [plugin.scaler]
     return []
+
+
+def scaled(precision: Precision, number: Tensor) -> Tensor:
+    """A number, multiplied by what the scaler of a precision multiplies losses with."""
+    for scaler in scalers_of(precision):  # (not `get_scale`, which reads it from a GPU)
+        number = scaler.scale(number)
+    return number

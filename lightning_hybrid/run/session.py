@@ -7,8 +7,7 @@ after each there is :class:`BetweenRuns`.
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache
-from math import prod
+from functools import cache, partial
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -50,7 +49,7 @@ from lightning_hybrid.run.coming_batches import ComingBatches
 from lightning_hybrid.run.device_times import BUSY, StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog
 from lightning_hybrid.run.replanning import Replanning
-from lightning_hybrid.run.run import Run, scalers_of
+from lightning_hybrid.run.run import Run, scaled, scalers_of
 from lightning_hybrid.run.unequal_shares import UnequalShares
 from lightning_hybrid.run.world import Phase
 from lightning_hybrid.stage import Synchronised
@@ -99,8 +98,10 @@ class DriverSession:
             folder=run.framework.folder,
             follows=config.rng == "device",
             shards=config.shard_optimizer_states,
-            shares=config.runs_inside and run.fitting,
-            loss_scale=lambda: prod(s.get_scale() for s in scalers_of(run.precision)),
+            shares=(shares := config.runs_inside and run.fitting),
+            accumulates=shares and run.trainer.accumulate_grad_batches > 1,
+            # (not `get_scale`, which reads it from a GPU)
+            scaled=partial(scaled, run.precision),
             first_failure=lambda: read_fault(mesh.store).exception(),
         )
         self._replanning: Replanning | None = None

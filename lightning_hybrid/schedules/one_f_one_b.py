@@ -1,7 +1,7 @@
 """One forward, one backward: a stage runs a backward as soon as its gradient can be there.
 
 All backwards are in the forward list: they run inside of the call of the network, with the gradient
-that is expected of the loss. The backward list only averages what they have left.
+that is expected of the loss. The backward list is empty.
 """
 
 from lightning_hybrid.errors import PlanError
@@ -46,7 +46,7 @@ def one_f_one_b(
         stages=stages,
         microbatches=microbatches,
         forward=tuple(_steps(stage, stages, order) for stage in range(stages)),
-        backward=tuple((Instruction(Kind.REDUCE, order[-1]),) for _ in range(stages)),
+        backward=((),) * stages,
     )
 
 
@@ -63,6 +63,8 @@ def _steps(stage: int, stages: int, order: list[int]) -> tuple[Instruction, ...]
     steps += [Instruction(kind, m) for m in order[:ahead] for kind in forward]
     for place, m in enumerate(order):
         steps += [Instruction(kind, n) for n in order[place + ahead :][:1] for kind in forward]
+        if m == order[-1]:
+            backward.insert(backward.index(Kind.BACKWARD), Kind.REDUCE)
         steps += [Instruction(kind, m) for kind in backward]
         steps += [Instruction(Kind.SEND_INPUT, n) for n in sent[place + stages :][:1]]
     return tuple(steps)

@@ -70,6 +70,9 @@ class BackwardPass(Pass):
     def reduce(self, microbatch: int) -> None:
         # all gradients of the step are final but those that the next instruction adds to
         if self.mode.reduce and self._reduces_last:
+            if self.call.key.inside:
+                self.engine.average_aside(self.call)
+                return
             self.engine.replica_group.arm(self.engine.done_before)
             links = self.own.links
             if links.ring(microbatch) not in links.rings:  # (a copy that has no micro-batch)

@@ -108,6 +108,7 @@ class Call:
         ahead: whether it runs before its turn on all stages but the last; see
             :mod:`lightning_hybrid.stage.early_forwards`.
         again: whether it has run before, so that what it writes to buffers is not kept.
+        averages: whether what is left aside is averaged over the replicas inside of the call.
         aside: for each stage of this rank, if backwards run inside of the call: by name, what
             stands for its parameters and collects their gradients.
     """
@@ -122,6 +123,7 @@ class Call:
     states: Values = field(default_factory=list)
     ahead: bool = False
     again: bool = False
+    averages: bool = False
     aside: list[dict[str, Tensor]] = field(default_factory=list)
 
 
@@ -134,6 +136,29 @@ def leaves_of(stage: Stage) -> dict[str, Tensor]:
     # (one for a weight that the stage has under several names)
     made = {id(p): p.detach().requires_grad_() for p in taken.values() if p.requires_grad}
     return {name: made[id(p)] for name, p in taken.items() if id(p) in made}
+
+
+def gradients_aside(
+    leaves: Mapping[str, Tensor], stage: Stage, *, keep: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """The trained parameters of a stage with the gradients that were left aside for them.
+
+    Args:
+        leaves: from :func:`leaves_of`; they have no gradients afterwards.
+        stage: the stage.
+        keep: whether they keep theirs, and copies are given.
+    """
+    weights, found = stage.taken(), list[tuple[Tensor, Tensor]]()
+    for name, leaf in {id(leaf): (name, leaf) for name, leaf in leaves.items()}.values():
+        gradient = leaf.grad
+        if gradient is None or not weights[name].requires_grad:
+            continue
+        if keep:
+            gradient = gradient.clone()
+        else:
+            leaf.grad = None
+        found.append((weights[name], gradient))
+    return found
 
 
 def saving_nothing() -> AbstractContextManager[Any]:

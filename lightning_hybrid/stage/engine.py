@@ -23,14 +23,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.comm import CallKey, Failure, Mesh, Status, copies_of, link_copies
+from lightning_hybrid._torch.tensors import as_they_are, multiply_each
+from lightning_hybrid.comm import (
+    CallKey,
+    Failure,
+    Mesh,
+    Status,
+    TensorSpec,
+    copies_of,
+    link_copies,
+)
 from lightning_hybrid.comm.protocol import Backward, Placement
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import BACKWARD_KINDS, STREAMED
 from lightning_hybrid.stage.backward_pass import BackwardPass
 from lightning_hybrid.stage.batchnorm import Synchronised
-from lightning_hybrid.stage.calls import Call, Ends, Gradients, Traffic, Values, leaves_of
+from lightning_hybrid.stage.calls import (
+    Call,
+    Ends,
+    Gradients,
+    Traffic,
+    Values,
+    gradients_aside,
+    leaves_of,
+)
 from lightning_hybrid.stage.early_forwards import EarlyForwards
 from lightning_hybrid.stage.forward_pass import ForwardPass, Pass
 from lightning_hybrid.stage.gradient_averaging import ONLY_DENSE, ReplicaGroup
@@ -43,6 +60,9 @@ from lightning_hybrid.stage.rank_stages import (
 )
 from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
 from lightning_hybrid.stage.trace import Trace
+
+FACTOR = TensorSpec((), torch.float64)
+"""Of what gradients are multiplied with that backwards inside of a call have left aside."""
 
 
 class Engine:
@@ -159,13 +179,14 @@ class Engine:
         works = [ForwardPass(self, index, call, inputs, ends) for index in here]
         backs: Sequence[Pass] = works
         if call.key.inside:
-            mode = Backward(0, call.number, 0, call.exchange, True, False, False, False)
+            mode = Backward(0, call.number, 0, call.exchange, True, False, False, call.averages)
             backs = [BackwardPass(self, i, call, mode, works[i].gradients) for i in here]
         todo, _ = self.lists(call.key, input_gradient=False)
         for index, kind, microbatch in todo:
             work: Pass = backs[index] if kind in BACKWARD_KINDS else works[index]
             work.do(kind, microbatch)
         # 2. What must wait for all micro-batches of the pass.
+        self._send_aside(call)
         for _, early in self.early:
             early.end_forward(call.number)
         if self.replayed is not None:
@@ -189,7 +210,11 @@ class Engine:
         return works[-1].outputs
 
     def backward(
-        self, call: Call, mode: Backward, gradients: Sequence[Gradients] = ()
+        self,
+        call: Call,
+        mode: Backward,
+        gradients: Sequence[Gradients] = (),
+        factor: Tensor | None = None,
     ) -> list[Gradients]:
         """Run the backward list of this rank.
 
@@ -197,6 +222,8 @@ class Engine:
             call: the call to go back through.
             mode: the command, which says what is to be computed.
             gradients: on the driver, per micro-batch the gradients of the network's outputs.
+            factor: on the driver, what gradients are multiplied with that backwards inside of the
+                call have left aside, a scalar on its device.
 
         Returns:
             On the driver, per micro-batch the gradients of the inputs, if it wants them.
@@ -206,7 +233,7 @@ class Engine:
                 ``failure``, and sent to the driver with the next forward.
         """
         if call.key.inside:
-            self._add_aside(call, mode)
+            self._add_aside(call, mode, factor)
             return [[] for _ in range(call.key.microbatches)]
         self.passed = False
         # 1. Gradients of weights are about to be added to. If all copies of a stage hold the same
@@ -229,30 +256,51 @@ class Engine:
             self._raise(next((work.error for work in works if work.error), None))
         return works[-1].inputs
 
-    def _add_aside(self, call: Call, mode: Backward) -> None:
+    def _add_aside(self, call: Call, mode: Backward, factor: Tensor | None) -> None:
         """Add to the gradients of weights what backwards inside of a call have left aside."""
         if not mode.parameters:
             return
         self.passed = False
+        factor = self._pass_on(factor)
         self.replica_group.take_part()
         if mode.reduce:
             self.replica_group.arm(self.done_before)
-        for own, leaves in zip(self.owned, call.aside):
-            weights = self.stage_for(own, call.key).taken()
-            for name, leaf in {id(leaf): (n, leaf) for n, leaf in leaves.items()}.values():
-                gradient = leaf.grad
-                if gradient is None or not weights[name].requires_grad:
-                    continue
-                if mode.keep:
-                    gradient = gradient.clone()
-                leaf.grad = leaf.grad if mode.keep else None
-                if mode.factor is not None:
-                    gradient *= mode.factor
+        with as_they_are():
+            pairs = self.replica_group.take_aside() if mode.averaged else []
+            for own, leaves in () if mode.averaged else zip(self.owned, call.aside):
+                pairs += gradients_aside(leaves, self.stage_for(own, call.key), keep=mode.keep)
+            multiply_each([gradient for _, gradient in pairs], factor)
+            while pairs:  # (each is freed when it was added)
                 # (`backward`, so that hooks of the weights hear of it as of any other gradient)
-                torch.autograd.backward(weights[name], gradient)
+                torch.autograd.backward(*pairs.pop())
         if mode.reduce:
             self.replica_group.finish()
         self.passed = True
+
+    def _send_aside(self, call: Call) -> None:
+        """Send the rest of what is averaged inside of a call, if it is."""
+        if call.averages:
+            if not call.key.inside:  # (other replicas may go back inside of their calls)
+                self.average_aside(call)
+            self.replica_group.send_aside()
+
+    def average_aside(self, call: Call) -> None:
+        """Begin to average over the replicas what backwards inside of a call leave aside."""
+        leaves: dict[Tensor, Tensor] = {}
+        for own, aside in zip(self.owned, call.aside):
+            weights = self.stage_for(own, call.key).taken()
+            leaves |= {weights[name]: leaf for name, leaf in aside.items()}
+        self.replica_group.arm_aside(call.number, leaves)
+
+    def _pass_on(self, factor: Tensor | None) -> Tensor:
+        """The factor of the driver, which goes from stage to stage as gradients do."""
+        [own] = self.owned
+        [links] = own.links
+        if factor is None:
+            [factor] = links.next.post([FACTOR]).wait()
+        if own.number > 0:
+            links.previous.send([factor], [FACTOR])
+        return factor
 
     def send_inputs(self, key: CallKey, inputs: Sequence[Values]) -> None:
         """On the driver: send stage 0 the inputs of a call that runs ahead, per micro-batch."""

@@ -13,7 +13,9 @@ large ones from their own memory; as bytes, since NCCL takes neither every type 
 memory.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -128,15 +130,19 @@ class _Bucket:
         self.views = [view.view_as(p) for view, p in zip(views, parameters)]
         self.missing = set(range(len(parameters)))
 
-    def fill(self, scale: float) -> None:
+    def fill(self, scale: float, aside: Mapping[Tensor, Tensor] | None) -> None:
         """Copy the gradients of the parameters, times ``scale``, into the flat tensor.
+
+        Args:
+            scale: see above.
+            aside: what has the gradients in the place of parameters; ``None``: these themselves.
 
         Raises:
             HybridError: a gradient is sparse.
         """
         # Replicas must agree on what travels although each may have used other parameters: every
         # gradient has its place in the buffer, and the counts tell afterwards who had one.
-        gradients = [parameter.grad for parameter in self.parameters]
+        gradients = [_gradient(parameter, aside) for parameter in self.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
         if any(gradient.is_sparse for gradient in present):
             raise HybridError(ONLY_DENSE)
@@ -153,6 +159,18 @@ class _Bucket:
         if scale != 1:
             # before the sum and not after it: in float16 a sum of many may be too large
             self.numbers.mul_(scale)
+
+    def found(self, aside: Mapping[Tensor, Tensor] | None) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that a replica had a gradient for, with its average, in this memory.
+
+        Args:
+            aside: see :meth:`fill`.
+        """
+        pairs: list[tuple[Tensor, Tensor]] = list(zip(self.parameters, self.views))
+        if all(_gradient(parameter, aside) is not None for parameter in self.parameters):
+            return pairs
+        # (asks the device, but only for unused parameters)
+        return [pair for pair, count in zip(pairs, self.counts.tolist()) if count > 0]
 
     def empty(self, *, kept: bool = True) -> None:
         """Hand the averages back to the parameters.
@@ -172,6 +190,11 @@ class _Bucket:
                 parameter.grad.copy_(view)
             elif self.counts[index] > 0:  # asks the device, but only for unused parameters
                 parameter.grad = view.clone()
+
+
+def _gradient(parameter: Tensor, aside: Mapping[Tensor, Tensor] | None) -> Tensor | None:
+    found = parameter if aside is None else aside.get(parameter)
+    return None if found is None else found.grad
 
 
 class ReplicaGroup:
@@ -194,6 +217,7 @@ class ReplicaGroup:
     Attributes:
         trainable: the parameters that have gradients, where the rank does not decide that itself;
             ``None``: those with ``requires_grad``.
+        aside_of: number of the call whose averages :meth:`take_aside` would take; ``None``: none.
     """
 
     def __init__(
@@ -212,6 +236,8 @@ class ReplicaGroup:
         self._group, self._copies, self._survivors = group, copies, survivors
         self._armed, self._whole = False, True
         self._waits = False  # whether sums were begun that nobody has taken
+        self.aside_of: int | None = None
+        self._aside: Mapping[Tensor, Tensor] | None = None
         self._buckets: list[_Bucket] = []
         self._sent: list[dist.Work | None] = []  # transfers of the first buckets
         self._trainable: list[bool] | None = None
@@ -247,6 +273,7 @@ class ReplicaGroup:
         if self._size == 1 and self._survivors is None:
             return
         self.take_part()
+        self._drop_aside()
         # parameters that the user freezes or thaws in a run change the buckets, on all replicas
         trainable = [self._trains(parameter) for parameter in self._parameters]
         if trainable != self._trainable:
@@ -281,6 +308,52 @@ class ReplicaGroup:
         self._whole = True
         if not self._owns:
             self._clear()
+
+    def arm_aside(self, call: int, leaves: Mapping[Tensor, Tensor]) -> None:
+        """Like :meth:`arm`, of gradients that others have in the place of the parameters.
+
+        Args:
+            call: a number, for :attr:`aside_of`.
+            leaves: by parameter, what collects its gradient; without it it is not averaged.
+        """
+        if self._size == 1:
+            return
+        self.arm()
+        self.aside_of = call
+        # (weakly, since no backward may follow)
+        self._aside = WeakValueDictionary(leaves)
+        for parameter, leaf in leaves.items():
+            ready = partial(self._gradient_ready, parameter)
+            leaf.register_post_accumulate_grad_hook(lambda _, ready=ready: ready())
+
+    def send_aside(self) -> None:
+        """Send what has no gradient aside, and wait for nothing."""
+        if self._armed:
+            self._armed = False
+            for bucket in self._buckets:
+                bucket.missing.clear()
+            with as_they_are():
+                self._send_full_buckets()
+
+    def take_aside(self) -> list[tuple[Tensor, Tensor]]:
+        """Wait for the averages, and return those that there are, each with its parameter.
+
+        Their memory is that of the next averages.
+        """
+        aside = self._aside
+        self._drop_aside()
+        with as_they_are():
+            return [pair for bucket in self._buckets for pair in bucket.found(aside)]
+
+    def _drop_aside(self) -> None:
+        """Wait for averages that are on the way, and forget what they are of."""
+        if self.aside_of is not None:
+            for bucket, work in zip(self._buckets, self._sent):
+                assert work is not None
+                wait(work, ANOTHER_REPLICA)
+                bucket.missing = set(range(len(bucket.parameters)))
+            self._sent.clear()
+            self._aside = self.aside_of = None
 
     def is_complete(self) -> bool:
         """Wait for the sums that :meth:`finish` has left. Returns whether all are complete."""
@@ -363,7 +436,7 @@ class ReplicaGroup:
         for bucket in self._buckets[len(self._sent) :]:
             if bucket.missing:
                 break
-            bucket.fill(self._copies / self._size)
+            bucket.fill(self._copies / self._size, self._aside)
             if self._survivors is not None:
                 self._sent.append(self._survivors.start(self._group, bucket.flat))
             else:

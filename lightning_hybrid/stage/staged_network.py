@@ -62,7 +62,7 @@ class StagedNetwork:
         key, traffic = self.keys[command.key], self._traffic[command.key]
         travels = command.exchange, command.uses_rng
         call = Call(command.call, command.draw, key, *travels, traffic, saved, ahead=command.ahead)
-        call.again = command.again
+        call.again, call.averages = command.again, command.averages
         if call.key.grad:
             self.calls[command.call] = call
         return call

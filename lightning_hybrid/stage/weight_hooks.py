@@ -20,6 +20,7 @@ from lightning_hybrid._torch.tensors import (
     gradient_hooks,
     put_hooks,
     take_hooks,
+    with_gradient_hooks,
 )
 
 
@@ -49,7 +50,7 @@ class WeightHooks:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._weights = list(module.named_parameters())
+        self._names = {weight: name for name, weight in module.named_parameters()}
         self._taken: list[_Held] = []
         self.held = False
 
@@ -80,9 +81,9 @@ class WeightHooks:
 
     def _hooked(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights that have hooks of the user's, with their names."""
-        for name, weight in self._weights:
-            if (hooks := gradient_hooks(weight)) and any(map(is_of_the_user, hooks)):
-                yield name, weight
+        for weight in with_gradient_hooks(self._names):
+            if any(map(is_of_the_user, gradient_hooks(weight))):
+                yield self._names[weight], weight
 
     def release(self, *, call: bool = True) -> None:
         """Put the hooks back after a backward pass, and call them on its summed gradients.

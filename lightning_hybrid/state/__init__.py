@@ -1,11 +1,5 @@
 """Weights and the states of optimizers, as each rank has them and in files."""
 
-from lightning_hybrid.state.atomic_checkpoints import (
-    AtomicCheckpointIO,
-    Background,
-    ShardedSaves,
-    with_atomic_writes,
-)
 from lightning_hybrid.state.clipping import (
     gradient_norms,
     gradients_of,
@@ -33,14 +27,14 @@ from lightning_hybrid.state.divided_optimizer_states import (
 )
 from lightning_hybrid.state.optimizer_state import DriverState, placed, were_divided
 from lightning_hybrid.state.optimizers import (
+    NamedGroups,
     complete,
     groups_of,
-    kind_of_group,
-    record_of,
+    plain_attributes,
+    same,
     ship,
     take_groups,
     unship,
-    write_records,
 )
 from lightning_hybrid.state.safetensors_folder import write_safetensors
 from lightning_hybrid.state.sharded_checkpoint import (
@@ -59,6 +53,7 @@ from lightning_hybrid.state.sharded_checkpoint import (
     write_rest,
     write_shard,
 )
+from lightning_hybrid.state.sharded_saves import Background, ShardedSaves
 from lightning_hybrid.state.tensor_file import (
     FilesOfWorker,
     TensorFile,
@@ -67,3 +62,4 @@ from lightning_hybrid.state.tensor_file import (
     put_mapped,
     read_files,
 )
+from lightning_hybrid.state.whole_checkpoint import load_checkpoint, save_checkpoint

@@ -61,12 +61,13 @@ def gradient_norms(parameters: Sequence[Parameter], order: float = 2.0) -> Tenso
         One number for each parameter, `ABSENT` where this rank has no gradient; an empty tensor if
         it has none at all.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    each = [parameter.grad for parameter in parameters]
+    gradients = [gradient for gradient in each if gradient is not None]
     if not gradients:
         return torch.empty(0)
     norms = [norm.to(gradients[0].device) for norm in norm_each(gradients, order)]
     together = torch.stack(norms).cpu()
-    present = torch.tensor([p.grad is not None for p in parameters])
+    present = torch.tensor([gradient is not None for gradient in each])
     return together.new_full(present.shape, ABSENT).masked_scatter_(present, together)
 
 

@@ -4,7 +4,7 @@ The ranks that have the same stages have the same gradients. With
 ``HybridGabraStrategy(shard_optimizer_states=True)`` each of them steps some of their parameters:
 the optimizer sees no gradient of the others, so that no state of these is ever made there. Then
 the ranks give each other the new weights. Stepped in parts an optimizer does what it does as a
-whole (:mod:`lightning_hybrid.driver.optimizer_trial`), so the numbers are the same.
+whole (:mod:`lightning_hybrid.driver.optimizer_kinds`), so the numbers are the same.
 
 All replicas divide alike, since they know the same names, sizes and owners. The driver of each
 divides before it sends its workers their states.

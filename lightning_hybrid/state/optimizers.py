@@ -10,16 +10,16 @@ the groups as they were before the driver's step, and what a step changes in gro
 rank changes for itself.
 
 That is right for optimizers which treat every parameter by itself. The others
-(:mod:`lightning_hybrid.driver.optimizer_trial` finds out which these are) step *whole*: the driver
-gets all of their gradients and states, and the workers get the new weights.
+(:mod:`lightning_hybrid.driver.optimizer_kinds` says which these are) step *whole*: the driver gets
+all of their gradients and states, and the workers get the new weights.
 """
 
 import io
-import math
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -42,12 +42,10 @@ class _Pickler(pickle.Pickler):
         file: to write to.
         names: names of parameters, by identity.
         apart: the list that gets tensors that are large or on a device; in the pickle stand their
-            places in the list, and their specs. ``None``: they are pickled.
+            places in the list, and their specs.
     """
 
-    def __init__(
-        self, file: io.BytesIO, names: Mapping[int, str], apart: list[Tensor] | None
-    ) -> None:
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str], apart: list[Tensor]) -> None:
         super().__init__(file, protocol=5)
         self._names, self._apart = names, apart
         self._numbers: dict[int, int] = {}
@@ -55,7 +53,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: object) -> object:
         if isinstance(value, Parameter):
             return self._names.get(id(value))
-        if self._apart is None or not isinstance(value, Tensor) or not _goes_apart(value):
+        if not isinstance(value, Tensor) or not _goes_apart(value):
             return None
         # (a tensor that two states share is sent once, and shared on the other rank as well)
         number = self._numbers.setdefault(id(value), len(self._apart))
@@ -149,25 +147,9 @@ def ship(
         }
         records.append((type(optimizer), record_of(optimizer) | {"state": state}))
     apart: list[Tensor] = []
-    data = write_records(records, names, apart)
-    return data, [(str(number), tensor) for number, tensor in enumerate(apart)]
-
-
-def write_records(
-    records: Sequence[tuple[type[Optimizer], dict[str, Any]]],
-    names: Mapping[int, str],
-    apart: list[Tensor] | None = None,
-) -> bytes:
-    """Pickle optimizers' classes and attributes, parameters by name; see :func:`unship`.
-
-    Args:
-        records: per optimizer its class and attributes.
-        names: names of parameters, by identity.
-        apart: gets the large tensors; ``None``: they are pickled.
-    """
     file = io.BytesIO()
     _Pickler(file, names, apart).dump(records)
-    return file.getvalue()
+    return file.getvalue(), [(str(number), tensor) for number, tensor in enumerate(apart)]
 
 
 def unship(data: bytes, apart: Tensors, parameters: Mapping[str, Parameter]) -> list[Optimizer]:
@@ -191,27 +173,60 @@ def unship(data: bytes, apart: Tensors, parameters: Mapping[str, Parameter]) -> 
     return optimizers
 
 
-def kind_of_group(group: Mapping[str, Any]) -> frozenset[tuple[str, object]]:
-    """A key equal for groups whose options differ only in numbers that are not 0 or infinite."""
-    return frozenset((key, _kind_of(value)) for key, value in group.items() if key != "params")
+def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer that are numbers, flags or texts."""
+    kinds = (int, float, str, type(None))
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, kinds)}
 
 
-def _kind_of(value: object) -> object:
-    if value is None or isinstance(value, bool | str):
-        return value
-    # zero switches things off: with momentum=0 an optimizer keeps no buffer
-    if isinstance(value, int | float):
-        return type(value), value == 0 or value in (math.inf, -math.inf)
-    if isinstance(value, list | tuple):
-        return type(value), *map(_kind_of, value)
-    return type(value)
+def same(left: Any, right: Any) -> bool:
+    """Whether two values are equal bit for bit, in containers and objects too; NaN equals NaN."""
+    if left is right:
+        return True
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        left, right = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (left, right))
+        alike = (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)
+        return alike and torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, np.ndarray):
+        return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
+    try:
+        if left == right or (left != left and right != right):
+            return True
+        return hasattr(left, "__dict__") and bool(vars(left)) and same(vars(left), vars(right))
+    except Exception:  # (a value may raise any error when it is compared, or contain itself)
+        return False
 
 
-def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[Hyperparameters]:
+class NamedGroups:
+    """Names the parameters in groups of optimizers.
+
+    Args:
+        names: by ``id``, the names of the parameters.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._known: dict[tuple[int, ...], list[str]] = {}
+
+    def of(self, parameters: Sequence[Parameter]) -> list[str]:
+        """The names of the parameters of a group; the same list for the same parameters."""
+        numbers = tuple(map(id, parameters))
+        if numbers not in self._known:
+            self._known[numbers] = [self._names[n] for n in numbers if n in self._names]
+        return self._known[numbers]
+
+
+def groups_of(optimizer: Optimizer, named: NamedGroups) -> list[Hyperparameters]:
     """Copies of an optimizer's groups as they are now, with parameters by name."""
     return [
         {
-            key: [names[id(p)] for p in value if id(p) in names]
+            key: named.of(value)
             if key == "params"
             else value.clone()
             if isinstance(value, Tensor)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import give_back_memory
 from lightning_hybrid.remote import value_of
-from lightning_hybrid.state.atomic_checkpoints import becoming, new_folder
+from lightning_hybrid.state.replaced_files import becoming, new_folder
 from lightning_hybrid.state.sharded_checkpoint import memory_of, named_disk_errors
 from lightning_hybrid.state.tensor_file import let_go_of_checkpoints
 

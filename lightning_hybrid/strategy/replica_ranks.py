@@ -18,15 +18,6 @@ from lightning_hybrid.run import BetweenRuns, DriverSession, Phase, refuse_other
 from lightning_hybrid.strategy.ranks import Ranks, given
 from lightning_hybrid.strategy.refusals import say_what_is_off
 
-NAMES = {
-    "hybrid_gabra": "popen",
-    "hybrid_gabra_spawn": "spawn",
-    "hybrid_gabra_fork": "fork",
-    "hybrid_gabra_notebook": "fork",
-}
-"""Registered names, and how each starts its processes."""
-
-
 T = TypeVar("T")
 
 
@@ -42,18 +33,6 @@ class ReplicaRanks:
     _session: BetweenRuns | DriverSession
     _no_run: str
     """What a process is told that asks for a run where there is none, behind its name."""
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``hybrid_gabra`` and its variants."""
-        for name, start_method in NAMES.items():
-            strategy_registry.register(
-                name,
-                cls,
-                description=f"Stages placed by GABRA, in replicas (start method {start_method})",
-                override=True,
-                start_method=start_method,
-            )
 
     @property
     def plan(self) -> Plan | None:

@@ -66,13 +66,13 @@ from lightning_hybrid.run import (
     WorkerSession,
     move_module,
     scalers_of,
+    with_atomic_writes,
 )
 from lightning_hybrid.schedules import DelayedWeights
 from lightning_hybrid.state import (
     ShardedSaves,
     is_sharded,
     let_go_of_checkpoints,
-    with_atomic_writes,
 )
 from lightning_hybrid.strategy.open_sizes import choose_sizes, compare_prepared
 from lightning_hybrid.strategy.ranks import Ranks, given

@@ -53,6 +53,7 @@ _GROUPS: dict[str, Callable[[ScanRecord], str]] = {
 
 _OF_CLASSES = ("accuracy", "auroc", "sensitivity", "specificity")
 _OF_NUMBER = ("mae", "bias", "pearson_r")
+_CORRELATED = 10  # scans: of two or three the correlation may be anything
 
 
 def at_threshold(
@@ -86,7 +87,8 @@ def by_group(
                 row["of_last_class"] = int((labels[own] == outputs.shape[1] - 1).sum())
             for name in shown:
                 value = values[name]
-                row[name] = "" if math.isnan(value) else value
+                chance = name == "pearson_r" and own.sum() < _CORRELATED
+                row[name] = "" if chance or math.isnan(value) else value
                 row[f"{name}_low"], row[f"{name}_high"] = bounds.get(name, ("", ""))
             rows.append(row)
     return rows
@@ -150,6 +152,7 @@ def shift_rows(
             continue
         low, high = reference.ranges[name]
         outside = float(np.mean([not low <= value <= high for value in values]))
+        low, high = reference.extremes.get(name, (low, high))
         rows.append(
             {
                 "input": name,

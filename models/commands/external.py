@@ -29,6 +29,7 @@ from datamodules.sources.people import label_map
 from datamodules.survey import Survey, refuse_inside, refuse_nothing, survey, write_problems
 from datamodules.unlike import Unlike
 from models.calibration import predictive_values
+from models.card import write_card_of_folds
 from models.commands.cohort_tables import (
     at_threshold,
     beside_internal,
@@ -40,11 +41,10 @@ from models.commands.predict_scans import CKPT_HELP, Trained, load_all, trained_
 from models.drawing import save_figures
 from models.environment import save_environment
 from models.errors import UseError
-from models.metrics import never_named
 from models.predictions import Prediction, table_rows, told
 from models.reference import FEW, corrected_gap, intensities, scores_and_features
 from models.results import load_metrics, run_folder, save_result, scans_hash, writable
-from models.scores import evaluate, intervals
+from models.scores import evaluate, intervals, not_learnt
 from models.tables import read_table, write_table
 from models.tasks import is_number
 from models.transfer import is_among
@@ -252,8 +252,10 @@ def validate_on(
     save_result(out / "external_metrics.json", metrics, settings)
     save_figures(predictions, names, out / "external_metrics.json")
     _print(rows, shift, len(records), len(set(people)))
-    if not number and (said := never_named(raw, names)):
+    if said := not_learnt(raw, labels, names):
         print(said)
+    if options.ckpt_path.is_dir():
+        write_card_of_folds(options.ckpt_path)  # it names the tests of other cohorts
     if reference and not number and reference.calibrated_on < FEW:
         print(f"the threshold is that of {reference.calibrated_on} validation scans: chance")
 

@@ -20,8 +20,9 @@ from models.errors import UseError
 from models.explained_scan import peak_mm
 from models.findings import TITLES, MethodName
 from models.maps.native import Array, volume
-from models.overlay import DISPLAY_MM, slices
+from models.overlay import DISPLAY_MM
 from models.regions import atlas_regions
+from models.slices import ends_mm, places
 from models.tables import read_table, write_table
 
 _P = 0.05
@@ -154,12 +155,13 @@ def draw(found: Difference, affine: Array, path: Path, title: str) -> None:
     top = float(np.abs(found.t).max())
     template = datasets.load_mni152_template(resolution=int(DISPLAY_MM))
     brain = np.asarray(datasets.load_mni152_brain_mask(resolution=int(DISPLAY_MM)).dataobj)
+    ends = ends_mm(brain > 0, template.affine)
     for row, axis in enumerate("xyz"):
         display = plotting.plot_stat_map(
             volume(significant, affine),
             bg_img=template,
             display_mode=axis,
-            cut_coords=slices(brain, template.affine, row, float(cut[row])),
+            cut_coords=places(ends[row], float(cut[row])),
             vmax=top,
             symmetric_cbar=True,
             cmap="cold_hot",

@@ -1,7 +1,8 @@
 """Scans that nobody has labelled: a file, a folder, or a table of them."""
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,17 +54,18 @@ def find_scans(given: Path) -> list[NewScan]:
     """
     if given.is_dir():
         files = [path for path in walk(given) if is_nifti(path)]
-        found = [_from_file(path, given) for path in files if not _is_map(path)]
-        if len(found) < len(files):
-            print(f"{len(files) - len(found)} files below {given} are maps and no scans: left out")
-        if not found:
+        scans = [path for path in files if not _is_map(path)]
+        if len(scans) < len(files):
+            print(f"{len(files) - len(scans)} files below {given} are maps and no scans: left out")
+        if not scans:
             raise UseError(f"There is no .nii or .nii.gz file with a scan below {given}.")
-        return _unique(found)
+        names = _told_apart([(*path.relative_to(given).parts[:-1], stem(path)) for path in scans])
+        return _unique([NewScan(p, name, _person(p)) for p, name in zip(scans, names)])
     if not given.is_file():
         raise UseError(f"There is no file or folder {given}; give a scan, a folder or a table.")
     if given.suffix.lower() in (".csv", ".tsv", ".txt"):
         return _unique(_from_table(given))
-    return [_from_file(given, given.parent)]
+    return [NewScan(given, stem(given), _person(given))]
 
 
 def _is_map(path: Path) -> bool:
@@ -74,11 +76,17 @@ def _is_map(path: Path) -> bool:
         return False
 
 
-def _from_file(path: Path, root: Path) -> NewScan:
-    """Files of one name in several folders are named after their folders too."""
-    folders = path.relative_to(root).parts[:-1]
-    name = "_".join((*folders, stem(path)))
-    return NewScan(path, name, _person(path))
+def _told_apart(paths: Sequence[Sequence[str]]) -> list[str]:
+    """Names of files, with as many of their folders as tell those of one name apart."""
+    taken = [1] * len(paths)
+    while True:
+        names = ["_".join(path[-count:]) for path, count in zip(paths, taken)]
+        often = Counter(names)
+        more = [n for n, name in enumerate(names) if often[name] > 1 and taken[n] < len(paths[n])]
+        if not more:
+            return names
+        for n in more:
+            taken[n] += 1
 
 
 def _person(path: Path) -> str:

@@ -33,11 +33,12 @@ from models.maps import HiResCAM3D
 from models.maps.native import masked, to_native
 from models.predictions import Scale, told
 from models.reference import (
+    Noted,
     Reference,
     corrected_gap,
     from_checkpoint,
     intensities,
-    scores_and_features,
+    noting,
 )
 from models.resattnet import OPTIONS, ResAttNet3D
 from models.results import run_folder, writable
@@ -205,8 +206,11 @@ def answer(
         image, affine = trained.prepare(scan.path)
         if not bool(image.isfinite().all()) or float(image.std()) < _EMPTY:
             raise BadFile("CONSTANT", "nothing is left of the scan when prepared", _ACTION)
-        _classify(trained, said, report, image)
-        _draw(trained, said, image, affine, out, layer)
+        asked = [
+            _ask(one.network, image, layer, len(trained.class_names) - 1) for one in trained.members
+        ]
+        _classify(trained, said, report, image, [noted for noted, _ in asked])
+        _draw(trained, said, image, affine, out, [found for _, found in asked])
     except BadFile as bad:
         said.problem = f"{bad.code}: {bad.detail} -> {bad.action}"
     except (OSError, ValueError, RuntimeError) as error:
@@ -260,10 +264,18 @@ def trained_likeness(reference: Reference | None, report: FileReport) -> float |
     return onto(coarse_image(report.coarse), reference.usual.numpy())[0]
 
 
-def _classify(trained: Trained, said: Answer, report: FileReport, image: Tensor) -> None:
+def _ask(network: ResAttNet3D, image: Tensor, layer: str, explained: int) -> tuple[Noted, Tensor]:
+    """What a network says of a scan, and the map (D, H, W) of a class, in one forward pass."""
+    with noting(network) as noted:
+        found = HiResCAM3D(network, layer)(image[None], explained)
+    return noted, found[0, 0]
+
+
+def _classify(
+    trained: Trained, said: Answer, report: FileReport, image: Tensor, each: Sequence[Noted]
+) -> None:
     scan = said.scan
-    each = [scores_and_features(one.network, image[None]) for one in trained.members]
-    said_by = torch.cat([told(s, one.scale) for one, (s, _) in zip(trained.members, each)])
+    said_by = torch.cat([told(n.scores, one.scale) for one, n in zip(trained.members, each)])
     said.outputs = said_by.mean(dim=0).tolist()
     seen = {report.sha256[:16], picture_hash(report.sample)} & trained.files
     if seen or is_among(scan.subject, trained.people):
@@ -273,18 +285,18 @@ def _classify(trained: Trained, said: Answer, report: FileReport, image: Tensor)
         f"{problem.code}: {problem.detail}"
         for problem in cut_brains([_record(scan, report)], tuple(shape), spacing)
     ]
-    known = [(one.reference, *found) for one, found in zip(trained.members, each) if one.reference]
+    known = [(one.reference, noted) for one, noted in zip(trained.members, each) if one.reference]
     if trained.scale is None and len(known) == len(each):
-        said_by = torch.cat([reference.calibrated(scores) for reference, scores, _ in known])
+        said_by = torch.cat([reference.calibrated(noted.scores) for reference, noted in known])
         said.calibrated = said_by.mean(dim=0).tolist()
     if len(each) > 1:
         said.spread = float(said_by[:, -1].min()), float(said_by[:, -1].max())
     if len(known) < len(each):
         return
     if trained.task == "age" and scan.age is not None:
-        said.gap = corrected_gap([reference for reference, *_ in known], said.outputs[0], scan.age)
+        said.gap = corrected_gap([reference for reference, _ in known], said.outputs[0], scan.age)
     levels = intensities(image[0].numpy(), spacing**3 / 1000)
-    outside = [_outside(reference, scan, report, levels, f[0]) for reference, _, f in known]
+    outside = [_outside(r, scan, report, levels, noted.features[0]) for r, noted in known]
     # of several networks, what all of them were trained without
     said.outside = {k: v for k, v in outside[0].items() if all(k in other for other in outside)}
 
@@ -324,15 +336,18 @@ def _record(scan: NewScan, report: FileReport) -> ScanRecord:
 
 
 def _draw(
-    trained: Trained, said: Answer, image: Tensor, affine: Tensor, out: Path, layer: str
+    trained: Trained,
+    said: Answer,
+    image: Tensor,
+    affine: Tensor,
+    out: Path,
+    maps: Sequence[Tensor],
 ) -> None:
     """The overlay, and the map on the grid of the scan."""
     from models.overlay import save_unlabelled  # plotting libraries are slow to import
 
     names, voxels = trained.class_names, image[0].numpy()
-    explained = len(names) - 1
-    maps = [HiResCAM3D(one.network, layer)(image[None], explained) for one in trained.members]
-    values = masked(torch.cat(maps).mean(dim=0)[0].numpy(), voxels)
+    values = masked(torch.stack(list(maps)).mean(dim=0).numpy(), voxels)
     title = f"{said.scan.name}   |   the network: {shown(said, names)}"
     said.picture = out / f"{said.scan.name}_hirescam.png"
     save_unlabelled(voxels, values, np.asarray(affine, float), said.picture, title, names)

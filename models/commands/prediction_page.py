@@ -48,19 +48,21 @@ def _about(trained: "Trained") -> str:
     ages = f", aged {age[0]:.0f} to {age[1]:.0f}" if age else ""
     few = ", too few to trust it" if reference.calibrated_on < FEW else ""
     fields = " and ".join(f"{tesla:g}" for tesla in reference.field_strengths)
-    text = f"{text}: {reference.counted}{ages}{f', at {fields} T' if fields else ''}"
+    # of several networks each has its own training and validation scans
+    one, of_first = ("it", "") if not trained.others else ("the first", " for the first of them")
+    text = f"{text}: {reference.counted}{of_first}{ages}{f', at {fields} T' if fields else ''}"
     if reference.error is not None:
         (name,) = trained.class_names
         text += (
-            f". On {reference.calibrated_on} validation scans{few.replace(' it', ' them,')} it was "
-            f"wrong by {reference.error:.1f} {UNITS[name]} on average."
+            f". On {reference.calibrated_on} validation scans{few.replace(' it', ' them,')} {one} "
+            f"was wrong by {reference.error:.1f} {UNITS[name]} on average."
         )
         if trained.task == "age" and not few:
             text += " corrected gap: told minus true age, beyond what it told wrong at that age."
         return html.note(text)
     return html.note(
         f"{text}. Probabilities are "
-        f"calibrated on {reference.calibrated_on} validation scans (temperature "
+        f"calibrated on {reference.calibrated_on} validation scans{of_first} (temperature "
         f"{reference.temperature:.2f}{few}), and hold where {trained.class_names[-1]} is as "
         "frequent as there."
     )

@@ -19,13 +19,11 @@ from models.environment import save_environment
 from models.errors import UseError
 from models.findings import MethodName
 from models.maps.common import named_layer
-from models.metrics import never_named
 from models.parser import Parser
 from models.predictions import Prediction, arrays, table_rows
 from models.results import beside, free_path, run_folder, save_result, scans_hash, writable
-from models.scores import measured
+from models.scores import measured, not_learnt
 from models.tables import write_table
-from models.tasks import is_number
 from models.transfer import read_checkpoint, scale_of, state_of
 from models.write_predictions import WritePredictions
 
@@ -281,8 +279,8 @@ class ClassifierCLI(LightningCLI):
 
         evaluated, names = self.model.evaluated, self.model.class_names
         said = np.array([one.outputs for one in evaluated])
-        if not is_number(names) and (never := never_named(said, names)):
-            print(never)
+        if learnt := not_learnt(said, np.array([one.label for one in evaluated]), names):
+            print(learnt)
         drawn = save_figures(evaluated, names, metrics)
         print(f"pictures written to {', '.join(map(str, drawn))}")
 

@@ -14,7 +14,11 @@ Array = npt.NDArray[Any]
 
 def head_mask(image: Array) -> Array:
     """Where the head is in a prepared scan (D, H, W): air is exactly 0; holes are filled."""
-    return np.asarray(ndimage.binary_fill_holes(image != 0))
+    air, count = ndimage.label(image == 0)
+    faces = [air.take(end, axis).ravel() for axis in range(air.ndim) for end in (0, -1)]
+    outside = np.isin(np.arange(count + 1), np.concatenate(faces))
+    outside[0] = False  # what is no air
+    return np.asarray(~outside[air])
 
 
 def masked(heatmap: Array, image: Array) -> Array:

@@ -56,7 +56,8 @@ _EXTERNAL = {
     "internal_and_external.tsv": "The run's own held-out people, and the cohort: 95 % intervals.",
     "calibration.tsv": "Brier scores. Slope and intercept need more people, one scan of each. A "
     "row fitted to the cohort, each half with the other, is there where it has people enough.",
-    "shift.tsv": "The inputs beside those that were trained on; outside: share of the scans.",
+    "shift.tsv": "The inputs beside those that were trained on; outside: share of the scans that "
+    "lie more than half a standard deviation beyond them.",
     "groups.tsv": "By group; intervals where a group has enough people for one.",
 }
 

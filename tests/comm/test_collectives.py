@@ -8,6 +8,7 @@ import pytest
 from ranks import gloo_groups, together
 
 from lightning_hybrid.comm.collectives import (
+    agree,
     broadcast_object,
     fail_next_meeting,
     gather_objects,
@@ -41,6 +42,19 @@ def test_all_objects_reach_all_ranks(groups: list[Any]) -> None:
 def test_a_meeting_tells_whether_one_has_failed(groups: list[Any]) -> None:
     assert on_both(groups, lambda group, rank: meet(group)) == [True, True]
     assert on_both(groups, lambda group, rank: meet(group, failed=rank == 1)) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        *(((0.3, 0.3), True), ((-2.0, -2.0), True), ((0.0, 0.0), True)),
+        *(((0.3, 0.5), False), ((-1.0, 1.0), False), ((0.0, None), False), ((None, None), False)),
+    ],
+)
+def test_ranks_agree_where_all_have_the_same_number(
+    groups: list[Any], numbers: tuple[float | None, float | None], expected: bool
+) -> None:
+    assert on_both(groups, lambda group, rank: agree(group, numbers[rank])) == [expected] * 2
 
 
 def test_a_rank_that_leaves_fails_the_next_meeting(groups: list[Any]) -> None:

@@ -6,7 +6,6 @@ Run: python tests/conformance/features.py
 """
 
 import ast
-import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -49,7 +48,7 @@ REFUSED = {
     "tests/driver/test_adoption.py": "*are_refused",
     "tests/run/test_replica_world.py": "test_a_loader_that_was_made_for_all_processes_is_refused",
     "tests/planning/test_plan.py": "test_a_plan_for_another_network_says_which_partitions_differ",
-    "tests/driver/test_optimizer_trial.py": (
+    "tests/driver/test_optimizer_kinds.py": (
         "test_parameters_that_are_on_no_one_rank_refuse_a_whole_step"
     ),
     "tests/driver/test_streamed_calls.py": "*refused",
@@ -94,20 +93,22 @@ WORKS = {
 
 INTRO = """# What works, and the test behind it
 
-*`make features` writes this page from the tests; change them and not the page.*
+*`make features` writes this page from the tests: change those, not the page.*
 
-Each line is a habit of users of Lightning, and the test that shows what becomes of it when the
-network is cut into stages. A name like `Plain` is a row of the conformance suite
-(`tests/conformance/rows_*.py`): a LightningModule with that one habit, trained in real processes in
-float64 and compared with plain Lightning in one process (for two replicas: with `ddp` on two
-devices) in all that it notes: losses of each step, weights and buffers on every rank, metrics,
-return values, to 1e-10. Each row also asserts that every stage's process computed, and alone had
-the gradients of its parameters. It runs under one replica of two stages (1x2), of three (1x3), and
-two replicas of two (2x2), unless other shapes stand beside it.
+Each line is something that users of Lightning do, and what happens when the network is cut into
+stages. The name in front is a row of the conformance suite (`tests/conformance/rows_*.py`): a
+LightningModule that does this one thing. A row trains in real processes in float64 and is compared
+with plain Lightning in one process (two replicas: with `ddp` on two devices): losses of each step,
+weights and buffers on every rank, metrics and return values agree to 1e-10. It also asserts that
+every stage's process computed, and alone had the gradients of its parameters.
 
-Habits also meet: `tests/conformance/test_pairs.py` makes pairs of rows, drawn at random, and
-`test_fuzz.py` 500 random networks. A strategy of your own can be put under the same rows: see the
-docstring of [`tests/conformance/suite.py`](../tests/conformance/suite.py).
+A row runs as one replica of two stages (1x2), one of three (1x3) and two replicas of two (2x2),
+unless other shapes are given. A line is the first sentence of a row's docstring, which has the
+details; refusals are whole.
+
+`tests/conformance/test_pairs.py` combines rows at random, and `test_fuzz.py` makes 500 random
+networks. To test a strategy of your own with the same rows, see the docstring of
+[`tests/conformance/suite.py`](../tests/conformance/suite.py).
 
 ```
 make conformance                                                    # all
@@ -120,31 +121,25 @@ python -m pytest -m "" tests/conformance -k "TwoStages and Drops"   # one row
 
 REFUSED_INTRO = """## Refused
 
-With an error on every rank that says what to use instead, before any weight has changed. The rows
-are small networks, and some are refused for that alone: where a network's Python cannot be captured
-as one graph, its parts are cut one by one if they are large enough.
+Every rank raises an error that says what to use instead, before any weight has changed. Some rows
+are refused only because their networks are small: where a network's Python cannot be captured as
+one graph, its parts are cut one by one if they are large enough.
 
-| what | the error has the words | test |
-| --- | --- | --- |
 """
 
 DIFFERS_INTRO = """
 ## Differs from one device
 
 [What is known to differ](what_you_can_rely_on.md#what-is-known-to-differ) has the list with
-reasons. Tests hold what `torch.compile` does not look at, so that a capture goes on as if nothing
-had changed (the check of calls 1, 2, 4, ... ends most of such runs):
+reasons. `torch.compile` does not see the following changes, so a captured graph stays in use. The
+check of calls 1, 2, 4, ... ends most of such runs:
 
-| what | test |
-| --- | --- |
 """
 
 MICROBATCHES_INTRO = """
-These are equal to one device on which the network runs once per micro-batch, each with random
+These equal one device on which the network runs once per micro-batch, each micro-batch with random
 generators of its own:
 
-| what | test |
-| --- | --- |
 """
 
 
@@ -153,6 +148,13 @@ def sentence_of(row: type[Row]) -> str:
     text = " ".join((row.__doc__ or "").split()).replace("``", "`").replace("|", "\\|")
     assert text, f"{row.__name__} has no docstring, which docs/features.md shows"
     return text
+
+
+def summary_of(row: type[Row]) -> str:
+    """The first sentence of a docstring, up to a colon or semicolon if enough stands there."""
+    sentence = re.split(r"(?<=[.`)])\.? (?=[A-Z`])", sentence_of(row))[0]
+    head = re.split(r"[;:] ", sentence)[0]
+    return sentence if len(head.split()) < 4 or head.count("`") % 2 else head.rstrip(".") + "."
 
 
 def named(row: type[Row]) -> str:
@@ -174,12 +176,6 @@ def refused_in(row: type[Row]) -> list[tuple[int, int]]:
     return []
 
 
-def words_of(row: type[Row]) -> str:
-    """What the refusal of a row must say."""
-    words = row.refused or row.equal_or_refused
-    return ", ".join("its line" if w.endswith(".py") else f"`{w.strip('`')}`" for w in words)
-
-
 def section_of(row: type[Row]) -> int:
     return list(TITLES).index(row.__module__)
 
@@ -196,13 +192,13 @@ def tests_in(file: str) -> list[tuple[str, str]]:
     return found
 
 
-def tests(chosen: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """What each chosen test says, and its name."""
+def tests(chosen: dict[str, str]) -> Iterator[str]:
+    """A line for each file, then one for each chosen test of it."""
     for file, ending in chosen.items():
-        found = [(s, name) for name, s in tests_in(file) if name.endswith(ending.lstrip("*"))]
+        found = [s for name, s in tests_in(file) if name.endswith(ending.lstrip("*"))]
         assert found, f"{file} has no test that ends with {ending}"
-        for said, name in found:
-            yield said, f"`{file}::{name}`"
+        yield f"\n`{file}`:\n\n"
+        yield from (f"- {said}\n" for said in found)
 
 
 def page() -> str:
@@ -219,27 +215,23 @@ def page() -> str:
     )
     text += REFUSED_INTRO
     for row in refused:
-        where = "" if row in everywhere else "In three stages: "
-        text += f"| {where}{sentence_of(row)} | {words_of(row)} | {named(row)} |\n"
-    for said, name in tests(REFUSED):
-        text += f"| {said} | | {name} |\n"
-    text += DIFFERS_INTRO
-    text += "".join(f"| {said} | {name} |\n" for said, name in tests(DIFFERS))
+        where = "" if row in everywhere else "in three stages: "
+        text += f"- {named(row)}: {where}{sentence_of(row)}\n"
+    text += "".join(tests(REFUSED))
+    text += DIFFERS_INTRO.rstrip("\n") + "\n"
+    text += "".join(tests(DIFFERS))
     text += MICROBATCHES_INTRO
     for row in works:
         if row.per_microbatch:
-            text += f"| {sentence_of(row)} | {named(row)} |\n"
+            text += f"- {named(row)}: {summary_of(row)}\n"
     text += "\n## Works\n"
     for file, title in TITLES.items():
         here = [row for row in works if row.__module__ == file and not row.per_microbatch]
         if here:
-            said = (importlib.import_module(file).__doc__ or "").strip().splitlines()[0]
-            text += f"\n### {title}\n\n{said} (`tests/conformance/{file}.py`)\n\n"
-            text += "| what | test |\n| --- | --- |\n"
-            text += "".join(f"| {sentence_of(row)} | {named(row)} |\n" for row in here)
+            text += f"\n### {title}\n\n"
+            text += "".join(f"- {named(row)}: {summary_of(row)}\n" for row in here)
     for title, chosen in WORKS.items():
-        text += f"\n### {title}\n\n| what | test |\n| --- | --- |\n"
-        text += "".join(f"| {said} | {name} |\n" for said, name in tests(chosen))
+        text += f"\n### {title}\n" + "".join(tests(chosen))
     return re.sub(r"[ \t]+\n", "\n", text)
 
 

@@ -103,8 +103,15 @@ class RecomputesInside(GoesBackInsideOfItsCall):
     arguments: ClassVar = {"schedule": "1f1b", "recompute": True}
 
 
-class TiesWeightsBesideIt(GoesBackInsideOfItsCall):
-    """Stages that share a weight: all forwards come first."""
+class CompilesInside(GoesBackInsideOfItsCall):
+    """`compile_stages=True` beside it."""
+
+    sampled = True
+    arguments: ClassVar = {"schedule": "1f1b", "compile_stages": True}
+
+
+class TiesWeightsAndGoesBackInside(GoesBackInsideOfItsCall):
+    """Stages share a weight, as an embedding and a head do."""
 
     shares = True
 
@@ -116,3 +123,14 @@ class TiesWeightsBesideIt(GoesBackInsideOfItsCall):
 
         def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
             return super().forward(torch.nn.functional.pad(x, (0, 2)), y)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss, logits = self.net(x, y)
+        self.seen.append(loss.item())
+        self.kind = type(logits).__name__
+        return loss
+
+    def on_train_end(self) -> None:
+        # (nobody has read the logits, and so they were not computed)
+        in_stages = type(self.trainer.strategy).__name__ == "HybridGabraStrategy"
+        assert getattr(self, "kind", "Late") == "Late" or not in_stages

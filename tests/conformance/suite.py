@@ -235,8 +235,8 @@ class Run:
 def load_checkpoint(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """What a checkpoint holds: a file as anybody loads it, a folder as the strategy does."""
     if path.is_dir():
-        checkpoints = importlib.import_module("lightning_hybrid.state.atomic_checkpoints")
-        return checkpoints.AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
+        state = importlib.import_module("lightning_hybrid.state")
+        return state.load_checkpoint(path, weights_only=weights_only)  # type: ignore[no-any-return]
     return torch.load(path, weights_only=weights_only)
 
 

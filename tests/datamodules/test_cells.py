@@ -28,6 +28,10 @@ READ = [
     ("age", ">89", 89.0),
     ("age", "≥ 90", 90.0),
     ("age", "\uff17\uff11", 71.0),
+    ("age", "82 y.o.", 82.0),
+    ("age", "\u200e'71.", 71.0),  # what Excel writes before a text, after a mark of direction
+    ("mmse", "28 of 30", 28.0),
+    ("mmse", "28 / 30", 28.0),
     ("field_strength", "3T", 3.0),
     ("field_strength", "1,5 Tesla", 1.5),
     ("field_strength", "1.5 Tesla MRI", 1.5),
@@ -71,11 +75,18 @@ def test_sexes_are_read_in_words_and_by_a_standards_numbers_of_a_whole_column():
     assert zeros.notes() == ["t.csv: sex: 2 of 2 not read, for example '0' (line 2)"]
 
 
-def test_an_age_of_99_is_a_code_where_it_repeats_and_nobody_else_is_so_old():
+def test_a_high_age_is_a_code_where_it_repeats_and_nobody_else_is_near_it():
     rows = [{"age": text} for text in ("71", "99", "82", "99")]
     cells = Cells("t.csv", rows, range(2, 6))
     assert [cells.number(row, "age") for row in rows] == [71, None, 82, None]
     assert cells.notes() == ["t.csv: age: 2 of 4 not read, for example '99' (line 3)"]
+    others = [{"age": text} for text in ("71", "98", "94", "98")]
+    assert [Cells("t.csv", others, range(4)).number(row, "age") for row in others] == [
+        71,
+        None,
+        94,
+        None,
+    ]
     old = [{"age": text} for text in ("96", "99", "99")]
     assert [Cells("t.csv", old, range(3)).number(row, "age") for row in old] == [96, 99, 99]
 

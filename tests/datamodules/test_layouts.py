@@ -231,6 +231,46 @@ def test_wrong_rows_of_a_table_are_named(tmp_path, rows, code):
     assert all("mine.csv, line" in p.path for p in problems if code != "LABEL_CONFLICT")
 
 
+@pytest.mark.parametrize(
+    ("columns", "rows", "code"),
+    [
+        (
+            "path,subject,label,session",
+            ("a.nii.gz,anna,AD,v1", "b.nii.gz,anna,NC,v1"),
+            "LABEL_CONFLICT",
+        ),
+        ("path,subject,label,acq_date", ("a.nii.gz,anna,AD,2019-03-04",) * 2, ""),
+        ("path,subject,label,sex", ("a.nii.gz,anna,AD,F", "b.nii.gz,anna,AD,m"), "TWO_SEXES"),
+        ("path,subject,label,sex", ("a.nii.gz,anna,AD,F", "b.nii.gz,anna,AD,"), ""),
+    ],
+)
+def test_rows_of_a_person_contradict_each_other_whichever_of_them_is_used(
+    tmp_path, columns, rows, code
+):
+    plain(tmp_path, "")
+    table = tmp_path / "mine.csv"
+    table.write_text("\n".join((columns, rows[0], rows[1].replace("a.nii", "b.nii"))))
+    found = look(table)
+    assert {problem.code for problem in found.problems} == {code} - {""}
+    assert sum(bool(record.problem) for record in found.records) == (2 if code else 0)
+    assert len(found.records) == 2
+
+
+def test_columns_may_name_their_units(tmp_path):
+    plain(tmp_path, "")
+    table = tmp_path / "mine.csv"
+    header = "path,subject,label,Age (years),Sex [m/f],MMSE (bl),MMSE (m12)"
+    table.write_text(f"{header}\na.nii.gz,anna,AD,71.5,f,28,27\nb.nii.gz,bea,NC,70,F,29,29\n")
+    records = look(table).records
+    assert [(r.age, r.sex, r.mmse) for r in records] == [(71.5, "F", None), (70, "F", None)]
+
+
+def test_an_unknown_word_of_a_table_says_how_to_give_its_meaning(tmp_path):
+    table = plain(tmp_path, "a.nii.gz,anna,Kontrolle\nb.nii.gz,bea,AD\n")
+    (problem,) = look(table).problems
+    assert "--label-map 'Kontrolle=...'" in problem.action
+
+
 def test_nothing_is_written_beside_listed_scans(tmp_path, capsys):
     (tmp_path / "scans").mkdir()
     plain(tmp_path / "scans", "")

@@ -64,6 +64,13 @@ ALIKE = [
     ("P7", "P\uff17"),
     ("P1_20190304", "P1_2021-05-06"),
     ("P1 4Mar2019", "P1_20210506"),
+    ("20190304_P1", "20210506-p01"),
+    ("José7", "JOSE07"),
+    ("P1", "\u04201"),  # a Cyrillic letter
+    ("\u0391\u03921", "AB1"),  # Greek ones
+    ("P1_201903", "P1_202105"),
+    ("999_S_0001", "999_S_0001_m12"),
+    ("999_S_0001", "ADNI999S0001V2"),
 ]
 
 
@@ -82,6 +89,7 @@ DIFFERENT = [
     ("P10", "P100"),
     ("A1", "B1"),
     ("999_S_0001", "999_S_10001"),
+    ("999_S_0001", "999_S_0002_m12"),
     ("m1", "m2"),
     ("NACC000123", "NACC001230"),
 ]
@@ -116,6 +124,8 @@ VISITS: dict[str, tuple[Callable[[int], str], Callable[[int], str]]] = {
     "German": (lambda n: f"P{n:03}.Erstscan", lambda n: f"P{n:03}.Zweitscan"),
     "behind": (lambda n: f"P{n:03}", lambda n: f"P{n:03}_ffup"),
     "years": (lambda n: f"{n:03}/2012", lambda n: f"{n:03}/2014"),
+    "in front": (lambda n: f"scan1.P{n:03}", lambda n: f"scan2.P{n:03}"),
+    "days in front": (lambda n: f"{day()} P{n:03}", lambda n: f"{day()} P{n:03}"),
     "two places": (lambda n: f"P{n}_rest_T1", lambda n: f"P{n}_task_T1"),
 }
 
@@ -157,6 +167,13 @@ NUMBERED: dict[str, Callable[[], list[str]]] = {
     "two numbers": lambda: [f"IXI{n:03}-HH-{DRAW.randint(500, 2000)}" for n in range(300)],
     "visits' word": lambda: [f"{s:02}T{n:03}" for s in range(4) for n in range(40)],
     "few": lambda: [f"S{n}" for n in range(8)],
+    "wards like visits": lambda: [f"V{w}-{n:03}" for w in range(1, 7) for n in range(30)],
+    "day and number of it": lambda: [
+        f"{d}_{n}" for d in sorted({day() for _ in range(40)}) for n in (1, 2)
+    ],
+    "check digits": lambda: [f"{n}-{n % 7}" for n in range(190000, 250000, 777)],
+    "ADNI's": lambda: [f"{s:03}_S_{s * 40 + n:04}" for s in (2, 11, 22) for n in range(40)],
+    "accents": lambda: [f"{name}{n}" for n in range(20) for name in ("Ñ", "M", "É", "か", "が")],
 }
 
 

@@ -262,8 +262,27 @@ def test_a_table_of_people_gives_every_scan_of_a_person_its_diagnosis(tmp_path, 
     assert said == [("a", "AD"), ("a", "AD"), ("b", "NC"), ("c", "missing")]
     assert found.labels.startswith("people.csv:")
     table.write_text(f"{header}\na{mark}{first}\na{mark}{second}\n")
-    with pytest.raises(TableError, match=r"BAD_ROW.*line 3"):
+    with pytest.raises(TableError, match=r"TWO_ROWS: lines 2 and 3 are both of a"):
         look(scans, "ad_nc", diagnosis_csv=table, names=names)
+
+
+def test_cells_of_a_table_of_people_are_accounted_for_and_may_not_contradict(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.nii").write_bytes(b"1")
+    scans, table = tmp_path / "scans.csv", tmp_path / "people.csv"
+    scans.write_text("path,subject\na.nii,a\nb.nii,b\nc.nii,c\n")  # labels lie elsewhere
+    table.write_text('subject,label,Age (y),gender\na,AD,"71,5",2\nb,NC,unclear,1\nc,NC,999,1\n')
+    found = look(scans, "ad_nc", diagnosis_csv=table)
+    assert [(r.dx, r.age, r.sex) for r in found.records] == [
+        ("AD", 71.5, "F"),
+        ("NC", None, "M"),
+        ("NC", None, "M"),
+    ]
+    assert "people.csv: age: 2 of 3 not read, for example 'unclear' (line 3)" in found.notes
+    assert any(note.startswith("people.csv: sex: 1 is read as male") for note in found.notes)
+    table.write_text("subject,label,sex\na,AD,F\na,ad,f\nb,NC,F\nb,NC,M\n")
+    with pytest.raises(TableError, match=r"TWO_ROWS: lines 4 and 5 are both of b: sex 'F' and 'M'"):
+        look(scans, "ad_nc", diagnosis_csv=table)
 
 
 def test_names_of_oasis3_in_bids_that_leave_out_the_session_have_that_of_the_folder(tmp_path):

@@ -22,7 +22,7 @@ from lightning_hybrid.driver import weights as files
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import is_deferred, is_unread, is_vacant
 from lightning_hybrid.state import tensor_file
-from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO
+from lightning_hybrid.state.whole_checkpoint import save_checkpoint
 from lightning_hybrid.worker import worker
 
 DEVICES = [(1, 0), (1, 2, 0)]
@@ -372,7 +372,7 @@ def test_a_checkpoint_reads_each_tensor_when_it_writes_it(
         state = trained.module.state_dict()
     checkpoint = {"state_dict": state, "optimizer_states": [trained.mine.state_dict()]}
     assert any(is_unread(value) for value in state.values())
-    AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "saved.ckpt")
+    save_checkpoint(checkpoint, tmp_path / "saved.ckpt")
     assert most == 1
     found = torch.load(tmp_path / "saved.ckpt")
     assert_same(found["state_dict"], dict(trained.reference.state_dict()))
@@ -448,7 +448,7 @@ def test_a_checkpoint_is_fetched_tensor_by_tensor_and_before_the_next_step(
     with driver.weights.gathered(at_once=True), driver.optimizers.unread(always=False):
         saved = {"state_dict": trained.module.state_dict(), "states": trained.mine.state_dict()}
     assert any(map(is_unread, saved["state_dict"].values()))
-    AtomicCheckpointIO().save_checkpoint(saved, tmp_path / "saved.ckpt")
+    save_checkpoint(saved, tmp_path / "saved.ckpt")
     found = torch.load(tmp_path / "saved.ckpt", weights_only=True)
     assert_same(dict(found["state_dict"]), dict(trained.reference.state_dict()))
     assert_same(found["states"], trained.theirs.state_dict())

@@ -17,11 +17,14 @@ PLAN = Plan(replicas=1, stages=2, microbatches=4, schedule="gpipe", cuts=("1",))
 class Told:
     """Announcements of a run, and the lines."""
 
-    def __init__(self, *, training: bool = True, compiled: bool = False) -> None:
+    def __init__(
+        self, *, training: bool = True, compiled: bool = False, accumulates: bool = False
+    ) -> None:
         self.lines: list[str] = []
         options: Any = SimpleNamespace(
             say=self.lines.append,
             trains=training,
+            accumulates=accumulates,
             stages=SimpleNamespace(compiled=compiled),
         )
         self.announcements = Announcements(options)
@@ -129,6 +132,15 @@ def test_a_network_that_stays_is_told_with_its_reason(reason: str, alone: bool, 
     told = Told()
     told.announcements.stays("net", nn.Linear(2, 2), reason, alone=alone)
     assert told.lines == [line]
+
+
+def test_who_accumulates_is_told_what_had_the_name_of_1f1b_before() -> None:
+    for accumulates in (False, True):
+        told = Told(accumulates=accumulates)
+        told.announcements.backwards_follow(found(nn.Linear(2, 2)), "it returns no loss")
+        [line] = told.lines
+        assert "as under schedule='gpipe', since it returns no loss." in line
+        assert ("'1f1b_stream'" in line) is accumulates
 
 
 def compiled_in_place() -> nn.Module:

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterator
 from threading import RLock
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from driven import Model, Ranks, let_go
+from driven import let_go
+from losses_inside import CLASSES, ROWS, STEPS, WIDTH, Cut, Net, Tied, batch, compare, whole
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.autograd import backwards_as_ever
-from lightning_hybrid.capture import Capture
-from lightning_hybrid.capture.watched_calls import own_forward
-from lightning_hybrid.comm.protocol import Check, Placement
-from lightning_hybrid.driver.inside_call import why_not_inside
-from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph import NetworkGraph, cut, network_partitions
-from lightning_hybrid.remote.hollow_network import Hollow
 from lightning_hybrid.stage.backward_pass import BackwardPass
 from lightning_hybrid.stage.forward_pass import ForwardPass
-
-ROWS, STEPS, WIDTH, CLASSES = 8, 3, 6, 5
-
-
-class Net(nn.Module):
-    """Six linear layers and a loss over valid targets.
-
-    Args:
-        between: makes what stands behind each hidden layer.
-    """
-
-    def __init__(self, between: Callable[[], nn.Module] = nn.Tanh) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        hidden = [part for _ in range(5) for part in (nn.Linear(WIDTH, WIDTH), between())]
-        self.layers = nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        logits = self.layers(x)
-        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100)
-        return {"loss": loss, "logits": logits}
 
 
 class Dropping(nn.Module):
@@ -67,114 +38,6 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.norm(x.transpose(1, 2)).transpose(1, 2))
-
-
-def batch(number: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    x = torch.randn(ROWS, STEPS, WIDTH, dtype=torch.float64, generator=generator)
-    y = torch.randint(CLASSES, (ROWS, STEPS), generator=generator)
-    y[torch.rand(ROWS, STEPS, generator=generator) < 0.4] = -100
-    y[:2] = -100
-    return x, y
-
-
-class Cut(Ranks):
-    """A replica whose network has two inputs, and a loss inside.
-
-    Args:
-        net: the network.
-        stages: into how many it is cut.
-        schedule: the name of the schedule.
-        parts: number of micro-batches.
-
-    Attributes:
-        alive: by stage, the most micro-batches that it has kept at once.
-    """
-
-    def __init__(self, net: nn.Module, stages: int, schedule: str, parts: int = 4) -> None:
-        super().__init__(Model(deepcopy(net)).double(), stages - 1)
-        self._devices, self._parts = (*range(1, stages), 0), parts
-        self._schedule, self._calls = schedule, dict[NetworkGraph, NetworkCall]()
-        inner = self.model.net
-        self._hollow = Hollow(inner, torch.device("cpu"))
-        shares = schedule == "1f1b"
-        self._capture = Capture(inner, own_forward(inner), self._run, shares=shares)
-        self.alive = [0] * stages
-        self.steps = 0
-
-    def __call__(self, x: Tensor, y: Tensor) -> Any:
-        with self.driver.remote.suspended(), backwards_as_ever(), self._hollow:
-            return self._capture((x, y), {})
-
-    def _run(self, graph: NetworkGraph, values: Sequence[Any], loss: Any = None) -> list[Any]:
-        with self._hollow.lifted():
-            if graph not in self._calls:
-                self._calls[graph] = self._cut(graph)
-            return self._calls[graph](values, loss)
-
-    def _cut(self, graph: NetworkGraph) -> NetworkCall:
-        partitions, stages = network_partitions(graph), len(self._devices)
-        bounds = [round(len(partitions) / stages * k) for k in range(1, stages)]
-        codes = cut(graph, partitions, bounds)
-        if self._calls:
-            self.driver.distribution.distribute_again(self.network, codes)
-        else:
-            placement = Placement.of(codes, self._devices, self._schedule)
-            self.network = self.driver.add_network(
-                "net", self.model.net, codes, placement, continues=False
-            )
-            self.why_not = why_not_inside(self.network, graph)
-            for stage, engine in enumerate(self.engines()):
-                self._count(stage, engine)
-        return NetworkCall(self.network, self.network.specialize(graph, self._parts))
-
-    def engines(self) -> list[Any]:
-        """Of the stages, in their order."""
-        workers = [self.workers[rank]._networks[0].engine for rank in sorted(self.workers)]
-        return [*workers, self.network.engine]
-
-    def _count(self, stage: int, engine: Any) -> None:
-        stage_for = engine.stage_for
-
-        def counted(own: Any, key: Any) -> Any:
-            calls = self.networks()[stage].calls.values()
-            now = max((len(call.saved[0]) + 1 for call in calls), default=0)
-            self.alive[stage] = max(self.alive[stage], now)
-            return stage_for(own, key)
-
-        engine.stage_for = counted
-
-    def networks(self) -> list[Any]:
-        return [*(self.workers[r]._networks[0] for r in sorted(self.workers)), self.network]
-
-    def begin(self) -> None:
-        self.driver.begin_step(self.steps)
-        self.steps += 1
-
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        self.driver.gradients.before_backward()
-        loss.backward(**options)
-        self.driver.gradients.after_backward()
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Of all parameters, those that their owners have."""
-        self.driver.commands.ask(Check())
-        return {n: p.grad for n, p in self._owned(lambda net: net.named_parameters())}
-
-    def buffers(self) -> dict[str, Tensor]:
-        self.driver.commands.ask(Check())
-        return dict(self._owned(lambda net: net.named_buffers()))
-
-    def _owned(self, named: Callable[[nn.Module], Any]) -> Iterator[tuple[str, Any]]:
-        for rank, names in zip(self._devices, self.network.placement.owned):
-            net = self.model.net if rank == 0 else self.modules[rank].net
-            yield from ((n, value) for n, value in named(net) if n in names)
-
-    def clear(self) -> None:
-        for rank in self._devices:
-            net = self.model.net if rank == 0 else self.modules[rank].net
-            for parameter in net.parameters():
-                parameter.grad = None
 
 
 Pair = tuple[Cut, Cut]
@@ -205,26 +68,6 @@ def pair() -> Iterator[Callable[..., Pair]]:
     yield make
     for replica in made:
         let_go(replica)
-
-
-def compare(one: dict[str, Any], other: dict[str, Any], tolerance: float = 1e-12) -> None:
-    assert one.keys() == other.keys()
-    assert any(value is not None for value in one.values())
-    for name, value in one.items():
-        expected = other[name]
-        assert (value is None) == (expected is None), name
-        if value is not None and tolerance:
-            torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
-        elif value is not None:
-            assert torch.equal(value, expected), name
-
-
-def whole(net: nn.Module, *batches: tuple[Tensor, Tensor], factor: float = 1.0) -> dict[str, Any]:
-    """The gradients of one device."""
-    alone = deepcopy(net).double()
-    for x, y in batches:
-        (alone(x, y)["loss"] * factor).backward()
-    return {name: p.grad for name, p in alone.named_parameters()}
 
 
 @pytest.mark.parametrize(("stages", "parts"), [(2, 4), (3, 4), (4, 8), (3, 2)])
@@ -267,7 +110,7 @@ def once(replica: Cut) -> None:
 def scaled(replica: Cut) -> None:
     """As a scaler does, whose scale is known when the network is called."""
     replica(*batch())
-    replica.network.loss_scale = lambda: 65536.0
+    replica.network.scaled = lambda number: number * 65536
     for number in range(2):
         replica.begin()
         replica.backward(replica(*batch(number))["loss"] * 65536)
@@ -377,11 +220,13 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: Net(Dropping),
     "frozen": frozen,
     "checkpointed": lambda: Checkpointed(Dropping),
+    "tied": lambda: Tied(0, 4),
 }
 
 
 CASES = [
     *(("plain", use) for use in USES),
+    *(("tied", use) for use in USES),
     *(("dropout", use) for use in (once, two_calls, logits_read, logits_with_gradient)),
     *(("frozen", once), ("checkpointed", once)),
 ]
@@ -398,11 +243,36 @@ def test_gradients_are_those_of_fill_drain(pair: Callable[..., Pair], kind: str,
     assert one.alive[0] <= (4 if use is logits_with_gradient else 2)
 
 
+def logits_read_first(replica: Cut) -> None:
+    """In the first call, with weights that have just come from other ranks."""
+    replica.begin()
+    out = replica(*batch())
+    replica.model.seen = out["logits"].square().sum().item()
+    replica.backward(out["loss"])
+
+
+@pytest.mark.parametrize("use", [once, two_calls, kept_graph, logits_read_first, frozen_later])
+@pytest.mark.parametrize(("one", "other"), [(0, 2), (1, 4), (2, 3)])
+def test_the_gradient_of_a_weight_of_two_stages_is_one_sum(
+    pair: Callable[..., Pair], use: Use, one: int, other: int
+) -> None:
+    """Lent by a worker to another one, or to the driver."""
+    net = Tied(one, other)
+    here, drained = pair(net, 3)
+    for replica in (here, drained):
+        use(replica)
+    assert (here.why_not, here.alive[0]) == ("", 3)
+    assert getattr(here.model, "seen", 0) == getattr(drained.model, "seen", 0)
+    compare(here.gradients(), drained.gradients())
+    if use is once:
+        compare(here.gradients(), whole(net, batch()), 1e-9)
+
+
 def test_the_expected_factor_leaves_the_bits_of_one_backward(pair: Callable[..., Pair]) -> None:
     one, other = pair(Net(), 2)
     for replica in (one, other):
         replica(*batch())
-        replica.network.loss_scale = lambda: 0.3
+        replica.network.scaled = lambda number: number * 0.3
         replica.begin()
         replica.backward(replica(*batch())["loss"] * 0.3)
     compare(one.gradients(), other.gradients(), 0)

@@ -45,7 +45,7 @@ class Notes:
 
 
 class Linked:
-    """An optimizer, number 3, whose trial finds that it steps in parts, or the reason why not."""
+    """An optimizer, number 3, that steps in parts, or whole for a reason."""
 
     def __init__(self, reason: str = "", kind: type[SGD] = SGD) -> None:
         self.notes = Notes()
@@ -56,7 +56,7 @@ class Linked:
         names = {id(p): name for name, p in self.module.named_parameters()}
         counterparts: Any = self.notes
         self.link = OptimizerLink(self.optimizer, names, 3, counterparts)
-        self.link.try_once(lambda _: reason)
+        self.link.reason, self.link.sent = reason, True
         self.link.shipped()
 
 
@@ -69,32 +69,20 @@ def test_workers_step_after_the_driver_and_hear_of_groups_that_have_changed() ->
 
 
 class Halves(SGD):
-    """In steps after those of its trial, as one that looks at a longer history does."""
+    """Sets an option before its closure, which one that is declared must not."""
 
     def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["lr"] /= 2
         return super().step(closure)
 
 
-def test_options_that_a_step_sets_before_its_closure_are_refused_if_the_trial_saw_none() -> None:
+def test_options_that_a_step_in_parts_sets_before_its_closure_are_refused() -> None:
     linked = Linked(kind=Halves)
     with pytest.raises(
-        HybridError, match=r"^Halves\.step has set options .* pipeline_parallel_size=1"
+        HybridError, match=r"^Halves\.step has set options .* not declare it by register_optimizer"
     ):
         linked.optimizer.step(lambda: 1.0)
     assert ("step", 3, None) not in linked.notes.told
-
-
-def test_a_step_whose_closure_tries_the_optimizer_is_no_late_one() -> None:
-    linked = Linked(kind=Halves)
-    linked.link.reason = None
-
-    def closure() -> float:
-        linked.link.try_once(lambda _: "it sets its options")
-        return 1.0
-
-    assert linked.optimizer.step(closure) == 1.0
-    assert linked.link.whole
 
 
 def test_a_closure_runs_before_the_workers_step() -> None:
@@ -148,19 +136,6 @@ def test_groups_that_are_added_are_new_until_they_are_sent() -> None:
     assert linked.link.has_new_groups
     linked.link.shipped()
     assert not linked.link.has_new_groups
-
-
-def test_groups_of_another_kind_are_tried_before_they_are_sent() -> None:
-    linked, tried = Linked(), list[str]()
-
-    def trial(_: Any) -> str:
-        tried.append("again")
-        return ""
-
-    linked.optimizer.add_param_group({"params": [linked.module.bias], "nesterov": True})
-    assert linked.link.try_once(trial)
-    assert not linked.link.try_once(trial)
-    assert tried == ["again"]
 
 
 def test_after_it_is_closed_the_optimizer_speaks_to_nobody() -> None:

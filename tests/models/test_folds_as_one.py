@@ -78,13 +78,12 @@ def test_predictions_are_the_mean_of_the_networks_with_lowest_and_highest(
     assert "by the networks)" in capsys.readouterr().out
     page = (out / "predictions.html").read_text()
     assert "3 networks say on average" in page
+    assert page.count(" for the first of them") == 2  # training and validation scans
 
 
-def test_another_cohort_is_tested_with_all_of_them_beside_their_own_test(
-    folds, tmp_path, tmp_path_factory
-):
+def test_another_cohort_is_tested_with_all_of_them_beside_their_own_test(folds, tmp_path_factory):
     spec = CohortSpec((("AD", 8), ("NC", 8)), 8.0, seed=3, elsewhere=True)
-    cohort, out = made(tmp_path_factory, spec), tmp_path / "out"
+    cohort, out = made(tmp_path_factory, spec), folds / "external" / "elsewhere"
     assert external(["--ckpt_path", str(folds), "--cohort", str(cohort), "--out", str(out)]) == 0
     rows = {row["metric"]: row for row in read_table(out / "internal_and_external.tsv")}
     assert float(rows["accuracy"]["internal"]) == 0.9
@@ -95,6 +94,7 @@ def test_another_cohort_is_tested_with_all_of_them_beside_their_own_test(
     # the mean is no worse than the worst of them: the squared distance is convex
     assert float(rows["brier"]["external"]) <= float(rows["brier"]["networks_to"]) + 1e-4
     assert rows["threshold"]["networks_from"] == ""
+    assert "elsewhere: accuracy" in (folds / "model_card.md").read_text()
 
 
 def test_whoever_one_of_them_was_trained_on_is_no_test(folds):

@@ -5,6 +5,7 @@ import pytest
 from sklearn import metrics as sk
 
 from models.metrics import calibration_error, evaluate, never_named, roc
+from models.scores import not_learnt
 
 
 def drawn(classes: int, scans: int = 60) -> tuple[np.ndarray, np.ndarray]:
@@ -46,6 +47,15 @@ def test_calibration_error_is_the_gap_between_confidence_and_accuracy() -> None:
     probabilities = np.array([[0.25, 0.75]] * 4 + [[0.95, 0.05]] * 4)
     labels = np.array([1, 1, 0, 0, 0, 0, 0, 0])  # right half the time at 0.75, always at 0.95
     assert calibration_error(probabilities, labels) == pytest.approx((0.25 + 0.05) / 2)
+
+
+def test_a_number_that_is_nearly_one_for_all_is_said() -> None:
+    true = np.array([60.0, 70, 75, 81])
+    flat = np.array([[72.0], [72.5], [73], [72.9]])
+    said = not_learnt(flat, true, ("age",))
+    assert "nearly the same age, 72.0 to 73.0, and they have 60.0 to 81.0" in said
+    assert not_learnt(true[:, None] * 0.5, true, ("age",)) == ""
+    assert not_learnt(flat[:1], true[:1], ("age",)) == ""
 
 
 def test_a_class_that_is_never_named_is_said() -> None:

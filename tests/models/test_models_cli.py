@@ -125,7 +125,7 @@ def test_every_run_has_one_folder_of_its_own(config, tmp_path, monkeypatch, caps
     assert read_table(run / "test_predictions.tsv") == list(predicted.values())
     ids = ["subject", "image_id", "label", "class", "predicted", "p_NC", "p_AD"]
     for row in predicted.values():
-        assert list(row) == [*ids, "session", "age", "sex", "site", "fold"]
+        assert list(row) == [*ids, "session", "age", "sex", "site", "scanner", "fold"]
         assert row["predicted"] == ("AD" if float(row["p_AD"]) > 0.5 else "NC")
         assert 40 < float(row["age"]) < 100
         assert row["site"]

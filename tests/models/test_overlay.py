@@ -1,12 +1,14 @@
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from models.findings import Case, Map, Verdict
 from models.localisation import TOP, Localisation
-from models.overlay import _lay_over, _layers, map_title, slices
+from models.overlay import _titled, map_title, picture
+from models.slices import ends_mm, places
 
 AFFINE = np.diag([2.0, 2, 2, 1])  # as fine as pictures are: nothing is resampled
 AFFINE[:3, 3] = (-30, -40, -20)
@@ -37,53 +39,78 @@ def test_the_title_has_the_distance_to_the_planted_region_and_times_chance() -> 
     assert nothing.endswith("no evidence found")
 
 
-@dataclass
-class Display:
-    """What is laid over a picture."""
-
-    overlays: list[np.ndarray] = field(default_factory=list)
-    marks: list[list[float]] = field(default_factory=list)
-    contours: list[np.ndarray] = field(default_factory=list)
-
-    def add_overlay(self, image: Any, **options: Any) -> None:
-        assert options["threshold"] > 0
-        values = np.asarray(image.dataobj)
-        self.overlays.append(np.where(values > options["threshold"], values, 0))
-
-    def add_markers(self, places: Any, **options: Any) -> None:
-        self.marks += [list(map(float, place)) for place in places]
-
-    def add_contours(self, image: Any, **options: Any) -> None:
-        self.contours.append(np.asarray(image.dataobj))
+def test_a_long_title_is_whole_and_above_the_note_and_the_slices() -> None:
+    name = "ADNI_999_S_0001_MR_MPR__GradWarp__N3__Scaled_" * 5
+    shown = list(_titled(Figure(), f"{name}   |   the network: 55% AD\nHiResCAM", "note").texts)
+    assert shown[0].get_text().replace("\n", "").endswith("the network: 55% ADHiResCAM")
+    assert max(map(len, shown[0].get_text().split("\n"))) <= 120
+    assert 0.82 < shown[1].get_position()[1] < 0.9
 
 
-def test_only_the_hottest_of_the_head_is_drawn_and_the_mark_is_at_the_peak() -> None:
+def mosaics(figure: Figure) -> list[np.ma.MaskedArray]:
+    """What is laid over the scan in each row."""
+    return [axes.images[1].get_array() for axes in figure.axes[:3]]
+
+
+def test_only_the_hottest_of_the_head_is_drawn() -> None:
     heatmap = np.random.default_rng(0).random(HEAD.shape)
     heatmap[5, 6, 7] = 1.5
     heatmap[0] = 2.0  # air
     inside = np.where(HEAD, heatmap, 0) / 1.5
-    display = Display()
-    _lay_over(display, _layers(IMAGE, inside, AFFINE, None))
-    [drawn] = display.overlays
-    assert 0 < (drawn > 0).sum() == round(TOP * HEAD.sum())
+    least = np.sort(inside[HEAD])[-round(TOP * HEAD.sum())]
     assert 0.05 <= TOP <= 0.1
-    assert not drawn[~HEAD].any()
-    assert drawn[drawn > 0].min() >= np.quantile(inside[HEAD], 1 - TOP) - 1e-6
-    assert display.marks == [[2 * 5 - 30, 2 * 6 - 40, 2 * 7 - 20]]
-    assert display.contours == []
+    for axis, drawn in enumerate(mosaics(picture(IMAGE, inside, AFFINE))):
+        cuts = places(ends_mm(HEAD, AFFINE)[axis], AFFINE[axis, 3] + 2 * (5, 6, 7)[axis])
+        planes = [inside.take(round((mm - AFFINE[axis, 3]) / 2), axis) for mm in cuts]
+        expected = np.concatenate([plane[plane >= least] for plane in planes])
+        np.testing.assert_allclose(np.sort(drawn.compressed()), np.sort(expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize("voxel_mm", [(2.0, 2, 2), (4.0, 4, 4), (1.0, 1.5, 1.2)])
+@pytest.mark.parametrize("spot", [(4, 5, 15), (14, 6, 4), (5, 18, 13)])
+def test_left_is_left_and_up_is_up_and_the_mark_is_at_the_peak(voxel_mm, spot) -> None:
+    affine = np.diag([*voxel_mm, 1])
+    affine[:3, 3] = (-30, -40, -20)
+    heatmap = np.zeros(HEAD.shape)
+    heatmap[spot] = 1
+    figure = picture(IMAGE, heatmap, affine)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[::-1, :, :3].astype(int)
+    cyan = (pixels[..., 0] < 90) & (pixels[..., 1:].min(axis=-1) > 200)
+    middle = (np.argwhere(HEAD).min(axis=0) + np.argwhere(HEAD).max(axis=0)) / 2
+    away = (np.array(spot) - middle) * np.array(voxel_mm)
+    side_mm = (np.ptp(np.argwhere(HEAD), axis=0) * np.array(voxel_mm)).max() + 8
+    for axis, axes in enumerate(figure.axes[:3]):
+        box = axes.get_window_extent()
+        rows, columns = np.nonzero(cyan[round(box.y0) : round(box.y1)])
+        per_mm = box.width / 7 / side_mm  # a tile is a square around the head
+        right, up = (away[other] for other in range(3) if other != axis)
+        in_tile = (columns.mean() - box.x0) % (box.width / 7) - box.width / 14
+        assert in_tile / per_mm == pytest.approx(right, abs=2.5)
+        assert (rows.mean() - box.height / 2) / per_mm == pytest.approx(up, abs=2.5)
 
 
 def test_a_map_without_evidence_has_no_colour_and_no_mark_but_the_planted_contour() -> None:
-    display = Display()
-    _lay_over(display, _layers(IMAGE, np.zeros(HEAD.shape), AFFINE, HEAD))
-    assert (display.overlays, display.marks) == ([], [])
-    assert len(display.contours) == 1
+    figure = picture(IMAGE, np.zeros(HEAD.shape), AFFINE, HEAD)
+    assert len(figure.axes) == 3  # no scale either
+    for axes in figure.axes:
+        assert len(axes.images) == 1
+        (contour,) = axes.collections
+        assert contour.levels == [0.5]
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_slices_lie_in_the_head_and_one_goes_through_the_peak(axis) -> None:
-    cuts = slices(IMAGE, AFFINE, axis, -3.0)
+    cuts = places(ends_mm(HEAD, AFFINE)[axis], -3.0)
     index = np.argwhere(HEAD)[:, axis] * 2 + AFFINE[axis, 3]
     assert -3.0 in cuts
     assert len(cuts) == 7
     assert index.min() <= cuts[0] < cuts[-1] <= index.max()
+
+
+def test_a_head_that_is_cut_off_or_all_air_is_drawn() -> None:
+    everywhere = np.random.default_rng(0).random(HEAD.shape) + 1
+    for image in (everywhere, np.zeros(HEAD.shape)):
+        rows = picture(image, np.zeros(HEAD.shape), AFFINE).axes
+        assert all(len(axes.images) == 1 for axes in rows)

@@ -100,7 +100,7 @@ def test_a_head_that_is_not_like_those_trained_on_is_refused_unless_it_is_wanted
 
 def test_a_person_is_known_under_every_spelling_and_by_older_checkpoints():
     people = hashed(["P001", "999_S_0001", "M\u00fcller"])
-    for name in ("p-1", "P 001", "999-S-1", "Mu\u0308ller"):
+    for name in ("p-1", "P 001", "999-S-1", "Mu\u0308ller", "MULLER"):
         assert is_among(name, people)
     assert not is_among("P0011", people)
     assert is_among("P_1", [hashlib.sha256(b"P_1").hexdigest()[:16]])
@@ -174,6 +174,15 @@ def test_a_scan_of_another_space_is_refused_where_registered_ones_were_trained_o
         _refuse_other_kind(registered, FileReport(stripped="no", middle_mm="0 -18 95"))
     with pytest.raises(BadFile, match=r"brains without skull.*trained on heads with"):
         _refuse_other_kind(registered, FileReport(stripped="yes", middle_mm="0 -18 18"))
+
+
+def test_files_are_named_after_as_few_folders_as_tell_them_apart(tmp_path):
+    deep = "a_long_name_of_a_series" * 4
+    for path in ("P1/v1/t1.nii", "P1/v2/t1.nii", "P2/v1/t1.nii", f"{deep}/{deep}/{deep}/P3.nii"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    names = [scan.name for scan in find_scans(tmp_path)]
+    assert sorted(names) == ["P1_v1_t1", "P2_v1_t1", "P3", "v2_t1"]
 
 
 def test_files_of_one_name_in_two_folders_have_two_names(tmp_path):

@@ -18,13 +18,16 @@ from test_predict_scans import scans_of
 from torch.utils.data import DataLoader
 
 from datamodules.labels import TASKS
+from datamodules.records import ScanRecord
 from datamodules.synth import CohortSpec
 from models import ResAttNetClassifier
 from models.card import card
+from models.commands.cohort_tables import by_group
 from models.commands.export import export
 from models.commands.external import main as external
 from models.commands.groups import read_maps
 from models.commands.predict_scans import main as predict
+from models.drawing import draw_bland_altman
 from models.errors import UseError
 from models.report import write_report
 from models.results import load_metrics, load_settings
@@ -53,6 +56,25 @@ class Numbers(LightningDataModule):
         return DataLoader(self.Scans(), batch_size=4)
 
     val_dataloader = test_dataloader = train_dataloader
+
+
+def test_of_a_few_scans_neither_limits_nor_correlations_are_said() -> None:
+    random = np.random.default_rng(0)
+    true = random.normal(75, 6, 40)
+    told = true[:, None] + random.normal(0, 3, (40, 1))
+    many, few = (draw_bland_altman(told[:n], true[:n], ("age",)).axes[0] for n in (40, 5))
+    assert [len(axes.texts) for axes in (many, few)] == [3, 1]
+    for axes in (many, few):
+        low, high = axes.get_ylim()
+        assert all(low < text.xy[1] < high for text in axes.texts)
+    records = [
+        ScanRecord(subject=f"P{n}", image_id=f"I{n}", path="", site=f"S{n // 30}")
+        for n in range(40)
+    ]
+    rows = [r for r in by_group(records, told, true, ("age",)) if r["by"] == "site"]
+    assert [isinstance(row["pearson_r"], float) for row in rows] == [True, True]
+    rows = [r for r in by_group(records[28:], told[28:], true[28:], ("age",)) if r["by"] == "site"]
+    assert [row["pearson_r"] == "" for row in rows] == [True, False]
 
 
 @pytest.fixture(autouse=True)

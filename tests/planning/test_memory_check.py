@@ -1,5 +1,6 @@
 """What devices lack for chains of given sizes, and what would fit."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -53,6 +54,24 @@ def test_what_is_said_to_fit_does() -> None:
     assert not fit(8.9e9).fits
     assert fit(5e9, stages=6).fits
     assert not fit(5e9, stages=5).fits
+
+
+def test_backwards_inside_of_calls_are_named_where_they_would_fit() -> None:
+    table = PartitionTable(
+        forward_s=[1.0] * 2,
+        backward_s=[1.0] * 2,
+        cut_bytes=[1e8],
+        kept_bytes=[1e9] * 2,
+        gradient_bytes=[4e8] * 2,
+        activation_bytes=[8e9] * 2,  # of eight micro-batches, of which two are kept
+    )
+    way = Way(stages=2, microbatches=8)
+    for limit, fits in ((3.4e9, True), (3.3e9, False)):
+        asked = Fit(way=way, limits=[limit] * 2, whole=table, batch=8, may_go_inside=True)
+        named = "2 stages, 8 micro-batches and schedule='1f1b', if the network returns its loss"
+        assert (named in what_would_fit([asked])) is fits
+        assert asked.on(replace(way, inside=True), [limit] * 2).fits is fits
+        assert "1f1b" not in what_would_fit([replace(asked, may_go_inside=False)])
 
 
 def test_where_one_partition_is_too_large_only_larger_devices_are_named() -> None:

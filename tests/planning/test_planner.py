@@ -17,10 +17,10 @@ from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster import Device, Rates, make_cluster
 from lightning_hybrid.planning.memory_check import Way
 from lightning_hybrid.planning.memory_needed import held_in_training
-from lightning_hybrid.planning.partition_table import PartitionTable, count
+from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight, count
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.planner import Site, make_plan, plan_again
-from lightning_hybrid.planning.search import PlanSettings
+from lightning_hybrid.planning.planner import Site, make_plan, plan_again, plan_within
+from lightning_hybrid.planning.search import PlanSettings, Replica
 
 MICROBATCHES = 8
 
@@ -151,6 +151,35 @@ def test_backwards_inside_of_calls_keep_as_many_micro_batches_as_stages() -> Non
     drained = held_in_training(table, PlanSettings(schedule="gpipe"), ways[1])
     assert [held.needed for held in inside] == [[140, 160], [150, 180]]
     assert (inside[1].most, drained.most, drained.needed) == (2, 8, [180, 260])
+
+
+def test_what_fits_only_with_backwards_inside_of_calls_is_planned_so() -> None:
+    table = PartitionTable(
+        names=["a", "b"],
+        parameters=[0, 0],
+        layers=[1, 1],
+        forward_s=[1.0] * 2,
+        backward_s=[2.0] * 2,
+        cut_bytes=[0.0],
+        kept_bytes=[100] * 2,
+        parameter_bytes=[40] * 2,
+        gradient_bytes=[40] * 2,
+        activation_bytes=[20] * 2,
+        device="cpu",
+    )
+    replica = Replica(stages=2, microbatches=8, memory_limits=(185, 185))
+    inside = plan_within(table, PlanSettings(schedule="1f1b", recompute=False), replica, 8)
+    assert [row.memory_bytes for row in inside.rows] == [100 + 2 * 20 + 40] * 2
+    with pytest.raises(PlanError, match="micro-batches and schedule='1f1b', if the network"):
+        plan_within(table, PlanSettings(schedule="auto", recompute=False), replica, 8)
+
+
+def test_a_rank_that_borrows_a_weight_keeps_two_gradients_of_it() -> None:
+    tied = TiedWeight(size_bytes=8, partitions=(0, 1), copy_bytes=16)
+    table = PartitionTable(forward_s=[1.0] * 2, backward_s=[2.0] * 2, cut_bytes=[8.0], tied=[tied])
+    assert [w.copy_bytes for w in table.with_copies_aside().tied] == [8 + 2 * 8]
+    frozen = replace(table, tied=[replace(tied, copy_bytes=8)])
+    assert frozen.with_copies_aside() == frozen
 
 
 def test_a_network_without_a_loss_is_planned_as_under_fill_drain() -> None:

@@ -60,15 +60,19 @@ def in_stages(folder: Path, model: str, source: Path | None, place: str, variant
                 self.net = network(model, source, variant)
 
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            loss = self.net(**batch).loss
-            self.losses.append(loss.item())
-            return loss
+            out = self.net(**batch)
+            self.losses.append(out.loss.item())
+            self.kind = type(out.logits).__name__
+            return out.loss
 
         def configure_optimizers(self) -> Any:
             return optimizer_of(self.net)
 
     strategy = HybridGabraStrategy(
-        data_parallel_size=1, pipeline_parallel_size=2, num_microbatches=2
+        data_parallel_size=1,
+        pipeline_parallel_size=2,
+        num_microbatches=2,
+        schedule="1f1b" if variant == "1f1b" else "auto",
     )
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -96,6 +100,7 @@ def in_stages(folder: Path, model: str, source: Path | None, place: str, variant
         "held": kept,
         "stages": plan.stages,
         "microbatches": plan.microbatches,
+        "logits": getattr(module, "kind", ""),
     }
 
 

@@ -13,7 +13,7 @@ from libraries import needs
 
 from lightning_hybrid.cli import main
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.state import AtomicCheckpointIO, ShardedSaves, save_alone
+from lightning_hybrid.state import ShardedSaves, save_alone, save_checkpoint
 from lightning_hybrid.state.safetensors_folder import write_safetensors
 
 MIB = 2**20
@@ -32,7 +32,7 @@ def saved(weights: dict[str, Any], path: Path, kind: str) -> Path:
     if kind == "sharded":
         ShardedSaves().save(lambda folder: save_alone(checkpoint, folder), path)
     else:
-        AtomicCheckpointIO().save_checkpoint(checkpoint, path)
+        save_checkpoint(checkpoint, path)
     return path
 
 

@@ -14,7 +14,6 @@ from lightning_hybrid.comm import TensorSpec
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_unread
 from lightning_hybrid.state import sharded_checkpoint
-from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO
 from lightning_hybrid.state.sharded_checkpoint import (
     Divided,
     Owned,
@@ -25,6 +24,7 @@ from lightning_hybrid.state.sharded_checkpoint import (
     write_rest,
     write_shard,
 )
+from lightning_hybrid.state.whole_checkpoint import load_checkpoint, save_checkpoint
 
 
 def checkpoint() -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_large_tensors_are_read_when_they_are_needed(
     found = read_sharded(tmp_path)
     assert is_unread(found["state_dict"]["0.weight"])
     assert not is_unread(found["optimizer_states"][0]["state"][0]["step"])
-    AtomicCheckpointIO().save_checkpoint(found, tmp_path / "whole.ckpt")
+    save_checkpoint(found, tmp_path / "whole.ckpt")
     assert_same(torch.load(tmp_path / "whole.ckpt", weights_only=True), expected)
 
 
@@ -148,7 +148,7 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path, name: str) -> N
     save_alone(checkpoint(), tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(HybridError, match="is no sharded checkpoint"):
-        AtomicCheckpointIO().load_checkpoint(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_hybrid.remote import is_unread
 from lightning_hybrid.state import tensor_file
-from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO
 from lightning_hybrid.state.tensor_file import NoAddresses, load_unread
+from lightning_hybrid.state.whole_checkpoint import load_checkpoint
 
 
 class Holder:
@@ -58,7 +58,7 @@ def test_a_module_and_an_optimizer_train_on_from_it(
 ) -> None:
     path, _ = saved(tmp_path)
     monkeypatch.setattr(tensor_file, "free_addresses", lambda: 0)
-    loaded = AtomicCheckpointIO().load_checkpoint(path)
+    loaded = load_checkpoint(path)
     assert is_unread(loaded["state_dict"]["0.weight"])
     pairs = [trained(), trained()]
     with torch.no_grad():

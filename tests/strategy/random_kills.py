@@ -336,9 +336,9 @@ class Undisturbed:
 
 
 def _load(path: Path) -> Any:
-    from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO
+    from lightning_hybrid.state import load_checkpoint
 
-    loaded = AtomicCheckpointIO().load_checkpoint(path, weights_only=True)
+    loaded = load_checkpoint(path, weights_only=True)
     for callback in loaded["callbacks"].values():  # paths of this run
         callback.clear()
     return loaded

@@ -18,8 +18,9 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from training_script import train
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.state import atomic_checkpoints as checkpoints
-from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO
+from lightning_hybrid.run.checkpoint_io import AtomicCheckpointIO
+from lightning_hybrid.state import replaced_files as checkpoints
+from lightning_hybrid.state import whole_checkpoint
 
 pytestmark = [
     pytest.mark.distributed,
@@ -196,7 +197,7 @@ def test_a_job_of_slurm_does_not_take_a_part_for_the_last_checkpoint(tmp_path: P
     whole = Path(trainer._checkpoint_connector.hpc_save_path(tmp_path))
     AtomicCheckpointIO().save_checkpoint({}, whole)
     later = Path(trainer._checkpoint_connector.hpc_save_path(tmp_path))
-    checkpoints._new(later).touch()  # as a kill in the middle of a save leaves it
+    checkpoints.new_file(later).touch()  # as a kill in the middle of a save leaves it
     assert len([*tmp_path.iterdir()]) == 2
     assert trainer._checkpoint_connector._hpc_resume_path == str(whole)
 
@@ -211,7 +212,7 @@ def test_a_disk_that_is_full_is_named_and_keeps_the_checkpoint_before(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr(checkpoints, "let_go", write)
+        full.setattr(whole_checkpoint, "let_go", write)
         with pytest.raises(OSError, match=r"No space left on device: '.*last.ckpt'"):
             io.save_checkpoint({"step": torch.zeros(10_000)}, path)
     assert io.load_checkpoint(path)["step"] == 1

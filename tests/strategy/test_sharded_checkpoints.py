@@ -14,10 +14,11 @@ from conftest import DEFAULTS, Training, kill_while_it_saves
 from training_script import train
 
 from lightning_hybrid.cli import main
-from lightning_hybrid.state import atomic_checkpoints as checkpoints
+from lightning_hybrid.run.checkpoint_io import AtomicCheckpointIO
+from lightning_hybrid.state import replaced_files as checkpoints
 from lightning_hybrid.state import save_alone
-from lightning_hybrid.state.atomic_checkpoints import AtomicCheckpointIO, ShardedSaves
 from lightning_hybrid.state.sharded_checkpoint import read_sharded
+from lightning_hybrid.state.sharded_saves import ShardedSaves
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 slow = pytest.mark.conformance

@@ -553,6 +553,13 @@ def many_tensors_are_copied_at_once(copy: Any) -> None:
     assert [t.tolist() for t in targets] == [[1.0], [1.0, 1.0]]
 
 
+@relied_on("torch:_foreach_mul_")
+def many_tensors_are_multiplied_at_once(multiply: Any) -> None:
+    tensors = [torch.ones(1), torch.full((2,), 2.0)]
+    multiply(tensors, torch.tensor(3.0))
+    assert [t.tolist() for t in tensors] == [[3.0], [6.0, 6.0]]
+
+
 @relied_on("torch:_foreach_norm")
 def many_norms_are_taken_at_once(norm: Any) -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([2.0], dtype=torch.float64)]

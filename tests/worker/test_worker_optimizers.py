@@ -21,7 +21,7 @@ from lightning_hybrid.comm.protocol import (
     ZeroGrad,
 )
 from lightning_hybrid.comm.tensor_specs import Precision
-from lightning_hybrid.state.optimizers import groups_of, ship
+from lightning_hybrid.state.optimizers import NamedGroups, groups_of, ship
 from lightning_hybrid.state.sharded_checkpoint import Owned
 
 
@@ -76,7 +76,7 @@ def test_other_groups_come_with_a_step(service: Service, trained: Any) -> None:
     names = {id(p): name for p, name in zip(parameters(optimizer), ("weight", "bias"))}
     for learning_rate in (0.2, 0.3):
         optimizer.param_groups[0]["lr"] = learning_rate
-        service.driver.send(Step(0, groups_of(optimizer, names)))
+        service.driver.send(Step(0, groups_of(optimizer, NamedGroups(names))))
         optimizer.step()
     for found, wanted in zip(service.weights().values(), parameters(optimizer)):
         assert torch.equal(found, wanted)

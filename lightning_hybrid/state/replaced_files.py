@@ -1,0 +1,106 @@
+"""Files and folders that replace others: a kill in the middle leaves the previous ones whole.
+
+What is new is written beside what it replaces, as ``.NAME.part``, and gets its name when it is on
+the disk. If one of the two is a folder, their paths are exchanged in one step, where the system
+can: after a kill there is always a checkpoint of that name.
+"""
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lightning_hybrid.state.sharded_checkpoint import is_sharded
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two files or folders. Returns whether this system and file system can do it."""
+    try:
+        # `os` has no call that exchanges two names
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    paths = [os.fsencode(path) for path in (one, other)]
+    return not rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE)
+
+
+def new_file(target: Path) -> Path:
+    """The path where what replaces ``target`` is written: nothing is there, and its folder is."""
+    if target.is_dir() and not is_sharded(target):
+        raise IsADirectoryError(
+            errno.EISDIR, "a checkpoint cannot take the place of a folder", str(target)
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = _beside(target, "part")
+    remove(new)
+    return new
+
+
+def new_folder(target: Path) -> Path:
+    """A folder that is to become ``target``; see :func:`becoming`."""
+    folder = new_file(target)
+    folder.mkdir()
+    return folder
+
+
+@contextmanager
+def becoming(new: Path, target: Path) -> Iterator[Path]:
+    """Inside, a file or folder is filled. Then it replaces ``target``; after an error it goes.
+
+    A kill leaves it, under a name that begins with a dot, and the next attempt removes it.
+    """
+    try:
+        yield new
+        _put_in_place(new, target)
+    except BaseException:
+        with suppress(OSError):  # (a rank of a failed run may still write to a folder)
+            remove(new)
+        raise
+
+
+def remove_checkpoint(target: Path) -> None:
+    """Remove a file, or the folder of a sharded checkpoint."""
+    if is_sharded(target):  # renamed first: a kill must not leave a part under its name
+        gone = _beside(target, "gone")
+        remove(gone)
+        target.rename(gone)
+        remove(gone)
+    elif target.is_file():
+        target.unlink()
+
+
+def _beside(target: Path, what: str) -> Path:
+    # (Lightning takes what has `hpc_ckpt_` in its name for a checkpoint that a job of SLURM left)
+    return target.with_name(f".{target.name}.{what}".replace("hpc_ckpt_", "hpc_ckpt-"))
+
+
+def _put_in_place(new: Path, target: Path) -> None:
+    """Move a file or folder to ``target``, and remove what was there."""
+    before = _beside(target, "before")
+    if not (target.is_dir() or (new.is_dir() and target.exists())):
+        new.replace(target)
+    elif exchange(new, target):
+        remove(new)
+    else:  # (a kill in between leaves the old one, as `.NAME.before`)
+        remove(before)
+        target.rename(before)
+        new.rename(target)
+    remove(before)
+    # a rename is on the disk when the folder is
+    folder = os.open(target.parent, os.O_RDONLY)
+    with suppress(OSError):  # not every file system can
+        os.fsync(folder)
+    os.close(folder)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
