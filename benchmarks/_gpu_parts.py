@@ -5,22 +5,21 @@ FOLDER holds ``config.json``; the rank leaves there what it has found, as ``rank
 
 import json
 import os
-import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import Clock, Divided, Module, Repeated, bare_trainer, durations
+from _gpu_steps import steps
+from _timing import Module, Repeated, bare_trainer
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, supported_activities
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraStrategy
@@ -327,129 +326,6 @@ def train(config: dict[str, Any]) -> HybridGabraStrategy:
     return strategy
 
 
-def memory(config: dict[str, Any]) -> dict[str, Any]:
-    """The most that this rank has held in steady steps, and what the plan says."""
-    on_gpu = config["accelerator"] == "gpu"
-    whole = 0
-
-    def begin(number: int, kind: str) -> None:
-        nonlocal whole
-        if on_gpu and (number, kind) == (STEADY, "forward"):
-            whole = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-
-    watch_passes(begin)
-    plan = train(config).plan
-    assert plan is not None
-    stages = [n for n, device in enumerate(plan.devices) if device == rank()]
-    found = {
-        "stages": stages,
-        "planned bytes": sum(plan.rows[n].memory_bytes or 0 for n in stages) if plan.rows else None,
-        "plan": asdict(plan),
-    }
-    if not on_gpu:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return found | {"max_rss of the process, bytes": peak}
-    return found | {
-        "max_memory_allocated before steady steps": whole,
-        "max_memory_allocated in steady steps": torch.cuda.max_memory_allocated(),
-        "max_memory_reserved": torch.cuda.max_memory_reserved(),
-        "memory_stats": {
-            name: value
-            for name, value in torch.cuda.memory_stats().items()
-            if name in ("num_alloc_retries", "num_ooms", "inactive_split_bytes.all.peak")
-        },
-    }
-
-
-SYNCHRONISES = (
-    *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
-    *("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"),
-)
-
-
-def profiled(config: dict[str, Any]) -> dict[str, Any]:
-    """What torch's profiler sees of steady steps on this rank, in passes of its engine."""
-    profiler = profile(activities=list(supported_activities()))
-    steps = config["steps"] - STEADY
-    seen: dict[str, float] = {}
-
-    def at(number: int, kind: str) -> None:
-        if kind == "forward" and number == STEADY:
-            profiler.start()
-            seen["began"] = time.perf_counter()
-        elif kind == "forward" and number == STEADY + steps - 1:
-            seen["s"] = time.perf_counter() - seen["began"]
-            profiler.stop()
-
-    watch_passes(at)
-    train(config)
-    steps -= 1
-    events = profiler.events()
-    assert events is not None
-    counts = Counter(event.name for event in events if event.name in SYNCHRONISES)
-    copies = Counter(event.name for event in events if event.name.startswith("Memcpy"))
-    kernels = [
-        (event.time_range.start, event.time_range.end, "nccl" in event.name.lower())
-        for event in events
-        if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name[:3]
-    ]
-    return {
-        "steps": steps,
-        "seconds of a step": seen["s"] / steps,
-        "synchronisations of a step": {name: n / steps for name, n in sorted(counts.items())},
-        "copies of a step": {name: n / steps for name, n in sorted(copies.items())},
-        "kernels": overlap(kernels) if kernels else "none: no GPU, or the profiler sees none",
-        "activities": sorted(str(each) for each in supported_activities()),
-        "CUDA was profiled": ProfilerActivity.CUDA in supported_activities(),
-    }
-
-
-def overlap(kernels: Sequence[tuple[float, float, bool]]) -> dict[str, float]:
-    """Microseconds in which kernels run: NCCL's, others, and both at the same time.
-
-    Args:
-        kernels: of each its begin, its end, and whether it is NCCL's.
-    """
-    edges = sorted(
-        [(begin, 1, nccl) for begin, _, nccl in kernels]
-        + [(end, -1, nccl) for _, end, nccl in kernels]
-    )
-    running, total, before = {True: 0, False: 0}, Counter[str](), edges[0][0]
-    for now, change, nccl in edges:
-        names = ("NCCL", running[True]), ("other", running[False])
-        for name, count in (*names, ("both", min(running.values()))):
-            total[name] += now - before if count else 0
-        running[nccl] += change
-        before = now
-    return {name: total[name] for name in ("NCCL", "other", "both")}
-
-
-def speed(config: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each step; ddp and fsdp share the same samples of a step."""
-    seed_everything(SEED, verbose=False)
-    network, shape = network_of(config)
-    clock = Clock()
-    strategy = hybrid(config) if config["peer"] == "hybrid" else config["peer"]
-    trainer = bare_trainer(
-        strategy,
-        config["accelerator"],
-        **places(config),
-        max_steps=config["steps"] + STEADY,
-        callbacks=[clock],
-    )
-    trainer.fit(Divided(network, shape, config["batch"], config["steps"] + STEADY + 1))
-    if rank():
-        return {}
-    steps = durations(clock.starts, STEADY)
-    plan = getattr(strategy, "plan", None)
-    return {
-        "steps, s": steps,
-        "samples per second": config["batch"] * len(steps) / sum(steps),
-        "plan": plan and asdict(plan),
-    }
-
-
 def endless(config: dict[str, Any]) -> dict[str, Any]:
     """Train until this rank is killed, or hears that another one is."""
     folder = Path(sys.argv[1])
@@ -466,10 +342,8 @@ def endless(config: dict[str, Any]) -> dict[str, Any]:
 KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "exactness": exactness,
     "shapes": shapes,
-    "memory": memory,
-    "profile": profiled,
-    "speed": speed,
     "killed": endless,
+    "steps": lambda config: steps(config, places(config)),
 }
 
 

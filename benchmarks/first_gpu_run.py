@@ -1,34 +1,39 @@
-"""What to run first on a machine with GPUs, and to send back: one file of JSON.
+"""What to run first on a machine with GPUs, and to send back: one file of JSON, and a table.
 
-In about ten minutes this finds out, part by part, what works on them:
+In ten minutes (``--minutes``) a GPT is trained a few steps at a time, in parts:
 
-* ``environment``: versions, devices, and how they are joined.
-* ``exactness``: two stages (``--ranks``) beside one device, five networks in float64, with
-  bf16-mixed and with 16-mixed, and one device beside itself: what a device does not repeat is no
-  error of the stages.
-* ``shapes``: other shapes and arguments beside one device in float64, and a run that is resumed.
-* ``memory``: the most bytes that each rank has held, beside those of the plan.
-* ``profile``: synchronisations and copies of a step, and how long NCCL's kernels and others run at
-  the same time.
-* ``speed``: samples per second in turn with Lightning's ``ddp`` and ``fsdp``.
-* ``killed``: one rank is killed: seconds until all have ended, and their exit codes.
+* ``A``: one device plain beside ``hybrid_gabra`` with its sizes left open: what it costs.
+* ``B``: two stages and 1, 2, 4 and 8 micro-batches: kernels and launches beside plain, host time of
+  each rank, and the step that the plan's simulation predicts for two devices.
+* ``C``: 4 micro-batches with clipping, with 16-mixed, with logging.
+* ``D``: compiled stages beside a compiled network on one device.
+* ``E``: memory: plain, ranks, recomputed, 1F1B, and what NCCL takes.
+* ``F``: the first step by its parts, with an empty cache of profiles and with a full one.
+* ``G``: ``CUDA_LAUNCH_BLOCKING=1``, with messages of 8 MB and more.
+* ``H``: with two GPUs, steps beside Lightning's ``ddp`` and FSDP2.
 
-Each part has processes of its own, one a rank, and a time-out. One that fails is noted with what it
-has printed, and the next one begins; the file is written after each.
+Each run has processes of its own, one a rank, and a limit. One that fails is noted with what it has
+printed, and the next one begins; the file is written after each. Fewer GPUs than ranks are shared:
+each rank runs as if on a host of its own, over real NCCL. Two processes on one GPU show kernels,
+launches, host time and memory as elsewhere, and no speed: the table says so.
 
-    python benchmarks/first_gpu_run.py
+    python benchmarks/first_gpu_run.py                   # A to H; smaller, on CPUs, without a GPU
+    python benchmarks/first_gpu_run.py --parts "A;B" --layers 12 --width 768
+    python benchmarks/first_gpu_run.py --parts "exactness;shapes;killed"
 
-Fewer GPUs than ranks are shared: each rank runs as if on a host of its own, over real NCCL.
-Numbers, memory, synchronisations and the end of a lost rank are then as elsewhere; speed is not.
-
-Without GPUs it runs on CPUs over gloo if asked to: ``--accelerator cpu --quick``.
+The last line runs what else there is: two stages (``--ranks``) beside one device, five networks in
+float64, with bf16-mixed and 16-mixed, and one device beside itself (what a device does not repeat
+is no error of the stages); other shapes and arguments in float64, and a run that is resumed; and
+one rank is killed: seconds until all have ended.
 """
 
 import argparse
+import atexit
 import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,11 +41,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from _gpu_parts import CASES, SHAPES, STEADY
+from _gpu_tables import SIZES, SMALL, Part, parts_of, table
 from rich.console import Console
 
 Found = dict[str, Any]
@@ -62,6 +69,7 @@ class Ranks:
         (folder / "config.json").write_text(json.dumps(config))
         self._count, port = int(config["ranks"]), _free_port()
         self._shared = bool(config["shared"])
+        self._variables: dict[str, str] = config.get("variables", {})
         self.processes = [self._start(rank, port) for rank in range(self._count)]
 
     def _start(self, rank: int, port: int) -> "subprocess.Popen[bytes]":
@@ -74,6 +82,7 @@ class Ranks:
             # NCCL refuses two ranks of a host on one GPU
             told |= {"LOCAL_RANK": "0", "NODE_RANK": f"{rank}", "NCCL_HOSTID": f"host{rank}"}
             told |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        told |= self._variables
         root = str(SCRIPT.parents[1])
         told["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
         with (self.folder / f"printed{rank}").open("wb") as printed:
@@ -129,14 +138,35 @@ class Run:
     Args:
         accelerator: ``"gpu"`` or ``"cpu"``.
         quick: sizes for a look whether it works, which say nothing of speed.
-        limit_s: what a part may take.
-        ranks: how many stages a network has.
+        limit_s: what the processes of a part may take.
+        ranks: how many stages a network has, but in parts A to H.
+        minutes: what parts A to H may take together.
+        sizes: of the network and the batch in these.
     """
 
-    def __init__(self, accelerator: str, quick: bool, limit_s: float, ranks: int = 2) -> None:
+    def __init__(
+        self,
+        accelerator: str,
+        quick: bool,
+        limit_s: float,
+        ranks: int = 2,
+        minutes: float = 10.0,
+        sizes: Mapping[str, int] = SMALL,
+    ) -> None:
         self.accelerator, self.quick, self.limit_s = accelerator, quick, limit_s
-        self.ranks = ranks
+        self.ranks, self.minutes, self.sizes = ranks, minutes, dict(sizes)
+        self._until: float | None = None
+        self._known: dict[str, Found] = {}
+        self._caches = Path(tempfile.mkdtemp(prefix="first_gpu_run"))
+        atexit.register(shutil.rmtree, self._caches, ignore_errors=True)
         self.parts: dict[str, Callable[[], Found]] = {"environment": self.environment}
+        on_gpu = accelerator == "gpu"
+        devices = torch.cuda.device_count() if on_gpu else os.cpu_count() or 1
+        self.usual = ["environment"]
+        for letter, part in parts_of(devices, on_gpu=on_gpu).items():
+            name = f"{letter}: {part.title}"
+            self.usual.append(name)
+            self.parts[name] = partial(self.of_steps, name, part)
         # (fp16 scales the loss, which Lightning does on GPUs alone)
         for precision in ("float64", "bf16", *(("fp16",) if accelerator == "gpu" else ())):
             for network in CASES:
@@ -147,10 +177,6 @@ class Run:
         for name, shape in SHAPES.items():
             ranks = shape.replicas * shape.stages
             self.parts[f"shapes: {name}"] = self._plain(kind="shapes", shape=name, ranks=ranks)
-        self.parts["memory"] = self._plain(kind="memory", network="transformer")
-        self.parts["profile"] = self._plain(kind="profile", network="transformer")
-        for network in ("transformer", "3D-ResAttNet"):
-            self.parts[f"speed: {network}"] = lambda network=network: self.speed(network)
         for rank, name in enumerate(("driver", "worker")):
             self.parts[f"killed: {name}"] = lambda rank=rank: self.killed(rank)
 
@@ -200,16 +226,36 @@ class Run:
             ),
         }
 
-    def speed(self, network: str) -> Found:
-        """Samples per second of each peer, in turn."""
-        peers = ("hybrid", "ddp", *(("fsdp",) if self.accelerator == "gpu" else ()))
-        found: Found = {peer: [] for peer in peers}
-        for _ in range(1 if self.quick else 2):
-            for peer in peers:
-                found[peer].append(self._plain(kind="speed", network=network, peer=peer)())
-        if self.accelerator == "cpu":
-            found["fsdp"] = "Lightning's is for GPUs"
-        return found
+    def of_steps(self, name: str, part: Part) -> Found:
+        """Part A to H."""
+        if part.left_out:
+            return {"left out": part.left_out}
+        if self._until is None:
+            self._until = time.monotonic() + 60 * self.minutes
+        runs = {name: self._once(config | self.sizes) for name, config in part.runs.items()}
+        found: Found = {"title": name, "columns": part.columns, "hidden": part.hidden}
+        found["shared"] = any(self._shares(config["ranks"]) for config in part.runs.values())
+        found["runs"] = runs
+        failed = [f"{name}: {run['error']}" for name, run in runs.items() if "error" in run]
+        return found | ({"error": "; ".join(failed)} if failed else {})
+
+    def _once(self, config: Found) -> Found:
+        """A run of parts A to H, which several of them may look at."""
+        key = json.dumps(config, sort_keys=True)
+        if key not in self._known:
+            assert self._until is not None
+            left = self._until - time.monotonic()
+            if left <= 0:
+                return {"error": f"not begun: {self.minutes:g} minutes are over"}
+            folder = self._caches / config.get("cache", "usual")
+            variables = {"LIGHTNING_HYBRID_CACHE": str(folder), **config.get("variables", {})}
+            run = self._plain(min(self.limit_s, left), **config | {"variables": variables})
+            self._known[key] = run()
+        return self._known[key]
+
+    def _shares(self, ranks: int) -> bool:
+        """Whether so many ranks are more than there are GPUs."""
+        return self.accelerator == "gpu" and torch.cuda.device_count() < ranks
 
     def killed(self, rank: int) -> Found:
         """Kill this rank (0 is the driver's) in the middle of a training."""
@@ -238,13 +284,13 @@ class Run:
                 result["error"] = result.get("error", "a rank has not trained, or has not failed")
             return result
 
-    def _plain(self, **config: Any) -> Callable[[], Found]:
+    def _plain(self, limit_s: float | None = None, **config: Any) -> Callable[[], Found]:
         """A part that is over when its ranks are."""
 
         def run() -> Found:
             with tempfile.TemporaryDirectory() as folder:
                 ranks = Ranks(self._config(**config), Path(folder))
-                result = ranks.wait(self.limit_s)
+                result = ranks.wait(limit_s or self.limit_s)
                 del result["ended"]
                 if any(result["exit codes"]):
                     result.setdefault("error", f"exit codes {result['exit codes']}")
@@ -258,13 +304,11 @@ class Run:
             "accelerator": self.accelerator,
             "quick": self.quick,
             "ranks": ranks,
-            "shared": self.accelerator == "gpu" and torch.cuda.device_count() < ranks,
+            "shared": self._shares(ranks),
             "microbatches": 2 if self.quick else 4,
             "batch": 4 if self.quick else 16,
             "steps": STEADY + 4 if config["kind"] != "exactness" else 5,
         }
-        if config["kind"] == "speed" and not self.quick:
-            shared["steps"] = 30
         return shared | config
 
 
@@ -285,6 +329,8 @@ def _printed(*command: str) -> str:
 
 def summary(found: Found) -> str:
     """A line of what a part has found."""
+    if "left out" in found:
+        return f"left out: {found['left out']}"
     if "error" in found:
         return f"FAILED: {found['error']}"
     if ranks := found.get("ranks"):
@@ -303,21 +349,13 @@ def summary(found: Found) -> str:
         return f"{found['seconds']:.0f} s"
     if (seconds := found.get("seconds until all had ended")) is not None:
         return f"all ended after {seconds:.1f} s, exit codes {found['exit codes']}"
-    if "ddp" in found:
-        rates = {
-            peer: [
-                each["ranks"][0].get("samples per second", 0) for each in runs if "ranks" in each
-            ]
-            for peer, runs in found.items()
-            if isinstance(runs, list)
-        }
-        return ", ".join(f"{peer} {max(v, default=0):.1f} samples/s" for peer, v in rates.items())
     return ""
 
 
 def run(parts: Mapping[str, Callable[[], Found]], out: Path, about: Found) -> list[str]:
     """Run parts, and write what they find. Returns the names of those that failed."""
     console, results = Console(), {**about, "parts": {}}
+    console.width = max(console.width, 120)
     for name, part in parts.items():
         try:
             found = part()
@@ -325,33 +363,41 @@ def run(parts: Mapping[str, Callable[[], Found]], out: Path, about: Found) -> li
             found = {"error": f"{type(error).__name__}: {error}"}
         results["parts"][name] = found
         out.write_text(json.dumps(results, indent=1))
-        console.print(f"{name}: {summary(found)}", markup=False)
+        if "runs" in found:
+            console.print(table(found))
+        else:
+            console.print(f"{name}: {summary(found)}", markup=False)
     return [name for name, found in results["parts"].items() if "error" in found]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    gpu = "gpu" if torch.cuda.device_count() else "cpu"
     parser.add_argument("--out", type=Path, default=Path("first_gpu_run.json"))
-    parser.add_argument("--accelerator", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--accelerator", choices=("gpu", "cpu"), default=gpu)
     parser.add_argument("--quick", action="store_true", help="small sizes: does it work at all?")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds for a part")
-    parser.add_argument("--ranks", type=int, default=2, help="stages of a network")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for parts A to H")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds for each run of ranks")
+    parser.add_argument("--ranks", type=int, default=2, help="stages of a network, but in A to H")
     parser.add_argument("--parts", default="", help="begins of names, separated by semicolons")
+    for name, size in SIZES.items():
+        text = f"in parts A to H: {size}, or {SMALL[name]} if small"
+        parser.add_argument(f"--{name}", type=int, help=text)
     chosen = parser.parse_args(arguments)
-    there = torch.cuda.device_count()
-    if chosen.accelerator == "gpu" and not there:
-        parser.error(
-            f"torch {torch.__version__} sees no GPU: --accelerator cpu runs the same over gloo"
-        )
-    if chosen.accelerator == "gpu" and there < chosen.ranks:
-        print(f"{chosen.ranks} ranks share {there} GPU(s): their speed says nothing")
-    parts = Run(chosen.accelerator, chosen.quick, chosen.limit, chosen.ranks).parts
-    wanted = tuple(text.strip() for text in chosen.parts.split(";"))
-    for text in wanted:
-        if not any(name.startswith(text) for name in parts):
-            parser.error(f"there is no part {text!r}; known: {'; '.join(parts)}")
-    parts = {name: part for name, part in parts.items() if name.startswith(wanted)}
-    about = {"accelerator": chosen.accelerator, "quick": chosen.quick, "ranks": chosen.ranks}
+    if chosen.accelerator == "gpu" and gpu == "cpu":
+        parser.error(f"torch {torch.__version__} sees no GPU")
+    quick = chosen.quick or gpu == "cpu"
+    given = {name: getattr(chosen, name) for name in SIZES if getattr(chosen, name)}
+    sizes = (SMALL if quick else SIZES) | given
+    every = Run(*(chosen.accelerator, quick, chosen.limit, chosen.ranks), chosen.minutes, sizes)
+    parts = {name: every.parts[name] for name in every.usual}
+    if chosen.parts:
+        wanted = tuple(text.strip() for text in chosen.parts.split(";"))
+        for text in wanted:
+            if not any(name.startswith(text) for name in every.parts):
+                parser.error(f"there is no part {text!r}; known: {'; '.join(every.parts)}")
+        parts = {name: part for name, part in every.parts.items() if name.startswith(wanted)}
+    about = {"accelerator": chosen.accelerator, "quick": quick, "ranks": chosen.ranks, **sizes}
     failed = run(parts, chosen.out, about)
     print(f"{len(failed)} of {len(parts)} parts failed; send {chosen.out}")
 

@@ -89,7 +89,7 @@ def test_a_part_that_is_not_over_in_time_or_fails_is_noted_and_the_others_go_on(
     def broken() -> Any:
         raise ValueError("on purpose")
 
-    late = script.Run("cpu", True, 0.2).parts["memory"]
+    late = script.Run("cpu", True, 0.2).parts["exactness: dropout, float64"]
     out = tmp_path / "found.json"
     parts = {"late": late, "broken": broken, "whole": lambda: {"seconds": 1.0, "ranks": [{}]}}
     assert script.run(parts, out, {"quick": True}) == ["late", "broken"]
@@ -101,28 +101,55 @@ def test_a_part_that_is_not_over_in_time_or_fails_is_noted_and_the_others_go_on(
 
 
 def test_the_overlap_of_kernels_is_the_time_in_which_both_kinds_run(script: ModuleType) -> None:
-    parts = importlib.import_module("_gpu_parts")
+    steps = importlib.import_module("_gpu_steps")
     kernels = [(0.0, 4.0, False), (1.0, 3.0, True), (2.0, 6.0, True), (5.0, 8.0, False)]
-    assert parts.overlap(kernels) == {"NCCL": 5.0, "other": 7.0, "both": 4.0}
+    assert steps.overlap(kernels) == {"NCCL": 5.0, "device": 7.0, "both": 4.0}
+
+
+def test_what_two_ranks_on_one_gpu_do_not_show_is_said_and_no_run_begins_too_late(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    run = script.Run("gpu", True, LIMIT_S, minutes=0.0)
+    assert "two GPUs" in run.parts["H: two devices"]()["left out"]
+    found = run.parts["B: two stages"]()
+    assert "M = 8: not begun: 0 minutes are over" in found["error"]
+    assert "not those of two" in str(script.table(found).caption)
 
 
 @pytest.mark.conformance
 @pytest.mark.distributed
 @pytest.mark.timeout(3000)
-def test_all_parts_run_over_gloo(script: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", ["", "exactness;shapes;killed"])
+def test_all_parts_run_over_gloo(script: ModuleType, tmp_path: Path, parts: str) -> None:
     out = tmp_path / "found.json"
-    script.main(["--accelerator", "cpu", "--quick", "--limit", "500", "--out", str(out)])
-    parts = json.loads(out.read_text())["parts"]
-    assert {name: found["error"] for name, found in parts.items() if "error" in found} == {}
-    exact = {name: found for name, found in parts.items() if name.endswith("float64")}
+    options = ["--quick", "--limit", "500", "--minutes", "40", "--parts", parts]
+    script.main(["--accelerator", "cpu", "--out", str(out), *options])
+    found = json.loads(out.read_text())["parts"]
+    assert {name: part["error"] for name, part in found.items() if "error" in part} == {}
+    if not parts:
+        check_steps(found)
+        return
+    exact = {name: each for name, each in found.items() if name.endswith("float64")}
     assert len(exact) == len(NETWORKS)
-    for name, found in exact.items():
-        assert found["ranks"][0]["two stages beside one device"]["worst"] < 1e-9, name
-    assert all(found["ranks"][n]["planned bytes"] for n in (0, 1) for found in [parts["memory"]])
-    for name in NETWORKS[-2:]:
-        for peer in ("hybrid", "ddp"):
-            assert parts[f"speed: {name}"][peer][0]["ranks"][0]["samples per second"] > 0
-    assert [parts[f"killed: {name}"]["exit codes"] for name in ("driver", "worker")] == [
+    for name, each in exact.items():
+        assert each["ranks"][0]["two stages beside one device"]["worst"] < 1e-9, name
+    assert [found[f"killed: {name}"]["exit codes"] for name in ("driver", "worker")] == [
         [-9, 1],
         [1, -9],
     ]
+
+
+def check_steps(found: dict[str, Any]) -> None:
+    """Parts A to H: all that can be seen without a GPU."""
+    left_out = {name[0] for name, part in found.items() if "left out" in part}
+    assert left_out == {"E", "G"}
+    ran = [run for part in found.values() for run in part.get("runs", {}).values()]
+    assert len(ran) == 2 + 5 + 3 + 4 + 3 + 3
+    for run in ran:
+        driver = run["ranks"][0]
+        assert driver["losses"][0] == pytest.approx(6.26, abs=0.1)
+        assert all(rank["step, ms"] > 0 and rank["host, ms"] > 0 for rank in run["ranks"])
+    for name in ("empty cache", "full cache"):
+        start = found["F: the first step"]["runs"][name]["ranks"][0]["start"]
+        assert "hybrid/start/profiling_and_planning_s" in start

@@ -6,10 +6,12 @@ gradients and random generators stay what they are, and no hook runs.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,48 @@ from lightning_hybrid.stage import copy_to_measure, fresh, input_part, stays_on_
 ENOUGH_S = 0.1
 """Measurements are not repeated beyond this total of seconds: a long time is known well enough."""
 
+ROUNDS_ON_A_GPU = 10
+"""Measurements there follow each other without a wait, so that the queue does not run dry."""
+
 Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a GPU has done all that it was given before.
+
+    Attributes:
+        event: in its queue.
+    """
+
+    event: torch.cuda.Event
+
+    def __sub__(self, earlier: Moment) -> Lapse:
+        return Lapse(earlier.event, self.event)
+
+
+@dataclass(frozen=True)
+class Lapse:
+    """The time between two moments; its seconds, `float(lapse)`, wait for the second one.
+
+    Attributes:
+        begin: the event of the first moment.
+        end: that of the second one.
+    """
+
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    def __float__(self) -> float:
+        self.end.synchronize()
+        milliseconds: float = self.begin.elapsed_time(self.end)
+        return milliseconds / 1e3
+
+
+def _moment(device: torch.device) -> Moment:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return Moment(event)
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -71,7 +114,8 @@ def measure(
         partitions: its partitions.
         leaves: tensors of `NetworkGraph.bind` for one micro-batch.
         repeats: number of measurements after a warm-up, of which the median is taken; fewer if
-            they take more than `ENOUGH_S` together.
+            they take more than `ENOUGH_S` together. (On a GPU `ROUNDS_ON_A_GPU`, between events of
+            its queue, so that times are the device's and not the host's.)
         device: device to measure on, by default the network's. Partitions are copied there one by
             one.
     """
@@ -115,7 +159,8 @@ def _measure(
         key = code.code.shape(), differentiable, _sizes((*own, *values))
         differentiable |= any(tensor.requires_grad for tensor in own)
         if key not in known:
-            tensors, clock = [copy_to_measure(tensor, device) for tensor in own], clock_of(device)
+            tensors = [copy_to_measure(tensor, device) for tensor in own]
+            clock = partial(_moment, device) if device.type == "cuda" else clock_of(device)
             one = _Partition(stage, tensors, values, numbers, clock, key[1])
             times = one.timed(repeats, device)
             with torch.no_grad():
@@ -145,13 +190,22 @@ def device_name(device: torch.device) -> str:
 # ---------------------------------------------------------------- one partition
 
 
-def _medians(once: Callable[[], tuple[float, ...] | None], repeats: int) -> list[float]:
+Times = tuple[float | Lapse, ...]
+
+
+def _medians(once: Callable[[], Times | None], repeats: int) -> list[float]:
     """Call ``once`` several times; the median of each of its values, or empty if it gives None."""
-    found: list[tuple[float, ...]] = []
+    first = once()
+    if first is None:
+        return []
+    found = [[float(time) for time in first]]
+    if any(isinstance(time, Lapse) for time in first):
+        # no wait from here on: a queue that runs dry would add the time of a launch to each
+        rounds = min(ROUNDS_ON_A_GPU, math.ceil(ENOUGH_S / max(sum(found[0]), 1e-9)))
+        queued = [times for _ in range(rounds - 1) if (times := once()) is not None]
+        found += [[float(time) for time in times] for times in queued]
     while len(found) < repeats and sum(map(sum, found)) < ENOUGH_S:
-        if (times := once()) is None:
-            return []
-        found.append(times)
+        found.append([float(time) for time in once() or ()])
     # the median is not changed by one run that other work has disturbed
     return [statistics.median(column) for column in zip(*found)]
 
@@ -165,7 +219,7 @@ class _Partition:
         tensors: copies of its parameters and buffers.
         values: its input activations.
         numbers: values of the graph's inputs that are Python numbers.
-        clock: clock of the device.
+        clock: clock of the device, in seconds or moments.
         differentiable: whether an earlier partition is trained, so that gradients go back to it.
             (None go to the network's inputs, or through frozen layers in front of all others.)
     """
@@ -174,7 +228,7 @@ class _Partition:
     tensors: Sequence[Tensor]
     values: Sequence[Tensor]
     numbers: Sequence[Any]
-    clock: Clock
+    clock: Callable[[], Any]
     differentiable: bool
 
     def timed(self, repeats: int, device: torch.device) -> dict[str, Any]:
@@ -202,8 +256,8 @@ class _Partition:
             "working_bytes": working,
         }
 
-    def _forward(self) -> tuple[float, list[Tensor], list[Any]]:
-        """Run a forward; its seconds, the inputs that require gradients, and the outputs."""
+    def _forward(self) -> tuple[float | Lapse, list[Tensor], list[Any]]:
+        """Run a forward; its time, the inputs that require gradients, and the outputs."""
         inputs = [value.detach() for value in self.values]
         if self.differentiable:
             inputs = [v.requires_grad_(v.is_floating_point()) for v in inputs]
@@ -212,8 +266,8 @@ class _Partition:
         forward_s = self.clock() - start
         return forward_s, [value for value in inputs if value.requires_grad], outputs
 
-    def _in_one(self, parameters: Sequence[Tensor]) -> tuple[float, float]:
-        """Seconds of one forward, and of one backward for the inputs and these parameters."""
+    def _in_one(self, parameters: Sequence[Tensor]) -> Times:
+        """Times of one forward, and of one backward for the inputs and these parameters."""
         forward_s, wanted, outputs = self._forward()
         results, needed = _results(outputs), [*wanted, *parameters]
         if not results or not needed:
@@ -224,8 +278,8 @@ class _Partition:
         torch.autograd.grad(results, needed, ones, allow_unused=True)
         return forward_s, self.clock() - start
 
-    def _in_parts(self) -> tuple[float, float] | None:
-        """Seconds of the two parts of a backward; None: it cannot be split."""
+    def _in_parts(self) -> Times | None:
+        """Times of the two parts of a backward; None: it cannot be split."""
         if self.stage.checkpointed:  # it would be recomputed for each part
             return None
         _, wanted, outputs = self._forward()

@@ -10,8 +10,10 @@ the gradient of the inputs from it. ::
     gradients of the inputs      gradients                  gradients
 
 A message between two stages therefore always goes one step along the ring or one step against it,
-and the two directions of an edge are two links. A link delivers in the order of sending. Sends
-never block; receives block until the message has arrived.
+and the two directions of an edge are two links. A link delivers in the order of sending. In a
+schedule sends do not block, and receives block until the message has arrived; a device carries its
+instructions out in an order that is free of deadlock where sends block too
+(`lightning_hybrid.schedules.one_order`).
 
 The lists are plain data: the runtime executes them, the simulator times them and the report draws
 them.
@@ -56,6 +58,10 @@ class Kind(StrEnum):
     """
     RECEIVE_INPUT_GRADIENT = "receive_input_gradient"
     """Driver: receive the gradient of the network's inputs from stage 0."""
+    EXPECT_ACTIVATION = "expect_activation"
+    """Begin the receive that RECEIVE_ACTIVATION ends; see `in_one_order`."""
+    EXPECT_GRADIENT = "expect_gradient"
+    """Begin the receive that RECEIVE_GRADIENT or RECEIVE_INPUT_GRADIENT ends."""
 
     @property
     def computes(self) -> bool:
@@ -72,7 +78,10 @@ class Kind(StrEnum):
 
 
 BACKWARD_KINDS = frozenset(
-    {Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.WEIGHT, Kind.SEND_GRADIENT, Kind.REDUCE}
+    {
+        *(Kind.EXPECT_GRADIENT, Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.WEIGHT),
+        *(Kind.SEND_GRADIENT, Kind.REDUCE),
+    }
 )
 """The kinds of instructions of a backward pass, wherever they stand."""
 _COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ from torch.autograd.graph import GradientEdge
 
 from lightning_hybrid.comm import Arriving, Pattern
 from lightning_hybrid.comm.protocol import Backward
-from lightning_hybrid.schedules import Kind
 from lightning_hybrid.stage.calls import (
     Call,
     Gradients,
@@ -23,7 +22,7 @@ from lightning_hybrid.stage.calls import (
     generators_of_microbatch,
     set_random_state,
 )
-from lightning_hybrid.stage.forward_pass import Ahead, Pass
+from lightning_hybrid.stage.forward_pass import Pass
 from lightning_hybrid.stage.split_backward import CANNOT_BE_SPLIT, WeightPart, input_part
 
 if TYPE_CHECKING:
@@ -53,23 +52,19 @@ class BackwardPass(Pass):
         self._told: set[int] = set()
         for links in self.own.links:
             links.previous.flush(engine.untaken(call))
-        forward, todo = engine.lists(call.key, input_gradient=mode.input_gradient)
-        todo = forward if call.key.inside else todo
-        # the last stage receives only the gradients of the inputs, which nobody computes with
-        kind = Kind.RECEIVE_INPUT_GRADIENT if self.own.is_last else Kind.RECEIVE_GRADIENT
-        self._ahead = Ahead(self.of_kind(todo, kind), self._post)
+
+    def expect_gradient(self, microbatch: int) -> None:
+        self.expected[microbatch] = self._post(microbatch)
 
     def receive_gradient(self, microbatch: int) -> None:
         # what got no gradient did not travel; autograd is to see None there, as on one device, for
         # zeros would make gradients (and optimizer states) where one device has none
-        present = self._hear_pattern(microbatch)
-        arrived = iter(self._ahead.take(microbatch))
+        present, arrived = self._taken(microbatch)
         # (inside of a call the other side may have failed, and then sends nothing)
         self._arrived = [self._shrunk(next(arrived, None)) if here else None for here in present]
 
     def receive_input_gradient(self, microbatch: int) -> None:
-        present = self._hear_pattern(microbatch)
-        arrived = iter(self._ahead.take(microbatch))
+        present, arrived = self._taken(microbatch)
         self.inputs[microbatch] = [next(arrived) if here else None for here in present]
 
     def reduce(self, microbatch: int) -> None:
@@ -77,8 +72,11 @@ class BackwardPass(Pass):
         if self.mode.reduce and self._reduces_last:
             if self.call.key.inside:
                 self.engine.average_aside(self.call)
-            else:
-                self.engine.replica_group.arm(self.engine.done_before)
+                return
+            self.engine.replica_group.arm(self.engine.done_before)
+            links = self.own.links
+            if links.ring(microbatch) not in links.rings:  # (a copy that has no micro-batch)
+                self.engine.replica_group.finish()
 
     def backward(self, microbatch: int) -> None:
         engine = self.engine
@@ -133,6 +131,13 @@ class BackwardPass(Pass):
         if place not in known:
             known[place] = self.links(microbatch).next.receive_word(Pattern).present
         return known[place]
+
+    def _taken(self, microbatch: int) -> tuple[list[bool], Iterator[Tensor]]:
+        """Which of the values sent forward get a gradient, and those, as soon as they are here."""
+        if microbatch not in self.expected:  # (from a stage of this rank)
+            self.expect_gradient(microbatch)
+        arriving = self.expected.pop(microbatch)
+        return self._hear_pattern(microbatch), iter(arriving.wait() if arriving else ())
 
     def _post(self, microbatch: int) -> Arriving:
         inputs, outgoing = self.call.key.inputs, self.traffic.outgoing

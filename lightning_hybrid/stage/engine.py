@@ -7,8 +7,7 @@ The driver and the workers run the same engine. But the driver, which has the la
 network, also sends the inputs to stage 0 and returns the outputs.
 
 Shapes are exchanged once. The first call with a new :class:`CallKey` sends a header before each
-micro-batch. From then on both sides know the shapes: no headers travel, and a receive is posted
-before the computation that precedes it.
+micro-batch. From then on both sides know the shapes, and no headers travel.
 
 **A rank that has failed goes on to send and receive**, since nobody can wake a peer that waits in a
 receive: after an error it exchanges what its list says, with zeros, and the error travels to the

@@ -1,8 +1,8 @@
-"""A forward pass of one stage, by its instructions; receives are posted before they are needed."""
+"""A forward pass of one stage, instruction by instruction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -25,41 +25,9 @@ from lightning_hybrid.stage.calls import (
     set_random_state,
     state_specs,
 )
-from lightning_hybrid.stage.rank_stages import Todo
 
 if TYPE_CHECKING:
     from lightning_hybrid.stage.engine import Engine
-
-
-class Ahead:
-    """Receives that are posted one micro-batch early, so that they overlap computation.
-
-    Args:
-        microbatches: in the order in which they are received.
-        post: posts the receive of a micro-batch.
-    """
-
-    def __init__(self, microbatches: Sequence[int], post: Callable[[int], Arriving]) -> None:
-        self._todo = [*reversed(microbatches)]
-        self._post = post
-        self._posted: Arriving | None = None
-
-    def take(self, microbatch: int) -> Values:
-        """Wait for this micro-batch's tensors, after posting the receive of the next one's.
-
-        Raises:
-            ValueError: it is not this one's turn in the instruction list.
-        """
-        # (a link keeps the order of messages: a receive that is posted out of turn would get
-        # another tensor, of a shape that may well fit)
-        due = self._todo.pop()
-        if microbatch != due:
-            raise ValueError(f"micro-batch {microbatch} is taken where the list has {due}")
-        # The first is posted when it is needed. The next one is posted before this one's
-        # computation begins, so that it arrives beside it.
-        arrival = self._posted or self._post(microbatch)
-        self._posted = self._post(self._todo[-1]) if self._todo else None
-        return arrival.wait()
 
 
 class Pass:
@@ -72,6 +40,8 @@ class Pass:
 
     Attributes:
         error: the error that the stage has raised.
+        expected: by micro-batch, messages whose receive has begun; ``None`` if the stage before has
+            failed, and sends none.
     """
 
     def __init__(self, engine: Engine, index: int, call: Call) -> None:
@@ -79,6 +49,7 @@ class Pass:
         self.index, self.traffic = index, call.traffic[index]
         self.saved = call.saved[index]
         self.error: Exception | None = None
+        self.expected: dict[int, Arriving | None] = {}
 
     @contextmanager
     def computing(self, what: str, microbatch: int) -> Iterator[None]:
@@ -91,10 +62,6 @@ class Pass:
         except Exception as error:
             self.error = error
             self.engine.fail(error, self.own.number)
-
-    def of_kind(self, todo: Todo, kind: Kind) -> list[int]:
-        """The micro-batches of this stage's instructions of a kind, in their order."""
-        return [m for index, each, m in todo if index == self.index and each is kind]
 
     def links(self, microbatch: int) -> Links:
         """The links of a micro-batch that this rank computes."""
@@ -135,36 +102,24 @@ class ForwardPass(Pass):
         for links in self.own.links:
             links.next.flush(engine.untaken(call))
             links.previous.flush(engine.untaken(call))
-        # in the first call with a key a receive can be posted only after its header
-        self._ahead: Ahead | None = None
         if call.exchange:
             self.traffic.outgoing, self.traffic.incoming = {}, {}
             if self._first:
                 self.traffic.incoming |= enumerate(map(list, call.key.inputs))
-        else:
-            todo, _ = engine.lists(call.key, input_gradient=False)
-            self._ahead = Ahead(self.of_kind(todo, Kind.RECEIVE_ACTIVATION), self._post)
 
     def send_input(self, microbatch: int) -> None:
         if not self.call.ahead:  # else they are there already
             specs = self.call.key.inputs[microbatch]
             self._send(microbatch, self.inputs[microbatch], specs)
 
+    def expect_activation(self, microbatch: int) -> None:
+        self.expected[microbatch] = self._post(microbatch)
+
     def receive_activation(self, microbatch: int) -> None:
-        if self._ahead is not None:
-            self._values = self._ahead.take(microbatch)
-            return
-        self._values = None
-        ring = self.own.links.ring(microbatch)
-        if not self._first and ring not in self._silent:
-            header = self.links(microbatch).previous.receive_word(Header)
-            if header.specs is None:
-                self._silent.add(ring)
-            else:
-                self.traffic.incoming[microbatch] = header.specs
-                self.traffic.uses_rng |= header.uses_rng
-        if ring not in self._silent:
-            self._values = self._post(microbatch).wait()
+        if microbatch not in self.expected:  # (from a stage of this rank)
+            self.expect_activation(microbatch)
+        arriving = self.expected.pop(microbatch)
+        self._values = None if arriving is None else arriving.wait()
 
     def forward(self, microbatch: int) -> None:
         self._result = None
@@ -196,10 +151,25 @@ class ForwardPass(Pass):
             link.flush(self._most)  # (it has taken more than that, so that nobody waits here)
         link.send(values, specs)
 
-    def _post(self, microbatch: int) -> Arriving:
+    def _post(self, microbatch: int) -> Arriving | None:
+        if self.call.exchange and not self._first and not self._hears_header(microbatch):
+            return None
         specs = self.traffic.incoming[microbatch]
         states = () if self._first else self._states
         return self.links(microbatch).previous.post([*specs, *states])
+
+    def _hears_header(self, microbatch: int) -> bool:
+        """Whether a header says what follows; the stage before sends none after one of an error."""
+        ring = self.own.links.ring(microbatch)
+        if ring in self._silent:
+            return False
+        header = self.links(microbatch).previous.receive_word(Header)
+        if header.specs is None:
+            self._silent.add(ring)
+            return False
+        self.traffic.incoming[microbatch] = header.specs
+        self.traffic.uses_rng |= header.uses_rng
+        return True
 
     def _send_header(self, microbatch: int) -> None:
         """Send the shapes of the values that follow; after an error an empty header, once."""

@@ -4,13 +4,13 @@ All of this follows from the placement, which all ranks know, so that no message
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from torch import nn
 
-from lightning_hybrid.comm import Dealt, Group, Inside, copies_of, stages_of
+from lightning_hybrid.comm import Dealt, Devices, Group, Inside, copies_of, stages_of
 from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
@@ -18,8 +18,11 @@ from lightning_hybrid.schedules import (
     INSIDE,
     Copy,
     DelayedWeights,
+    Instruction,
     Kind,
+    Schedule,
     deal,
+    in_one_order,
     make_schedule,
     merge,
     one_f_one_b,
@@ -106,18 +109,30 @@ def lists_of(
         )
     # every rank makes the lists of all, and takes its own
     own = stages_of(placement.devices, here)
-    if max(map(len, ranks)) > 1:
-        dealt = deal(schedule, [*map(len, ranks)])
-        places = [Copy(stage, ranks[stage].index(here)) for stage in own]
-        found = [together(lists, places) for lists in (dealt.forward, dealt.backward)]
-        steps = [[(place.stage, step) for place, step in each] for each in found]
-    else:
-        first = [owners[0] for owners in ranks]
-        steps = [[*merge(each, first)[here]] for each in (schedule.forward, schedule.backward)]
     forward, backward = (
-        tuple([(own.index(stage), i.kind, i.microbatch) for stage, i in each]) for each in steps
+        tuple([(own.index(stage), i.kind, i.microbatch) for (stage, _), i in lists[here]])
+        for lists in _ordered(schedule, placement.devices, ranks)
     )
     return forward, backward
+
+
+def _ordered(
+    schedule: Schedule, devices: Devices, ranks: Sequence[tuple[int, ...]]
+) -> Iterator[list[list[tuple[Copy, Instruction]]]]:
+    """By rank, what it does in the forward pass; then likewise in the backward pass."""
+    dealt = deal(schedule, [*map(len, ranks)])
+    here = range(1 + max(map(max, ranks)))
+    places = [[Copy(s, ranks[s].index(rank)) for s in stages_of(devices, rank)] for rank in here]
+    several = max(map(len, ranks)) > 1
+    for copies, stages in zip(
+        (dealt.forward, dealt.backward), (schedule.forward, schedule.backward)
+    ):
+        if several:
+            lists = [together(copies, own) for own in places]
+        else:
+            merged = merge(stages, [owner for (owner,) in ranks])
+            lists = [[(Copy(stage, 0), step) for stage, step in steps] for steps in merged]
+        yield in_one_order(lists, dealt.peer)
 
 
 def borrowed_parameters(network: nn.Module, placement: Placement) -> list[frozenset[str]]:

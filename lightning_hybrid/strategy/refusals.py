@@ -1,5 +1,6 @@
 """What of Lightning does not go together with stages, refused before anything is trained."""
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from inspect import signature
@@ -228,7 +229,9 @@ def refuse_streaming(run: Run) -> None:
     schedule = run.config.streamed
     if schedule is None or not run.fitting or run.world.coordinates.ranks_per_replica == 1:
         return
-    for reason in chain(_unknown_batches(run), _unknown_weights(run, schedule)):
+    for reason in chain(
+        _unknown_batches(run), _unknown_weights(run, schedule), _waits_for_each_send(run)
+    ):
         raise PlanError(
             f"schedule={schedule.name!r} begins with later batches early, and {reason}; or use "
             "schedule='gpipe'."
@@ -257,6 +260,16 @@ def _unknown_batches(run: Run) -> Iterator[str]:
                 )
     if "dataloader_iter" in signature(module.training_step).parameters:
         yield ("training_step(dataloader_iter) fetches its batches itself. Let it take a batch")
+
+
+def _waits_for_each_send(run: Run) -> Iterator[str]:
+    """Why a rank cannot send before the next one is about to receive."""
+    blocks = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+    if blocks and run.world.mesh.backend == "nccl":
+        yield (
+            "CUDA_LAUNCH_BLOCKING=1 has a rank that sends of a later batch wait for one that "
+            "still trains on this batch, for ever. Unset it"
+        )
 
 
 def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:

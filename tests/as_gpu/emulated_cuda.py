@@ -239,7 +239,15 @@ def _fill_in(library: Any) -> None:  # noqa: C901 (a list of names)
         library.resize_storage(ctypes.c_void_p(storage._cdata), ctypes.c_size_t(size))
         return storage
 
+    create: Any = torch.UntypedStorage.__new__
+
+    def made(kind: type, *arguments: Any, device: Any = None, **options: Any) -> Any:
+        if device is None or torch.device(device).type != "cuda":
+            return create(kind, *arguments, device=device, **options)
+        return torch.empty(*arguments, dtype=torch.uint8, device=device).untyped_storage()
+
     torch.UntypedStorage.clone, torch.UntypedStorage.resize_ = clone, resize
+    torch.UntypedStorage.__new__ = staticmethod(made)
     torch.accelerator.empty_cache = lambda: None
     torch.version.cuda = "0.0"
     torch.backends.cudnn.is_acceptable = lambda tensor: False

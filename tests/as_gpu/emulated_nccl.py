@@ -1,9 +1,11 @@
 """Groups of NCCL between processes with emulated devices: its rules, over gloo.
 
-What is not kept to: a `wait` blocks the host here, where NCCL has the device wait.
+What is not kept to: a `wait` blocks the host here, where NCCL has the device wait. With
+``CUDA_LAUNCH_BLOCKING=1`` each operation does from its beginning on, as there.
 """
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,9 +25,11 @@ class _Work:
 
     def __init__(self, work: dist.Work, *kept: Any) -> None:
         self._work, self._kept = work, kept
+        self._over = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1" and work.wait()
 
     def wait(self, *arguments: Any) -> bool:
-        return self._work.wait(*arguments)
+        # (gloo would wait for another end)
+        return self._over or self._work.wait(*arguments)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -52,6 +56,9 @@ class EmulatedNCCL:
         self._timeout, self._met = options._timeout, False
         self._use = ""
         self._lock = threading.Lock()
+
+    def name(self) -> str:
+        return "nccl"
 
     def rank(self) -> int:
         return self._rank

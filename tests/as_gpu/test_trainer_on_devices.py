@@ -22,15 +22,17 @@ ROOT = SCRIPT.parents[2]
 STEPS, PARTS = 4, 2
 
 
-def train(folder: Path, **config: Any) -> list[dict[str, Any]]:
-    """What each rank has seen."""
+def train(folder: Path, *, blocking: bool = False, **config: Any) -> list[dict[str, Any]]:
+    """What each rank has seen, perhaps one whose launches block."""
     defaults = {"steps": STEPS, "microbatches": PARTS, "looks": False, "waits": False}
     config = {"trainer": {}, "strategy": {}} | defaults | config
     (folder / "config.json").write_text(json.dumps(config))
     paths = [str(ROOT), str(SCRIPT.parent), str(ROOT / "tests" / "helpers")]
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    variables["CUDA_LAUNCH_BLOCKING"] = f"{int(blocking)}"
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        env=os.environ | variables,
         cwd=folder,
         capture_output=True,
         text=True,
@@ -42,7 +44,7 @@ def train(folder: Path, **config: Any) -> list[dict[str, Any]]:
 
 
 def one_cpu(
-    network: str, replicas: int, clip: float | None = None
+    network: str, replicas: int, clip: float | None = None, parts: int = PARTS
 ) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     """The losses of each replica and the weights; buffers are those of replica 0."""
     module = trainer_script.made(network)
@@ -62,7 +64,7 @@ def one_cpu(
             net.zero_grad()
             mine = shares[replica][step * trainer_script.BATCH :][: trainer_script.BATCH]
             outputs = []
-            for index, part in enumerate(x[mine].chunk(PARTS)):
+            for index, part in enumerate(x[mine].chunk(parts)):
                 torch.manual_seed(microbatch_seed(0, replica, draw_number(step, 0), index))
                 with sdpa_kernel(SDPBackend.MATH):  # as on the devices
                     outputs.append(net(part))
@@ -84,6 +86,8 @@ def one_cpu(
         ("resattnet", 2, 1, "gpipe"),
         ("transformer", 1, 3, "zero_bubble"),
         ("transformer", 2, 2, "gpipe"),
+        ("loss inside", 1, 3, "1f1b"),
+        ("loss inside", 2, 2, "1f1b"),
     ],
 )
 def test_the_trainer_trains_as_one_cpu(
@@ -104,6 +108,17 @@ def test_the_trainer_trains_as_one_cpu(
         assert not any(rank["passes"][4:])
         # and a rank has nothing on another's device
         assert [n for n, peak in enumerate(rank["peak"]) if peak] == [number]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_where_a_launch_lasts_until_it_is_done_no_rank_waits_for_ever(
+    tmp_path: Path, schedule: str
+) -> None:
+    """With `CUDA_LAUNCH_BLOCKING=1`, which holds a rank that sends until another one receives."""
+    shape = {"replicas": 1, "stages": 3, "microbatches": 4, "schedule": schedule}
+    driver, *_ = train(tmp_path, network="loss inside", blocking=True, **shape)
+    [losses], _ = one_cpu("loss inside", 1, parts=4)
+    assert driver["losses"] == pytest.approx(losses, abs=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import NetworkGraph, cut, make_stages, network_partitions
 from lightning_hybrid.remote.hollow_network import Hollow
+from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage.rank_stages import StageOptions
 from lightning_hybrid.stage.stage_check import run
 from lightning_hybrid.worker.worker import Worker
@@ -154,6 +155,7 @@ class Ranks:
         batches: that it is trained on, as far as later ones are known.
         on: the device of each ``pp_rank``; the module goes to that of the driver.
         trains: see :class:`lightning_hybrid.driver.driver.Driver`.
+        blocking: whether a send or a receive that begins is over.
 
     Attributes:
         model: the module.
@@ -174,9 +176,10 @@ class Ranks:
         batches: Batches | None = None,
         on: Callable[[int], torch.device] = lambda _: CPU,
         trains: bool = False,
+        blocking: bool = True,
     ) -> None:
         self.model, self._on = model.to(on(0)), on
-        self.ranks = StrictReplica(workers + 1, timeout_s, on(0))
+        self.ranks = StrictReplica(workers + 1, timeout_s, on(0), blocking=blocking)
         self.modules = {rank: deepcopy(model).to(on(rank)) for rank in range(1, workers + 1)}
         self.results: dict[int, Any] = {}
         self._lock = Lock()
@@ -316,6 +319,8 @@ class Replica(Ranks):
             batches=batches,
             on=on,
             trains=trains,
+            # (what runs before its turn is sent before anybody waits for it)
+            blocking=schedule not in STREAMED,
         )
         self._calls = Calls(model.net, on(0))
         self._value, self._devices, self._parts = value, devices, parts

@@ -6,7 +6,9 @@ They are those of ``ProcessGroupNCCL`` (torch) and of NCCL's documentation:
 * one direction on a communicator: two wait for each other;
 * the first operation makes the communicator, in which each end waits for the other one;
 * a message is taken in its order, by a receive of its size, and can't be taken back: a transfer
-  that is dropped takes place all the same.
+  that is dropped takes place all the same;
+* with ``CUDA_LAUNCH_BLOCKING=1`` an operation that begins is over, so that a send waits for its
+  receive. So it is between the ranks of a replica here.
 """
 
 import threading
@@ -94,10 +96,14 @@ class StrictWire:
         wire: what it is made of.
         shared: of both ends.
         device: where tensors must be.
+
+    Attributes:
+        blocking: whether a transfer that begins is over, as with ``CUDA_LAUNCH_BLOCKING=1``.
     """
 
     def __init__(self, wire: MemoryWire, shared: _Shared, device: torch.device) -> None:
         self.peer, self._wire, self._shared, self._device = wire.peer, wire, shared, device
+        self.blocking = False
         self._end = _OneUse(lambda: shared.meet(self.peer))
         self._begun: set[_Begun] = set()
 
@@ -128,6 +134,8 @@ class StrictWire:
         self._shared.note(tensor, sends=sends)
         begun = _Begun(start(tensor), self._begun.discard)
         self._begun.add(begun)
+        if self.blocking:
+            begun.wait()
         return begun
 
 
@@ -149,11 +157,19 @@ class StrictReplica(MemoryReplica):
         ranks: how many.
         timeout_s: how long a rank waits for another one.
         device: of the stages.
+        blocking: see :class:`StrictWire`.
     """
 
-    def __init__(self, ranks: int, timeout_s: float = 30.0, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        timeout_s: float = 30.0,
+        device: torch.device = CPU,
+        *,
+        blocking: bool = True,
+    ) -> None:
         super().__init__(ranks, timeout_s)
-        self._device = device
+        self._device, self._blocking = device, blocking
         self._strict: dict[Any, tuple[StrictWire, StrictWire]] = {}
         self.lines = [_StrictLines(self, lines.coordinates) for lines in self.lines]
 
@@ -163,6 +179,8 @@ class StrictReplica(MemoryReplica):
             [(key, ends)] = [pair for pair in self._wires.items() if wire in pair[1]]
             if key not in self._strict:
                 self._strict[key] = StrictWire.pair(ends, self._timeout_s, self._device)
+                for end in self._strict[key]:
+                    end.blocking = self._blocking
             return self._strict[key][ends.index(wire)]
 
     def kill(self, rank: int) -> None:
@@ -184,7 +202,7 @@ class _StrictLines(MemoryLines):
 
 
 class StrictGroupOfRank(MemoryGroupOfRank):
-    """What one rank sees of a group in memory.
+    """What one rank sees of a group in memory, in which an operation that begins is over.
 
     Args:
         group: what it is made of.
@@ -199,7 +217,9 @@ class StrictGroupOfRank(MemoryGroupOfRank):
     def _begin(self, tensors: list[Tensor], take: Callable[[Any], object]) -> Any:
         for tensor in tensors:
             check(tensor, self._device, collective=True)
-        return super()._begin(tensors, take)
+        begun = super()._begin(tensors, take)
+        begun.wait()
+        return begun
 
 
 # ---------------------------------------------------------------- process groups

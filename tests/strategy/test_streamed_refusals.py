@@ -67,7 +67,8 @@ def run(module: LightningModule, replicas: int = 1, stages: int = 2, **options: 
         "precision": None,
         "trainer": SimpleNamespace(lightning_module=module, datamodule=None),
         "world": SimpleNamespace(
-            coordinates=SimpleNamespace(replicas=replicas, ranks_per_replica=stages)
+            coordinates=SimpleNamespace(replicas=replicas, ranks_per_replica=stages),
+            mesh=SimpleNamespace(backend="nccl"),
         ),
     }
     return SimpleNamespace(**{**usual, **changes})
@@ -147,3 +148,13 @@ def test_settings_that_contradict_each_other(options: dict[str, Any], words: str
     with pytest.raises(PlanError) as caught:
         Config(**options)
     assert words in str(caught.value)
+
+
+def test_no_launch_may_wait_for_the_end_of_a_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(PlanError, match=r"CUDA_LAUNCH_BLOCKING=1 .*use schedule='gpipe'"):
+        refuse_streaming(run(Plain()))
+    refuse_streaming(run(Plain(), schedule="gpipe"))
+    over_gloo = run(Plain())
+    over_gloo.world.mesh.backend = "gloo"
+    refuse_streaming(over_gloo)

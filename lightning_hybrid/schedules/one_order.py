@@ -1,0 +1,165 @@
+"""Put the messages of all devices into one order, in which no device needs a buffer.
+
+A send may end only when its receive has begun: NCCL has buffers of some MB, and with
+``CUDA_LAUNCH_BLOCKING=1`` neither a send nor a receive lets the host go on before it is over. So
+each receive is begun where its message is sent, and both ends have one time for it: half a tick
+after the computation before the send. Computations have whole ticks, and each device carries out
+its list by rising time. Copies of a stage, which wait for each other when they average their
+gradients in a last computation, have that at one tick.
+
+Devices therefore never wait for each other in a circle, whatever blocks: take the operation with
+the smallest time that is left anywhere. All before it on its device is over, and if it is a
+message, all before it on the other device too, so both ends meet. What blocks less (receives that
+are waited for when they are needed, sends beside a computation) waits for less.
+
+A message has a tick of its own to travel: its receive begins before the computation in front of the
+one that needs it. Inputs are sent as late as that allows.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.schedules.dealt import Copy
+from lightning_hybrid.schedules.instructions import Instruction, Kind, exchange
+
+_TRAVELS = 2
+"""Ticks from the computation before a send to the first that may need it."""
+_EXPECT = {
+    Kind.SEND_INPUT: Kind.EXPECT_ACTIVATION,
+    Kind.SEND_ACTIVATION: Kind.EXPECT_ACTIVATION,
+    Kind.SEND_GRADIENT: Kind.EXPECT_GRADIENT,
+}
+
+Steps = Sequence[tuple[Copy, Instruction]]
+Peer = Callable[[Copy, Instruction], Copy]
+
+
+@dataclass
+class _Timed:
+    """An instruction with its time.
+
+    Attributes:
+        place: the copy of a stage whose instruction it is.
+        step: the instruction.
+        time: in ticks.
+        number: of a message, counted by the sends; of several at one time the smallest comes first.
+    """
+
+    place: Copy
+    step: Instruction
+    time: float = inf
+    number: int = 0
+
+
+@dataclass
+class _Device:
+    """What a device does, and when.
+
+    Attributes:
+        steps: its instructions.
+        clock: tick of its last computation.
+        ready: first tick at which the next one has its messages.
+        next: instructions that belong to the next computation.
+        inputs: messages of inputs that it needs.
+    """
+
+    steps: list[_Timed] = field(default_factory=list)
+    clock: int = -1
+    ready: int = 0
+    next: list[_Timed] = field(default_factory=list)
+    inputs: list[_Timed] = field(default_factory=list)
+
+    def averaging(self) -> list[_Timed]:
+        """The averages that the next computation is to begin."""
+        return [each for each in self.next if each.step.kind is Kind.REDUCE]
+
+    def needs(self, message: _Timed, *, is_here: bool) -> None:
+        """The next computation needs this message, perhaps from this device."""
+        if message.step.kind is Kind.SEND_INPUT:
+            self.inputs.append(message)
+        elif not is_here:
+            self.ready = max(self.ready, int(message.time - 0.5) + _TRAVELS)
+
+    def compute(self, averages: Mapping[int, int]) -> None:
+        """The next computation takes place, and what belongs to it."""
+        together = [averages.get(each.place.stage, 0) for each in self.averaging()]
+        self.clock = max(self.clock + 1, self.ready, *together, 0)
+        for each in self.next:
+            each.time = self.clock
+        for message in self.inputs:
+            message.time = self.clock - _TRAVELS + 0.5
+        self.next, self.inputs = [], []
+
+    def end(self, averages: Mapping[int, int]) -> None:
+        """A copy without a micro-batch averages behind its own messages; others wait for it."""
+        for each in self.averaging():
+            each.time = max(self.clock + 0.75, averages.get(each.place.stage, 0))
+
+
+def in_one_order(lists: Sequence[Steps], peer: Peer) -> list[list[tuple[Copy, Instruction]]]:
+    """Begin receives, and send inputs, where one order of all messages has them.
+
+    Args:
+        lists: By device, its instructions, each with the copy of a stage that it belongs to.
+        peer: Gives, for a copy and a send or receive of it, the copy at the other end.
+
+    Returns:
+        The lists, with an EXPECT for each message from another device.
+
+    Raises:
+        PlanError: The lists cannot be run even if sends do not block, or copies of a stage would
+            wait for each other for ever.
+    """
+    averages: dict[int, int] = {}
+    # (each round moves the stages whose copies wait for those that the round before has moved)
+    for _ in range(2 + len({place.stage for steps in lists for place, _ in steps})):
+        devices, later = _timed(lists, peer, averages)
+        if later == averages:
+            return [
+                [(s.place, s.step) for s in sorted(each.steps, key=lambda s: (s.time, s.number))]
+                for each in devices
+            ]
+        averages = later
+    raise PlanError("deadlock: copies of a stage wait for each other")
+
+
+def _timed(
+    lists: Sequence[Steps], peer: Peer, averages: Mapping[int, int]
+) -> tuple[list[_Device], dict[int, int]]:
+    """Give all instructions a time, where stages average at these ticks or later; see above.
+
+    Returns:
+        What the devices do, and the ticks at which the last copy of each stage averages.
+    """
+    devices = [_Device() for _ in lists]
+    on = {place: device for steps, device in zip(lists, devices) for place, _ in steps}
+    links: dict[tuple[Copy, Copy], deque[_Timed]] = {}
+    sent, later = list[_Timed](), dict[int, int]()
+    for place, step in exchange(lists, peer, str):
+        device, timed = on[place], _Timed(place, step)
+        device.steps.append(timed)
+        if step.kind.is_send:
+            timed.time, timed.number = device.clock + 0.5, len(sent)
+            links.setdefault((place, peer(place, step)), deque()).append(timed)
+            sent.append(timed)
+            continue
+        device.next.append(timed)
+        if step.kind.is_receive:
+            message = links[peer(place, step), place].popleft()
+            device.needs(message, is_here=on[message.place] is device)
+        elif step.kind.computes:
+            averaged = device.averaging()
+            device.compute(averages)
+            for each in averaged:
+                later[each.place.stage] = max(later.get(each.place.stage, 0), device.clock)
+    for device in devices:
+        device.end(averages)
+    for message in sent:
+        target = peer(message.place, message.step)
+        if on[target] is not on[message.place]:
+            expect = Instruction(_EXPECT[message.step.kind], message.step.microbatch)
+            on[target].steps.append(_Timed(target, expect, message.time, message.number))
+    return devices, later
