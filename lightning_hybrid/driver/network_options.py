@@ -43,7 +43,7 @@ class DriverOptions:
         shards: whether states of optimizers are divided over the replicas.
         shares: whether backwards are to run inside of calls, where each micro-batch has a share of
             the loss.
-        accumulates: whether gradients of several batches are accumulated, if `shares`.
+        accumulates: whether gradients of several batches are accumulated.
         scaled: multiplies a number by what a scaler multiplies losses with before a backward.
         first_failure: gives the error of the rank that failed first; called if a driver of another
             replica has failed.

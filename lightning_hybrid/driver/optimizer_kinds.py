@@ -60,6 +60,8 @@ def register_optimizer(kind: K) -> K:
 def why_whole(optimizer: Optimizer) -> str:
     """Why an optimizer steps as a whole; empty: it steps in parts."""
     kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim.") and kind not in _DECLARED:
+        return "it looks at all parameters together"
     if not _is_declared(kind):
         return (
             "no one has said whether it treats every parameter by itself. If it does (no norm, "

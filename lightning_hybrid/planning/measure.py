@@ -198,16 +198,23 @@ def _medians(once: Callable[[], Times | None], repeats: int) -> list[float]:
     first = once()
     if first is None:
         return []
-    found = [[float(time) for time in first]]
+    found = [_seconds(first)]
     if any(isinstance(time, Lapse) for time in first):
         # no wait from here on: a queue that runs dry would add the time of a launch to each
         rounds = min(ROUNDS_ON_A_GPU, math.ceil(ENOUGH_S / max(sum(found[0]), 1e-9)))
-        queued = [times for _ in range(rounds - 1) if (times := once()) is not None]
-        found += [[float(time) for time in times] for times in queued]
+        queued = [once() for _ in range(rounds - 1)]
+        found += [_seconds(times) for times in queued if times is not None]
     while len(found) < repeats and sum(map(sum, found)) < ENOUGH_S:
-        found.append([float(time) for time in once() or ()])
+        times = once()
+        if times is None:
+            return []
+        found.append(_seconds(times))
     # the median is not changed by one run that other work has disturbed
     return [statistics.median(column) for column in zip(*found)]
+
+
+def _seconds(times: Times) -> list[float]:
+    return [float(time) for time in times]
 
 
 @dataclass(frozen=True)

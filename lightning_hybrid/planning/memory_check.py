@@ -99,8 +99,14 @@ class Fit:
     ) -> "Fit":
         """Make it of a network's table, whose sizes are for a micro-batch of ``way``."""
         whole = table.scaled(way.microbatches)
-        may = {"may_recompute": may_recompute, "may_go_inside": may_go_inside}
-        return cls(way=way, limits=limits, whole=whole, batch=batch, **may)
+        return cls(
+            way=way,
+            limits=limits,
+            whole=whole,
+            batch=batch,
+            may_recompute=may_recompute,
+            may_go_inside=may_go_inside,
+        )
 
     @property
     def crossing_bytes(self) -> float:
@@ -248,8 +254,7 @@ def _ways(nearest: Fit) -> Iterator[Way]:
     most = len(nearest.whole.kept_bytes)
     for slices, recompute in [(microbatches, False), *((m, True) for m in again[-1:])]:
         for more in range(stages + 1, most + 1):
-            sizes = {"stages": more, "microbatches": slices, "recompute": recompute}
-            way = replace(nearest.way, **sizes)
+            way = replace(nearest.way, stages=more, microbatches=slices, recompute=recompute)
             if nearest.on(way, [room] * more).fits:
                 yield way
                 most = more - 1  # recomputation is advised only if it saves stages

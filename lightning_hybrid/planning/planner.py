@@ -265,8 +265,17 @@ def _check(
     if settings.schedule not in STREAMED:
         ways = [way, replace(way, recompute=False)] if way.recompute else [way]
         chain = settings.contiguous and not settings.has_copies and settings.schedule != "looped"
-        may = {"may_recompute": trains, "may_go_inside": trains and chain}
-        tried = [Fit.of(table, each, limits, batch, **may) for each in ways]
+        tried = [
+            Fit.of(
+                table,
+                each,
+                limits,
+                batch,
+                may_recompute=trains,
+                may_go_inside=trains and chain,
+            )
+            for each in ways
+        ]
     # given cuts are not compared with other chains
     searched = isinstance(settings.allocation, str)
     check_memory(

@@ -40,6 +40,11 @@ class ByTrainer:
         return self.trainer.fit_loop.epoch_loop.total_batch_idx
 
     @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several batches are accumulated."""
+        return self.trainer.accumulate_grad_batches > 1
+
+    @property
     def streams(self) -> bool:
         """Whether checkpoints are written by this package, tensor by tensor."""
         return type(self.trainer.strategy.checkpoint_io) is AtomicCheckpointIO
@@ -65,7 +70,7 @@ class ByFabric:
         module: the module that is trained.
     """
 
-    streams, went_well = False, True
+    streams, accumulates, went_well = False, False, True
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self.folder, self.batches = module, str(Path.cwd()), 0

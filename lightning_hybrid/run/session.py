@@ -98,9 +98,8 @@ class DriverSession:
             folder=run.framework.folder,
             follows=config.rng == "device",
             shards=config.shard_optimizer_states,
-            shares=(shares := config.runs_inside and run.fitting),
-            accumulates=shares and run.trainer.accumulate_grad_batches > 1,
-            # (not `get_scale`, which reads it from a GPU)
+            shares=config.runs_inside and run.fitting,
+            accumulates=run.framework.accumulates,
             scaled=partial(scaled, run.precision),
             first_failure=lambda: read_fault(mesh.store).exception(),
         )

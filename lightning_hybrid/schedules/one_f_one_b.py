@@ -63,7 +63,7 @@ def _steps(stage: int, stages: int, order: list[int]) -> tuple[Instruction, ...]
     steps += [Instruction(kind, m) for m in order[:ahead] for kind in forward]
     for place, m in enumerate(order):
         steps += [Instruction(kind, n) for n in order[place + ahead :][:1] for kind in forward]
-        if m == order[-1]:
+        if m == order[-1]:  # (with it the gradients are complete, and are averaged beside it)
             backward.insert(backward.index(Kind.BACKWARD), Kind.REDUCE)
         steps += [Instruction(kind, m) for kind in backward]
         steps += [Instruction(Kind.SEND_INPUT, n) for n in sent[place + stages :][:1]]

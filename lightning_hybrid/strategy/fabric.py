@@ -70,7 +70,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             are ``"auto"``, all devices form one chain.
         pipeline_parallel_size: see there.
         num_microbatches: see there.
-        schedule: ``"gpipe"``, ``"looped"``, ``"zero_bubble"`` or ``"auto"``; see there.
+        schedule: ``"gpipe"``, ``"looped"``, ``"zero_bubble"``, ``"1f1b"`` or ``"auto"``; see there.
         recompute: see there.
         allocation: see there.
         objective: see there.
@@ -103,7 +103,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         data_parallel_size: Count = "auto",
         pipeline_parallel_size: Shape = "auto",
         num_microbatches: Count = "auto",
-        schedule: Literal["auto", "gpipe", "looped", "zero_bubble"] = "auto",
+        schedule: Literal["auto", "gpipe", "looped", "zero_bubble", "1f1b"] = "auto",
         recompute: bool | Literal["auto"] = "auto",
         allocation: Literal["gabra", "exact", "merging"] | list[str] = "gabra",
         objective: Literal["step", "makespan", "profit"] = "step",

@@ -90,7 +90,11 @@ def test_what_inherits_all_that_steps_from_a_declared_class_is_declared(
     assert why_whole(deepcopy(kind)(parameters())) == ""  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("kind", [OfItsOwnStep, Unknown, torch.optim.LBFGS])
+def test_the_one_of_torch_that_looks_at_all_parameters_steps_whole() -> None:
+    assert why_whole(torch.optim.LBFGS(parameters())) == "it looks at all parameters together"
+
+
+@pytest.mark.parametrize("kind", [OfItsOwnStep, Unknown])
 def test_any_other_class_steps_whole_with_a_line_that_says_how_to_declare_it(
     kind: type[Optimizer],
 ) -> None:

@@ -85,6 +85,18 @@ def test_loops_evaluate_save_and_load_in_stages_as_on_one_device(tmp_path: Path)
     check(tmp_path, ["sets_nothing_up", "clips_by_norm_and_evaluates", "saves_and_loads"], 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "stages"), [(1, 2), pytest.param(1, 3, marks=slow), pytest.param(2, 2, marks=slow)]
+)
+def test_a_network_that_returns_its_loss_goes_back_inside_of_its_calls(
+    tmp_path: Path, replicas: int, stages: int
+) -> None:
+    check(tmp_path, ["returns_its_loss"], replicas, stages, schedule="1f1b")
+    output = (tmp_path / "staged" / "output.txt").read_text()
+    assert "micro-batches, 1f1b" in output
+    assert "before its backwards" not in output  # as it says where they follow
+
+
 @slow
 @pytest.mark.parametrize(("replicas", "stages"), [(1, 2), (1, 3), (2, 2), (2, 1)])
 def test_every_loop_has_the_numbers_of_plain_fabric(
