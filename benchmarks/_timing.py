@@ -85,6 +85,17 @@ def bare_trainer(strategy: Any, accelerator: str = "cpu", **options: Any) -> Tra
     )
 
 
+def before_the_first_step(trainer: Trainer) -> dict[str, float]:
+    """The seconds of each piece of work before the first step; empty: nothing was pipelined.
+
+    (Loggers get these after the step, as ``hybrid/start/...``, which is too late for one step.)
+    """
+    session = getattr(trainer.strategy, "_session", None)
+    spent = {} if session is None else session._run.progress.seconds
+    # (the first word of a description, which ends with the name of the network)
+    return {what.split()[0]: seconds for what, seconds in spent.items()}
+
+
 class Clock(Callback):
     """When each step starts."""
 

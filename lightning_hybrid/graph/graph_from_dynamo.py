@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.symbols import captured_value, guards_of, is_symbolic, symbols_in
-from lightning_hybrid.graph.annotate import Annotations, annotate, captured_size
+from lightning_hybrid.graph.annotate import Annotations, Effects, annotate, captured_size
 from lightning_hybrid.graph.graph import Layer, Leaf, NetworkGraph, TensorInfo, is_symbol
 from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.graph.stage_code import held_by, stable
@@ -53,9 +53,10 @@ def describe(
     arguments.sort(key=lambda argument: argument[0])
     symbols, batch = _of_batch([sizes for _, sizes in arguments], batch_dim)
     tensors = {n: name for n, name in zip(placeholders, names) if name is not None}
+    effects = annotate(module.graph, attributes, batch or 1)
     return _Describing(
         module.graph, attributes, network, tensors, shared, symbols, batch
-    ).described()
+    ).described(effects)
 
 
 def _of_batch(
@@ -87,17 +88,38 @@ def _of_batch(
 
 
 def describe_part(
-    whole: NetworkGraph, graph: fx.Graph, tensors: dict[fx.Node, str]
+    whole: NetworkGraph, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]
 ) -> NetworkGraph:
     """Make a `NetworkGraph` of a part of a captured network.
 
     Args:
-        whole: the captured network.
-        graph: copies of some of its operations.
-        tensors: per placeholder of a parameter or buffer its name.
+        whole: the captured network, of which the effects of all operations are known.
+        graph: copies of some of its operations, and operations that only make new tensors.
+        copies: per node of the captured network its copy.
     """
+    tensors = {copies[n]: name for n, name in whole.tensors.items() if n in copies}
     common = whole.network, tensors, whole.shared, whole.symbols, whole.batch
-    return _Describing(graph, whole.attributes, *common).described()
+    effects = _effects_of_part(whole, graph, copies)
+    return _Describing(graph, whole.attributes, *common).described(effects)
+
+
+def _effects_of_part(
+    whole: NetworkGraph, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]
+) -> Annotations:
+    """The effects of copies are those of the operations that they are copies of."""
+    made = {n: copy for n, copy in copies.items() if copy.op != "placeholder"}
+    found = Annotations(
+        of={made[y.node]: y.effects for y in whole.layers if y.node in made},
+        memory={copies[n]: number for n, number in whole.memory.items() if n in copies},
+    )
+    results = (number for y in whole.layers for number in y.effects.results)
+    numbers = itertools.count(1 + max((*whole.memory.values(), *results), default=0))
+    copied = set(copies.values())
+    for node in graph.nodes:
+        if node not in copied and node.op != "output":
+            found.memory[node] = next(numbers)
+            found.of[node] = Effects(frozenset([found.memory[node]]))
+    return found
 
 
 @dataclass
@@ -118,12 +140,11 @@ class _Describing:
     batch: int | None
     info: dict[fx.Node, TensorInfo] = field(default_factory=dict)
 
-    def described(self) -> NetworkGraph:
+    def described(self, effects: Annotations) -> NetworkGraph:
         examples = [n.meta.get("example_value") for n in self.placeholders if n not in self.tensors]
         # first, since layers, leaves and the fingerprint depend on the marks that it sets
         for node in self.graph.nodes:
             self._look_at(node)
-        effects = annotate(self.graph, self.attributes, self.batch or 1)
         layers = self._layers(effects)
         leaves = self._leaves()
         (output,) = self.graph.find_nodes(op="output")

@@ -496,8 +496,7 @@ def _heavy_part(graph: NetworkGraph, parts: _Parts) -> tuple[list[fx.Node], Netw
         returned.append(copy)
     code.output(tuple(returned))
     # 4. It is described, and from now on treated, like a captured network.
-    tensors = {copies[n]: name for n, name in graph.tensors.items() if n in copies}
-    heavy = describe_part(graph, code, tensors)
+    heavy = describe_part(graph, code, copies)
     _label(heavy, parts, copies)
     heavy.divided, before = True, {copies[node] for node in made}
     heavy.leaves = tuple(replace(leaf, made=leaf.node in before) for leaf in heavy.leaves)

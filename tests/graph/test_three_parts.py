@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from capturing import InParts, outputs_and_gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hybrid.graph.annotate import annotate
 from lightning_hybrid.graph.rows import Rows
 
 slow = pytest.mark.conformance
@@ -220,6 +222,32 @@ def test_what_needs_all_samples_is_computed_beside_the_micro_batches(code: Code)
     parts = compared(Net(code), *inputs(torch.randint(8, (BATCH,))))
     assert parts.why_whole is None
     assert parts.counted == 2
+
+
+def of_all_kinds(net: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    h = net.norm(F.dropout(net.body(x * (x.mean(0) < x)), training=True))
+    one, other = h.mul_(2).chunk(2, 1)
+    return F.cross_entropy(h, y), one, other.view(-1, 2, 2), net.scale * 2
+
+
+@pytest.mark.parametrize(
+    "code", [of_all_kinds, mixup, in_place_at_the_end], ids=["mixed", "mixup", "in_place"]
+)
+def test_effects_in_the_heavy_part_are_those_that_a_run_of_it_finds(code: Code) -> None:
+    parts = InParts(Net(code).double())
+    parts(*inputs(torch.randint(8, (BATCH,))))
+    assert parts.graph is not None
+    assert parts.graph.divided
+    found = annotate(parts.graph.graph, parts.graph.attributes, BATCH)
+    # (memory has other numbers there, equal ones where these are)
+    number = {parts.graph.memory[node]: found.memory[node] for node in found.memory}
+    assert {node: number[m] for node, m in parts.graph.memory.items()} == found.memory
+    assert len({*number.values()}) == len(number)
+    for layer in parts.graph.layers:
+        writes = frozenset(map(number.__getitem__, layer.effects.writes))
+        results = frozenset(map(number.__getitem__, layer.effects.results))
+        same = replace(layer.effects, writes=writes, results=results)
+        assert same == found.of[layer.node]
 
 
 def among_neighbours(net: Any, near: Tensor, x: Tensor) -> Tensor:
