@@ -103,7 +103,7 @@ def loss_of(network: "nn.Module", batch: Any) -> "Tensor":
     from torch.nn.functional import cross_entropy
 
     x, y = batch
-    if hasattr(network, "get_decoder"):
+    if getattr(network, "main_input_name", "") == "input_features":
         loss: Tensor = network(input_features=x, labels=2 + y[:, None].repeat(1, 16)).loss
         return loss
     found = network(x)
