@@ -207,6 +207,8 @@ class Capture:
             only if prologue and tail draw all of its random numbers, for the whole batch.
         shares: whether to look for a loss of which each micro-batch has a share; ``run`` then gets
             that of a call, too.
+        looks: called when TorchDynamo is done, before it is looked what its graph does and whether
+            samples meet in it.
 
     Attributes:
         reason: if the last call was captured anew, the value in the user's code that required it;
@@ -224,8 +226,10 @@ class Capture:
         divides: bool = True,
         draws: bool = True,
         shares: bool = False,
+        looks: Callable[[], None] = lambda: None,
     ) -> None:
         self._divides, self._draws, self._shares = divides, draws, shares
+        self._looks = looks
         tensors = (*network.named_parameters(), *network.named_buffers())
         self.network, self._run = network, run
         self._shared = {n: kind_of(t) for n, t in tensors} if shared is None else shared
@@ -369,6 +373,7 @@ class Capture:
     def _divided(
         self, module: fx.GraphModule, names: Sequence[str | None], values: Sequence[Any]
     ) -> Divided:
+        self._looks()
         shared = frozenset(self._shared)
         graph = describe(module, self.network, names, self._given, values, shared, self._batch_dim)
         _refuse_one_region(graph)

@@ -207,7 +207,6 @@ class Adoption:
         """Why batches of a graph cannot be split into so many parts; ``None``: they can."""
         key = graph, wanted
         if key not in found.why_whole:
-            self.announcements.doing(found, "looking whether samples meet in")
             reason = why_whole(graph, leaves, wanted)
             if not (reason or found.whole) and (graph.uses_rng or _is_normalised(found.module)):
                 reason = (

@@ -358,9 +358,14 @@ class Discovery:
             divides=divides,
             draws=draws,
             shares=self._options.shares,
+            looks=partial(self._looks, found),
         )
         self._captures.append(found.capture)
         return found
+
+    def _looks(self, found: FoundNetwork) -> None:
+        if not found.driven:  # (further graphs are captured in later calls, which show no progress)
+            self._announcements.doing(found, "looking whether samples meet in")
 
     def _open(self, this: Watched, found: FoundNetwork, parts: Sequence[Watched]) -> None:
         """Let a module run its own Python from here on, and watch the modules that it calls."""

@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from capturing import InParts, Staged, captured, graph_of, outputs_and_gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.capture import NotCaptured
+from lightning_hybrid.capture import Capture, NotCaptured, own_forward
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph import Stage, cut, network_partitions, why_whole
+from lightning_hybrid.graph import NetworkGraph, Stage, cut, network_partitions, why_whole
 from lightning_hybrid.graph.cut_stages import cut_at
 from lightning_hybrid.graph.cuts import Cuts
 from lightning_hybrid.graph.mode_regions import modes_of
@@ -732,3 +732,18 @@ def test_a_reason_is_one_line() -> None:
     with pytest.raises(NotCaptured) as error:
         Staged(ValueControl())(X)
     assert "\n" not in error.value.reason
+
+
+def test_it_is_told_once_that_torchdynamo_is_done_before_a_new_graph_runs() -> None:
+    network, told = Net(lambda net, x: net.b(net.a(x))), list[str]()
+
+    def run(graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
+        told.append("runs")
+        return outputs_of(graph, cut_at(graph, []), values)
+
+    capture = Capture(network, own_forward(network), run, looks=lambda: told.append("looks"))
+    for x in (X, X, X[:3]):
+        capture((x,), {})
+    network.code = lambda net, x: net.c(x)
+    capture((X,), {})
+    assert told == ["looks", "runs", "runs", "runs", "looks", "runs"]
