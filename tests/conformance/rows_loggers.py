@@ -199,6 +199,7 @@ def check_performance(folder: Path, steps: int, replicas: int) -> None:
     with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
         [start] = [row for row in csv.DictReader(file) if row.get("hybrid/start/capturing_s")]
     assert float(start["hybrid/start/calling_s"]) > 0 == int(start["step"])
+    assert float(start["hybrid/start/looking_whether_samples_meet_in_s"]) > 0
     in_tensorboard = scalars(folder / "tb" / "version_0")
     assert [step + 1 for step, _ in in_tensorboard["hybrid/step_s"]] == expected
 
