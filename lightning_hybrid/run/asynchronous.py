@@ -175,7 +175,7 @@ class AsynchronousReplica:
 
     def __init__(self, run: Run, optimizer: SGD, say: Callable[[str], None]) -> None:
         self._trainer, self._optimizer = run.trainer, optimizer
-        mesh, bound = run.world.mesh, run.config.staleness
+        mesh, bound = run.world.mesh, run.config.staleness or 0
         replicas = mesh.coordinates.replicas
         self._together, self._stepping = True, False
         self._step = 0

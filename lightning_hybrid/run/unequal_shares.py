@@ -113,7 +113,7 @@ class UnequalShares:
         self._replica, self._drivers, self._survivors = here.dp_rank, mesh.drivers, mesh.survivors
         # by which each epoch has other shares
         self._times: ReplicaTimes | None = None
-        if run.config.replan == "epoch":
+        if run.config.replans_shares:
             self._times = ReplicaTimes(run.device, lambda: trainer.is_last_batch)
         self._batch = 0  # samples of a full batch of all replicas
         self._own = 1.0

@@ -20,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_hybrid import BySpeed
 from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
@@ -41,7 +42,7 @@ def shares(
         coordinates=Coordinates(replica, 3, 1), drivers=None, survivors=survivors
     )
     run: Any = SimpleNamespace(
-        config=Config(balance="speed"),
+        config=Config(replicas=BySpeed()),
         world=SimpleNamespace(mesh=mesh, cluster=SimpleNamespace(replica_speeds=speeds)),
         trainer=trainer,
         synchronised=False,

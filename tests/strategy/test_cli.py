@@ -41,7 +41,7 @@ def test_the_class_and_its_arguments_from_a_file(tmp_path: Path) -> None:
     arguments = {
         "data_parallel_size": 2,
         "num_microbatches": 3,
-        "allocation": ["net.2"],
+        "plan": ["net.2"],
         "network": "net",
         "log_performance": True,
     }
@@ -81,7 +81,7 @@ def test_a_wrong_size_is_named(tmp_path: Path) -> None:
 def test_a_run_from_a_file(tmp_path: Path) -> None:
     strategy = {
         "class_path": CLASS,
-        "init_args": {"pipeline_parallel_size": 2, "allocation": ["net.2"]},
+        "init_args": {"pipeline_parallel_size": 2, "plan": ["net.2"]},
     }
     path = config(
         tmp_path,
