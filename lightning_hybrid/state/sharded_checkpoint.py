@@ -339,7 +339,7 @@ def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[s
     if not is_sharded(folder):
         raise HybridError(
             f"The folder {str(folder)!r} is no sharded checkpoint: it lacks {META} or {_METADATA}. "
-            "Give a folder that HybridGabraStrategy(checkpoint='sharded') has saved, or a file."
+            "Give a folder that HybridGabraStrategy(checkpoint=Sharded()) has saved, or a file."
         )
     rest = torch.load(Path(folder) / META, map_location="cpu", weights_only=weights_only)
     if _OUTLINE not in rest:

@@ -128,8 +128,7 @@ def test_the_loader_is_of_the_same_class_with_the_same_arguments(said: list[str]
     assert dealt.dataset is before.dataset
     assert [len(batch) for batch in dealt] == [3] * (50 // 12)
     assert said == [
-        "balance='speed': the replicas take 8, 3, 1 of each 12 samples (relative speeds 1, 0.43, "
-        "0.16)."
+        "BySpeed(): the replicas take 8, 3, 1 of each 12 samples (relative speeds 1, 0.43, 0.16)."
     ]
 
 
