@@ -291,4 +291,4 @@ def test_an_unknown_kind_of_checkpoint_is_refused() -> None:
     with pytest.raises(
         PlanError, match=r"checkpoint='sharded' is none of 'full', Sharded\(\.\.\.\)"
     ):
-        HybridGabraStrategy(checkpoint=Sharded())  # type: ignore[arg-type]
+        HybridGabraStrategy(checkpoint="sharded")  # type: ignore[arg-type]
