@@ -1,10 +1,10 @@
 """What the user has asked for, checked: the arguments of the strategy as one record."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, cast, get_args
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.options import (
@@ -146,21 +146,6 @@ class Config:
     log_performance: bool = False
     seed: int = 0
     sizes: Sizes | None = None
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """What was asked for by arguments of a strategy, of which others are Lightning's.
-
-        Args:
-            arguments: by name; the plan may be the path of one, or cut points.
-        """
-        names = [field.name for field in fields(cls) if field.name in arguments]
-        given = {name: arguments[name] for name in names}
-        if isinstance(given["plan"], str | Path):
-            given["plan"] = Plan.load(given["plan"])
-        elif isinstance(given["plan"], list | tuple):
-            given["cuts"], given["plan"] = tuple(given["plan"]), None
-        return cls(**given)
 
     def __post_init__(self) -> None:
         # shapes come first: what follows is read from them
@@ -475,6 +460,21 @@ class Config:
         _check_record("checkpoint", self.checkpoint, Sharded, ("full",))
         _check_record("search", self.search, Search)
         _check_record("replicas", self.replicas, Replicas)
+
+
+def read_plan(
+    plan: Plan | str | Path | Sequence[str] | None,
+) -> tuple[Plan | None, tuple[str, ...] | None]:
+    """What an argument ``plan`` says: a plan, or cut points.
+
+    Args:
+        plan: a plan, the path of one, cut points, or nothing.
+    """
+    if isinstance(plan, str | Path):
+        return Plan.load(plan), None
+    if isinstance(plan, list | tuple):
+        return None, tuple(plan)
+    return cast(Plan | None, plan), None
 
 
 def _check_record(name: str, value: object, kind: Any, words: tuple[str, ...] = ()) -> None:

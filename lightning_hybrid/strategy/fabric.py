@@ -27,7 +27,7 @@ from lightning_hybrid._lightning_private import (
     let_fabric_clear_gradients,
 )
 from lightning_hybrid.comm import Failure, restore_handlers
-from lightning_hybrid.config import Config, Count, Rng, Shape
+from lightning_hybrid.config import Config, Count, Rng, Shape, read_plan
 from lightning_hybrid.driver import StartProgress, bring_here
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.options import Search
@@ -53,7 +53,7 @@ from lightning_hybrid.run import (
     scalers_of,
 )
 from lightning_hybrid.strategy.old_names import tells_new_names
-from lightning_hybrid.strategy.ranks import Ranks
+from lightning_hybrid.strategy.ranks import StrategyRanks
 from lightning_hybrid.strategy.refusals import refuse_device, refuse_lazy, refuse_optimizers
 from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
 
@@ -120,7 +120,22 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        config = Config.of(locals())
+        made, cuts = read_plan(plan)
+        config = Config(
+            data_parallel_size=data_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            network=network,
+            plan=made,
+            cuts=cuts,
+            search=search,
+            recompute=recompute,
+            compile_stages=compile_stages,
+            verify=verify,
+            rng=rng,
+            seed=seed,
+        )
         if config.streamed is not None:
             raise PlanError(
                 f"{config.shown_schedule} begins with later batches early, which a loop "
@@ -137,7 +152,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
                 "Trainer's loaders. Give a plan without shares, or use the Trainer."
             )
         # (Fabric's DDP leaves the generators as they are, other than the Trainer's)
-        self._ranks = Ranks(config, reseeds=False)
+        self._ranks = StrategyRanks(config, reseeds=False)
         let_fabric_clear_gradients()
         super().__init__(
             parallel_devices=parallel_devices,

@@ -43,6 +43,7 @@ from lightning_hybrid.config import (
     Rng,
     ScheduleName,
     Shape,
+    read_plan,
 )
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.options import Asynchronous, BySpeed, Delayed, Equal, Search, Sharded
@@ -71,7 +72,7 @@ from lightning_hybrid.state import (
 )
 from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.open_sizes import choose_sizes, compare_prepared
-from lightning_hybrid.strategy.ranks import Ranks, given
+from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import (
     callbacks_allow,
     refuse_all_but_plain_sgd,
@@ -200,7 +201,26 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        self._ranks = Ranks(Config.of(locals()))
+        made, cuts = read_plan(plan)
+        config = Config(
+            data_parallel_size=data_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            network=network,
+            plan=made,
+            cuts=cuts,
+            search=search,
+            replicas=replicas,
+            recompute=recompute,
+            compile_stages=compile_stages,
+            checkpoint=checkpoint,
+            verify=verify,
+            rng=rng,
+            log_performance=log_performance,
+            seed=seed,
+        )
+        self._ranks = StrategyRanks(config)
         ask_strategy_whether_distributed(HybridGabraStrategy)
         super().__init__(
             accelerator=accelerator,
