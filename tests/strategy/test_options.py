@@ -1,7 +1,7 @@
 """Records of options: what contradicts cannot be made, and each is shown as it is written."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -15,7 +15,10 @@ from lightning_hybrid import (
     Search,
     Sharded,
 )
+from lightning_hybrid.config import ScheduleName
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.options import DelayedName
+from lightning_hybrid.schedules import SCHEDULES, STREAMED
 from lightning_hybrid.strategy.old_names import NEW_WAYS
 
 RECORDS: list[Any] = [
@@ -28,6 +31,12 @@ RECORDS: list[Any] = [
     Asynchronous(staleness=4),
     Sharded(asynchronous=True),
 ]
+
+
+def test_type_checkers_know_every_schedule_as_a_name_or_as_a_delayed_one() -> None:
+    delayed = {name for name, schedule in STREAMED.items() if schedule.delayed}
+    assert {*get_args(DelayedName)} == delayed
+    assert {*get_args(ScheduleName)} == {"auto", *SCHEDULES} - delayed
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=repr)

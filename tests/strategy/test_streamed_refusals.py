@@ -1,5 +1,6 @@
 """What does not go together with forwards that begin early is refused before training."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,6 +135,7 @@ def test_gradient_descent_alone_is_plain() -> None:
     ("options", "words"),
     [
         ({"schedule": "magic"}, "schedule='magic' is none of"),
+        ({"plan": replace(LOOP, schedule="magic")}, "the plan's schedule='magic' is none of"),
         ({"schedule": "fdg"}, "some steps old: write schedule=Delayed('fdg')"),
         ({"schedule": Delayed("ddg"), "plan": LOOP}, "'ddg') contradicts the plan, whose schedule"),
     ],
