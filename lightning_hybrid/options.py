@@ -31,17 +31,17 @@ class _Record:
 
 @dataclass(frozen=True, repr=False)
 class Delayed(_Record):
-    """``schedule=Delayed("fdg")``: devices stay busy by computing with weights some steps old.
+    """``schedule=Delayed("fdg")``: no device waits, and stages compute with older weights.
 
-    The numbers are not those of one device; ``docs/schedules.md`` has what each schedule computes.
+    The numbers are not those of one device; ``docs/schedules.md`` says what each schedule computes.
 
     Args:
         name: ``"pipedream"``, ``"ddg"``, ``"fdg"`` or ``"akintoye"``.
-        weights: what the backward of a batch computes with: the weights of its forward
-            (``"stash"``), those of now on its inputs, which run forward again (``"recompute"``), or
-            those of now beside the activations of then (``"current"``).
-        shrink: what gradients are multiplied with at every cut that they cross, above 0 and at
-            most 1; for ``"fdg"``.
+        weights: which weights and activations a backward uses. ``"stash"``: those of its forward.
+            ``"recompute"``: the current weights; the forward runs again on the same inputs.
+            ``"current"``: the current weights, with the activations of the forward.
+        shrink: factor of gradients at every cut that they cross, above 0 and at most 1; for
+            ``"fdg"``.
 
     Raises:
         PlanError: one of them has another value, or the schedule shrinks no gradients.
@@ -67,20 +67,18 @@ class Search(_Record):
     """``search=Search(objective="makespan")``: how the cuts and their devices are searched.
 
     Args:
-        method: ``"gabra"``, ``"exact"`` or ``"merging"`` (the most expensive cuts are closed first,
-            for equal devices). For contiguous stages ``"gabra"`` and ``"exact"`` stand for a
-            dynamic programme; the genetic algorithm GABRA searches with ``contiguous=False``, which
-            the other two do not know.
+        method: ``"gabra"``: a dynamic programme, or the genetic algorithm GABRA if ``contiguous``
+            is false. ``"exact"``: the dynamic programme alone. ``"merging"``: partitions are joined
+            at the most expensive cuts, for equal devices.
         objective: ``"step"``, the predicted time of a step; ``"makespan"``, the slowest device's
             time; or ``"profit"``, Eq. 5 of Akintoye et al. 2022 (constant on equal devices; kept
             for comparison).
-        contiguous: whether each device gets one run of the network. ``False``: GABRA may give a
-            device several, each of which is a stage.
+        contiguous: whether each device gets one stage. ``False``: GABRA may give it several.
         capacity: relative speeds of the devices, one per rank; ``"auto"``: measured on all ranks
             at the start of a run (a third of a second), if there is something to decide.
-        replan: ``"epoch"``: when an epoch begins, stages are cut at other places if a device has
-            stayed slower than planned and other cuts make the predicted step clearly shorter; on
-            CPUs. Numbers stay those of one device. ``docs/unlike_devices.md`` says where cuts stay.
+        replan: ``"epoch"``: at the begin of an epoch stages are cut at other places, if a device has
+            stayed slower than planned and the predicted step becomes clearly shorter; on CPUs.
+            Numbers stay those of one device. ``docs/unlike_devices.md`` says when cuts are kept.
 
     Raises:
         PlanError: one of them has another value, or cuts that are made anew are not contiguous.
@@ -105,12 +103,11 @@ class Equal(_Record):
     """``replicas=Equal()``, the default: each replica takes as many samples, as under ``ddp``.
 
     Args:
-        shard_states: whether the replicas of a stage divide its optimizer states among themselves,
-            as ``ZeroRedundancyOptimizer`` does: each rank keeps those of some whole parameters (1/R
-            of their bytes, as far as the sizes of parameters allow), steps these, and gets the new
-            weights of the others. The numbers and the ordinary checkpoint are those without it. An
-            optimizer that must step as a whole keeps all of its states on each replica, with a line
-            that says so.
+        shard_states: whether the replicas of a stage divide its optimizer states, as
+            ``ZeroRedundancyOptimizer`` does. Each rank keeps the states of some whole parameters
+            (about 1/R of the bytes), steps these, and gets the new weights of the others. Numbers
+            and ordinary checkpoints do not change. An optimizer that must step as a whole keeps all
+            states on each replica, and a line says so.
     """
 
     shard_states: bool = False
@@ -120,17 +117,17 @@ class Equal(_Record):
 class BySpeed(_Record):
     """``replicas=BySpeed()``: each replica takes samples by the measured speed of its devices.
 
-    The global batch stays what it is under ``ddp``: the loader's batch size for each replica. Every
-    sample is in one batch of an epoch, and gradients are weighted by the samples that they come
-    from, so that they are those of one device with the whole batch. A loss that is no mean over
-    samples says by ``hybrid_weight(batch) -> float`` in the LightningModule what a batch weighs.
-    See ``docs/unlike_devices.md``.
+    The global batch is that of ``ddp``: the loader's batch size times the number of replicas. Every
+    sample is in one batch of an epoch. Gradients are weighted by numbers of samples, which gives
+    the gradient of one device with the whole batch. If the loss is no mean over samples, define
+    ``hybrid_weight(batch) -> float`` in the LightningModule: the weight of a batch. See
+    ``docs/unlike_devices.md``.
 
     Args:
-        replan: ``"epoch"``: what was measured in an epoch decides what each replica takes in the
-            next one. Which samples a step has does not change.
-        on_loss: ``"continue"``: if a process of a replica is killed while a step is averaged, the
-            other replicas go on in place, with all samples that are left. ``"end"``: the run ends.
+        replan: ``"epoch"``: speeds measured in an epoch decide the parts of the next one. Steps keep
+            their samples.
+        on_loss: ``"continue"``: if a process of a replica is killed while gradients are averaged,
+            the other replicas continue with all samples that are left. ``"end"``: the run ends.
         shard_states: see :class:`Equal`.
 
     Raises:
@@ -158,8 +155,8 @@ class Asynchronous(_Record):
     Asynchronous SGD; see ``docs/unlike_devices.md``.
 
     Args:
-        staleness: by how many updates the weights that a replica computes with may be old. With 0
-            the steps are the synchronous ones.
+        staleness: largest age of the weights that a replica computes with, in updates. With 0 the
+            steps are those of synchronous training.
 
     Raises:
         PlanError: it is no whole number, 0 or more.
@@ -182,8 +179,7 @@ class Sharded(_Record):
     file of it.
 
     Args:
-        asynchronous: whether it is written from copies that each rank makes of what it owns, while
-            training goes on.
+        asynchronous: whether each rank copies what it owns and writes it while training goes on.
     """
 
     asynchronous: bool = False
