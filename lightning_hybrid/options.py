@@ -76,7 +76,7 @@ class Search(_Record):
         contiguous: whether each device gets one stage. ``False``: GABRA may give it several.
         capacity: relative speeds of the devices, one per rank; ``"auto"``: measured on all ranks
             at the start of a run (a third of a second), if there is something to decide.
-        replan: ``"epoch"``: at the begin of an epoch stages are cut at other places, if a device has
+        replan: ``"epoch"``: when an epoch begins, stages are cut at other places, if a device has
             stayed slower than planned and the predicted step becomes clearly shorter; on CPUs.
             Numbers stay those of one device. ``docs/unlike_devices.md`` says when cuts are kept.
 
@@ -124,8 +124,8 @@ class BySpeed(_Record):
     ``docs/unlike_devices.md``.
 
     Args:
-        replan: ``"epoch"``: speeds measured in an epoch decide the parts of the next one. Steps keep
-            their samples.
+        replan: ``"epoch"``: speeds measured in an epoch decide the parts of the next one. A step
+            keeps its samples.
         on_loss: ``"continue"``: if a process of a replica is killed while gradients are averaged,
             the other replicas continue with all samples that are left. ``"end"``: the run ends.
         shard_states: see :class:`Equal`.
