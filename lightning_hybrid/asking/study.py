@@ -115,7 +115,11 @@ def make_study(options: argparse.Namespace) -> Study:
     if options.measure:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         costs_of = measured_parts(
-            *(graph, partitions, leaves, device, state),
+            graph,
+            partitions,
+            leaves,
+            device,
+            state,
             divides_states=options.shard_states,
         )
         threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
@@ -128,7 +132,11 @@ def make_study(options: argparse.Namespace) -> Study:
         # times are those of the first device; others follow by their relative speed
         rate = cluster.devices[0].flops_per_s
         costs_of = counted_parts(
-            *(graph, partitions, rate, state), divides_states=options.shard_states
+            graph,
+            partitions,
+            rate,
+            state,
+            divides_states=options.shard_states,
         )
         origin = (
             f"Not measured: counted operations at the rate that cluster {cluster.name!r} states "
