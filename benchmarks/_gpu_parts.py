@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import BySpeed, Equal, HybridGabraStrategy, Search, Sharded
 from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, microbatch_seed
 from lightning_hybrid.stage.engine import Engine
 
@@ -201,13 +201,13 @@ class Shape:
     arguments: dict[str, Any]
 
 
-HALF = {"balance": "speed", "device_capacity": [1.0, 0.5, 1.0, 0.5]}
+HALF = {"replicas": BySpeed(), "search": Search(capacity=[1.0, 0.5, 1.0, 0.5])}
 SHAPES = {
     "three stages": Shape(1, 3, {}),
     "two replicas of two stages": Shape(2, 2, {}),
     "unequal shares": Shape(2, 2, HALF),
-    "divided states": Shape(2, 2, {"shard_optimizer_states": True}),
-    "sharded checkpoint": Shape(2, 2, {"checkpoint": "sharded"}),
+    "divided states": Shape(2, 2, {"replicas": Equal(shard_states=True)}),
+    "sharded checkpoint": Shape(2, 2, {"checkpoint": Sharded()}),
     "looped": Shape(1, 2, {"schedule": "looped"}),
     "zero bubble": Shape(1, 2, {"schedule": "zero_bubble"}),
     "recomputed": Shape(1, 2, {"recompute": True}),
@@ -242,7 +242,12 @@ def shapes(config: dict[str, Any]) -> dict[str, Any]:
     y, numbers = torch.randint(2, (48,), generator=generator), torch.arange(48)
 
     def trained(checkpoint: str | None = None) -> Counted:
-        strategy = HybridGabraStrategy(shape.replicas, shape.stages, 2, **shape.arguments)
+        strategy = HybridGabraStrategy(
+            data_parallel_size=shape.replicas,
+            pipeline_parallel_size=shape.stages,
+            num_microbatches=2,
+            **shape.arguments,
+        )
         saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, monitor=None)
         options: Any = {"max_epochs": 2, "callbacks": [saves], "enable_checkpointing": True}
         module = Counted()

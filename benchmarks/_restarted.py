@@ -1,8 +1,9 @@
 """A user's script that may be started again, by torchrun or by hand: ``... FOLDER OPTIONS``.
 
 It goes on from the last checkpoint in FOLDER, with as many processes as there are then. OPTIONS are
-those of the strategy, as JSON; ``null`` is plain Lightning on one device. What it has seen lies in
-FOLDER at the end, and on the way a file for each thing that this start has come to.
+those of the strategy, as JSON, and maybe the name of a `record`; ``null`` is plain Lightning on one
+device. What it has seen lies in FOLDER at the end, and on the way a file for each thing that this
+start has come to.
 """
 
 # ruff: noqa: E402  a kill shall meet imports, too, so this is behind the first mark
@@ -34,7 +35,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import BySpeed, Equal, HybridGabraStrategy, Sharded
 
 EPOCHS, SAMPLES, BATCH, EVERY = 8, 40, 8, 3
 
@@ -122,11 +123,24 @@ class Marks(Callback):
         mark("ending")
 
 
+RECORDS: dict[str, dict[str, Any]] = {
+    "": {},
+    "sharded": {"checkpoint": Sharded()},
+    "by speed": {"replicas": BySpeed()},
+    "divided": {"replicas": Equal(shard_states=True)},
+}
+
+
+def strategy_of(options: dict[str, Any]) -> HybridGabraStrategy:
+    sizes = dict(options)
+    return HybridGabraStrategy(**RECORDS[sizes.pop("record", "")], **sizes)
+
+
 def main(options: dict[str, Any] | None) -> None:
     seed_everything(5, verbose=False)
     saving = ModelCheckpoint(FOLDER / "checkpoints", save_last=True, every_n_train_steps=EVERY)
     trainer = Trainer(
-        strategy="auto" if options is None else HybridGabraStrategy(**options),
+        strategy="auto" if options is None else strategy_of(options),
         accelerator="cpu",
         devices=PROCESSES,
         num_nodes=HOSTS,

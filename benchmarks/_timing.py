@@ -8,7 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import Delayed, HybridGabraStrategy
+from lightning_hybrid.schedules import STREAMED
 
 
 class Repeated(Dataset[tuple[Tensor, int]]):
@@ -34,6 +35,12 @@ class Repeated(Dataset[tuple[Tensor, int]]):
     def loader(self, workers: int = 0) -> DataLoader[Any]:
         """Streamed schedules want worker processes."""
         return DataLoader(self, batch_size=len(self.inputs), num_workers=workers)
+
+
+def asked(schedule: str) -> Any:
+    """A schedule as the strategy takes it."""
+    delayed: Any = schedule in STREAMED and STREAMED[schedule].delayed and schedule
+    return Delayed(delayed) if delayed else schedule
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:

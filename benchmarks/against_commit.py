@@ -100,7 +100,7 @@ def train(name: str, steps: int, checkout: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]
     strategy = HybridGabraStrategy(
-        pipeline_parallel_size=2, num_microbatches=2, allocation=[f"net.{case.cut}"]
+        pipeline_parallel_size=2, num_microbatches=2, plan=[f"net.{case.cut}"]
     )
     trainer = bare_trainer(strategy, devices=2, max_epochs=1, callbacks=[Turns(steps)])
     trainer.fit(Module(case.make()), Repeated(case.shape, case.batch, 1_000_000).loader())

@@ -48,7 +48,7 @@ def train() -> None:
             data_parallel_size=2,
             pipeline_parallel_size=2,
             num_microbatches=3,
-            allocation=["net.layer3"],
+            plan=["net.layer3"],
         ),
         accelerator="cpu",
         devices=4,

@@ -2,7 +2,7 @@
 
 scikit-learn's digits, a perceptron, four replicas, SGD with momentum, five seeds (of weights, order
 and stalls). The devices are simulated: a step sleeps 20 ms, and in one case of ten four times as
-long. *synchronous* has ``gradient_sync="allreduce"``; of each bound of staleness the time and the
+long. *synchronous* has ``replicas=Equal()``; of each bound of staleness the time and the
 accuracy after the same number of samples stand beside it, with the standard deviation over seeds.
 ``--slow`` stalls nobody, and replica 0 sleeps twice as long in every step: there nothing is gained.
 
@@ -26,12 +26,12 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import Asynchronous, HybridGabraStrategy
 
 REPLICAS, STEP_S, BATCH = 4, 0.02, 16
 KINDS: dict[str, dict[str, Any]] = {
     "synchronous": {},
-    **{f"bound {n}": {"gradient_sync": "asgd", "staleness": n} for n in (0, 1, 4, 8)},
+    **{f"bound {n}": {"replicas": Asynchronous(staleness=n)} for n in (0, 1, 4, 8)},
 }
 
 

@@ -22,7 +22,7 @@ from lightning.pytorch import seed_everything
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from _adni import cohort
-from _timing import bare_trainer
+from _timing import asked, bare_trainer
 from schedule_accuracy import study
 
 from lightning_hybrid import HybridGabraStrategy
@@ -38,7 +38,7 @@ def run(root: Path, epochs: int, learning_rate: float, schedule: str, seed: int)
     seed_everything(seed, verbose=False)
     batched = {"num_microbatches": 1} if schedule == "gpipe" else {}
     strategy = HybridGabraStrategy(
-        data_parallel_size=1, pipeline_parallel_size=STAGES, schedule=schedule, **batched
+        data_parallel_size=1, pipeline_parallel_size=STAGES, schedule=asked(schedule), **batched
     )
     trainer = bare_trainer(
         strategy, devices=STAGES, max_epochs=epochs, num_sanity_val_steps=0, limit_val_batches=0

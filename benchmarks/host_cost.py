@@ -93,7 +93,13 @@ def train(stages: int, tensors: int, microbatches: int, extra: str, steps: int, 
     module = Host(tensors, 1 if stages > 1 else microbatches, extra)
     if stages > 1:
         middle = [f"net.{tensors // 4}"]
-        strategy = HybridGabraStrategy(1, stages, microbatches, allocation=middle, verify=False)
+        strategy = HybridGabraStrategy(
+            data_parallel_size=1,
+            pipeline_parallel_size=stages,
+            num_microbatches=microbatches,
+            plan=middle,
+            verify=False,
+        )
     trainer = bare_trainer(strategy, **options)
     inputs = torch.randn(BATCH * (steps + WARM_UP), WIDTH)
     trainer.fit(module, DataLoader(TensorDataset(inputs), BATCH))

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridGabraStrategy, register_optimizer
+from lightning_hybrid import Equal, HybridGabraStrategy, register_optimizer
 
 PEERS = (
     "one device",
@@ -281,7 +281,7 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
             pipeline_parallel_size=int(count),
             recompute=again == "recompute",
             schedule="looped" if again == "looped" else "auto",
-            shard_optimizer_states=again == "zero",
+            replicas=Equal(shard_states=again == "zero"),
         )
     module = Model(where, arguments.model, sizes)
     saves = Saves(phases, folder)

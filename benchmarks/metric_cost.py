@@ -62,7 +62,7 @@ def run(variant: str, steps: int, out: str) -> None:
         strategy=HybridGabraStrategy(
             pipeline_parallel_size=2,
             num_microbatches=2,
-            allocation=[f"net.{LAYERS // 2}"],
+            plan=[f"net.{LAYERS // 2}"],
         ),
         devices=2,
         max_epochs=1,

@@ -45,7 +45,7 @@ def volumes(steps: int) -> Repeated:
 def run_hybrid(steps: int, point: str, out: str) -> None:
     torch.manual_seed(0)
     strategy = HybridGabraStrategy(
-        pipeline_parallel_size=2, num_microbatches=MICROBATCHES, allocation=[f"net.{point}"]
+        pipeline_parallel_size=2, num_microbatches=MICROBATCHES, plan=[f"net.{point}"]
     )
     seconds = train(ResAttNet3D(18), strategy, volumes(steps), WARM_UP)
     if seconds is not None:

@@ -166,7 +166,7 @@ def run(name: str, point: str, steps: int, out: str) -> None:
     torch.manual_seed(0)
     build, shape = NETWORKS[name]
     strategy = HybridGabraStrategy(
-        pipeline_parallel_size=2, num_microbatches=MICROBATCHES, allocation=[f"net.{point}"]
+        pipeline_parallel_size=2, num_microbatches=MICROBATCHES, plan=[f"net.{point}"]
     )
     seconds = train(build(), strategy, Repeated(shape, SIZE * MICROBATCHES, steps + 4), WARM_UP)
     if seconds is not None:

@@ -37,12 +37,12 @@ AFTER_S = {"started": 8.0, "training": 2.0, "saving": 0.05, "ending": 0.5}
 OPTIONS: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"data_parallel_size": 1}),
     (2, {"pipeline_parallel_size": 1}),
-    (2, {"data_parallel_size": 1, "checkpoint": "sharded"}),
-    (2, {"pipeline_parallel_size": 1, "balance": "speed"}),
+    (2, {"data_parallel_size": 1, "record": "sharded"}),
+    (2, {"pipeline_parallel_size": 1, "record": "by speed"}),
     (2, {}),
-    (4, {"data_parallel_size": 2, "shard_optimizer_states": True}),
+    (4, {"data_parallel_size": 2, "record": "divided"}),
 )
-"""Processes and options of the strategy; sizes that are left open follow from what there is."""
+"""Processes and options of `_restarted.py`; sizes that are left open follow from what there is."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Run:
 
     Attributes:
         folder: an empty one.
-        options: of the strategy.
+        options: of the script.
         agents: of torchrun, one for each host.
         kills: what was killed, and the seconds until the next start trains, or the run is over.
         wrong: what should not be.

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from _timing import bare_trainer
+from _timing import asked, bare_trainer
 
 from lightning_hybrid import HybridGabraStrategy
 
@@ -82,7 +82,7 @@ def run(schedule: str, seed: int) -> float | None:
     window = WINDOW if schedule == "1f1b_stream" else 1
     batched = {"num_microbatches": 2} if schedule in EXACT and window == 1 else {}
     strategy = HybridGabraStrategy(
-        data_parallel_size=1, pipeline_parallel_size=STAGES, schedule=schedule, **batched
+        data_parallel_size=1, pipeline_parallel_size=STAGES, schedule=asked(schedule), **batched
     )
     trainer = bare_trainer(
         strategy, devices=STAGES, max_epochs=EPOCHS, accumulate_grad_batches=window

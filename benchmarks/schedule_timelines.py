@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import Repeated, bare_trainer
+from _timing import Repeated, asked, bare_trainer
 from rich.console import Console
 from rich.table import Table
 from schedules import Plain
@@ -57,7 +57,9 @@ def train(schedule: str) -> None:
     # a batch of a stream is as large as a micro-batch of the others
     inputs = Repeated((1, 48, 48, 48), 2 if streamed else 2 * MICROBATCHES, BATCHES)
     trainer = bare_trainer(
-        strategy=HybridGabraStrategy(pipeline_parallel_size=DEVICES, schedule=schedule, **batched),
+        strategy=HybridGabraStrategy(
+            pipeline_parallel_size=DEVICES, schedule=asked(schedule), **batched
+        ),
         devices=DEVICES,
         max_epochs=1,
         accumulate_grad_batches=WINDOW if schedule == "1f1b_stream" else 1,

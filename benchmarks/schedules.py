@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from _results import record
-from _timing import Clock, Module, Repeated, bare_trainer
+from _timing import Clock, Module, Repeated, asked, bare_trainer
 from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy
@@ -46,7 +46,7 @@ def strategy_of(name: str, microbatches: int) -> Any:
     if name == "ddp":
         return "ddp"
     batched = {"num_microbatches": microbatches} if name in BATCH_SCHEDULES else {}
-    return HybridGabraStrategy(pipeline_parallel_size=DEVICES, schedule=name, **batched)
+    return HybridGabraStrategy(pipeline_parallel_size=DEVICES, schedule=asked(name), **batched)
 
 
 def run(name: str, config: dict[str, Any]) -> None:

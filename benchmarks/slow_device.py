@@ -6,7 +6,7 @@ processes with one thread each, 3 micro-batches, fill and drain. The process of 
 may run half of the time: by a CPU quota of its own (Linux, as root), or, where that cannot be set,
 by a busy neighbour pinned to the same core. *Even* tells the strategy that both devices are equal,
 *measured* lets it look. `ddp` has half of the samples on each device, *shares* eight of the twelve
-on the faster one (`balance="speed"`, at best 1.5 times faster). The runs alternate.
+on the faster one (`BySpeed()`, at best 1.5 times faster). The runs alternate.
 
 With s the time of the whole network for one micro-batch, the even split takes (0.5 + 3 * 1) s, and
 one by speed, two thirds and one third, 4 * 2/3 s: at best a ratio of 1.31.
@@ -31,7 +31,7 @@ from _quota import PERIOD_US, join, quota
 from _results import record
 from _timing import Clock, Divided, bare_trainer, durations
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import BySpeed, HybridGabraStrategy, Search
 from models import ResAttNet3D
 
 BATCH, MICROBATCHES, SIDE = 12, 3, 48
@@ -48,12 +48,12 @@ def measure(kind: str, steps: int, out: str) -> None:
     torch.manual_seed(0)
     strategy: Any = "ddp"
     if kind == "shares":
-        strategy = HybridGabraStrategy(data_parallel_size=2, balance="speed")
+        strategy = HybridGabraStrategy(data_parallel_size=2, replicas=BySpeed())
     elif kind != "ddp":
         strategy = HybridGabraStrategy(
             pipeline_parallel_size=2,
             num_microbatches=MICROBATCHES,
-            device_capacity="auto" if kind == "measured" else [1.0, 1.0],
+            search=Search(capacity="auto" if kind == "measured" else [1.0, 1.0]),
         )
     clock, shape = Clock(), (1, SIDE, SIDE, SIDE)
     trainer = bare_trainer(strategy, devices=2, max_epochs=1, callbacks=[clock])

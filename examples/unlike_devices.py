@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import BySpeed, HybridGabraStrategy, Search
 
 
 class Classifier(pl.LightningModule):
@@ -39,9 +39,9 @@ if __name__ == "__main__":
     data = TensorDataset(x, x[:, :4].argmax(1))
     strategy = HybridGabraStrategy(
         data_parallel_size=options.devices,
-        balance="speed",
+        replicas=BySpeed(),
         # leave this out: speeds are measured. Here the first device is told to be the fastest
-        device_capacity=[1.0, *[0.4] * (options.devices - 1)],
+        search=Search(capacity=[1.0, *[0.4] * (options.devices - 1)]),
     )
     trainer = pl.Trainer(
         accelerator=options.accelerator,

@@ -12,12 +12,29 @@ from lightning_hybrid._registration import register_everywhere
 
 if TYPE_CHECKING:
     from lightning_hybrid.driver import register_optimizer as register_optimizer
+    from lightning_hybrid.options import Asynchronous as Asynchronous
+    from lightning_hybrid.options import BySpeed as BySpeed
+    from lightning_hybrid.options import Delayed as Delayed
+    from lightning_hybrid.options import Equal as Equal
+    from lightning_hybrid.options import Search as Search
+    from lightning_hybrid.options import Sharded as Sharded
     from lightning_hybrid.planning import Plan as Plan
     from lightning_hybrid.strategy import HybridGabraFabricStrategy as HybridGabraFabricStrategy
     from lightning_hybrid.strategy import HybridGabraStrategy as HybridGabraStrategy
 
-__all__ = ["HybridGabraFabricStrategy", "HybridGabraStrategy", "Plan", "register_optimizer"]
-_ROOMS = {"Plan": "planning", "register_optimizer": "driver"}
+_ROOMS = {
+    "HybridGabraStrategy": "strategy",
+    "HybridGabraFabricStrategy": "strategy",
+    "Plan": "planning",
+    "Delayed": "options",
+    "Search": "options",
+    "Equal": "options",
+    "BySpeed": "options",
+    "Asynchronous": "options",
+    "Sharded": "options",
+    "register_optimizer": "driver",
+}
+__all__ = [*_ROOMS]
 
 register_everywhere()
 
@@ -26,7 +43,7 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for: a room of this package that needs no torch is imported without."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS.get(name, 'strategy')}"), name)
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,50 +1,30 @@
 """What the user has asked for, checked: the arguments of the strategy as one record."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, cast, get_args
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import (
-    AUTO,
-    Method,
-    Objective,
-    Plan,
-    PlanSettings,
-    Sizes,
-    given_speeds,
+from lightning_hybrid.options import (
+    Asynchronous,
+    BySpeed,
+    Delayed,
+    DelayedName,
+    Equal,
+    Replicas,
+    Search,
+    Sharded,
 )
-from lightning_hybrid.schedules import INSIDE, SCHEDULES, STREAMED, DelayedWeights, LookAhead
+from lightning_hybrid.planning import AUTO, Plan, PlanSettings, Sizes, given_speeds
+from lightning_hybrid.schedules import INSIDE, SCHEDULES, STREAMED, LookAhead
 
 Count = int | Literal["auto"]
 Shape = Count | tuple[int, ...]
-Checkpoint = Literal["full", "sharded", "sharded_async"]
-ScheduleName = Literal[
-    "auto",
-    "gpipe",
-    "looped",
-    "zero_bubble",
-    "1f1b",
-    "1f1b_stream",
-    "pipedream",
-    "ddg",
-    "fdg",
-    "akintoye",
-]
-
+Checkpoint = Literal["full"] | Sharded
+ScheduleName = Literal["auto", "gpipe", "looped", "zero_bubble", "1f1b", "1f1b_stream"]
 Rng = Literal["microbatch", "device"]
-Balance = Literal["equal", "speed"]
-Replan = Literal["never", "epoch"]
-GradientSync = Literal["allreduce", "asgd"]
-LostReplica = Literal["end", "continue"]
-
-KEEPS_CUTS = (
-    *("one stage", "asgd", "plan", "copies", "cuts", "free", "streamed", "looped", "compiled"),
-    "divided",
-)
-"""What says where stages are cut, or keeps them as they are, by the names of :data:`PAIRS`."""
 
 LEAVE_ONE = "Leave one of them out."
 
@@ -66,19 +46,22 @@ PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
         # (a batch of a stream is under way while later ones begin: its weights may be gone)
         ("streamed",),
         "is for schedules that finish a batch before the next one",
-        "Leave it out; the delayed schedules have delayed_weights='recompute'.",
+        "Leave it out; delayed schedules have Delayed(NAME, weights='recompute').",
     ),
     "device": (("streamed",), "draws in the order of one device", LEAVE_ONE),
     "sharded_async": (
         ("divided",),
         "makes copies on replica 0",
-        "Use checkpoint='sharded' or 'full'.",
+        "Use checkpoint=Sharded() or 'full'.",
     ),
     "new cuts": (
-        KEEPS_CUTS,
+        (
+            *("one stage", "asgd", "speed", "plan", "copies", "cuts", "streamed", "looped"),
+            *("compiled", "divided"),
+        ),
         "cuts stages anew where a device turns out slower",
-        "Leave one of them out, or use balance='speed' with several replicas, which then get other "
-        "parts of each batch.",
+        "Leave one of them out, or use replicas=BySpeed(replan='epoch'): several replicas then get "
+        "other parts of each batch.",
     ),
     "copies": (
         (
@@ -102,13 +85,13 @@ PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "Leave the latter out, or use pipeline_parallel_size={devices}.",
     ),
     "asgd": (
-        ("stages", "speed", "streamed", "divided", "sharded"),
+        ("stages", "speed", "streamed", "sharded"),
         "is for replicas of one stage that do not wait for each other",
         LEAVE_ONE,
     ),
     "continue": (
-        ("asgd", "epoch", "divided", "sharded", "streamed", "inside"),
-        "averages gradients once for each batch, and keeps weights and states whole",
+        ("sharded", "streamed", "inside"),
+        "averages gradients once for each batch, and keeps weights whole",
         LEAVE_ONE,
     ),
 }
@@ -127,27 +110,18 @@ class Config:
         pipeline_parallel_size: number of devices of a replica, or of each stage of its copies.
         num_microbatches: into how many slices a batch is split.
         schedule: the order of forwards and backwards.
-        delayed_weights: what the backward computes with under a delayed schedule.
-        gradient_shrinking: what gradients are multiplied with at every cut that they cross.
-        recompute: whether stages keep no activations, and run their forward again.
-        allocation: how cuts are searched, or the cut points.
-        objective: what the search optimises.
-        contiguous: whether each device has one run of partitions.
         network: dotted names of the modules to cut.
-        device_capacity: relative speeds of the devices, one per rank.
-        compile_stages: run each stage through ``torch.compile``.
         plan: the user's; ``None``: one is made. Where it says what an argument says too, such as
             ``recompute``, both are made to say the same.
-        log_performance: whether the loggers get step times and the plan.
+        cuts: the user's cut points, which are given as a plan; ``None``: there are none.
+        search: how cuts are searched.
+        replicas: how replicas share batches, states and updates.
+        recompute: whether stages keep no activations, and run their forward again.
+        compile_stages: run each stage through ``torch.compile``.
+        checkpoint: whether a checkpoint is a file, or a folder to which each rank writes its part.
         verify: which calls of a network are compared with what its own Python gives.
         rng: whose random numbers networks draw.
-        checkpoint: whether a checkpoint is a file, or a folder to which each rank writes its part.
-        shard_optimizer_states: whether the replicas of a stage divide its optimizer states.
-        balance: whether replicas take equal parts of each global batch, or parts by their speed.
-        replan: when parts by speed, or the cuts, follow what was measured in the training.
-        gradient_sync: whether replicas wait for each other at each step.
-        staleness: how many updates old weights may be under `asgd`.
-        lost_replica: whether the others go on when a replica is lost.
+        log_performance: whether the loggers get step times and the plan.
         seed: of the search.
         sizes: that we have chosen, as none were given.
 
@@ -158,42 +132,20 @@ class Config:
     data_parallel_size: Count = "auto"
     pipeline_parallel_size: Shape = "auto"
     num_microbatches: Count = "auto"
-    schedule: ScheduleName = "auto"
-    delayed_weights: DelayedWeights = "stash"
-    gradient_shrinking: float = 1.0
-    recompute: bool | Literal["auto"] = "auto"
-    allocation: Method | list[str] = "gabra"
-    objective: Objective = "step"
-    contiguous: bool = True
+    schedule: ScheduleName | Delayed = "auto"
     network: str | list[str] | None = None
-    device_capacity: Literal["auto"] | Sequence[float] = "auto"
-    compile_stages: bool = False
     plan: Plan | None = None
-    log_performance: bool = False
+    cuts: tuple[str, ...] | None = None
+    search: Search = field(default_factory=Search)
+    replicas: Replicas = field(default_factory=Equal)
+    recompute: bool | Literal["auto"] = "auto"
+    compile_stages: bool = False
+    checkpoint: Checkpoint = "full"
     verify: int | Literal["auto", False] = "auto"
     rng: Rng = "microbatch"
-    checkpoint: Checkpoint = "full"
-    shard_optimizer_states: bool = False
-    balance: Balance = "equal"
-    replan: Replan = "never"
-    gradient_sync: GradientSync = "allreduce"
-    staleness: int = 0
-    lost_replica: LostReplica = "end"
+    log_performance: bool = False
     seed: int = 0
     sizes: Sizes | None = None
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """What was asked for by arguments of a strategy, of which others are Lightning's.
-
-        Args:
-            arguments: by name; the plan may be the path of one.
-        """
-        names = [field.name for field in fields(cls) if field.name in arguments]
-        given = {name: arguments[name] for name in names}
-        if isinstance(given["plan"], str | Path):
-            given["plan"] = Plan.load(given["plan"])
-        return cls(**given)
 
     def __post_init__(self) -> None:
         # shapes come first: what follows is read from them
@@ -202,18 +154,11 @@ class Config:
         if count != "auto" and count < 1:
             raise PlanError(f"num_microbatches={count} must be at least 1 or 'auto'.")
         self._check_kinds()
-        # the run reads these two here and in the plan: what is said in one of them holds for both
-        if self.plan is not None and self.plan.shares:
-            object.__setattr__(self, "balance", "speed")
         self._check_schedule()
         self._check_pairs()
+        # the run reads this here and in the plan: what is said in one of them holds for both
         if self.plan is not None and self.recompute != "auto":
             object.__setattr__(self, "plan", replace(self.plan, recompute=self.recompute))
-        if self.lost_replica == "continue" and self.balance != "speed":
-            raise PlanError(
-                "lost_replica='continue' deals the samples of a lost replica to the others, which "
-                f"balance={self.balance!r} does not. Use balance='speed'."
-            )
 
     @property
     def copies(self) -> tuple[int, ...]:
@@ -226,7 +171,7 @@ class Config:
         return copies if max(copies, default=1) > 1 else ()
 
     @property
-    def replicas(self) -> int | None:
+    def replica_count(self) -> int | None:
         """Number of replicas; ``None``: devices / stages."""
         given = self.sizes or self.plan
         if given is not None:
@@ -239,7 +184,7 @@ class Config:
         if self.sizes is not None:
             return self.sizes.stages
         # each replica steps whenever it likes, so nothing of it may be on another rank
-        if self.gradient_sync == "asgd":
+        if self.staleness is not None:
             return 1
         return self._asked_stages
 
@@ -273,29 +218,80 @@ class Config:
     @property
     def capacity(self) -> tuple[float, ...] | None:
         """Relative speeds of the devices, one per rank; ``None``: measured."""
-        return None if self.device_capacity == "auto" else tuple(self.device_capacity)
+        speeds = self.search.capacity
+        return None if isinstance(speeds, str) else tuple(speeds)
+
+    @property
+    def by_speed(self) -> bool:
+        """Whether replicas take parts of each global batch by their speed."""
+        dealt = self.plan is not None and bool(self.plan.shares)
+        return dealt or isinstance(self.replicas, BySpeed)
+
+    @property
+    def staleness(self) -> int | None:
+        """How many updates old weights may be; ``None``: replicas wait for each other."""
+        return self.replicas.staleness if isinstance(self.replicas, Asynchronous) else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the other replicas are to go on when one is lost."""
+        return isinstance(self.replicas, BySpeed) and self.replicas.on_loss == "continue"
+
+    @property
+    def shards_states(self) -> bool:
+        """Whether the replicas of a stage divide its optimizer states."""
+        return not isinstance(self.replicas, Asynchronous) and self.replicas.shard_states
+
+    @property
+    def replans_shares(self) -> bool:
+        """Whether parts by speed follow what was measured in the training."""
+        return isinstance(self.replicas, BySpeed) and self.replicas.replan == "epoch"
+
+    @property
+    def replans_cuts(self) -> bool:
+        """Whether stages are cut anew where a device turns out slower than planned."""
+        return self.search.replan == "epoch"
+
+    @property
+    def saves_beside(self) -> bool:
+        """Whether checkpoints are written while training goes on."""
+        return self.checkpoint != "full" and self.checkpoint.asynchronous
 
     @property
     def _scheduled(self) -> str:
         """The schedule, which a plan has too."""
         if self.schedule == AUTO and self.plan is not None:
             return self.plan.schedule
-        return self.schedule
+        return self.schedule.name if isinstance(self.schedule, Delayed) else self.schedule
+
+    @property
+    def shown_schedule(self) -> str:
+        """The schedule as an argument."""
+        given = self.schedule if isinstance(self.schedule, Delayed) else self._scheduled
+        return f"schedule={given!r}"
+
+    @property
+    def _delayed(self) -> Delayed | None:
+        return self.schedule if isinstance(self.schedule, Delayed) else None
+
+    @property
+    def gradient_shrinking(self) -> float:
+        """What gradients are multiplied with at every cut that they cross."""
+        return self._delayed.shrink if self._delayed is not None else 1.0
 
     @cached_property
     def settings(self) -> PlanSettings:
         """What a plan is made by."""
-        cuts = self.allocation
         return PlanSettings(
             schedule=self._scheduled,
-            allocation=cuts if isinstance(cuts, str) else tuple(cuts),
-            objective=self.objective,
+            allocation=self.search.method if self.cuts is None else self.cuts,
+            objective=self.search.objective,
             seed=self.seed,
-            contiguous=self.contiguous,
+            contiguous=self.search.contiguous,
             recompute=False if self._scheduled in STREAMED else self.recompute,
             compiled=self.compile_stages,
-            delayed_weights=self.delayed_weights,
-            shards_states=self.shard_optimizer_states,
+            delayed_weights=self._delayed.weights if self._delayed is not None else "stash",
+            shards_states=self.shards_states,
             copies=self.copies,
         )
 
@@ -320,7 +316,7 @@ class Config:
             PlanError: the sizes do not use all devices.
         """
         devices = nodes * devices_per_node
-        replicas, stages = self.replicas, self.stages
+        replicas, stages = self.replica_count, self.stages
         if stages is None:
             stages = devices // (replicas or 1)
         # what is left open takes all the devices that there are
@@ -332,7 +328,7 @@ class Config:
                 f"{replicas * stages} != {devices} devices"
                 f"{f' ({nodes} nodes)' if nodes > 1 else ''}: the number of "
                 f"devices must be divisible by the number of stages. Set devices=... to a "
-                f"multiple of {self.stages or self.replicas}, or change the sizes."
+                f"multiple of {self.stages or self.replica_count}, or change the sizes."
             )
         return replicas, stages
 
@@ -341,8 +337,8 @@ class Config:
 
         Cut points are for a number of stages that the user has in mind: all devices.
         """
-        asked = self.replicas is not None or self.stages is not None or self.plan is not None
-        return not asked and devices > 1 and isinstance(self.settings.allocation, str)
+        asked = self.replica_count is not None or self.stages is not None or self.cuts_given
+        return not asked and devices > 1
 
     @property
     def may_keep_whole(self) -> bool:
@@ -373,12 +369,7 @@ class Config:
     @property
     def cuts_given(self) -> bool:
         """Whether the user says where stages are cut."""
-        return self.plan is not None or not isinstance(self.settings.allocation, str)
-
-    @property
-    def cuts_stay(self) -> str:
-        """The argument for which stages keep their cuts for a whole run; empty: there is none."""
-        return next(filter(None, map(self._said, KEEPS_CUTS)), "")
+        return self.plan is not None or self.cuts is not None
 
     def needs_survey(self, replicas: int, stages: int) -> bool:
         """Whether there is anything to decide for which the devices must be known.
@@ -388,68 +379,59 @@ class Config:
             stages: number of devices of each, likewise.
         """
         # shares come from speeds, unless a plan brings them
-        if self.balance == "speed" and replicas > 1 and not (self.plan and self.plan.shares):
+        if self.by_speed and replicas > 1 and not (self.plan and self.plan.shares):
             return True
         return stages > 1 and (self.capacity is not None or not self.cuts_given)
 
     # ------------------------------------------------------------ what contradicts itself
 
     def _check_schedule(self) -> None:
-        """Complain about a schedule that is unknown, or about what it does not know."""
-        name, plan, weights = self._scheduled, self.plan, self.delayed_weights
-        _check_kind("schedule", name, (AUTO, *SCHEDULES))
+        """Complain about a schedule that is unknown, or contradicts the plan."""
+        name, plan = self._scheduled, self.plan
+        # a plan may have any schedule
+        if self.schedule in get_args(DelayedName):
+            raise PlanError(
+                f"schedule={name!r} computes with weights that are some steps old: write "
+                f"schedule=Delayed({name!r})."
+            )
+        if not isinstance(self.schedule, Delayed):
+            _check_kind("schedule", self.schedule, get_args(ScheduleName))
+        if plan is not None:
+            _check_kind("the plan's schedule", plan.schedule, tuple(SCHEDULES))
         if plan is not None and plan.schedule != name:
             raise PlanError(
-                f"schedule={name!r} contradicts the plan, whose schedule is {plan.schedule!r}. "
-                "Leave one of them out."
+                f"{self.shown_schedule} contradicts the plan, whose schedule is "
+                f"{plan.schedule!r}. Leave one of them out."
             )
-        _check_kind("delayed_weights", weights, get_args(DelayedWeights))
-        streamed = STREAMED.get(name)
-        # an exact schedule has one version of weights, so there is nothing to choose
-        if weights != "stash" and not (streamed and streamed.delayed):
-            # named here, as nobody knows all of them by heart
-            delayed = ", ".join(repr(each.name) for each in STREAMED.values() if each.delayed)
-            raise PlanError(
-                f"delayed_weights={weights!r} is for the delayed schedules ({delayed}); under "
-                f"schedule={name!r} no step comes between a forward and its backward. Leave it out."
-            )
-        shrink = self.gradient_shrinking
-        # other schedules train the model of one device, which shrinking would change
-        if shrink != 1 and not (streamed and streamed.shrinks):
-            raise PlanError(
-                f"gradient_shrinking={shrink} is part of schedule='fdg', not of {name!r}. Leave it "
-                "out."
-            )
-        if not 0 < shrink <= 1:
-            raise PlanError(f"gradient_shrinking={shrink} must be above 0 and at most 1.")
 
     def _said(self, what: str) -> str:
         """How the user has asked for one of the :data:`PAIRS`; empty: that is not asked for."""
-        schedule, stages = self._scheduled, self._asked_stages
-        streamed, copies = schedule in STREAMED, self.copies
+        name, stages, copies = self._scheduled, self._asked_stages, self.copies
+        schedule, search = self.shown_schedule, f"search={self.search!r}"
+        replicas, checkpoint = f"replicas={self.replicas!r}", f"checkpoint={self.checkpoint!r}"
+        shares = replicas if isinstance(self.replicas, BySpeed) else "a plan with shares"
         given = {
             "one stage": ("pipeline_parallel_size=1", stages == 1),
             "stages": (f"pipeline_parallel_size={copies or stages}", stages not in (None, 1)),
             "copies": (f"pipeline_parallel_size={copies}", bool(copies)),
             "copies of the last": (f"pipeline_parallel_size={copies}", copies[-1:] > (1,)),
             "plan": ("plan=...", self.plan is not None),
-            "cuts": (f"allocation={self.allocation}", not isinstance(self.allocation, str)),
-            "free": ("contiguous=False", not self.contiguous),
-            "streamed": (f"schedule={schedule!r}", streamed),
-            "looped": (f"schedule={schedule!r}", schedule == "looped"),
-            "zero_bubble": (f"schedule={schedule!r}", schedule == "zero_bubble"),
-            "inside": (f"schedule={schedule!r}", schedule == INSIDE),
+            "cuts": (f"plan={[*(self.cuts or ())]}", self.cuts is not None),
+            "free": (search, not self.search.contiguous),
+            "new cuts": (search, self.replans_cuts),
+            "streamed": (schedule, name in STREAMED),
+            "looped": (schedule, name == "looped"),
+            "zero_bubble": (schedule, name == "zero_bubble"),
+            "inside": (schedule, name == INSIDE),
             "compiled": ("compile_stages=True", self.compile_stages),
             "recompute": ("recompute=True", self.recompute is True),
             "device": ("rng='device'", self.rng == "device"),
-            "divided": ("shard_optimizer_states=True", self.shard_optimizer_states),
-            "sharded": (f"checkpoint={self.checkpoint!r}", self.checkpoint != "full"),
-            "sharded_async": ("checkpoint='sharded_async'", self.checkpoint == "sharded_async"),
-            "speed": ("balance='speed'", self.balance == "speed"),
-            "epoch": ("replan='epoch'", self.replan == "epoch"),
-            "new cuts": ("replan='epoch'", self.replan == "epoch" and self.balance == "equal"),
-            "asgd": ("gradient_sync='asgd'", self.gradient_sync == "asgd"),
-            "continue": ("lost_replica='continue'", self.lost_replica == "continue"),
+            "divided": (replicas, self.shards_states),
+            "speed": (shares, self.by_speed),
+            "asgd": (replicas, self.staleness is not None),
+            "continue": (replicas, self.goes_on),
+            "sharded": (checkpoint, self.checkpoint != "full"),
+            "sharded_async": (checkpoint, self.saves_beside),
         }
         words, asked = given[what]
         return words if asked else ""
@@ -475,23 +457,34 @@ class Config:
                 "of calls of at least 1."
             )
         _check_kind("rng", self.rng, get_args(Rng))
-        _check_kind("checkpoint", self.checkpoint, get_args(Checkpoint))
-        _check_kind("balance", self.balance, get_args(Balance))
-        _check_kind("replan", self.replan, get_args(Replan))
-        _check_kind("gradient_sync", self.gradient_sync, get_args(GradientSync))
-        _check_kind("lost_replica", self.lost_replica, get_args(LostReplica))
-        staleness = self.staleness
-        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
-            raise PlanError(
-                f"staleness={staleness!r} must be a whole number of updates, 0 or more."
-            )
-        if staleness and self.gradient_sync != "asgd":
-            raise PlanError(
-                f"staleness={staleness} is for gradient_sync='asgd'. Give both, or leave it out."
-            )
+        _check_record("checkpoint", self.checkpoint, Sharded, ("full",))
+        _check_record("search", self.search, Search)
+        _check_record("replicas", self.replicas, Replicas)
 
 
-def _check_kind(name: str, value: str, kinds: tuple[str, ...]) -> None:
+def read_plan(
+    plan: Plan | str | Path | Sequence[str] | None,
+) -> tuple[Plan | None, tuple[str, ...] | None]:
+    """What an argument ``plan`` says: a plan, or cut points.
+
+    Args:
+        plan: a plan, the path of one, cut points, or nothing.
+    """
+    if isinstance(plan, str | Path):
+        return Plan.load(plan), None
+    if isinstance(plan, list | tuple):
+        return None, tuple(plan)
+    return cast(Plan | None, plan), None
+
+
+def _check_record(name: str, value: object, kind: Any, words: tuple[str, ...] = ()) -> None:
+    """Complain about a value that is neither a record of a kind nor one of some words."""
+    if not isinstance(value, kind) and value not in words:
+        kinds = [f"{each.__name__}(...)" for each in get_args(kind) or (kind,)]
+        raise PlanError(f"{name}={value!r} is none of {', '.join([*map(repr, words), *kinds])}.")
+
+
+def _check_kind(name: str, value: object, kinds: tuple[str, ...]) -> None:
     """Complain about a value that is none of those that there are."""
     if value not in kinds:
         raise PlanError(f"{name}={value!r} is none of {', '.join(map(repr, kinds))}.")
@@ -501,8 +494,8 @@ def _check_shape(replicas: Count, shape: Shape, plan: Plan | None) -> None:
     """Complain about a plan that is none, and sizes that are none or contradict a plan."""
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(
-            f"plan={plan!r} must be a Plan. Plan.load(path) reads one that was saved; names of the "
-            "first module of each later stage are given as allocation=[...]."
+            f"plan={plan!r} must be a Plan, the path of one, or a list of cut points: the names of "
+            "the first module of each later stage."
         )
     if not isinstance(shape, int | str):
         copies = tuple(shape)

@@ -104,7 +104,8 @@ LAYERS = {
         *INNER,
         *("schedules", "remote", "graph", "capture", "comm", "stage", "planning", "state"),
     },
-    "config": {"errors", "schedules", "planning"},
+    "options": {"errors", "schedules", "planning"},
+    "config": {"errors", "schedules", "planning", "options"},
     "run": {
         *INNER,
         *("remote", "graph", "capture", "comm", "stage", "planning", "process", "state"),
@@ -112,7 +113,8 @@ LAYERS = {
     },
     "strategy": {
         *INNER,
-        *("schedules", "comm", "stage", "planning", "process", "state", "driver", "config", "run"),
+        *("schedules", "comm", "stage", "planning", "process", "state", "driver", "run"),
+        *("config", "options"),
         *("_lightning", "_lightning_private"),
     },
     "asking": {
@@ -314,8 +316,9 @@ def test_protected_names_of_base_classes_are_listed_with_their_reason() -> None:
 def test_exported_names() -> None:
     import lightning_hybrid
 
-    strategies = ["HybridGabraFabricStrategy", "HybridGabraStrategy"]
-    assert lightning_hybrid.__all__ == [*strategies, "Plan", "register_optimizer"]
+    strategies = ["HybridGabraStrategy", "HybridGabraFabricStrategy"]
+    records = ["Delayed", "Search", "Equal", "BySpeed", "Asynchronous", "Sharded"]
+    assert lightning_hybrid.__all__ == [*strategies, "Plan", *records, "register_optimizer"]
     for name in lightning_hybrid.__all__:
         assert getattr(lightning_hybrid, name).__doc__
 

@@ -29,7 +29,8 @@ def public_names() -> str:
     for name in lightning_hybrid.__all__:
         kind = getattr(lightning_hybrid, name)
         parameters = inspect.signature(kind).parameters.values()
-        lines += [f"{name}(", *(f"    {parameter}" for parameter in parameters), ")"]
+        named = [f"    {'*, ' * (p.kind is p.KEYWORD_ONLY)}{p}" for p in parameters]
+        lines += [f"{name}(", *named, ")"]
         if kind is lightning_hybrid.Plan:  # the strategy's others are Lightning's
             lines += [f"{name}.{member}{signature}" for member, signature in members(kind)]
     strategy = lightning_hybrid.HybridGabraStrategy

@@ -14,7 +14,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to a parser."""
     parser.add_argument(
         "checkpoint",
-        help="what HybridGabraStrategy(checkpoint='sharded') has saved; with --to safetensors "
+        help="what HybridGabraStrategy(checkpoint=Sharded()) has saved; with --to safetensors "
         "also a file",
     )
     parser.add_argument(

@@ -92,9 +92,9 @@ def add_study_options(parser: argparse.ArgumentParser) -> None:
         help="of torch.optim, for the memory of its state: Adam (the default), 'SGD(momentum=0.9)'",
     )
     parser.add_argument(
-        "--shard-optimizer-states",
+        "--shard-states",
         action="store_true",
-        help="replicas divide that state, as HybridGabraStrategy(shard_optimizer_states=True) does",
+        help="replicas divide that state, as replicas=Equal(shard_states=True) does",
     )
 
 
@@ -115,8 +115,12 @@ def make_study(options: argparse.Namespace) -> Study:
     if options.measure:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         costs_of = measured_parts(
-            *(graph, partitions, leaves, device, state),
-            divides_states=options.shard_optimizer_states,
+            graph,
+            partitions,
+            leaves,
+            device,
+            state,
+            divides_states=options.shard_states,
         )
         threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
         origin = (
@@ -128,7 +132,11 @@ def make_study(options: argparse.Namespace) -> Study:
         # times are those of the first device; others follow by their relative speed
         rate = cluster.devices[0].flops_per_s
         costs_of = counted_parts(
-            *(graph, partitions, rate, state), divides_states=options.shard_optimizer_states
+            graph,
+            partitions,
+            rate,
+            state,
+            divides_states=options.shard_states,
         )
         origin = (
             f"Not measured: counted operations at the rate that cluster {cluster.name!r} states "

@@ -4,7 +4,7 @@ from lightning_hybrid.comm.activation_links import (
     Arriving,
     Dealt,
     Devices,
-    Links,
+    StageLinks,
     connect,
     copies_of,
     link_copies,

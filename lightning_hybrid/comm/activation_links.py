@@ -171,7 +171,7 @@ Link = PeerLink | LocalLink
 
 
 @dataclass(frozen=True)
-class Links:
+class StageLinks:
     """The links of one stage to its two neighbours in the ring.
 
     Attributes:
@@ -199,17 +199,17 @@ class Dealt:
     """
 
     count: int
-    rings: Mapping[int, Links]
+    rings: Mapping[int, StageLinks]
 
     def ring(self, microbatch: int) -> int:
         """Number of the ring that a micro-batch passes."""
         return microbatch % self.count
 
-    def at(self, microbatch: int) -> Links:
+    def at(self, microbatch: int) -> StageLinks:
         """The links for a micro-batch that this copy of the stage computes."""
         return self.rings[microbatch % self.count]
 
-    def __iter__(self) -> Iterator[Links]:
+    def __iter__(self) -> Iterator[StageLinks]:
         return iter(self.rings.values())
 
 
@@ -257,7 +257,7 @@ def link_copies(lines: Lines, devices: Devices, device: torch.device) -> dict[in
         By number of the stage, in rising order, the links of each stage of this rank.
     """
     rings = rings_of(devices)
-    found: dict[int, dict[int, Links]] = {}
+    found: dict[int, dict[int, StageLinks]] = {}
     for number, ring in enumerate(rings):
         linked = link_stages(lines, ring, device, first_tag=1 + number * len(devices))
         for stage, links in linked.items():
@@ -267,7 +267,7 @@ def link_copies(lines: Lines, devices: Devices, device: torch.device) -> dict[in
 
 def link_stages(
     lines: Lines, devices: Sequence[int], device: torch.device, first_tag: int = 1
-) -> dict[int, Links]:
+) -> dict[int, StageLinks]:
     """Link the stages of this rank; all ranks of the replica call it together.
 
     Args:
@@ -298,4 +298,4 @@ def link_stages(
         else:
             words = lines.channel(ends[0], tag=first_tag + edge)
             before[following] = PeerLink(words, gradients, activations, host, device)
-    return {stage: Links(before[stage], after[stage]) for stage in sorted(after)}
+    return {stage: StageLinks(before[stage], after[stage]) for stage in sorted(after)}

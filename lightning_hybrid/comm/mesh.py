@@ -283,7 +283,12 @@ class Mesh(Lines):
             return
         here, run = self.coordinates, self._runs
         self.survivors = Survivors(
-            *(here, self.store, self.drivers, f"{self._name} {run}", self.timeout), self._go_on_with
+            here,
+            self.store,
+            self.drivers,
+            f"{self._name} {run}",
+            self.timeout,
+            self._go_on_with,
         )
 
     def living_ranks(self, living: Sequence[int] | None = None) -> list[int]:
@@ -302,12 +307,21 @@ class Mesh(Lines):
         here, name = self.coordinates, f"with {' '.join(map(str, living))}"
         index, size = list(living).index(here.dp_rank), len(living)
         made = make_group(
-            *(self._store, f"{name} data{here.pp_rank}", index, size, self.backend), self.timeout
+            self._store,
+            f"{name} data{here.pp_rank}",
+            index,
+            size,
+            self.backend,
+            self.timeout,
         )
         self.data_parallel.replace(made)
         ranks = self.living_ranks(living)
         made = make_group(
-            *(self._store, f"{name} world", ranks.index(here.rank), len(ranks), "gloo"),
+            self._store,
+            f"{name} world",
+            ranks.index(here.rank),
+            len(ranks),
+            "gloo",
             WORLD_TIMEOUT,
         )
         self.world.replace(made)

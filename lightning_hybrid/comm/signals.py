@@ -29,7 +29,7 @@ _NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")  # not every system has all
 NUMBERS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
-class _Process:
+class _WaitingSignals:
     """Which functions of :func:`signals_deferred` the process is in, and the signals that wait.
 
     Attributes:
@@ -55,8 +55,8 @@ class DeferrableHandler:
         self.handler, self._surrounding = handler, surrounding
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _Process.depth or _Process.held:
-            _Process.pending.append((self, number, frame))
+        if _WaitingSignals.depth or _WaitingSignals.held:
+            _WaitingSignals.pending.append((self, number, frame))
         else:
             self.run(number, frame)
 
@@ -100,7 +100,7 @@ def run_pending(*, hold: bool) -> None:
         hold: whether signals that come from now on wait for the next call of this function.
     """
     if _in_main_thread():
-        _Process.held = hold
+        _WaitingSignals.held = hold
         _run_pending()
 
 
@@ -112,20 +112,20 @@ def signals_deferred(function: Callable[P, T]) -> Callable[P, T]:
         if not _in_main_thread():  # handlers run in the main thread only
             return function(*arguments, **keywords)
         # calls nest, and messages are being exchanged until the outermost one returns
-        _Process.depth += 1
+        _WaitingSignals.depth += 1
         try:
             return function(*arguments, **keywords)
         finally:
-            _Process.depth -= 1
-            if not _Process.held:
+            _WaitingSignals.depth -= 1
+            if not _WaitingSignals.held:
                 _run_pending()
 
     return wrapper
 
 
 def _run_pending() -> None:
-    if not _Process.depth and _Process.pending:
-        pending, _Process.pending = _Process.pending, []
+    if not _WaitingSignals.depth and _WaitingSignals.pending:
+        pending, _WaitingSignals.pending = _WaitingSignals.pending, []
         for handler, number, frame in pending:
             handler.run(number, frame)
 

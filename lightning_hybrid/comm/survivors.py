@@ -1,4 +1,4 @@
-"""Replicas that go on in place when another one is lost (``lost_replica="continue"``).
+"""Replicas that go on in place when another one is lost (``BySpeed(on_loss="continue")``).
 
 The averages of a step are taken by all ranks or by none. Each replica keeps its own gradients
 beside the sums over the replicas. When all its ranks have their sums, its driver votes in the

@@ -342,7 +342,7 @@ def refuse_streaming(
     elif checkpointed:
         reason = (
             "it has a region of activation checkpointing, which would be computed again with "
-            "other weights (schedule's own delayed_weights='recompute' saves more memory)"
+            "other weights (Delayed's weights='recompute' saves more memory)"
         )
     if reason is not None:
         raise NetworkError(

@@ -101,7 +101,7 @@ class Workers:
                 "A weight, buffer or gradient that another rank owns was read or changed, or an "
                 "optimizer stepped, in the middle of a pass through the stages, as by a hook on a "
                 "module or parameter. Where a device has several stages that is not possible: give "
-                "each device one (the strategy's contiguous=True, or such a plan)."
+                "each device one (Search(contiguous=True), or such a plan)."
             )
 
     def flush(self) -> None:

@@ -341,7 +341,7 @@ class DrivenOptimizers:
         if self._links[self._index(optimizer)].divided is None:
             return found
         self._say(
-            "hybrid_gabra: the run has failed, and shard_optimizer_states=True leaves each replica "
+            "hybrid_gabra: the run has failed, and shard_states=True leaves each replica "
             f"a part of the states of {type(optimizer).__name__}: what is saved now has none of "
             "them, and a run that goes on from it begins with new ones."
         )

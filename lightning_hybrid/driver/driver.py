@@ -56,7 +56,7 @@ from lightning_hybrid.stage import (
     tensors_of,
 )
 from lightning_hybrid.state import (
-    Divided,
+    DividedCheckpoint,
     Shard,
     await_shard,
     finish,
@@ -363,7 +363,7 @@ class Driver:
         Raises:
             OSError: a rank cannot write.
         """
-        divided = Divided.of(checkpoint)
+        divided = DividedCheckpoint.of(checkpoint)
         if not self._shards:
             written = self._write(divided, divided.elsewhere, folder)
         else:
@@ -379,7 +379,7 @@ class Driver:
             finish(folder, [shard for shard in written if isinstance(shard, Shard)])
 
     def _write(
-        self, divided: Divided, elsewhere: Mapping[int, Any], folder: Path
+        self, divided: DividedCheckpoint, elsewhere: Mapping[int, Any], folder: Path
     ) -> list[Shard | OSError]:
         """Have the ranks of this replica write their parts of a sharded checkpoint.
 
@@ -425,7 +425,7 @@ class Driver:
             A function for any thread, which writes this rank's copy, waits for those of the workers
             and completes the checkpoint.
         """
-        divided = Divided.of(checkpoint)
+        divided = DividedCheckpoint.of(checkpoint)
         self._tell_shards(divided.elsewhere, folder, staged=True)
         try:
             write_rest(folder, divided.rest)

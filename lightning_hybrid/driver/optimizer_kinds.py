@@ -111,7 +111,7 @@ def announce_undivided(optimizer: Optimizer, reason: str) -> str:
     """The line for the user about an optimizer whose states replicas cannot divide."""
     return (
         f"hybrid_gabra: {type(optimizer).__name__} keeps all of its states on each replica, with "
-        f"shard_optimizer_states=True too, since it is not stepped in parts: {reason}."
+        f"shard_states=True too, since it is not stepped in parts: {reason}."
     )
 
 

@@ -113,7 +113,7 @@ class Distribution:
             raise NetworkError(
                 f"compile_stages=True: the driver's stage of network {name!r} shares {parameter!r} "
                 "with that of another rank, and torch.compile would not hear of its changes. Cut "
-                "elsewhere (the strategy's allocation=[...]), or leave compile_stages out."
+                "elsewhere (the strategy's plan=[...]), or leave compile_stages out."
             )
 
     @signals_deferred
@@ -224,5 +224,5 @@ def _refuse_copies(
         raise NetworkError(
             f"stage {number} of network {name or 'self'!r} has {len(copies)} copies, and changes "
             f"{(others or sorted(code.written))[0]!r} {how}. Give that stage one copy "
-            "(pipeline_parallel_size), or cut elsewhere (the strategy's allocation=[...])."
+            "(pipeline_parallel_size), or cut elsewhere (the strategy's plan=[...])."
         )

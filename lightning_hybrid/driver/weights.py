@@ -91,8 +91,8 @@ class FilesOfWorkers:
             if replica != self._here.dp_rank:
                 raise HybridError(
                     f"The state {owned.state!r} of {owned.name!r} is on replica {replica}, "
-                    "which writes it to this checkpoint by itself (checkpoint='sharded' and "
-                    "shard_optimizer_states=True). Leave it as it is, or use checkpoint='full'."
+                    "which writes it to this checkpoint by itself (checkpoint=Sharded() and "
+                    "shard_states=True). Leave it as it is, or use checkpoint='full'."
                 )
             if remote.state(Kind.PARAMETER) != before:
                 name = f"{owned.state} of {owned.name}" if owned.state else owned.name

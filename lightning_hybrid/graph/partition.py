@@ -327,7 +327,7 @@ def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
                 raise CannotFollow(
                     "it is called in another way than at first (other sizes, values or modes), "
                     f"and then stage {stage} uses {sorted(missing)[0]!r} of another stage. "
-                    "Cut points that suit both would do: the strategy's allocation=[...]"
+                    "Cut points that suit both would do: the strategy's plan=[...]"
                 )
     return positions
 

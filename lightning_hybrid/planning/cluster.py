@@ -229,7 +229,7 @@ def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:
     """
     if len(values) != count:
         raise PlanError(
-            f"device_capacity has {len(values)} entries {list(values)}, and there are {count} "
+            f"Search(capacity=...) has {len(values)} entries {list(values)}, and there are {count} "
             "devices: give one relative speed per device, in the order of the ranks, or 'auto'."
         )
     for rank, value in enumerate(values):
@@ -237,7 +237,7 @@ def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 < value < math.inf:
             raise PlanError(
-                f"device_capacity[{rank}]={value!r}, the relative speed of rank {rank}, must be a "
+                f"capacity[{rank}]={value!r}, the relative speed of rank {rank}, must be a "
                 "finite number of more than 0. (Take a device out by devices=... .)"
             )
     return tuple(value / values[0] for value in values)

@@ -91,7 +91,7 @@ class Plan:
         capacities: relative speed of each device of a replica: that of the slowest of its ranks
             over all replicas. Empty: all equal, or not known.
         shares: number of samples that each replica takes of a global batch. Empty: equal numbers.
-            Unequal ones are for devices of different speed, with `balance="speed"`.
+            Unequal ones are for devices of different speed, with `BySpeed`.
         ranks: rank of each device, replica by replica; the first is 0, which drives the first
             replica. Empty: 0, 1, 2, ...
         split: numbers of the stages whose backward is split under schedule `zero_bubble`. None: all
@@ -161,7 +161,7 @@ class Plan:
         self._check_lengths()
         self._check_copies()
         self._check_placement()
-        # streamed schedules have another option for it, `delayed_weights='recompute'`
+        # streamed schedules have another option for it, `Delayed(weights='recompute')`
         if self.recompute and self.schedule in STREAMED:
             raise PlanError(
                 f"recompute({self.recompute}) is for schedules that finish a batch before the next "

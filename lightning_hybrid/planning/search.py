@@ -280,8 +280,7 @@ def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list
         )
     if settings.allocation == "exact" and not settings.contiguous and problem.m > 1:
         raise PlanError(
-            "allocation='exact' places no partitions freely: use allocation='gabra', or "
-            "contiguous=True"
+            "method='exact' places no partitions freely: use method='gabra', or contiguous=True"
         )
     if settings.objective == "step":
         return _shortest_step(problem, settings)
@@ -294,9 +293,9 @@ def _within(
     """What was found, if it fits: `merging` knows no memory, and no allocation shared weights."""
     if not problem.fits(*found[:2]):
         raise PlanError(
-            f"with the cuts of allocation={settings.allocation!r}, which counts memory in part or "
+            f"with the cuts of method={settings.allocation!r}, which counts memory in part or "
             f"not at all, {problem.m} stages do not fit ({[*problem.memory_limits]} bytes): use "
-            "allocation='gabra' and objective='step', which keep the limits"
+            "method='gabra' and objective='step', which keep the limits"
         )
     return found
 
@@ -334,8 +333,8 @@ def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
     """The ends of the stages by `merging`, which joins partitions at the most expensive cuts."""
     if not settings.contiguous:
         raise PlanError(
-            "allocation='merging' leaves one run of partitions for each device: use "
-            "contiguous=True, or allocation='gabra'"
+            "method='merging' leaves one run of partitions for each device: use "
+            "contiguous=True, or method='gabra'"
         )
     return merge(problem.table.loads, _cut_costs(problem), problem.m)
 

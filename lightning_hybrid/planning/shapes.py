@@ -12,7 +12,7 @@ as a run plans it (`planner.plan_within`), until no estimate is better than what
 more is measured than may be the best.
 
 The command also gets what a plan can say and the Trainer does not take by itself: loops, copies of
-stages, and where devices are not alike unequal shares of the R batches (``balance="speed"``), other
+stages, and where devices are not alike unequal shares of the R batches (``BySpeed``), other
 orders of the devices, and some of them left out (``Trainer(devices=...)``).
 
 Where stages do not fit, a shape is tried once more with stages that run their forward again for the

@@ -1,4 +1,4 @@
-"""Divide the samples of a global batch over replicas by their speed (`balance="speed"`)."""
+"""Divide the samples of a global batch over replicas by their speed (`BySpeed`)."""
 
 import heapq
 from collections.abc import Sequence

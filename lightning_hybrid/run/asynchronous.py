@@ -1,4 +1,4 @@
-"""Asynchronous data parallelism (``gradient_sync="asgd"``): replicas do not wait for each other.
+"""Asynchronous data parallelism (``replicas=Asynchronous()``): replicas do not wait for each other.
 
 Replica 0 has a parameter server, the *home*: the newest weights with a version number, and the
 state of the optimizer. A replica *reads* the weights, computes the gradient of its batch, and
@@ -175,7 +175,7 @@ class AsynchronousReplica:
 
     def __init__(self, run: Run, optimizer: SGD, say: Callable[[str], None]) -> None:
         self._trainer, self._optimizer = run.trainer, optimizer
-        mesh, bound = run.world.mesh, run.config.staleness
+        mesh, bound = run.world.mesh, run.config.staleness or 0
         replicas = mesh.coordinates.replicas
         self._together, self._stepping = True, False
         self._step = 0
@@ -199,10 +199,10 @@ class AsynchronousReplica:
         ]
         begin_batches_alone(run.trainer, alone=True)
         say(
-            f"gradient_sync='asgd', staleness={bound}: replicas go on with weights that are up to "
+            f"Asynchronous(staleness={bound}): replicas go on with weights that are up to "
             f"{bound} updates old, each of which has momentum and weight decay of its own. That "
             "gains time where devices stall at random; where one is always slower, all have as "
-            "many batches to do as it has: use balance='speed' there."
+            "many batches to do as it has: use BySpeed() there."
         )
 
     def batch_starts(self) -> None:
@@ -214,8 +214,8 @@ class AsynchronousReplica:
         if self._together:
             if self._trainer.optimizers != [self._optimizer]:
                 raise HybridError(
-                    "gradient_sync='asgd' follows the optimizer that the fit began with, and "
-                    "trainer.optimizers has another one. Use gradient_sync='allreduce'."
+                    "Asynchronous follows the optimizer that the fit began with, and "
+                    "trainer.optimizers has another one. Use replicas=Equal()."
                 )
             self._together = False
             self._read = flat(self._parameters)
@@ -231,7 +231,7 @@ class AsynchronousReplica:
         """
         if self._stepping:
             raise HybridError(
-                "gradient_sync='asgd' lets no replica wait for another one in a step, and this one "
+                "Asynchronous lets no replica wait for another one in a step, and this one "
                 "logs with on_step=True and sync_dist=True, gathers, or comes to a barrier there. "
                 "Log with sync_dist=False or on_step=False, and gather between batches."
             )
@@ -314,9 +314,9 @@ class AsynchronousReplica:
         # refuse weights that were changed here, since the next read would overwrite them silently
         if not _same_bits(flat(parameters), self._read):
             raise HybridError(
-                "gradient_sync='asgd': replica 0 has the weights, and those of this replica were "
+                "Asynchronous: replica 0 has the weights, and those of this replica were "
                 "changed by hand since it has read them. Change them between epochs, or use "
-                "gradient_sync='allreduce'."
+                "replicas=Equal()."
             )
         self._step = self._trainer.global_step
         self._gradients = [p.grad for p in parameters]

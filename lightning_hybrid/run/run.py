@@ -104,7 +104,8 @@ class Run:
             synchronised=fitting and synchronise and world.coordinates.replicas > 1,
             building=building,
             stopwatch=Stopwatch(device)
-            if config.log_performance or (fitting and config.replan == "epoch")
+            if config.log_performance
+            or (fitting and (config.replans_cuts or config.replans_shares))
             else None,
             shared=world.shared_names(trainer.lightning_module),
             plans=plans,
@@ -126,10 +127,6 @@ class Run:
     def cuts_stay(self) -> str:
         """Why ``replan="epoch"`` leaves the cuts as they are; empty: it may change them."""
         here = self.world.coordinates
-        if self.config.balance == "speed" and here.replicas > 1:
-            return "replicas get other parts of each batch"
-        if self.config.cuts_stay:
-            return f"{self.config.cuts_stay} says where stages are cut, or keeps them as they are"
         if here.ranks_per_replica == 1:
             return "there is one stage"
         if self.building.deferred:
@@ -141,7 +138,7 @@ class Run:
     @property
     def changes_cuts(self) -> bool:
         """Whether stages may get other cuts between epochs."""
-        return self.fitting and self.config.replan == "epoch" and not self.cuts_stay
+        return self.fitting and self.config.replans_cuts and not self.cuts_stay
 
     def stage_options(self) -> StageOptions:
         """Make the options of stages; all ranks call this together, since it may make a group."""

@@ -97,7 +97,7 @@ class DriverSession:
             trains=run.fitting,
             folder=run.framework.folder,
             follows=config.rng == "device",
-            shards=config.shard_optimizer_states,
+            shards=config.shards_states,
             shares=config.runs_inside and run.fitting,
             accumulates=run.framework.accumulates,
             scaled=partial(scaled, run.precision),
@@ -109,7 +109,7 @@ class DriverSession:
         self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
         self._changed = False  # whether weights or buffers are others than before the run
         self._salvages = False  # whether the workers can be asked for their weights
-        by_speed = run.config.balance == "speed" and mesh.coordinates.replicas > 1
+        by_speed = run.config.by_speed and mesh.coordinates.replicas > 1
         self._shares = UnequalShares(run) if run.fitting and by_speed else None
         self._driver, self._networks = self._drive()
         if not run.fitting:
@@ -150,7 +150,7 @@ class DriverSession:
         """Let those who look at steps do so."""
         run = self._run
         self._watchers: list[StepWatcher] = []
-        if run.fitting and run.config.replan == "epoch" and run.cuts_stay and not self._shares:
+        if run.fitting and run.config.replans_cuts and run.cuts_stay:
             rank_zero_info(f"replan='epoch' changes nothing in this run: {run.cuts_stay}.")
         if not run.fitting:
             return
@@ -482,7 +482,7 @@ class DriverSession:
         Args:
             checkpoint: without the states of any rank.
         """
-        if self._saves_shards and self._run.config.shard_optimizer_states:
+        if self._saves_shards and self._run.config.shards_states:
             self._driver.save_shards(checkpoint, Path())
 
     def stage_shards(
@@ -576,7 +576,7 @@ class WorkerSession:
         reports = {} if watch is None else {BUSY: watch.read}
         return Worker(
             *(run.module, run.world.mesh, self._options, watch, reports),
-            shards=run.config.shard_optimizer_states,
+            shards=run.config.shards_states,
             before=before,
         )
 

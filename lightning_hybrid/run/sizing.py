@@ -95,7 +95,7 @@ def _choose(
                 microbatches=config.microbatches,
                 splits=lambda count: _why_whole(looked, count) is None,
                 allowed=allowed,
-                by_speed=config.balance == "speed",
+                by_speed=config.by_speed,
             )
             choice = choose_sizes(
                 machine,

@@ -1,4 +1,4 @@
-"""Replicas that take unequal parts of each global batch (``balance="speed"``), and their weights.
+"""Replicas that take unequal parts of each global batch (``BySpeed``), and their weights.
 
 Each replica averages its loss over its own samples, and the gradients of R replicas are averaged
 with weights 1 / R. So that the sum is that of Eq. 12 of Akintoye et al. 2022, and of one device
@@ -100,7 +100,7 @@ class UnequalShares:
         if run.synchronised and here.ranks_per_replica > 1 and run.config.microbatches != 1:
             raise PlanError(
                 "sync_batchnorm=True takes statistics over micro-batches of the same number on all "
-                "replicas, and a small share (balance='speed') may have fewer of them. Use "
+                "replicas, and a small share (BySpeed) may have fewer of them. Use "
                 "num_microbatches=1, or leave one of the two out."
             )
         self.speeds: Sequence[float] = (1.0,) * here.replicas
@@ -113,7 +113,7 @@ class UnequalShares:
         self._replica, self._drivers, self._survivors = here.dp_rank, mesh.drivers, mesh.survivors
         # by which each epoch has other shares
         self._times: ReplicaTimes | None = None
-        if run.config.replan == "epoch":
+        if run.config.replans_shares:
             self._times = ReplicaTimes(run.device, lambda: trainer.is_last_batch)
         self._batch = 0  # samples of a full batch of all replicas
         self._own = 1.0
@@ -160,7 +160,7 @@ class UnequalShares:
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
         if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler):
             rank_zero_info(
-                f"balance='speed' leaves the samples of {type(loader).__name__} as they are dealt: "
+                f"BySpeed leaves the samples of {type(loader).__name__} as they are dealt: "
                 "no DistributedSampler of Lightning makes its batches. Gradients are weighted by "
                 "the number of samples in each replica's batch."
             )
@@ -173,7 +173,7 @@ class UnequalShares:
         batches = DealtBatches(self, loader, sampler)
         if self._batch != batches.whole:  # else a loader of another epoch, or one more
             self._batch = batches.whole
-            rank_zero_info(f"balance='speed': {self._told()}")
+            rank_zero_info(f"BySpeed(): {self._told()}")
         return rebuilt_loader(loader, batches)
 
     def _refuse(self, loader: DataLoader[Any], count: int) -> None:
@@ -186,16 +186,16 @@ class UnequalShares:
         replicas, size = len(self.speeds), loader.batch_size
         if type(loader.batch_sampler) is not BatchSampler or size is None:
             raise PlanError(
-                f"balance='speed' makes the batches of each replica, and {type(loader).__name__} "
+                f"BySpeed makes the batches of each replica, and {type(loader).__name__} "
                 f"has a batch sampler of its own, {type(loader.batch_sampler).__name__}. Deal the "
                 "samples there (Trainer(use_distributed_sampler=False)): gradients are weighted "
-                "by what a batch has; or leave balance out."
+                "by what a batch has; or use Equal()."
             )
         if size < 2 or count < replicas:
             raise PlanError(
-                f"balance='speed' gives {replicas} replicas parts of batch_size({size}) x "
+                f"BySpeed gives {replicas} replicas parts of batch_size({size}) x "
                 f"{replicas} samples, of {count} in the data set: there is nothing to divide. "
-                f"Give batch_size=2 or more and {replicas} samples or more, or leave balance out."
+                f"Give batch_size=2 or more and {replicas} samples or more, or use Equal()."
             )
 
     def weigh(self, batch: Any) -> None:
@@ -210,8 +210,8 @@ class UnequalShares:
         """
         if isinstance(batch, Iterator):
             raise PlanError(
-                "balance='speed' weighs each batch before training_step, which takes a "
-                "dataloader_iter here. Let it take the batch, or leave balance out."
+                "BySpeed weighs each batch before training_step, which takes a "
+                "dataloader_iter here. Let it take the batch, or use Equal()."
             )
         self.hear()
         weight = getattr(self._trainer.lightning_module, "hybrid_weight", self._samples)
@@ -260,7 +260,7 @@ class UnequalShares:
         if len(sizes) != 1:
             module = self._trainer.lightning_module
             raise PlanError(
-                "balance='speed' weighs a batch by the first dimension of its tensors, and those "
+                "BySpeed weighs a batch by the first dimension of its tensors, and those "
                 f"of this {type(batch).__name__} have {', '.join(map(str, sizes)) or 'none'}. "
                 f"Define hybrid_weight(self, batch) in {type(module).__name__}, which "
                 "returns how many samples the batch has, or what else its loss is a mean over."
@@ -283,7 +283,7 @@ class UnequalShares:
             lost: their numbers.
         """
         rank_zero_info(
-            f"lost_replica='continue': replica {', '.join(map(str, sorted(lost)))} is lost. From "
+            f"on_loss='continue': replica {', '.join(map(str, sorted(lost)))} is lost. From "
             f"now on, without it, {self._told()}"
         )
 

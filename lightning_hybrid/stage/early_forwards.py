@@ -114,8 +114,8 @@ class EarlyForwards:
         for node in operations_behind(outputs):
             raise NetworkError(
                 f"{type(node).__name__.removesuffix('Backward')}, an autograd.Function, may keep a "
-                "parameter where delayed_weights='stash' cannot give its backward the weights of "
-                "its forward. Use delayed_weights='recompute' or schedule='gpipe'."
+                "parameter where weights='stash' cannot give its backward the weights of "
+                "its forward. Use weights='recompute' or schedule='gpipe'."
             )
 
     def _before(self, stage: Stage) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_hybrid._torch.autograd import own_saved_tensors
-from lightning_hybrid.comm import Arriving, Header, Links, TensorSpec
+from lightning_hybrid.comm import Arriving, Header, StageLinks, TensorSpec
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import Kind
 from lightning_hybrid.stage.calls import (
@@ -63,7 +63,7 @@ class Pass:
             self.error = error
             self.engine.fail(error, self.own.number)
 
-    def links(self, microbatch: int) -> Links:
+    def links(self, microbatch: int) -> StageLinks:
         """The links of a micro-batch that this rank computes."""
         return self.own.links.at(microbatch)
 

@@ -187,6 +187,6 @@ def _refuse_tied_copies(stages: Sequence[frozenset[str]], ranks: Sequence[tuple[
             raise NetworkError(
                 f"stage {number} has {len(copies)} copies, and shares parameter {tied[0]!r} with "
                 "another stage: a stage with copies has its weights to itself. Cut elsewhere (the "
-                "strategy's allocation=[...]), so that one stage has all uses, or give it one copy "
+                "strategy's plan=[...]), so that one stage has all uses, or give it one copy "
                 "(pipeline_parallel_size)."
             )

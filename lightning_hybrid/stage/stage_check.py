@@ -81,7 +81,7 @@ def check(
 def _refusal(graph: NetworkGraph, what: str) -> StitchError:
     return StitchError(
         f"the stages of {type(graph.network).__name__} do not compute what the network computes: "
-        f"{what}. Give other cut points (the strategy's allocation=[...]), and please report this "
+        f"{what}. Give other cut points (the strategy's plan=[...]), and please report this "
         "network."
     )
 

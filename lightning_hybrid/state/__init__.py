@@ -39,7 +39,7 @@ from lightning_hybrid.state.optimizers import (
 from lightning_hybrid.state.safetensors_folder import write_safetensors
 from lightning_hybrid.state.sharded_checkpoint import (
     LAST_S,
-    Divided,
+    DividedCheckpoint,
     Key,
     Owned,
     Shard,

@@ -1,7 +1,7 @@
 """The states of optimizers, divided over the replicas of a stage: each rank steps its share alone.
 
 The ranks that have the same stages have the same gradients. With
-``HybridGabraStrategy(shard_optimizer_states=True)`` each of them steps some of their parameters:
+``replicas=Equal(shard_states=True)`` each of them steps some of their parameters:
 the optimizer sees no gradient of the others, so that no state of these is ever made there. Then
 the ranks give each other the new weights. Stepped in parts an optimizer does what it does as a
 whole (:mod:`lightning_hybrid.driver.optimizer_kinds`), so the numbers are the same.
@@ -84,9 +84,9 @@ class OtherReplicas:
             name = self._names[id(parameter)]
             raise HybridError(
                 f"The optimizer's state of {name!r} is on replica {self.replica_of[name]}, and "
-                f"this is replica {self._replica}: shard_optimizer_states=True divides states over "
+                f"this is replica {self._replica}: shard_states=True divides states over "
                 "the replicas. trainer.strategy.optimizer_state(optimizer), called on all ranks, "
-                "gives rank 0 all of them; or leave shard_optimizer_states out."
+                "gives rank 0 all of them; or leave shard_states out."
             )
 
     def refuse_alone(self, optimizer: Optimizer) -> None:
@@ -94,18 +94,18 @@ class OtherReplicas:
         if not self.gathering:
             raise HybridError(
                 f"{type(optimizer).__name__}.state_dict() would have the states of replica "
-                f"{self._replica} alone: shard_optimizer_states=True divides them over the "
+                f"{self._replica} alone: shard_states=True divides them over the "
                 "replicas. Use trainer.strategy.optimizer_state(optimizer) or "
                 "trainer.save_checkpoint(path), called on all ranks; or leave "
-                "shard_optimizer_states out."
+                "shard_states out."
             )
 
     def refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Raise HybridError: after a run a step would miss the shares of other replicas."""
         raise HybridError(
             f"{type(optimizer).__name__}.step() after the fit would step what replica "
-            f"{self._replica} has of its states: shard_optimizer_states=True divides them over the "
-            "replicas. Make a new optimizer, or leave shard_optimizer_states out."
+            f"{self._replica} has of its states: shard_states=True divides them over the "
+            "replicas. Make a new optimizer, or leave shard_states out."
         )
 
     @contextmanager

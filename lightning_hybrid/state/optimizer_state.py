@@ -116,7 +116,7 @@ def were_divided(optimizers: Iterable[Optimizer], *, trains: bool) -> bool:
     if divided and trains:
         raise HybridError(
             f"configure_optimizers has returned the {type(divided[0]).__name__} of an earlier "
-            "run, and shard_optimizer_states=True has left each replica a part of its states. "
+            "run, and shard_states=True has left each replica a part of its states. "
             "Make a new one, and give trainer.fit(ckpt_path=...) to go on with its states."
         )
     return bool(divided)

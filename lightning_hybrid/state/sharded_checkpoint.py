@@ -75,7 +75,7 @@ class Owned:
 
 
 @dataclass(frozen=True)
-class Divided:
+class DividedCheckpoint:
     """A checkpoint, divided into what this rank, other ranks and `meta.pt` get.
 
     Attributes:
@@ -89,7 +89,7 @@ class Divided:
     rest: dict[str, Any]
 
     @classmethod
-    def of(cls, checkpoint: Mapping[str, Any]) -> "Divided":
+    def of(cls, checkpoint: Mapping[str, Any]) -> "DividedCheckpoint":
         """Divide an ordinary checkpoint of Lightning's."""
         here, elsewhere = dict[Key, Tensor](), dict[int, dict[Key, Owned]]()
         rest, outlined = dict(checkpoint), dict[str, Any]()
@@ -140,7 +140,7 @@ def unread_there(spec: TensorSpec, owned: Owned | None, read: Callable[[], Tenso
 
     Args:
         spec: shape, type and strides of the tensor.
-        owned: where it is, for :class:`Divided`; ``None``: this rank writes it.
+        owned: where it is, for :class:`DividedCheckpoint`; ``None``: this rank writes it.
         read: returns it, on any device.
     """
     form = dataclasses.replace(spec, on_cpu=False).empty(torch.device("meta"))
@@ -285,7 +285,7 @@ def _left(folder: str | Path, rank: int) -> Path:
 
 
 def write_rest(folder: Path, rest: Mapping[str, Any]) -> None:
-    """Write `meta.pt`: what is in no rank's file; see :class:`Divided`."""
+    """Write `meta.pt`: what is in no rank's file; see :class:`DividedCheckpoint`."""
     with (folder / META).open("wb") as file, named_disk_errors(folder):
         torch.save(rest, file)
 
@@ -313,7 +313,7 @@ def save_alone(checkpoint: Mapping[str, Any], folder: Path) -> None:
         checkpoint: the ordinary checkpoint.
         folder: an empty folder.
     """
-    divided = Divided.of(checkpoint)
+    divided = DividedCheckpoint.of(checkpoint)
     write_rest(folder, divided.rest)
     finish(folder, [write_shard(folder, 0, divided.here)])
 
@@ -339,7 +339,7 @@ def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[s
     if not is_sharded(folder):
         raise HybridError(
             f"The folder {str(folder)!r} is no sharded checkpoint: it lacks {META} or {_METADATA}. "
-            "Give a folder that HybridGabraStrategy(checkpoint='sharded') has saved, or a file."
+            "Give a folder that HybridGabraStrategy(checkpoint=Sharded()) has saved, or a file."
         )
     rest = torch.load(Path(folder) / META, map_location="cpu", weights_only=weights_only)
     if _OUTLINE not in rest:
@@ -348,7 +348,7 @@ def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[s
             "ordinary file of it with "
             "`python -m lightning.pytorch.utilities.consolidate_checkpoint`."
         )
-    outlined, stored, seen = rest.pop(_OUTLINE), _Stored(folder), set[int]()
+    outlined, stored, seen = rest.pop(_OUTLINE), _Folder(folder), set[int]()
     for part, value in outlined.items():
         for steps, tensor in tensors_in(value):
             key = ".".join(_key(part, [step for _, step in steps]))
@@ -362,7 +362,7 @@ def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[s
     return {**rest, **outlined}
 
 
-class _Stored:
+class _Folder:
     """The tensors in a folder.
 
     Args:

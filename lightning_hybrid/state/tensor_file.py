@@ -56,7 +56,7 @@ class NoAddresses(HybridError):
 
 
 @dataclass(frozen=True)
-class _Stored(Token):
+class _PlaceInFile(Token):
     """Stands in place of a tensor in a value, and says where in the file it is.
 
     Attributes:
@@ -75,7 +75,7 @@ class Ticket:
     Attributes:
         path: path of the file, while its writer has it open.
         token: its first bytes, to compare: on another host the path may lead to another file.
-        value: the nested containers that were written, with places in the file (`_Stored`) for
+        value: the nested containers that were written, with places in the file (`_PlaceInFile`) for
             dense tensors.
     """
 
@@ -94,7 +94,7 @@ class TensorFile:
     def __init__(self, folder: str) -> None:
         writable = Path(folder).is_dir() and os.access(folder, os.W_OK)
         self._file = TemporaryFile(dir=folder if writable else None)  # noqa: SIM115  others open it
-        self._kept = _Kept(self._file)
+        self._kept = _OpenFile(self._file)
         # by the time the path is opened its process number may be that of another host or process
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._file.write(self._token)
@@ -120,7 +120,7 @@ class TensorFile:
         offset = self._file.seek(-self._file.tell() % _ALIGNED, os.SEEK_CUR)
         for piece in pieces:
             self._file.write(piece.numpy().data)
-        return _Stored(offset, spec)
+        return _PlaceInFile(offset, spec)
 
     def ticket(self, packed: Any) -> Ticket:
         """The ticket by which other processes, and this one, read the file.
@@ -268,7 +268,7 @@ def let_go_of_checkpoints() -> None:
             let_go_of_pages(begin, end)
 
 
-class _Kept:
+class _OpenFile:
     """A file that is closed when no unread tensor needs it any more."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -277,10 +277,10 @@ class _Kept:
 
 
 def _unread_from(file: BinaryIO) -> Callable[[Any], Any]:
-    kept = _Kept(file)
+    kept = _OpenFile(file)
 
     def unread_one(part: Any) -> Any:
-        if not isinstance(part, _Stored):
+        if not isinstance(part, _PlaceInFile):
             return part
         spec = part.spec
         nbytes = torch.Size(spec.shape).numel() * spec.dtype.itemsize
@@ -304,7 +304,7 @@ def bytes_in(file: BinaryIO, begin: int, nbytes: int) -> Tensor:
 
 def _mapped_from(memory: mmap.mmap) -> Callable[[Any], Any]:
     def mapped(part: Any) -> Any:
-        if not isinstance(part, _Stored):
+        if not isinstance(part, _PlaceInFile):
             return part
         spec = part.spec
         count = torch.Size(spec.shape).numel()

@@ -27,9 +27,10 @@ from lightning_hybrid._lightning_private import (
     let_fabric_clear_gradients,
 )
 from lightning_hybrid.comm import Failure, restore_handlers
-from lightning_hybrid.config import Config, Count, Rng, Shape
+from lightning_hybrid.config import Config, Count, Rng, Shape, read_plan
 from lightning_hybrid.driver import StartProgress, bring_here
 from lightning_hybrid.errors import HybridError, PlanError
+from lightning_hybrid.options import Search
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import (
     HybridMultiProcessingLauncher,
@@ -51,7 +52,8 @@ from lightning_hybrid.run import (
     move_module,
     scalers_of,
 )
-from lightning_hybrid.strategy.ranks import Ranks
+from lightning_hybrid.strategy.old_names import tells_new_names
+from lightning_hybrid.strategy.ranks import StrategyRanks
 from lightning_hybrid.strategy.refusals import refuse_device, refuse_lazy, refuse_optimizers
 from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
 
@@ -71,14 +73,11 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         pipeline_parallel_size: see there.
         num_microbatches: see there.
         schedule: ``"gpipe"``, ``"looped"``, ``"zero_bubble"``, ``"1f1b"`` or ``"auto"``; see there.
-        recompute: see there.
-        allocation: see there.
-        objective: see there.
-        contiguous: see there.
         network: see there; names are those of the model that is given to ``fabric.setup``.
-        device_capacity: see there.
-        compile_stages: see there.
         plan: see there.
+        search: see there.
+        recompute: see there.
+        compile_stages: see there.
         verify: see there.
         rng: see there.
         seed: see there.
@@ -98,20 +97,19 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         "function that is given to fabric.launch."
     )
 
+    @tells_new_names
     def __init__(
         self,
+        *,
         data_parallel_size: Count = "auto",
         pipeline_parallel_size: Shape = "auto",
         num_microbatches: Count = "auto",
         schedule: Literal["auto", "gpipe", "looped", "zero_bubble", "1f1b"] = "auto",
-        recompute: bool | Literal["auto"] = "auto",
-        allocation: Literal["gabra", "exact", "merging"] | list[str] = "gabra",
-        objective: Literal["step", "makespan", "profit"] = "step",
-        contiguous: bool = True,
         network: str | list[str] | None = None,
-        device_capacity: Literal["auto"] | list[float] = "auto",
+        plan: Plan | str | Path | list[str] | None = None,
+        search: Search = Search(),
+        recompute: bool | Literal["auto"] = "auto",
         compile_stages: bool = False,
-        plan: Plan | str | Path | None = None,
         verify: int | Literal["auto", False] = "auto",
         rng: Rng = "microbatch",
         seed: int = 0,
@@ -122,19 +120,39 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        config = Config.of(locals())
+        made, cuts = read_plan(plan)
+        config = Config(
+            data_parallel_size=data_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            network=network,
+            plan=made,
+            cuts=cuts,
+            search=search,
+            recompute=recompute,
+            compile_stages=compile_stages,
+            verify=verify,
+            rng=rng,
+            seed=seed,
+        )
         if config.streamed is not None:
             raise PlanError(
-                f"schedule={config.streamed.name!r} begins with later batches early, which a loop "
+                f"{config.shown_schedule} begins with later batches early, which a loop "
                 "of your own fetches: Fabric knows none. Use schedule='gpipe', or the Trainer."
             )
-        if config.balance == "speed":
+        if config.replans_cuts:
+            raise PlanError(
+                "search=Search(replan='epoch') cuts stages anew when an epoch begins, and Fabric "
+                "knows no epochs. Leave replan out, or use the Trainer."
+            )
+        if config.by_speed:
             raise PlanError(
                 "The plan has shares: it deals each global batch by speed, which is done in the "
                 "Trainer's loaders. Give a plan without shares, or use the Trainer."
             )
         # (Fabric's DDP leaves the generators as they are, other than the Trainer's)
-        self._ranks = Ranks(config, reseeds=False)
+        self._ranks = StrategyRanks(config, reseeds=False)
         let_fabric_clear_gradients()
         super().__init__(
             parallel_devices=parallel_devices,

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from lightning_hybrid._lightning import Trainer, is_overridden, rank_zero_info
 from lightning_hybrid.run import choose_on_rank_0
-from lightning_hybrid.strategy.ranks import Ranks
+from lightning_hybrid.strategy.ranks import StrategyRanks
 
 
 def choose_sizes(
-    ranks: Ranks,
+    ranks: StrategyRanks,
     trainer: Trainer,
     allowed: Callable[[int, int], bool],
     *,
@@ -59,7 +59,7 @@ def choose_sizes(
     return sizes is not None
 
 
-def compare_prepared(ranks: Ranks, trainer: Trainer) -> bool:
+def compare_prepared(ranks: StrategyRanks, trainer: Trainer) -> bool:
     """Whether rank 0 alone has what ``prepare_data`` has set; drivers of other replicas lack it.
 
     That hook runs on one rank of each host only. All ranks call this together, after the ``setup``

@@ -37,7 +37,7 @@ from lightning_hybrid.run import (
 T = TypeVar("T")
 
 
-class Ranks:
+class StrategyRanks:
     """The ranks that a strategy speaks of, before, in and between its runs.
 
     Args:

@@ -233,7 +233,7 @@ def refuse_streaming(run: Run) -> None:
         _unknown_batches(run), _unknown_weights(run, schedule), _waits_for_each_send(run)
     ):
         raise PlanError(
-            f"schedule={schedule.name!r} begins with later batches early, and {reason}; or use "
+            f"{run.config.shown_schedule} begins with later batches early, and {reason}; or use "
             "schedule='gpipe'."
         )
 
@@ -276,7 +276,7 @@ def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:
     """Why stages could not run ahead, or not with the right weights and buffers."""
     config = run.config
     if config.several_stages_per_device:
-        yield "each device must have one stage. Use contiguous=True, or such a plan"
+        yield "each device must have one stage. Use Search(contiguous=True), or such a plan"
     if config.compile_stages and schedule.delayed:
         yield (
             "compiled stages (compile_stages=True) do not say which weights their backward needs. "
@@ -285,8 +285,8 @@ def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:
     weights = config.settings.delayed_weights
     if weights == "current" and isinstance(run.precision, MixedPrecision):
         yield (
-            "delayed_weights='current' is not what autocast does, which keeps its own copies of "
-            "the weights. Use delayed_weights='stash'"
+            "weights='current' is not what autocast does, which keeps its own copies of the "
+            "weights. Use weights='stash'"
         )
     if run.synchronised:
         yield (
@@ -306,10 +306,10 @@ def survives_losses(run: Run) -> bool:
     Raises:
         PlanError: they were asked to, and cannot.
     """
-    if run.config.lost_replica == "end" or not run.fitting:
+    if not run.config.goes_on or not run.fitting:
         return False
     for reason in _loses_a_replica(run):
-        raise PlanError(f"lost_replica='continue' {reason}; or use lost_replica='end'.")
+        raise PlanError(f"on_loss='continue' {reason}; or use on_loss='end'.")
     return True
 
 
@@ -355,15 +355,15 @@ def refuse_all_but_plain_sgd(optimizers: Iterable[Optimizer], schedule: str) -> 
 
     Args:
         optimizers: the user's.
-        schedule: its name.
+        schedule: the argument.
     """
     for optimizer in optimizers:
         groups = optimizer.param_groups if isinstance(optimizer, SGD) else [{}]
         if any(group.get("momentum") != 0 or group.get("weight_decay") != 0 for group in groups):
             raise PlanError(
-                f"schedule={schedule!r} is plain gradient descent, w - rate * gradient (Eq. 2), "
+                f"{schedule} is plain gradient descent, w - rate * gradient (Eq. 2), "
                 f"and {type(optimizer).__name__} does something else. Use torch.optim.SGD without "
-                "momentum and weight decay; or schedule='fdg', which has the same delays."
+                "momentum and weight decay; or Delayed('fdg'), which has the same delays."
             )
 
 
@@ -375,7 +375,7 @@ def refuse_asynchronous(run: Run, optimizers: Sequence[Optimizer]) -> None:
         optimizers: the user's.
     """
     for reason in chain(_needs_all(run), _no_plain_steps(run, optimizers)):
-        raise PlanError(f"gradient_sync='asgd' {reason}; or use gradient_sync='allreduce'.")
+        raise PlanError(f"{run.config.replicas!r} {reason}; or use replicas=Equal().")
 
 
 def _needs_all(run: Run) -> Iterator[str]:

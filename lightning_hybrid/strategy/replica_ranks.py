@@ -15,7 +15,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import HybridMultiProcessingLauncher, HybridSubprocessLauncher
 from lightning_hybrid.run import BetweenRuns, DriverSession, Phase, refuse_other_shards
-from lightning_hybrid.strategy.ranks import Ranks, given
+from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import say_what_is_off
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class ReplicaRanks:
     A base of strategies, in front of Lightning's.
     """
 
-    _ranks: Ranks
+    _ranks: StrategyRanks
     _plans: dict[str, Plan]
     _launcher: Any
     _session: BetweenRuns | DriverSession

@@ -7,7 +7,7 @@ asked for, :mod:`lightning_hybrid.strategy.ranks` knows where this process stand
 refused in :mod:`lightning_hybrid.strategy.refusals`.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -38,18 +38,15 @@ from lightning_hybrid._lightning_private import (
 )
 from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import (
-    Balance,
-    Checkpoint,
     Config,
     Count,
-    GradientSync,
-    LostReplica,
-    Replan,
     Rng,
     ScheduleName,
     Shape,
+    read_plan,
 )
 from lightning_hybrid.driver import bring_here
+from lightning_hybrid.options import Asynchronous, BySpeed, Delayed, Equal, Search, Sharded
 from lightning_hybrid.planning import Plan, free_of_host, give_back_memory
 from lightning_hybrid.process import (
     HybridSubprocessLauncher,
@@ -68,14 +65,14 @@ from lightning_hybrid.run import (
     scalers_of,
     with_atomic_writes,
 )
-from lightning_hybrid.schedules import DelayedWeights
 from lightning_hybrid.state import (
     ShardedSaves,
     is_sharded,
     let_go_of_checkpoints,
 )
+from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.open_sizes import choose_sizes, compare_prepared
-from lightning_hybrid.strategy.ranks import Ranks, given
+from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import (
     callbacks_allow,
     refuse_all_but_plain_sgd,
@@ -119,44 +116,28 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         num_microbatches: into how many slices a replica's batch is split on its way through the
             stages; with one stage it goes whole. ``"auto"``: chosen with the sizes, or, where these
             are given, enough to fill the pipeline twice, at least two samples each.
-        schedule: how the devices share their time. ``"gpipe"`` (fill and drain), ``"looped"``
-            (several stages per device) and ``"zero_bubble"`` (gradients of weights after those of
-            inputs, where that pays) are exact; ``"auto"`` is ``"gpipe"``, or the one of the others
-            that suits ``contiguous`` if its step is predicted to be clearly shorter.
-            Exact, too, are ``"1f1b"`` (one forward, one backward: a stage keeps no more
-            micro-batches than there are stages, where the network returns its loss) and
-            ``"1f1b_stream"``, whose micro-batches are the batches of ``accumulate_grad_batches``.
-            ``"pipedream"``, ``"ddg"``, ``"fdg"`` and ``"akintoye"`` keep all devices busy by
-            computing with weights that are some steps old; see ``docs/schedules.md``.
-        delayed_weights: what the backward of a batch computes with under these four: the weights of
-            its forward (``"stash"``), those of now on its inputs, which run forward again
-            (``"recompute"``), or those of now beside the activations of then (``"current"``).
-        gradient_shrinking: for ``"fdg"``: what gradients are multiplied with at every cut that
-            they cross.
+        schedule: how the devices share their time. A name stands for an exact schedule: ``"gpipe"``
+            (fill and drain), ``"looped"`` (several stages per device), ``"zero_bubble"`` (gradients
+            of weights after those of inputs, where that pays), ``"1f1b"`` (one forward, one
+            backward: a stage keeps no more micro-batches than there are stages, where the network
+            returns its loss) or ``"1f1b_stream"``, whose micro-batches are the batches of
+            ``accumulate_grad_batches``. ``"auto"`` is ``"gpipe"``, or the one of the next two that
+            suits ``search.contiguous`` if its step is predicted to be clearly shorter.
+            :class:`Delayed` computes with weights that are some steps old.
+        network: dotted name(s) of the module(s) to cut. ``None``: found.
+        plan: a :class:`Plan`, a path to one (skips profiling and search), or cut points: the names
+            of the first module of each next stage, as in the LightningModule (``["net.layer3"]``).
+        search: how a plan is searched where none is given; see :class:`Search`.
+        replicas: how replicas share batches, states and updates: :class:`Equal`, :class:`BySpeed`
+            or :class:`Asynchronous`.
         recompute: stages keep their inputs and no activations, and run their forward again for the
             backward: less memory for one forward more, with the same numbers. ``"auto"``: where
             the network fits in no other way, as far as the memory of the devices is known. Where
             sizes are chosen and one stage is the fastest that fits, there is none to do it.
-        allocation: ``"gabra"``, ``"exact"``, ``"merging"`` (the most expensive cuts are closed
-            first, for equal devices), or cut points: the names of the first module of each next
-            stage, as in the LightningModule (``["net.layer3"]``). For contiguous stages, the
-            default, ``"gabra"`` and ``"exact"`` stand for a dynamic programme; the genetic
-            algorithm GABRA searches with ``contiguous=False``, which ``"exact"`` does not know.
-        objective: ``"step"``, the predicted time of a step; ``"makespan"``, the slowest device's
-            time; or ``"profit"``, Eq. 5 of Akintoye et al. 2022 (constant on equal devices; kept
-            for comparison).
-        contiguous: whether each device gets one run of the network, as in ``allocate``. ``False``:
-            GABRA may give a device several, each of which is a stage.
-        network: dotted name(s) of the module(s) to cut. ``None``: found.
-        device_capacity: relative speeds of the devices, one per rank; ``"auto"``: measured on all
-            ranks at the start of a run (a third of a second), if there is something to decide.
         compile_stages: run each stage through ``torch.compile``. The first steps take longer
             (a minute or so per stage on a CPU); the module, its hooks and its checkpoints stay
             what they are.
-        plan: a :class:`Plan` or a path to one; skips profiling and search.
-        log_performance: whether the loggers get the time of a step, the throughput, the bubble, the
-            speed-up (Eq. 14) and the plan, and `hybrid_runs.csv` a line for `lightning-hybrid
-            fit-model`; :mod:`lightning_hybrid.run.performance_log` defines them.
+        checkpoint: ``"full"``: Lightning's ordinary file; :class:`Sharded`: a folder.
         verify: which calls of a network are compared with what its own Python gives on a copy of
             it, so that a captured value that has changed unseen ends the run and not its numbers:
             ``"auto"``: calls 1, 2, 4, 8, ... of each kind (with gradients or not, in training mode
@@ -165,38 +146,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             generators of its own, so that the numbers are the same for every number of stages;
             ``"device"``: those of one device, whatever the stages. A network that draws inside of
             its stages (dropout) then takes its batches whole, with a line that names the operation.
-        checkpoint: ``"full"``: a checkpoint is Lightning's ordinary file. ``"sharded"``: it is a
-            folder to which each rank writes what it owns, as of Lightning's ``FSDPStrategy`` and
-            in the format of `torch.distributed.checkpoint`; any number of replicas and stages goes
-            on with it, and `lightning-hybrid consolidate` makes the ordinary file of it.
-            ``"sharded_async"``: likewise, from copies that each rank makes of what it owns, while
-            training goes on.
-        shard_optimizer_states: whether the replicas of a stage divide its optimizer states among
-            themselves, as ``ZeroRedundancyOptimizer`` does: each rank keeps those of some whole
-            parameters (1/R of their bytes, as far as the sizes of parameters allow), steps these,
-            and gets the new weights of the others. The numbers and the ordinary checkpoint are
-            those without it. An optimizer that must step as a whole keeps all of its states on each
-            replica, with a line that says so.
-        balance: whether each replica takes as many samples of a global batch as the others
-            (``"equal"``, as under ``ddp``), or a part by the measured speed of its devices
-            (``"speed"``), for devices that are not alike. The global batch stays what it is under
-            ``ddp``: the loader's batch size for each replica. Every sample is then in one batch of
-            an epoch, and gradients are weighted by the samples that they come from, so that they
-            are those of one device with the whole batch. A loss that is no mean over samples says
-            by ``hybrid_weight(batch) -> float`` in the LightningModule what a batch weighs.
-        replan: ``"epoch"``: what was measured in an epoch decides about the next one, so that it
-            suits a device that becomes slower or was taken for faster than it is. With
-            ``balance="speed"`` and several replicas that is what each takes of a batch; which
-            samples a step has does not change. Else it is where stages are cut, if a device has
-            stayed slower than planned and other cuts make the predicted step clearly shorter; on
-            CPUs. Numbers stay those of one device; ``docs/unlike_devices.md`` says where cuts stay.
-        gradient_sync: ``"allreduce"``: replicas average their gradients in each step. ``"asgd"``:
-            asynchronous SGD, for replicas of one stage: none waits for the others as long as no
-            weights in use are more than ``staleness`` updates old; see ``docs/unlike_devices.md``.
-        staleness: that bound. With 0 the steps are the synchronous ones.
-        lost_replica: ``"continue"``: if a process of a replica is killed while a step is averaged,
-            the other replicas go on in place, with all samples that are left; see
-            ``docs/unlike_devices.md``. ``"end"``: the run ends.
+        log_performance: whether the loggers get the time of a step, the throughput, the bubble, the
+            speed-up (Eq. 14) and the plan, and `hybrid_runs.csv` a line for `lightning-hybrid
+            fit-model`; :mod:`lightning_hybrid.run.performance_log` defines them.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -221,32 +173,24 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         "trainer.fit, validate, test or predict and its end."
     )
 
+    @tells_new_names
     def __init__(
         self,
+        *,
         data_parallel_size: Count = "auto",
         pipeline_parallel_size: Shape = "auto",
         num_microbatches: Count = "auto",
-        schedule: ScheduleName = "auto",
-        delayed_weights: DelayedWeights = "stash",
-        gradient_shrinking: float = 1.0,
-        recompute: bool | Literal["auto"] = "auto",
-        allocation: Literal["gabra", "exact", "merging"] | list[str] = "gabra",
-        objective: Literal["step", "makespan", "profit"] = "step",
-        contiguous: bool = True,
+        schedule: ScheduleName | Delayed = "auto",
         network: str | list[str] | None = None,
-        device_capacity: Literal["auto"] | Sequence[float] = "auto",
+        plan: Plan | str | Path | list[str] | None = None,
+        search: Search = Search(),
+        replicas: Equal | BySpeed | Asynchronous = Equal(),
+        recompute: bool | Literal["auto"] = "auto",
         compile_stages: bool = False,
-        plan: Plan | str | Path | None = None,
-        log_performance: bool = False,
+        checkpoint: Literal["full"] | Sharded = "full",
         verify: int | Literal["auto", False] = "auto",
         rng: Rng = "microbatch",
-        checkpoint: Checkpoint = "full",
-        shard_optimizer_states: bool = False,
-        balance: Balance = "equal",
-        replan: Replan = "never",
-        gradient_sync: GradientSync = "allreduce",
-        staleness: int = 0,
-        lost_replica: LostReplica = "end",
+        log_performance: bool = False,
         seed: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -257,7 +201,26 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        self._ranks = Ranks(Config.of(locals()))
+        made, cuts = read_plan(plan)
+        config = Config(
+            data_parallel_size=data_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            network=network,
+            plan=made,
+            cuts=cuts,
+            search=search,
+            replicas=replicas,
+            recompute=recompute,
+            compile_stages=compile_stages,
+            checkpoint=checkpoint,
+            verify=verify,
+            rng=rng,
+            log_performance=log_performance,
+            seed=seed,
+        )
+        self._ranks = StrategyRanks(config)
         ask_strategy_whether_distributed(HybridGabraStrategy)
         super().__init__(
             accelerator=accelerator,
@@ -298,7 +261,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         return given(self.lightning_module, "lightning_module")
 
     def _rest(self) -> None:
-        divided = self._config.shard_optimizer_states
+        divided = self._config.shards_states
         self._session = BetweenRuns(self._ranks.world, self._building, divided=divided)
 
     @property
@@ -317,7 +280,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         That is right where all replicas have as many.
         """
         whole = isinstance(tensor, Tensor) and not tensor.is_floating_point()
-        if whole and self._config.balance == "speed" and reduce_op in ("mean", "avg"):
+        if whole and self._config.by_speed and reduce_op in ("mean", "avg"):
             tensor = tensor.float()
         self._session.fence()
         return super().reduce(tensor, group, reduce_op)
@@ -378,14 +341,14 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._session = DriverSession(run, partial(self._plan_network, run))
         if run.fitting:
             self.setup_optimizers(trainer)
-            if self._config.gradient_sync == "asgd":
+            if self._config.staleness is not None:
                 refuse_asynchronous(run, self.optimizers)
                 if ranks.replicas > 1:  # else there is nobody to be ahead of
                     self._session.start_asynchronous(self.optimizers)
             scaled = bool(scalers_of(self.precision_plugin))
             refuse_optimizers(self.optimizers, *ranks.shape, scaled=scaled)
             if self._config.streamed is not None and self._config.streamed.plain_sgd:
-                refuse_all_but_plain_sgd(self.optimizers, self._config.streamed.name)
+                refuse_all_but_plain_sgd(self.optimizers, self._config.shown_schedule)
         self.setup_precision_plugin()
 
     def _may_have(self, replicas: int, stages: int) -> bool:
@@ -633,7 +596,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if not self.is_global_zero:
             # where states are divided, other replicas write a part of them
             self._session.help_to_save_shards(checkpoint)
-        elif self._config.checkpoint == "sharded_async" and running:
+        elif self._config.saves_beside and running:
             self._saves.begin(self._driving, checkpoint, Path(filepath))
         else:
             self._saves.save(partial(self._session.save_shards, checkpoint), Path(filepath))

@@ -11,6 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_hybrid import Search
+
 cross_entropy = nn.functional.cross_entropy
 
 
@@ -444,7 +446,8 @@ class _AutomaticSizes(Row):
     arguments: ClassVar = {
         "data_parallel_size": 1,
         "pipeline_parallel_size": "auto",
-        "allocation": "exact",
+        "plan": None,
+        "search": Search(method="exact"),
     }
 
 

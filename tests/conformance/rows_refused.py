@@ -24,7 +24,7 @@ class RefusedUnknownCut(_Refused):
     """A cut point that names no module; the nearest names are shown."""
 
     fast = True
-    arguments: ClassVar = {"allocation": ["net.secnd"]}
+    arguments: ClassVar = {"plan": ["net.secnd"]}
     refused = ("secnd", "'net.second'")
 
 
@@ -46,7 +46,7 @@ class RefusedTooFewCuts(_Refused):
     """Fewer cut points than the number of stages needs."""
 
     shapes = (ONE_OF_TWO,)  # whose numbers the words have
-    arguments: ClassVar = {"allocation": []}
+    arguments: ClassVar = {"plan": []}
     refused = ("stages(2)", "1 cut points")
 
 

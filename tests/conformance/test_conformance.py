@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 from suite import ONE_OF_THREE, ONE_OF_TWO, Conformance, Row
 
-from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid import HybridGabraStrategy, Plan, Search
 from lightning_hybrid.errors import NetworkError, PlanError
 
 # The first test of a class waits for all rows of the class; their session ends what hangs.
@@ -56,7 +56,7 @@ class _Hybrid(Conformance):
             "data_parallel_size": cls.replicas,
             "pipeline_parallel_size": cls.stages,
             "num_microbatches": row.microbatches,
-            "allocation": row.cuts.get(cls.stages),
+            "plan": row.cuts.get(cls.stages),
         }
         return cls.strategy(**{**defaults, **row.arguments})
 
@@ -183,7 +183,7 @@ class TestFreePlacement(Conformance):
         defaults = {
             "pipeline_parallel_size": cls.stages,
             "num_microbatches": row.microbatches,
-            "contiguous": False,
+            "search": Search(contiguous=False),
         }
         strategy = _DriverAtBothEnds(**{**defaults, **row.arguments})
         strategy.row = row

@@ -6,6 +6,8 @@ import pytest
 from suite import TWO_OF_TWO, Row
 from test_conformance import TwoDevices, _Hybrid
 
+from lightning_hybrid import Equal
+
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(0), pytest.mark.conformance]
 
 
@@ -26,8 +28,8 @@ class _Divided(_Hybrid):
             "data_parallel_size": cls.replicas,
             "pipeline_parallel_size": cls.stages,
             "num_microbatches": row.microbatches,
-            "allocation": row.cuts.get(cls.stages, "gabra"),
-            "shard_optimizer_states": True,
+            "plan": row.cuts.get(cls.stages),
+            "replicas": Equal(shard_states=True),
         }
         return cls.strategy(**{**defaults, **row.arguments})
 

@@ -37,7 +37,7 @@ class _Fuzz(Conformance):
             data_parallel_size=cls.replicas,
             pipeline_parallel_size=cls.stages,
             num_microbatches=row.microbatches,
-            allocation=row.cuts[cls.stages],
+            plan=row.cuts[cls.stages],
         )
 
     @classmethod

@@ -6,6 +6,8 @@ import pytest
 from suite import Row
 from test_conformance import OneDevice, TwoDevices, _Hybrid
 
+from lightning_hybrid import Sharded
+
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(0), pytest.mark.conformance]
 ROWS = (
     "AveragesWeights",
@@ -23,7 +25,7 @@ ROWS = (
 
 
 class _Sharded(_Hybrid):
-    kind: ClassVar[str]
+    kind: ClassVar[Sharded]
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> Any:
@@ -32,7 +34,7 @@ class _Sharded(_Hybrid):
             data_parallel_size=cls.replicas,
             pipeline_parallel_size=cls.stages,
             num_microbatches=row.microbatches,
-            allocation=row.cuts[cls.stages],
+            plan=row.cuts[cls.stages],
             checkpoint=cls.kind,
         )
 
@@ -44,7 +46,7 @@ class _Sharded(_Hybrid):
 class TestTwoStages(_Sharded):
     stages = 2
     reference = OneDevice
-    kind = "sharded"
+    kind = Sharded()
 
 
 class TestReplicasOfTwoStagesBesideTraining(_Sharded):
@@ -53,7 +55,7 @@ class TestReplicasOfTwoStagesBesideTraining(_Sharded):
     replicas: ClassVar = 2
     stages: ClassVar = 2
     reference = TwoDevices
-    kind = "sharded_async"
+    kind = Sharded(asynchronous=True)
 
     @classmethod
     def rows(cls) -> list[type[Row]]:

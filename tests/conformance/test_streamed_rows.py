@@ -9,7 +9,7 @@ from suite import Conformance, Record, Row
 from test_conformance import OneDevice
 from torch import Tensor, nn
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import Delayed, HybridGabraStrategy
 from lightning_hybrid.errors import NetworkError, PlanError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(0), pytest.mark.conformance]
@@ -23,7 +23,7 @@ class _Streamed(Conformance):
     network takes from Python is refused when it has changed, which is after the first step.
 
     Attributes:
-        schedule: its name.
+        schedule: the argument.
         files: of the rows.
         also: names of rows of these files that run here, although they are slow elsewhere.
     """
@@ -32,7 +32,7 @@ class _Streamed(Conformance):
     refusals = (NetworkError, PlanError)
     also_refused = "begins with later batches"
     loader_processes = 1
-    schedule: ClassVar[str]
+    schedule: ClassVar[str | Delayed]
     files: ClassVar[tuple[str, ...]]
     also: ClassVar[tuple[str, ...]] = ()
 
@@ -41,7 +41,7 @@ class _Streamed(Conformance):
         defaults = {
             "pipeline_parallel_size": cls.stages,
             "num_microbatches": row.microbatches,
-            "allocation": row.cuts.get(cls.stages),
+            "plan": row.cuts.get(cls.stages),
             "schedule": cls.schedule,
         }
         return HybridGabraStrategy(**{**defaults, **row.arguments})
@@ -50,7 +50,7 @@ class _Streamed(Conformance):
     def rows(cls) -> list[type[Row]]:
         here = [row for row in super().rows() if row.__module__ in cls.files]
         found = [row for row in here if row.sampled or row.__name__ in cls.also]
-        return [row for row in found if not {"plan", "schedule"} & {*row.arguments}]
+        return [row for row in found if "schedule" not in row.arguments]
 
     def test_row(self, row: type[Row], records: Records) -> None:
         if row.needs:
@@ -182,7 +182,7 @@ class DelayedByThreeStages(DelayedOnOneDevice):
 class TestFdg(_Streamed):
     """Rows about Lightning: values, weights, metrics and results are those of the formula."""
 
-    schedule = "fdg"
+    schedule = Delayed("fdg")
     reference: ClassVar[Any] = DelayedOnOneDevice
     files = ("rows_callbacks", "rows_loggers", "rows_samples", "rows_trainer")
 

@@ -119,7 +119,9 @@ def test_images_are_the_same_on_one_device_and_on_several(tiny_cohort, tmp_path,
     if strategy.startswith("hybrid"):
         import lightning_hybrid
 
-        chosen: Any = lightning_hybrid.HybridGabraStrategy(2, 1, start_method="fork")
+        chosen: Any = lightning_hybrid.HybridGabraStrategy(
+            data_parallel_size=2, pipeline_parallel_size=1, start_method="fork"
+        )
     else:
         chosen = DDPStrategy(start_method="fork")
     seen = []

@@ -138,10 +138,10 @@ def test_the_memory_of_gpus_is_not_shared_and_may_be_unknown() -> None:
     ("values", "message"),
     [
         ([1.0], r"has 1 entries \[1.0\], and there are 2 devices"),
-        ([1.0, 0.0], r"device_capacity\[1\]=0.0, the relative speed of rank 1"),
-        ([-1, 1.0], r"device_capacity\[0\]=-1"),
-        ([1.0, float("nan")], r"device_capacity\[1\]=nan"),
-        ([1.0, "fast"], r"device_capacity\[1\]='fast'"),
+        ([1.0, 0.0], r"capacity\[1\]=0.0, the relative speed of rank 1"),
+        ([-1, 1.0], r"capacity\[0\]=-1"),
+        ([1.0, float("nan")], r"capacity\[1\]=nan"),
+        ([1.0, "fast"], r"capacity\[1\]='fast'"),
     ],
 )
 def test_wrong_speeds_are_refused_with_their_place(values: list[Any], message: str) -> None:

@@ -92,10 +92,10 @@ def keep_all(trainer: pl.Trainer, module: Module, folder: Path, place: str) -> N
 
 
 def in_stages(folder: Path, model: str, place: str, variant: str) -> None:
-    from lightning_hybrid import HybridGabraStrategy
+    from lightning_hybrid import HybridGabraStrategy, Sharded
 
     strategy = HybridGabraStrategy(
-        data_parallel_size=1, pipeline_parallel_size=2, num_microbatches=2, checkpoint="sharded"
+        data_parallel_size=1, pipeline_parallel_size=2, num_microbatches=2, checkpoint=Sharded()
     )
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -20,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_hybrid import BySpeed
 from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
@@ -41,7 +42,7 @@ def shares(
         coordinates=Coordinates(replica, 3, 1), drivers=None, survivors=survivors
     )
     run: Any = SimpleNamespace(
-        config=Config(balance="speed"),
+        config=Config(replicas=BySpeed()),
         world=SimpleNamespace(mesh=mesh, cluster=SimpleNamespace(replica_speeds=speeds)),
         trainer=trainer,
         synchronised=False,
@@ -127,8 +128,7 @@ def test_the_loader_is_of_the_same_class_with_the_same_arguments(said: list[str]
     assert dealt.dataset is before.dataset
     assert [len(batch) for batch in dealt] == [3] * (50 // 12)
     assert said == [
-        "balance='speed': the replicas take 8, 3, 1 of each 12 samples (relative speeds 1, 0.43, "
-        "0.16)."
+        "BySpeed(): the replicas take 8, 3, 1 of each 12 samples (relative speeds 1, 0.43, 0.16)."
     ]
 
 

@@ -15,7 +15,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_unread
 from lightning_hybrid.state import sharded_checkpoint
 from lightning_hybrid.state.sharded_checkpoint import (
-    Divided,
+    DividedCheckpoint,
     Owned,
     finish,
     read_sharded,
@@ -124,7 +124,7 @@ def test_each_rank_writes_what_it_owns(tmp_path: Path) -> None:
         expected["optimizer_states"][1],
     ]
     given["callbacks"] = {"best": torch.tensor(0.5), "shown": tied[1:]}
-    divided = Divided.of(given)
+    divided = DividedCheckpoint.of(given)
     owners = {rank: [*owned.values()] for rank, owned in divided.elsewhere.items()}
     assert owners == {
         1: [Owned(1, "0.weight")],

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from records import read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -72,7 +73,7 @@ class Module(LightningModule):
 def main(folder: Path) -> None:
     from lightning_hybrid import HybridGabraStrategy
 
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(), object_hook=read)
     config["folder"] = str(folder)
     seed_everything(5, verbose=False)
     module = Module(config)

@@ -187,6 +187,7 @@ class Once:
         return self.batches
 
 
+SIZES = ("data_parallel_size", "pipeline_parallel_size", "num_microbatches")
 NETWORKS = {"tiny": (Module, 8, 3), "wide": (Module, 1024, 20), "unpacks": (Unpacks, 8, 3)}
 NETWORKS |= {"made": (Made, 8, 3), "fails": (Fails, 8, 3), "meets": (Meets, 8, 3)}
 
@@ -200,7 +201,7 @@ def fit(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(strategy, list):
         from lightning_hybrid import HybridGabraStrategy
 
-        strategy = HybridGabraStrategy(*strategy, **job.get("arguments", {}))
+        strategy = HybridGabraStrategy(**dict(zip(SIZES, strategy)), **job.get("arguments", {}))
     data = {
         "in setup": DividedInSetup,
         "prepared": Prepared,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from records import read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -100,9 +101,9 @@ def loader(config: dict[str, Any]) -> DataLoader[Any]:
 
 
 def main(folder: Path) -> None:
-    from lightning_hybrid import HybridGabraStrategy
+    from lightning_hybrid import BySpeed, HybridGabraStrategy, Search
 
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(), object_hook=read)
     seed_everything(5, verbose=False)
     module = (Weighed if config.get("weighed") else Module)(config)
     replicas, stages = config["replicas"], config["stages"]
@@ -110,9 +111,8 @@ def main(folder: Path) -> None:
         strategy=HybridGabraStrategy(
             data_parallel_size=replicas,
             pipeline_parallel_size=stages,
-            balance="speed",
-            device_capacity=config["speeds"],
-            **config.get("arguments", {}),
+            replicas=config.get("dealt", BySpeed()),
+            search=Search(capacity=config["speeds"]),
         ),
         accelerator="cpu",
         devices=replicas * stages,

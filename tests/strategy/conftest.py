@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from prepared import Forked, start_ranks
+from records import written
 
 SCRIPT = Path(__file__).with_name("training_script.py")
 ROOT = SCRIPT.parents[2]
@@ -54,7 +55,7 @@ class Training:
         self.processes = processes
         self.config = {**DEFAULTS, **config}
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config))
+        (folder / "config.json").write_text(json.dumps(self.config, default=written))
 
     @property
     def ranks(self) -> int:

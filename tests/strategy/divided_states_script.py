@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from records import read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -152,13 +153,13 @@ def batches(config: dict[str, Any]) -> DataLoader:
 def strategy(config: dict[str, Any]) -> Any:
     if not config["replicas"]:
         return "auto"
-    from lightning_hybrid import HybridGabraStrategy
+    from lightning_hybrid import Equal, HybridGabraStrategy
 
     return HybridGabraStrategy(
         data_parallel_size=config["replicas"],
         pipeline_parallel_size=config["stages"],
-        allocation=["net.second"] if config["stages"] == 2 else "gabra",
-        shard_optimizer_states=config.get("divides", False),
+        plan=["net.second"] if config["stages"] == 2 else None,
+        replicas=Equal(shard_states=config.get("divides", False)),
         checkpoint=config.get("checkpoint", "full"),
         **{"num_microbatches": 2, **config.get("arguments", {})},
     )
@@ -183,7 +184,7 @@ def die(config: dict[str, Any]) -> None:
 
 
 def main(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(), object_hook=read)
     die(config)
     seed_everything(0, verbose=False)
     module, looking = Module(config), Looking()

@@ -635,7 +635,12 @@ def main(folder: Path) -> None:
         strategy: Any = "ddp" if replicas > 1 else "auto"
         if stages:
             split: dict[str, Any] = {"num_microbatches": 1} if name in WHOLE else {}
-            strategy = HybridGabraFabricStrategy(replicas, stages, **split, **config["options"])
+            strategy = HybridGabraFabricStrategy(
+                data_parallel_size=replicas,
+                pipeline_parallel_size=stages,
+                **split,
+                **config["options"],
+            )
         devices = replicas * max(1, stages)
         fabric = Fabric(
             accelerator=accelerator,

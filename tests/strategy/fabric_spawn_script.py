@@ -24,7 +24,9 @@ if __name__ == "__main__":
     stages = int(sys.argv[1])
     strategy: Any = DDPStrategy(start_method="spawn")
     if stages:
-        strategy = HybridGabraFabricStrategy(2, stages, start_method="spawn")
+        strategy = HybridGabraFabricStrategy(
+            data_parallel_size=2, pipeline_parallel_size=stages, start_method="spawn"
+        )
     fabric = Fabric(accelerator="cpu", devices=2 * max(1, stages), strategy=strategy)
     seed_everything(5)
     torch.rand(3)  # so that the generators are not as just after the seed

@@ -63,7 +63,7 @@ class Kill(Callback):
 
 
 def main(folder: Path) -> None:
-    from lightning_hybrid import HybridGabraStrategy
+    from lightning_hybrid import BySpeed, HybridGabraStrategy, Search
 
     config = json.loads((folder / "config.json").read_text())
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -76,9 +76,8 @@ def main(folder: Path) -> None:
             data_parallel_size=replicas,
             pipeline_parallel_size=stages,
             num_microbatches=1 if stages == 1 else 2,
-            balance="speed",
-            device_capacity=config["speeds"],
-            lost_replica=config.get("lost_replica", "continue"),
+            replicas=BySpeed(on_loss=config.get("on_loss", "continue")),
+            search=Search(capacity=config["speeds"]),
         ),
         accelerator="cpu",
         devices=replicas * stages,

@@ -114,7 +114,7 @@ def make_trainer(config: dict[str, Any], folder: Path, **options: Any) -> Traine
             data_parallel_size=replicas,
             pipeline_parallel_size=stages,
             num_microbatches=1,
-            allocation=CUTS[stages],
+            plan=CUTS[stages],
         )
     defaults = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     return Trainer(

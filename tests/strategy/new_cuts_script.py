@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from records import read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -138,9 +139,9 @@ def measure(trainer: Trainer, speeds: list[Any]) -> None:
 
 
 def main(folder: Path) -> None:
-    from lightning_hybrid import HybridGabraStrategy
+    from lightning_hybrid import HybridGabraStrategy, Search
 
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(), object_hook=read)
     seed_everything(SEED, verbose=False)
     replicas, stages = config["replicas"], config["stages"]
     alone, cuts = config.get("alone", False), Cuts()
@@ -152,8 +153,8 @@ def main(folder: Path) -> None:
             data_parallel_size=replicas,
             pipeline_parallel_size=stages,
             num_microbatches=2,
-            device_capacity=[1.0] * devices,
-            **{"replan": "epoch", **config.get("arguments", {})},
+            search=Search(capacity=[1.0] * devices, replan="epoch"),
+            **config.get("arguments", {}),
         )
     callbacks: list[Callback] = [
         cuts,

@@ -53,7 +53,7 @@ def strategy(name: str) -> Any:
     return lightning_hybrid.HybridGabraStrategy(
         pipeline_parallel_size=2,
         num_microbatches=2,
-        allocation=["net.4"],
+        plan=["net.4"],
         start_method="spawn" if name.endswith("spawn") else "popen",
     )
 

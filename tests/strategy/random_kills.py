@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ports import free_port
 from prepared import start_ranks
@@ -54,7 +54,7 @@ class Shape:
     Attributes:
         stages: of one replica, a rank each.
         deferred: whether the network is made in `configure_model`.
-        checkpoint: as the strategy wants it.
+        checkpoint: `full`, `sharded` or `beside`, sharded while training goes on.
         replicas: of the stages; two of them divide the states of the optimizer.
     """
 
@@ -76,7 +76,7 @@ class Shape:
 SHAPES = [
     *(Shape(stages, deferred) for stages in (2, 3) for deferred in (False, True)),
     Shape(2, deferred=False, checkpoint="sharded"),
-    Shape(3, deferred=True, checkpoint="sharded_async"),
+    Shape(3, deferred=True, checkpoint="beside"),
     Shape(2, deferred=False, replicas=2),
 ]
 
@@ -96,7 +96,7 @@ def train(folder: Path, shape: Shape) -> None:  # noqa: C901  one script
     from torch import Tensor, nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_hybrid import HybridGabraStrategy
+    from lightning_hybrid import Equal, HybridGabraStrategy, Sharded
 
     faulthandler.register(signal.SIGQUIT)  # tells where a rank is that does not end
 
@@ -143,9 +143,13 @@ def train(folder: Path, shape: Shape) -> None:  # noqa: C901  one script
             pipeline_parallel_size=shape.stages,
             data_parallel_size=shape.replicas,
             num_microbatches=1,
-            allocation=["net.1", "net.2"][: shape.stages - 1],
-            shard_optimizer_states=shape.replicas > 1,
-            checkpoint=cast(Any, shape.checkpoint),
+            plan=["net.1", "net.2"][: shape.stages - 1],
+            replicas=Equal(shard_states=shape.replicas > 1),
+            checkpoint=(
+                "full"
+                if shape.checkpoint == "full"
+                else Sharded(asynchronous=shape.checkpoint == "beside")
+            ),
         ),
         accelerator="cpu",
         devices=shape.ranks // hosts,

@@ -93,14 +93,16 @@ def train(run: dict[str, Any], stages: int, folder: Path) -> dict[str, Any]:
     module = Chain(run)
     strategy: Any = "auto"
     if stages > 1:
-        from lightning_hybrid import HybridGabraStrategy
+        from lightning_hybrid import Delayed, HybridGabraStrategy
 
+        schedule = run["schedule"]
+        if schedule != "1f1b_stream":
+            schedule = Delayed(schedule, weights=run["weights"])
         strategy = HybridGabraStrategy(
             pipeline_parallel_size=stages,
             num_microbatches=1,
-            allocation=[f"net.{end}" for _, end in pairwise(ends_of(stages)[:-1])],
-            schedule=run["schedule"],
-            **({"delayed_weights": run["weights"]} if run["schedule"] != "1f1b_stream" else {}),
+            plan=[f"net.{end}" for _, end in pairwise(ends_of(stages)[:-1])],
+            schedule=schedule,
         )
     trainer = Trainer(
         strategy=strategy,

@@ -294,11 +294,10 @@ def main(folder: Path) -> None:
     seen = {}
     for name in config["jobs"]:
         strategy = HybridGabraStrategy(
-            replicas,
-            stages,
+            data_parallel_size=replicas,
+            pipeline_parallel_size=stages,
             num_microbatches=2,
-            allocation=[JOBS[name].cut] if stages == 2 else "gabra",
-            **JOBS[name].strategy,
+            **{"plan": [JOBS[name].cut] if stages == 2 else None} | JOBS[name].strategy,
         )
         module = fit(name, folder, strategy=strategy, devices=replicas * stages)
         seen[name] = {

@@ -16,6 +16,8 @@ from asynchronous_script import data, network, rate
 from conftest import Training
 from torch import Tensor, nn
 
+from lightning_hybrid import Asynchronous
+
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 slow = pytest.mark.conformance
 SCRIPT = Path(__file__).with_name("asynchronous_script.py")
@@ -23,7 +25,7 @@ USUAL = {"replicas": 2, "samples": 48, "batch": 4, "trainer": {}}
 
 
 def training(folder: Path, staleness: int, **config: Any) -> Training:
-    arguments = {"gradient_sync": "asgd", "staleness": staleness}
+    arguments = {"replicas": Asynchronous(staleness=staleness)}
     return Training(folder, script=SCRIPT, **{**USUAL, "arguments": arguments, **config})
 
 
@@ -106,7 +108,7 @@ def test_weights_are_those_of_a_serial_replay_and_loggers_hear_how_old_pushes_we
             for age in range(bound + 1):
                 logged[age] += int(float(line.get(f"hybrid/pushes_of_staleness_{age}") or 0))
     assert logged == Counter(ages)
-    assert trained.output.count(f"gradient_sync='asgd', staleness={bound}: replicas go on") == 1
+    assert trained.output.count(f"Asynchronous(staleness={bound}): replicas go on") == 1
 
 
 @slow

@@ -22,7 +22,7 @@ JOBS = [
     {"name": "meets", "network": "meets", "strategy": OPEN},
     {"name": "made", "network": "made", "strategy": OPEN},
     {"name": "cut points", "network": "tiny", "strategy": OPEN}
-    | {"arguments": {"allocation": ["net.1"]}},
+    | {"arguments": {"plan": ["net.1"]}},
     {"name": "predicts first", "network": "tiny", "strategy": OPEN, "predicts first": True},
     {"name": "asks before", "network": "tiny", "strategy": OPEN, "asks before": True},
     {"name": "in setup", "network": "tiny", "strategy": OPEN, "loader": "in setup"},

@@ -11,6 +11,8 @@ from conftest import Training
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
+from lightning_hybrid import BySpeed
+
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 slow = pytest.mark.conformance
 SCRIPT = Path(__file__).with_name("balance_script.py")
@@ -177,7 +179,7 @@ def test_batches_that_replicas_deal_themselves_are_weighted_by_their_samples(
 
 def test_each_epoch_is_dealt_by_what_was_measured_in_the_one_before(tmp_path: Path) -> None:
     config = {**USUAL, "speeds": [1.0, 1.0], "sleeps": [0.01, 0.05], "samples": 80}
-    ranks = train(tmp_path, **config, arguments={"replan": "epoch"})
+    ranks = train(tmp_path, **config, dealt=BySpeed(replan="epoch"))
     assert_each_sample_once(ranks, config, epochs=2)
     expected = one_device(config)
     for rank in ranks:

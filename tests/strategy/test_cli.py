@@ -12,7 +12,16 @@ import torch
 from cli_script import Regression
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid import (
+    Asynchronous,
+    BySpeed,
+    Delayed,
+    Equal,
+    HybridGabraStrategy,
+    Plan,
+    Search,
+    Sharded,
+)
 from lightning_hybrid.errors import PlanError
 
 # Lightning's advice on unused loggers and on arguments given by the test
@@ -41,13 +50,48 @@ def test_the_class_and_its_arguments_from_a_file(tmp_path: Path) -> None:
     arguments = {
         "data_parallel_size": 2,
         "num_microbatches": 3,
-        "allocation": ["net.2"],
+        "plan": ["net.2"],
         "network": "net",
         "log_performance": True,
     }
     strategy = {"class_path": CLASS, "init_args": arguments}
     made = strategy_of(f"--config={config(tmp_path, strategy=strategy)}")
     assert (made.num_replicas, made.coordinates.ranks_per_replica) == (2, 2)
+
+
+RECORDS: dict[str, list[Any]] = {
+    "schedule": [Delayed("fdg", weights="current", shrink=0.5)],
+    "search": [Search(method="merging", objective="makespan", capacity=[1.0, 2.0, 1.0, 1.0])],
+    "replicas": [
+        Equal(shard_states=True),
+        BySpeed(replan="epoch", shard_states=True),
+        Asynchronous(staleness=4),
+    ],
+    "checkpoint": [Sharded(asynchronous=True)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "record"), [(name, each) for name, some in RECORDS.items() for each in some], ids=str
+)
+def test_a_record_from_a_file_by_its_class(tmp_path: Path, name: str, record: Any) -> None:
+    kind = f"lightning_hybrid.{type(record).__name__}"
+    arguments = {"data_parallel_size": 4, name: {"class_path": kind, "init_args": vars(record)}}
+    strategy = {"class_path": CLASS, "init_args": arguments}
+    made = strategy_of(f"--config={config(tmp_path, strategy=strategy)}")
+    assert getattr(made._config, name) == record
+
+
+def test_a_record_from_the_command_line() -> None:
+    name = "--trainer.strategy"
+    made = strategy_of(
+        f"{name}={CLASS}",
+        f"{name}.search.objective=makespan",
+        f"{name}.replicas=lightning_hybrid.BySpeed",
+        f"{name}.replicas.on_loss=continue",
+    )
+    assert made._config.search == Search(objective="makespan")
+    assert made._config.replicas == BySpeed(on_loss="continue")
 
 
 @pytest.mark.conformance
@@ -81,7 +125,7 @@ def test_a_wrong_size_is_named(tmp_path: Path) -> None:
 def test_a_run_from_a_file(tmp_path: Path) -> None:
     strategy = {
         "class_path": CLASS,
-        "init_args": {"pipeline_parallel_size": 2, "allocation": ["net.2"]},
+        "init_args": {"pipeline_parallel_size": 2, "plan": ["net.2"]},
     }
     path = config(
         tmp_path,

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from lightning_hybrid import HybridGabraFabricStrategy, HybridGabraStrategy, Plan
+from lightning_hybrid import (
+    Asynchronous,
+    BySpeed,
+    Delayed,
+    Equal,
+    HybridGabraFabricStrategy,
+    HybridGabraStrategy,
+    Plan,
+    Search,
+    Sharded,
+)
 from lightning_hybrid._lightning import DDPStrategy, FabricDDPStrategy
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
@@ -18,6 +28,10 @@ CHAIN = Plan(replicas=2, stages=2, microbatches=2, schedule="gpipe", cuts=("b",)
 LOOP = Plan(
     replicas=1, stages=3, microbatches=2, schedule="gpipe", cuts=("b", "c"), devices=(0, 1, 0)
 )
+
+
+DEALT = Plan(replicas=2, stages=1, microbatches=1, schedule="gpipe", cuts=(), shares=(3, 1))
+FREE, ANEW, BESIDE = Search(contiguous=False), Search(replan="epoch"), Sharded(asynchronous=True)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +51,11 @@ def test_all_devices_are_used(
     assert Config(**arguments).shape(1, devices) == shape
 
 
-def test_names_of_layers_are_no_plan() -> None:
-    names: Any = ["b"]
-    with pytest.raises(PlanError, match=r"plan=\['b'\] must be a Plan.* allocation="):
-        HybridGabraStrategy(plan=names)
+def test_a_plan_may_be_cut_points_and_nothing_else() -> None:
+    assert HybridGabraStrategy(plan=["b"])._config.settings.allocation == ("b",)
+    number: Any = 3
+    with pytest.raises(PlanError, match="plan=3 must be a Plan, the path of one, or a list of cut"):
+        HybridGabraStrategy(plan=number)
 
 
 def test_devices_of_all_nodes_count() -> None:
@@ -56,19 +71,16 @@ def test_devices_of_all_nodes_count() -> None:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"pipeline_parallel_size": (3, 1)}, r"pipeline_parallel_size=\(3, 1\)"),
         ({"plan": CHAIN}, "pipeline_parallel_size=2"),
-        ({"balance": "speed"}, "balance='speed'"),
-        ({"shard_optimizer_states": True}, "shard_optimizer_states=True"),
-        ({"checkpoint": "sharded"}, "checkpoint='sharded'"),
-        ({"schedule": "fdg"}, "schedule='fdg'"),
-        ({"staleness": -1}, "staleness=-1 must be a whole number"),
-        ({"gradient_sync": "allreduce"}, "staleness=2 is for gradient_sync='asgd'"),
-        ({"gradient_sync": "sometimes"}, "gradient_sync='sometimes' is none of 'allreduce'"),
+        ({"plan": replace(CHAIN, shares=(3, 1))}, "pipeline_parallel_size=2"),
+        ({"plan": DEALT}, "a plan with shares"),
+        ({"checkpoint": Sharded()}, r"checkpoint=Sharded\(\)"),
+        ({"schedule": Delayed("fdg")}, r"schedule=Delayed\('fdg'\)"),
     ],
 )
 def test_asynchronous_replicas_have_one_stage_and_share_nothing(
     arguments: dict[str, Any], named: str
 ) -> None:
-    usual: dict[str, Any] = {"gradient_sync": "asgd", "staleness": 2}
+    usual: dict[str, Any] = {"replicas": Asynchronous(staleness=2)}
     assert Config(**usual).shape(1, 4) == (4, 1)
     with pytest.raises(PlanError, match=named):
         Config(**{**usual, **arguments})
@@ -80,18 +92,18 @@ def test_asynchronous_replicas_have_one_stage_and_share_nothing(
         ({"pipeline_parallel_size": 1}, "pipeline_parallel_size=1"),
         ({"pipeline_parallel_size": (2, 1)}, r"pipeline_parallel_size=\(2, 1\)"),
         ({"plan": CHAIN, "pipeline_parallel_size": "auto"}, r"plan=\.\.\."),
-        ({"allocation": ["b"]}, r"allocation=\['b'\]"),
-        ({"contiguous": False}, "contiguous=False"),
+        ({"cuts": ("b",)}, r"plan=\['b'\]"),
         ({"schedule": "1f1b_stream"}, "schedule='1f1b_stream'"),
         ({"compile_stages": True}, "compile_stages=True"),
-        ({"shard_optimizer_states": True}, "shard_optimizer_states=True"),
+        ({"replicas": Equal(shard_states=True)}, r"replicas=Equal\(shard_states=True\)"),
+        ({"replicas": BySpeed()}, r"replicas=BySpeed\(\)"),
     ],
 )
 def test_what_keeps_the_cuts_is_refused_beside_new_ones(
     arguments: dict[str, Any], named: str
 ) -> None:
-    usual: dict[str, Any] = {"replan": "epoch", "pipeline_parallel_size": 2}
-    assert not Config(**usual).cuts_stay
+    usual: dict[str, Any] = {"search": Search(replan="epoch"), "pipeline_parallel_size": 2}
+    assert Config(**usual).replans_cuts
     with pytest.raises(PlanError, match=named):
         Config(**{**usual, **arguments})
 
@@ -99,21 +111,16 @@ def test_what_keeps_the_cuts_is_refused_beside_new_ones(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"balance": "equal"}, "balance='equal'"),
-        ({"replan": "epoch"}, "replan='epoch'"),
         ({"pipeline_parallel_size": (2, 1)}, r"pipeline_parallel_size=\(2, 1\)"),
-        ({"shard_optimizer_states": True}, "shard_optimizer_states=True"),
-        ({"checkpoint": "sharded"}, "checkpoint='sharded'"),
+        ({"checkpoint": Sharded()}, r"checkpoint=Sharded\(\)"),
         ({"schedule": "1f1b_stream"}, "schedule='1f1b_stream'"),
-        ({"gradient_sync": "asgd"}, "gradient_sync='asgd'"),
-        ({"lost_replica": "restart"}, "lost_replica='restart' is none of 'end', 'continue'"),
     ],
 )
 def test_replicas_that_go_on_without_a_lost_one_share_gradients_alone(
     arguments: dict[str, Any], named: str
 ) -> None:
-    usual: dict[str, Any] = {"lost_replica": "continue", "balance": "speed"}
-    assert Config(**usual).lost_replica == "continue"
+    usual: dict[str, Any] = {"replicas": BySpeed(on_loss="continue")}
+    assert Config(**usual).goes_on
     with pytest.raises(PlanError, match=named):
         Config(**{**usual, **arguments})
 
@@ -135,24 +142,24 @@ def test_one_device_s_random_numbers_are_not_for_schedules_that_begin_early() ->
 
 
 def test_divided_states_are_not_saved_beside_training() -> None:
-    with pytest.raises(PlanError, match=r"'sharded_async' makes copies on replica 0, .* shard_"):
-        Config(checkpoint="sharded_async", shard_optimizer_states=True)
-    config = Config(checkpoint="sharded", shard_optimizer_states=True)
-    assert config.shard_optimizer_states
+    with pytest.raises(PlanError, match=r"Sharded\(asyn.* makes copies on replica 0, .*shard_"):
+        Config(checkpoint=Sharded(asynchronous=True), replicas=Equal(shard_states=True))
+    config = Config(checkpoint=Sharded(), replicas=Equal(shard_states=True))
+    assert config.shards_states
     assert config.settings.shards_states
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"allocation": ["b"], "contiguous": False}, "or give plan=Plan"),
-        ({"schedule": "zero_bubble", "contiguous": False}, "each device one stage, and does"),
+        ({"cuts": ("b",), "search": FREE}, "or give plan=Plan"),
+        ({"schedule": "zero_bubble", "search": FREE}, "each device one stage, and does"),
         ({"pipeline_parallel_size": 1, "recompute": True}, "call torch.utils.checkpoint in the"),
         ({"plan": ALONE, "recompute": True}, "^pipeline_parallel_size=1 makes no stages"),
-        ({"schedule": "fdg", "recompute": True}, "have delayed_weights='recompute'"),
-        ({"checkpoint": "sharded_async", "shard_optimizer_states": True}, "Use .*'sharded' or"),
-        ({"replan": "epoch", "compile_stages": True}, "or use balance='speed' with several"),
-        ({"plan": ALONE, "replan": "epoch"}, "go together with pipeline_parallel_size=1"),
+        ({"schedule": Delayed("fdg"), "recompute": True}, "have .*weights='recompute'"),
+        ({"checkpoint": BESIDE, "replicas": Equal(shard_states=True)}, r"Use .*=Sharded\(\) or"),
+        ({"search": ANEW, "compile_stages": True}, r"or use replicas=BySpeed\(replan='epoch'\)"),
+        ({"plan": ALONE, "search": ANEW}, "go together with pipeline_parallel_size=1"),
         ({"pipeline_parallel_size": (1, 2), "compile_stages": True}, "or use .*_size=3"),
     ],
 )
@@ -163,8 +170,8 @@ def test_a_contradiction_is_named_with_a_way_out(arguments: dict[str, Any], mess
 
 @pytest.mark.parametrize("capacity", [(1.0, 2.0, 3.0), (1.0, -1.0)])
 def test_capacities_are_one_positive_number_per_device(capacity: tuple[float, ...]) -> None:
-    config = Config(device_capacity=capacity)
-    with pytest.raises(PlanError, match="device_capacity"):
+    config = Config(search=Search(capacity=capacity))
+    with pytest.raises(PlanError, match="capacity"):
         config.check_devices(1, 2)
 
 
@@ -172,9 +179,9 @@ def test_capacities_are_one_positive_number_per_device(capacity: tuple[float, ..
     ("arguments", "several"),
     [
         ({}, False),
-        ({"contiguous": False}, True),
+        ({"search": FREE}, True),
         ({"plan": CHAIN}, False),
-        ({"plan": CHAIN, "contiguous": False}, False),  # a plan says it all
+        ({"plan": CHAIN, "search": FREE}, False),  # a plan says it all
         ({"plan": LOOP}, True),
     ],
 )
@@ -187,11 +194,11 @@ def test_whether_a_device_may_have_several_stages(arguments: dict[str, Any], sev
     [
         ({}, (1, 2), True),
         ({}, (2, 1), False),
-        ({"balance": "speed"}, (2, 1), True),
-        ({"balance": "speed"}, (1, 1), False),
-        ({"allocation": ["b"]}, (1, 2), False),
+        ({"replicas": BySpeed()}, (2, 1), True),
+        ({"replicas": BySpeed()}, (1, 1), False),
+        ({"cuts": ("b",)}, (1, 2), False),
         ({"plan": CHAIN}, (1, 2), False),
-        ({"plan": CHAIN, "device_capacity": (1.0, 2.0)}, (1, 2), True),  # who sits where
+        ({"plan": CHAIN, "search": Search(capacity=(1.0, 2.0))}, (1, 2), True),  # who sits where
     ],
 )
 def test_devices_are_looked_at_where_it_decides_something(
@@ -205,10 +212,10 @@ def test_devices_are_looked_at_where_it_decides_something(
     [
         ({}, 2, True),
         ({}, 1, False),
-        ({"num_microbatches": 3, "contiguous": False}, 4, True),
+        ({"num_microbatches": 3, "search": FREE}, 4, True),
         ({"data_parallel_size": 1}, 2, False),
         ({"pipeline_parallel_size": 2}, 2, False),
-        ({"allocation": ["b"]}, 2, False),
+        ({"cuts": ("b",)}, 2, False),
         ({"plan": CHAIN}, 4, False),
     ],
 )
@@ -238,17 +245,17 @@ def test_a_plan_comes_from_a_file(tmp_path: Path) -> None:
     CHAIN.save(tmp_path / "plan.json")
     config = HybridGabraStrategy(plan=str(tmp_path / "plan.json"))._config
     assert config.plan == CHAIN
-    assert (config.replicas, config.stages) == (2, 2)
+    assert (config.replica_count, config.stages) == (2, 2)
 
 
 def test_what_is_automatic_is_none() -> None:
     config = Config()
-    assert (config.replicas, config.stages, config.microbatches) == (None, None, None)
+    assert (config.replica_count, config.stages, config.microbatches) == (None, None, None)
     assert (config.names, config.capacity, config.plan) == (None, None, None)
     assert config.settings.schedule == "auto"
     assert not config.several_stages_per_device
     assert Config(network="net").names == ("net",)
-    assert Config(allocation=["b", "c"]).settings.allocation == ("b", "c")
+    assert Config(cuts=("b", "c")).settings.allocation == ("b", "c")
 
 
 def test_it_cannot_be_changed() -> None:
@@ -270,7 +277,7 @@ def test_recomputation_that_is_said_goes_before_the_plans() -> None:
     [
         ({"pipeline_parallel_size": 1}, "pipeline_parallel_size=1"),
         ({"schedule": "1f1b_stream"}, "'1f1b_stream'"),
-        ({"schedule": "fdg"}, "delayed_weights='recompute'"),
+        ({"schedule": Delayed("fdg")}, "weights='recompute'"),
     ],
 )
 def test_recomputation_is_refused_where_it_does_nothing(
@@ -281,12 +288,12 @@ def test_recomputation_is_refused_where_it_does_nothing(
 
 
 def test_recomputation_is_refused_before_a_plan_is_asked_to_take_it() -> None:
-    with pytest.raises(PlanError, match="delayed_weights='recompute'"):
+    with pytest.raises(PlanError, match="weights='recompute'"):
         Config(recompute=True, plan=replace(CHAIN, schedule="pipedream"))
 
 
 def test_every_argument_that_is_not_lightnings_is_kept() -> None:
-    own = {field.name for field in fields(Config)} - {"sizes"}
+    own = {field.name for field in fields(Config)} - {"sizes", "cuts"}
     theirs = set(signature(DDPStrategy).parameters)
     for strategy in (HybridGabraStrategy, HybridGabraFabricStrategy):
         arguments = set(signature(strategy).parameters)

@@ -21,7 +21,7 @@ SHAPES = {  # replicas, stages, and how checkpoints are saved
     (1, 3, "full"): list(CASES),
     (2, 2, "full"): ["Plain", "Accumulates"],
     (1, 3, "sharded"): ["Plain"],
-    (2, 2, "sharded_async"): ["Plain"],
+    (2, 2, "beside"): ["Plain"],
 }
 SLOW = {*SHAPES} - {(1, 2, "full")}
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.conformance]
 def test_ranks_that_change_places_train_as_one_device(tmp_path: Path) -> None:
     config = {**DEFAULTS, "dtype": "float64", "replicas": 2, "stages": 2, "steps": 6}
     losses, weights = one_device(config)
-    ranks = Training(tmp_path, **config, device_capacity=[1, 1, 0.5, 0.5], after="best").run()
+    ranks = Training(tmp_path, **config, capacity=[1, 1, 0.5, 0.5], after="best").run()
     assert [rank["coordinates"] for rank in ranks] == [
         "rank 0 (driver, replica 0, stage 1)",
         "rank 1 (driver, replica 1, stage 1)",
@@ -57,7 +57,7 @@ class Runs:
     """Two runs of a script, one after the other, with a cache of their own."""
 
     def __init__(self, folder: Path) -> None:
-        config = {**DEFAULTS, "stages": 2, "steps": 2, "allocation": "gabra"}
+        config = {**DEFAULTS, "stages": 2, "steps": 2, "plan": None}
         config |= {"trainer": {"num_sanity_val_steps": 1}}
         self.ranks, self.files = [], []
         with pytest.MonkeyPatch.context() as patch:

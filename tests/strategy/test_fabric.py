@@ -17,7 +17,7 @@ from fabric_script import FAILS, LOOPS
 from lightning.fabric import Fabric
 from prepared import Forked, start_ranks
 
-from lightning_hybrid import HybridGabraFabricStrategy, Plan
+from lightning_hybrid import Delayed, HybridGabraFabricStrategy, Plan, Search
 from lightning_hybrid.errors import HybridError, PlanError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -248,8 +248,13 @@ def test_a_users_shell_starts_one_process_and_the_script_the_others(tmp_path: Pa
 
 
 def test_a_schedule_that_fetches_batches_early_is_refused() -> None:
-    with pytest.raises(PlanError, match="schedule='pipedream' begins with later batches early"):
-        HybridGabraFabricStrategy(schedule="pipedream")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"Delayed\('pipedream'\) begins with later batches early"):
+        HybridGabraFabricStrategy(schedule=Delayed("pipedream"))  # type: ignore[arg-type]
+
+
+def test_an_epoch_at_which_cuts_are_made_anew_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"search=Search\(replan='epoch'\) .* knows no epochs"):
+        HybridGabraFabricStrategy(search=Search(replan="epoch"))
 
 
 def test_a_plan_with_shares_is_refused() -> None:

@@ -87,7 +87,7 @@ def test_gabra_may_give_a_device_several_stages(tmp_path: Path) -> None:
     _, expected = train(alone, tmp_path / "one")
     ranks = Training(
         tmp_path / "free",
-        **{**config, "stages": 2, "allocation": "gabra", "contiguous": False, "after": "best"},
+        **{**config, "stages": 2, "plan": None, "contiguous": False, "after": "best"},
     ).run()
     path = tmp_path / "free/checkpoints/step=6.ckpt"
     _, resumed = train({**alone, "after": None, "ckpt_path": str(path)}, tmp_path / "resumed")

@@ -1,4 +1,4 @@
-"""With ``replan="epoch"`` a slow device gets less to do, and numbers stay those of one device."""
+"""A slow device gets less to do in the next epoch, and numbers stay those of one device."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Training
+
+from lightning_hybrid import Sharded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 slow = pytest.mark.conformance
@@ -86,7 +88,7 @@ def test_where_cuts_stay_a_line_says_why(
         pytest.param({"trainer": {"accumulate_grad_batches": 5}}, marks=slow),
         pytest.param({"stages": 3, "true": [1.0, 0.2, 1.0]}, marks=slow),
         pytest.param({"drops": True, "arguments": {"rng": "device"}}, marks=slow),
-        pytest.param({"arguments": {"checkpoint": "sharded_async"}}, marks=slow),
+        pytest.param({"arguments": {"checkpoint": Sharded(asynchronous=True)}}, marks=slow),
         pytest.param({"arguments": {"log_performance": True}}, marks=slow),
     ],
     ids=str,

@@ -15,8 +15,9 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from torch import nn
 
-from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid import Asynchronous, HybridGabraStrategy, Plan, Search, Sharded
 from lightning_hybrid.comm.coordinates import Coordinates
+from lightning_hybrid.config import Config
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.progress import StartProgress
@@ -158,7 +159,7 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
     ],
 )
 def test_asynchronous_replicas_step_once_a_batch(arguments: dict[str, Any], text: str) -> None:
-    """Gradients of several batches with `gradient_sync="asgd"`, by number or by a scheduler."""
+    """Gradients of several batches with `Asynchronous` replicas, by number or by a scheduler."""
     accumulating: Any = Trainer(accelerator="cpu", logger=False, **arguments)
     accumulating.strategy.connect(BoringModel())
     run: Any = SimpleNamespace(
@@ -166,8 +167,9 @@ def test_asynchronous_replicas_step_once_a_batch(arguments: dict[str, Any], text
         module=nn.Linear(1, 1),
         precision=accumulating.precision_plugin,
         synchronised=False,
+        config=Config(replicas=Asynchronous()),
     )
-    with pytest.raises(PlanError, match=f"gradient_sync='asgd' steps once a batch.*{text}"):
+    with pytest.raises(PlanError, match=rf"Asynchronous\(\) steps once a batch.*{text}"):
         refuse_asynchronous(run, [])
 
 
@@ -203,7 +205,10 @@ def test_devices_that_are_no_multiple_of_the_sizes(devices: int, arguments: dict
         ({"pipeline_parallel_size": 3, "plan": PLAN}, "pipeline_parallel_size=3.*2 stages"),
         ({"data_parallel_size": 2, "plan": PLAN}, "data_parallel_size=2.*1 replicas"),
         ({"pipeline_parallel_size": 3, "plan": LOOP}, "=3.*2 devices with 3 stages"),
-        ({"allocation": ["second"], "contiguous": False}, "cut points.*contiguous=False"),
+        (
+            {"plan": ["second"], "search": Search(contiguous=False)},
+            "cut points.*contiguous=False",
+        ),
         ({"plan": "nowhere.json"}, "nowhere.json"),
     ],
 )
@@ -269,10 +274,12 @@ def test_a_layer_without_a_size_is_refused_by_name() -> None:
 
 
 def test_a_sharded_checkpoint_refuses_what_passes_through_one_rank() -> None:
-    """`checkpoint="sharded"` with a `CheckpointIO`, or saved to a URL."""
+    """`checkpoint=Sharded()` with a `CheckpointIO`, or saved to a URL."""
     with pytest.raises(PlanError, match="AsyncCheckpointIO was given"):
-        HybridGabraStrategy(checkpoint="sharded_async", checkpoint_io=AsyncCheckpointIO())
-    strategy = HybridGabraStrategy(checkpoint="sharded")
+        HybridGabraStrategy(
+            checkpoint=Sharded(asynchronous=True), checkpoint_io=AsyncCheckpointIO()
+        )
+    strategy = HybridGabraStrategy(checkpoint=Sharded())
     with pytest.raises(PlanError, match="AsyncCheckpointIO was given"):
         Trainer(strategy=strategy, accelerator="cpu", devices=2, plugins=[AsyncCheckpointIO()])
     with pytest.raises(PlanError, match=r"'s3://there/x\.ckpt'"):
@@ -281,5 +288,7 @@ def test_a_sharded_checkpoint_refuses_what_passes_through_one_rank() -> None:
 
 def test_an_unknown_kind_of_checkpoint_is_refused() -> None:
     """Another value of `checkpoint`."""
-    with pytest.raises(PlanError, match="checkpoint='folder' is none of 'full'"):
-        HybridGabraStrategy(checkpoint="folder")  # type: ignore[arg-type]
+    with pytest.raises(
+        PlanError, match=r"checkpoint='sharded' is none of 'full', Sharded\(\.\.\.\)"
+    ):
+        HybridGabraStrategy(checkpoint="sharded")  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import torch
 from conftest import DEFAULTS
 from test_exact_training import SETTINGS, one_device
 
-from lightning_hybrid import HybridGabraStrategy, Plan
+from lightning_hybrid import BySpeed, Equal, HybridGabraStrategy, Plan, Search, Sharded
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.copied_stages import owners_of
 
@@ -82,7 +82,7 @@ def test_cuts_that_are_chosen_for_a_shape_give_the_numbers_of_one_device(
         "samples": 16,
     }
     losses, weights = one_device(config)
-    ranks = train(**config, copies=copies, allocation="gabra")
+    ranks = train(**config, copies=copies, plan=None)
     assert ranks[0]["losses"] == pytest.approx(losses[0], abs=1e-10)
     for name, value in ranks[1]["weights"].items():
         torch.testing.assert_close(value, weights[name], rtol=1e-10, atol=1e-10, msg=name)
@@ -98,10 +98,10 @@ def test_cuts_that_are_chosen_for_a_shape_give_the_numbers_of_one_device(
             "go together with schedule='1f1b_stream'. .* use pipeline_parallel_size=4",
         ),
         ({"schedule": "looped"}, "go together with schedule='looped'"),
-        ({"contiguous": False}, "go together with contiguous=False"),
-        ({"balance": "speed"}, "go together with balance='speed'"),
-        ({"shard_optimizer_states": True}, "go together with shard_optimizer_states=True"),
-        ({"checkpoint": "sharded"}, "go together with checkpoint='sharded'"),
+        ({"search": Search(contiguous=False)}, r"with search=Search\(contiguous=False\)"),
+        ({"replicas": BySpeed()}, r"go together with replicas=BySpeed\(\)"),
+        ({"replicas": Equal(shard_states=True)}, r"with replicas=Equal\(shard_states=True\)"),
+        ({"checkpoint": Sharded()}, r"go together with checkpoint=Sharded\(\)"),
         ({"rng": "device"}, "go together with rng='device'"),
     ],
 )

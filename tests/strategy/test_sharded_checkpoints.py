@@ -171,7 +171,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 @slow
-@pytest.mark.parametrize("kind", ["sharded", "sharded_async"])
+@pytest.mark.parametrize("kind", ["sharded", "beside"])
 def test_any_shape_and_one_device_go_on_with_what_a_shape_has_saved(
     tmp_path: Path, kind: str
 ) -> None:
@@ -212,9 +212,7 @@ def test_replicas_go_on_with_what_replicas_have_saved(tmp_path: Path) -> None:
     expected = run(
         tmp_path / "ddp", replicas=2, strategy="ddp", ckpt_path=str(tmp_path / "whole.ckpt")
     )
-    found = run(
-        tmp_path / "both", replicas=2, stages=2, ckpt_path=str(folder), sharded="sharded_async"
-    )
+    found = run(tmp_path / "both", replicas=2, stages=2, ckpt_path=str(folder), sharded="beside")
     for mine, theirs in zip(found, expected, strict=True):
         assert_close(mine["losses"], theirs["losses"])
         assert_close(dict(mine["weights"]), dict(theirs["weights"]))

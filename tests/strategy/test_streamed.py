@@ -168,7 +168,7 @@ def test_a_loop_by_name_trains_as_one_device(tmp_path: Path) -> None:
     config = {**BASE, "microbatches": 2, "steps": 6}
     _, expected = train_here({**config, "strategy": "auto", "microbatches": 1}, tmp_path / "alone")
     cuts = [f"net.{name}" for name in CUTS["residual"][4]]
-    loop = {"stages": 2, "schedule": "looped", "allocation": cuts}
+    loop = {"stages": 2, "schedule": "looped", "plan": cuts}
     ranks = Training(tmp_path / "loop", **{**config, **loop}).run()
     assert "2 devices with 4 stages" in ranks[0]["plan"]
     assert ranks[0]["losses"] == pytest.approx(expected["losses"], abs=1e-10)
