@@ -26,7 +26,7 @@ USE_CASE = {
 }
 OUTERMOST = {
     "lightning_hybrid/strategy/strategy.py",
-    "lightning_hybrid/process/launcher.py",
+    "lightning_hybrid/strategy/launcher.py",
     "lightning_hybrid/run/building.py",
     "lightning_hybrid/run/checkpoint_io.py",
     "lightning_hybrid/run/coming_batches.py",
@@ -41,7 +41,7 @@ OUTERMOST = {
     "lightning_hybrid/run/replica_world.py",
     "lightning_hybrid/run/rehearsal.py",
     "lightning_hybrid/run/sizing.py",
-    "lightning_hybrid/process/run_results.py",
+    "lightning_hybrid/run/run_results.py",
     "lightning_hybrid/run/run.py",
     "lightning_hybrid/run/run_table.py",
     "lightning_hybrid/run/session.py",
@@ -57,7 +57,7 @@ SUBCLASSES = [
         "strategy/strategy",
         "strategy/fabric",
         "strategy/replica_ranks",
-        "process/launcher",
+        "strategy/launcher",
     )
 ]
 INHERITED = {

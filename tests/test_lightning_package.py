@@ -12,7 +12,7 @@ from lightning_hybrid._lightning import CHOSEN
 from lightning_hybrid._package import VARIABLE, choose, chosen_in_children
 from lightning_hybrid._registration import NAMES
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.process.launcher import TrainerPart
+from lightning_hybrid.strategy.launcher import TrainerPart
 
 ROOT = Path(__file__).parents[1]
 OURS, THEIRS = "lightning.pytorch", "pytorch_lightning"

@@ -22,16 +22,4 @@ from lightning_hybrid.process.joining import (
     make_store,
     reach,
 )
-from lightning_hybrid.process.launcher import (
-    HybridMultiProcessingLauncher,
-    HybridSubprocessLauncher,
-    Part,
-    Parted,
-)
-from lightning_hybrid.process.run_results import (
-    Results,
-    Snapshot,
-    TrainerResults,
-    adopt_results,
-    collect_results,
-)
+from lightning_hybrid.process.world import NoWorld, Phase, World

@@ -16,6 +16,6 @@ from lightning_hybrid.run.replica_world import (
     refuse_other_shards,
 )
 from lightning_hybrid.run.run import Run, scalers_of
+from lightning_hybrid.run.run_results import Results, TrainerResults, adopt_attributes
 from lightning_hybrid.run.session import DriverSession, WorkerSession
 from lightning_hybrid.run.sizing import choose_on_rank_0
-from lightning_hybrid.run.world import NoWorld, Phase, World

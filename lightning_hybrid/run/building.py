@@ -22,8 +22,8 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._lightning_private import set_module_device
 from lightning_hybrid.comm import Failure
+from lightning_hybrid.process import NoWorld, World
 from lightning_hybrid.remote import Deferral, is_deferred
-from lightning_hybrid.run.world import NoWorld, World
 from lightning_hybrid.stage import with_room_for
 from lightning_hybrid.state import (
     gather_after_run,

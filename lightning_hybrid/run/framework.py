@@ -9,14 +9,14 @@ from typing import Any, cast
 from torch import nn
 
 from lightning_hybrid._lightning import Trainer, TrainerStatus
-from lightning_hybrid.process import (
+from lightning_hybrid.run.checkpoint_io import AtomicCheckpointIO
+from lightning_hybrid.run.run_results import (
     Results,
     Snapshot,
     TrainerResults,
     adopt_results,
     collect_results,
 )
-from lightning_hybrid.run.checkpoint_io import AtomicCheckpointIO
 
 
 class ByTrainer:

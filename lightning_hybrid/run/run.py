@@ -22,9 +22,9 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.driver import StartProgress, present_bytes
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan, plan_again
+from lightning_hybrid.process import World
 from lightning_hybrid.run.building import Building
 from lightning_hybrid.run.framework import ByTrainer, Framework
-from lightning_hybrid.run.world import World
 from lightning_hybrid.stage import StageOptions, Stopwatch, broadcast_module
 from lightning_hybrid.state import make_what_no_network_owns
 

@@ -42,7 +42,7 @@ from lightning_hybrid.driver import (
     bring_here,
 )
 from lightning_hybrid.planning import Plan, give_back_memory
-from lightning_hybrid.process import Results, is_loss, read_fault
+from lightning_hybrid.process import Phase, is_loss, read_fault
 from lightning_hybrid.remote import materialize
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches
@@ -50,8 +50,8 @@ from lightning_hybrid.run.device_times import BUSY, StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog
 from lightning_hybrid.run.replanning import Replanning
 from lightning_hybrid.run.run import Run, scaled, scalers_of
+from lightning_hybrid.run.run_results import Results
 from lightning_hybrid.run.unequal_shares import UnequalShares
-from lightning_hybrid.run.world import Phase
 from lightning_hybrid.stage import Synchronised
 from lightning_hybrid.state import save_alone, were_divided, without_frozen
 from lightning_hybrid.worker import Worker

@@ -32,25 +32,24 @@ from lightning_hybrid.driver import StartProgress, bring_here
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.options import Search
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.process import (
-    HybridMultiProcessingLauncher,
-    HybridSubprocessLauncher,
-    Part,
-    Parted,
-    Results,
-)
+from lightning_hybrid.process import NoWorld, Phase
 from lightning_hybrid.run import (
     BetweenRuns,
     Building,
     ByFabric,
     DriverSession,
-    NoWorld,
-    Phase,
+    Results,
     Run,
     WorkerSession,
     leave_on_cpu,
     move_module,
     scalers_of,
+)
+from lightning_hybrid.strategy.launcher import (
+    HybridMultiProcessingLauncher,
+    HybridSubprocessLauncher,
+    Part,
+    Parted,
 )
 from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.ranks import StrategyRanks

@@ -23,16 +23,17 @@ from lightning_hybrid.comm import Coordinates, Group, Survivors, backend_on, cho
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Cluster, Machine
-from lightning_hybrid.process import Meeting, has_met, join, look_around, reach
-from lightning_hybrid.run import (
-    Launched,
+from lightning_hybrid.process import (
+    Meeting,
     NoWorld,
     Phase,
-    ReplicaWorld,
-    ShownRanks,
     World,
-    asked_by_framework,
+    has_met,
+    join,
+    look_around,
+    reach,
 )
+from lightning_hybrid.run import Launched, ReplicaWorld, ShownRanks, asked_by_framework
 
 T = TypeVar("T")
 

@@ -32,10 +32,11 @@ from lightning_hybrid.config import Checkpoint
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import gigabytes
-from lightning_hybrid.process import Children, HybridSubprocessLauncher
+from lightning_hybrid.process import Children
 from lightning_hybrid.run import Run, scalers_of
 from lightning_hybrid.schedules import LookAhead
 from lightning_hybrid.stage import state_buffers
+from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher
 
 
 def say_what_is_off() -> None:

@@ -13,8 +13,12 @@ from lightning_hybrid._lightning_private import LOADING
 from lightning_hybrid.comm import Coordinates, Failure
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.process import HybridMultiProcessingLauncher, HybridSubprocessLauncher
-from lightning_hybrid.run import BetweenRuns, DriverSession, Phase, refuse_other_shards
+from lightning_hybrid.process import Phase
+from lightning_hybrid.run import BetweenRuns, DriverSession, refuse_other_shards
+from lightning_hybrid.strategy.launcher import (
+    HybridMultiProcessingLauncher,
+    HybridSubprocessLauncher,
+)
 from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import say_what_is_off
 

@@ -48,17 +48,12 @@ from lightning_hybrid.config import (
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.options import Asynchronous, BySpeed, Delayed, Equal, Search, Sharded
 from lightning_hybrid.planning import Plan, free_of_host, give_back_memory
-from lightning_hybrid.process import (
-    HybridSubprocessLauncher,
-    Parted,
-    Results,
-)
+from lightning_hybrid.process import NoWorld, Phase
 from lightning_hybrid.run import (
     BetweenRuns,
     Building,
     DriverSession,
-    NoWorld,
-    Phase,
+    Results,
     Run,
     WorkerSession,
     move_module,
@@ -70,6 +65,7 @@ from lightning_hybrid.state import (
     is_sharded,
     let_go_of_checkpoints,
 )
+from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher, Parted
 from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.open_sizes import choose_sizes, compare_prepared
 from lightning_hybrid.strategy.ranks import StrategyRanks, given

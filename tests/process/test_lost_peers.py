@@ -10,7 +10,7 @@ import pytest
 from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import RemoteError
-from lightning_hybrid.process.launcher import _raise_first
+from lightning_hybrid.strategy.launcher import _raise_first
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] {} [127.0.0.1]:40414\n#0 c10::Error"
 

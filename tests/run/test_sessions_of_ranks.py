@@ -22,13 +22,13 @@ from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import HybridError
+from lightning_hybrid.process import NoWorld, Phase, World
 from lightning_hybrid.remote import Deferral
 from lightning_hybrid.run import building
 from lightning_hybrid.run.building import BetweenRuns, Building
 from lightning_hybrid.run.framework import ByTrainer
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.session import DriverSession, WorkerSession
-from lightning_hybrid.run.world import NoWorld, Phase, World
 
 # Lightning's advice on unused devices and loggers
 pytestmark = pytest.mark.filterwarnings("ignore")

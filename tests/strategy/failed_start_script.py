@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.comm import mesh
-from lightning_hybrid.process import joining
-from lightning_hybrid.run import DriverSession, Run, World
+from lightning_hybrid.process import World, joining
+from lightning_hybrid.run import DriverSession, Run
 from lightning_hybrid.strategy import open_sizes, ranks
 from lightning_hybrid.worker import Worker
 

@@ -14,7 +14,7 @@ from lightning_hybrid.comm.connections import GroupHandle
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.run.world import Phase, World
+from lightning_hybrid.process import Phase, World
 
 MINUTE = timedelta(minutes=1)
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on unused devices

@@ -22,9 +22,9 @@ from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import HybridError, PlanError
-from lightning_hybrid.process import HybridSubprocessLauncher
 from lightning_hybrid.stage import StageOptions
 from lightning_hybrid.strategy import refusals
+from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher
 from lightning_hybrid.strategy.refusals import (
     refuse_asynchronous,
     refuse_copies,
@@ -131,7 +131,7 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
             super().__init__()
             self.net = nn.Linear(width, width, bias=False)
 
-    monkeypatch.setattr("lightning_hybrid.process.launcher._require_script", lambda: None)
+    monkeypatch.setattr("lightning_hybrid.strategy.launcher._require_script", lambda: None)
     monkeypatch.setattr("lightning_hybrid.strategy.strategy.free_of_host", lambda: 9_000_000)
     started: list[str] = []
     monkeypatch.setattr(

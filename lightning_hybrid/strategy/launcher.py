@@ -47,7 +47,7 @@ from lightning_hybrid.process.children import (
 )
 from lightning_hybrid.process.faults import is_loss, is_unnamed_loss
 from lightning_hybrid.process.killed_ranks import KilledRanks
-from lightning_hybrid.process.run_results import Results, TrainerResults, adopt_attributes
+from lightning_hybrid.run import Results, TrainerResults, adopt_attributes
 
 _TOLD = "_lightning_hybrid_told"  # attribute of an error, for `_ShortTexts`
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback

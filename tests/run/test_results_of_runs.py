@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.process.run_results import (
+from lightning_hybrid.run.run_results import (
     Snapshot,
     adopt_attributes,
     adopt_results,

@@ -27,19 +27,16 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Cluster
-from lightning_hybrid.process import (
-    Children,
-    Everyone,
-    Joined,
+from lightning_hybrid.process.children import Children
+from lightning_hybrid.process.faults import (
     Watch,
     first_fault,
-    forget,
-    gather,
     is_loss,
     read_fault,
     say_at_next_meeting,
     tell_lost,
 )
+from lightning_hybrid.process.joining import Everyone, Joined, forget, gather
 from lightning_hybrid.stage import tensors_of
 
 T = TypeVar("T")
