@@ -1,6 +1,7 @@
 """The nodes of captured graphs: regions, operators, calls of NumPy, and their names."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -34,18 +35,24 @@ def entered_autocast(node: fx.Node) -> Any:
     return node.args[0] if node.target is exit_autocast else None
 
 
-# per kind of a call of NumPy in a captured graph: the class of the node's target, which computes it
-# with torch, and its attribute for the function, method or operator
-_NUMPY = {
-    "function": (find("torch._dynamo.utils:numpy_to_tensor_wrapper"), "f"),
-    "method": (find("torch._dynamo.utils:numpy_method_wrapper"), "method"),
-    "operator": (find("torch._dynamo.utils:numpy_operator_wrapper"), "op"),
-}
+@cache
+def _numpy() -> dict[str, tuple[Any, str]]:
+    """Per kind of a call of NumPy in a captured graph, what computes it with torch.
+
+    That is the class of the node's target, and its attribute for the function, method or operator.
+    (Looked up where a network is captured, or a stage calls NumPy: else a process that only serves
+    would load TorchDynamo.)
+    """
+    return {
+        "function": (find("torch._dynamo.utils:numpy_to_tensor_wrapper"), "f"),
+        "method": (find("torch._dynamo.utils:numpy_method_wrapper"), "method"),
+        "operator": (find("torch._dynamo.utils:numpy_operator_wrapper"), "op"),
+    }
 
 
 def parts_of_numpy(function: Any) -> tuple[str, Any] | None:
     """The kind and target of a call of NumPy in a captured graph; ``None``: it is no such call."""
-    for kind, (wrapper, attribute) in _NUMPY.items():
+    for kind, (wrapper, attribute) in _numpy().items():
         if type(function) is wrapper:
             return kind, getattr(function, attribute)
     return None
@@ -53,7 +60,7 @@ def parts_of_numpy(function: Any) -> tuple[str, Any] | None:
 
 def numpy_from_parts(kind: str, called: Any) -> Any:
     """The function for a node that calls NumPy, from what `parts_of_numpy` returns."""
-    return _NUMPY[kind][0](called)
+    return _numpy()[kind][0](called)
 
 
 _SOURCE = "_dynamo_source"

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 else:
     BatchNorm = find("torch.nn.modules.batchnorm:_BatchNorm")
 
-_OptimizedModule = find("torch._dynamo:OptimizedModule", ())
 _VF = find("torch:_VF", SimpleNamespace())
 
 # the function by which torch's transformers find out whether a mask is the causal one
@@ -60,8 +59,10 @@ def is_compiled(module: nn.Module) -> bool:
 
     ``compile`` leaves its mark in an attribute; there is no public way to ask.
     """
+    # looked up here, since a process that only serves loads no TorchDynamo
+    optimized = find("torch._dynamo:OptimizedModule", ())
     return any(
-        isinstance(part, _OptimizedModule) or part._compiled_call_impl is not None
+        isinstance(part, optimized) or part._compiled_call_impl is not None
         for part in module.modules()
     )
 

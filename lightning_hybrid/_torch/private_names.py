@@ -94,6 +94,8 @@ def find(name: str, instead: Any = None) -> Any:
 
 def lost() -> list[str]:
     """Lines that say what is off since this torch lacks optional names, and which names."""
+    for name in OPTIONAL:  # (some are looked up when they are needed first)
+        find(name)
     losses: dict[str, list[str]] = {}
     for name in filter(OPTIONAL.__contains__, _missing):
         losses.setdefault(OPTIONAL[name], []).append(name)

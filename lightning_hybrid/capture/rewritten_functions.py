@@ -24,6 +24,8 @@ from lightning_hybrid._torch.capture import FREE_CONVOLUTIONS, Replaced, stop_ca
 from lightning_hybrid._torch.modules import BatchNorm, check_dimensions, detects_causal_mask
 from lightning_hybrid.graph import FREE_SEQUENCES
 
+_allow_in_graph: Any = torch.compiler.allow_in_graph
+
 
 @torch.compiler.substitute_in_graph(pow, can_constant_fold_through=True)
 def _pow(base: Any, exp: Any, mod: Any = None) -> Any:
@@ -151,6 +153,10 @@ class _Captured(Replaced):
         super().back()
         torch.backends.mha.set_fastpath_enabled(_fast)
 
+
+# (here, not where they are made: this loads TorchDynamo, and a process that only serves needs none)
+for _, _, _layer in FREE_SEQUENCES:
+    _allow_in_graph(_layer)
 
 captured_functions = _Captured(
     (torch.jit, "isinstance", _isinstance),

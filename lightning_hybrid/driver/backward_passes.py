@@ -39,12 +39,19 @@ class HeldHooks:
         networks: the networks that are cut; the list may grow.
         commands: sends commands to the workers.
         settle: brings all gradients to the owners of their parameters.
+        served: whether this rank calls all hooks; else each rank has those of its weights.
     """
 
     def __init__(
-        self, networks: Sequence[DrivenNetwork], commands: Commands, settle: Callable[[], None]
+        self,
+        networks: Sequence[DrivenNetwork],
+        commands: Commands,
+        settle: Callable[[], None],
+        *,
+        served: bool = False,
     ) -> None:
         self._networks, self._commands, self._settle = networks, commands, settle
+        self._served = served
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -74,13 +81,15 @@ class HeldHooks:
     @signals_deferred
     def _hold(self, networks: Sequence[DrivenNetwork]) -> None:
         for network in networks:
-            self._commands.tell(HoldHooks(network.number))
-            network.weight_hooks.hold()
+            if not self._served:
+                self._commands.tell(HoldHooks(network.number))
+            network.weight_hooks.hold(everywhere=self._served)
 
     @signals_deferred
     def _release(self, networks: Sequence[DrivenNetwork], *, call: bool) -> None:
         for network in networks:
-            self._commands.tell(ReleaseHooks(network.number, call))
+            if not self._served:
+                self._commands.tell(ReleaseHooks(network.number, call))
             network.weight_hooks.release(call=call)
 
 

@@ -133,7 +133,9 @@ class Driver:
             *(start, mesh, self.commands, self._ownership, self.gradients, files, options)
         )
         self._shards = options.shards and here.replicas > 1
-        hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
+        hooks = HeldHooks(
+            self._networks, self.commands, self.gradients.settle, served=options.served
+        )
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         # (only buffers that a training step reads must be the same on all replicas in training)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
@@ -549,7 +551,7 @@ class Driver:
             # a worker answers every question with its first failure, until it is told to forget it
             self.commands.tell(protocol.ForgetFailure())
             self.bring_all()
-        if not self._after.hand_out():
+        if not self._options.served and not self._after.hand_out():
             self.weights.hand_out(but=self._apart)
         if not self._apart:
             self.optimizers.gather_states()

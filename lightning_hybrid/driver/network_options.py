@@ -43,6 +43,7 @@ class DriverOptions:
         shards: whether states of optimizers are divided over the replicas.
         shares: whether backwards are to run inside of calls, where each micro-batch has a share of
             the loss.
+        served: whether the workers are servers, which lack the user's hooks on gradients.
         accumulates: whether gradients of several batches are accumulated.
         scaled: multiplies a number by what a scaler multiplies losses with before a backward.
         first_failure: gives the error of the rank that failed first; called if a driver of another
@@ -67,6 +68,7 @@ class DriverOptions:
     follows: bool = False
     shards: bool = False
     shares: bool = False
+    served: bool = False
     accumulates: bool = False
     scaled: Callable[[Tensor], Tensor] = lambda number: number
     first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed")

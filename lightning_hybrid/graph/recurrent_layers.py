@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.modules import recurrent_functions
@@ -29,8 +28,7 @@ def _instead_of(name: str) -> Callable[..., Any]:
 
     # a stage's code travels with the names of its functions, and finds them here by these
     layer.__name__ = layer.__qualname__ = name
-    in_graph: Any = torch.compiler.allow_in_graph(layer)
-    return in_graph  # type: ignore[no-any-return]
+    return layer
 
 
 _INSTEAD = {name: _instead_of(name) for name in _NAMES}

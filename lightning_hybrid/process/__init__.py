@@ -1,7 +1,7 @@
 """The processes of a run: their start, how they find each other, failures, and their end."""
 
 from lightning_hybrid.process.children import Children
-from lightning_hybrid.process.device_survey import look_around
+from lightning_hybrid.process.device_survey import know_machine, known_machine, look_around
 from lightning_hybrid.process.faults import (
     Watch,
     first_fault,
@@ -13,13 +13,26 @@ from lightning_hybrid.process.faults import (
 from lightning_hybrid.process.joining import (
     LETTING_GO_S,
     Everyone,
+    History,
     Joined,
     Meeting,
+    follow,
     forget,
     gather,
     has_met,
+    history,
     join,
     make_store,
+    meeting_at,
     reach,
+)
+from lightning_hybrid.process.servers import (
+    JoinOrder,
+    ServeOrder,
+    Servers,
+    dismiss_servers,
+    give,
+    orders,
+    start_servers,
 )
 from lightning_hybrid.process.world import NoWorld, Phase, World

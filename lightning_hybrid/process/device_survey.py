@@ -77,6 +77,35 @@ def look_around(
     return _SEEN[key]
 
 
+def known_machine(
+    size: int, device: torch.device, backend: str, given: tuple[float, ...] | None
+) -> Machine | None:
+    """What :func:`look_around` would give at once for so many ranks; ``None``: it would look."""
+    return _SEEN.get((size, device, backend, given))
+
+
+def know_machine(
+    machine: Machine | None,
+    size: int,
+    device: torch.device,
+    backend: str,
+    given: tuple[float, ...] | None,
+) -> None:
+    """On a server: know what its driver knows, so that the two look together or not at all.
+
+    Args:
+        machine: what the driver has from :func:`known_machine`.
+        size: number of ranks.
+        device: device of this rank.
+        backend: backend of tensors between ranks.
+        given: relative speeds of the ranks, from the user.
+    """
+    key = size, device, backend, given
+    _SEEN.pop(key, None)
+    if machine is not None:
+        _SEEN[key] = machine
+
+
 def _look_around(
     world: Group, device: torch.device, backend: str, given: tuple[float, ...] | None
 ) -> Machine:

@@ -97,6 +97,14 @@ def _store_beside(size: int, meeting: Meeting) -> dist.TCPStore:
     return make_store(meeting) if store is None else store
 
 
+def meeting_at(store: dist.Store) -> Meeting:
+    """Where servers of this host find a store that this process hosts."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.TCPStore)
+    return Meeting(store.host, store.port, hosts=1, serve=False)
+
+
 _LOOK_EVERY_S = 0.05
 
 Survey = Callable[[Group], Cluster]
@@ -149,6 +157,42 @@ class _Process:
     key: tuple[object, ...] = ()
     generation = 0
     failed = False
+
+
+@dataclass(frozen=True)
+class History:
+    """Which groups a process has, so that another one that serves it can make the same ones.
+
+    Attributes:
+        generation: number of groups and meshes made so far.
+        meshed: whether the mesh of the last run may be used again.
+        failed: whether the last run has failed.
+    """
+
+    generation: int
+    meshed: bool
+    failed: bool
+
+
+def history() -> History:
+    """What this process has before it reaches the others for another run."""
+    return History(_Process.generation, bool(_Process.key), _Process.failed)
+
+
+def follow(driver: History) -> None:
+    """On a server: give up what its driver lacks, such as groups of runs without this server.
+
+    Args:
+        driver: what the driver has.
+    """
+    same = driver.generation == _Process.generation
+    if not (same and driver.meshed):
+        forget()
+        _leave_mesh()
+    if not same and _Process.everyone is not None:
+        _Process.everyone.world.drop()
+        _Process.everyone = None
+    _Process.generation, _Process.failed = driver.generation, driver.failed
 
 
 def has_met() -> bool:

@@ -60,14 +60,17 @@ class World:
     Args:
         everyone: the meeting of all ranks.
         timeout: how long a rank waits for one that has stopped.
+        served: whether all ranks but this one are servers. These take part in nothing that the
+            user's code asks for, so barriers and broadcasts are over this rank alone.
 
     Attributes:
         everyone: the meeting of all ranks.
+        served: see above.
         phase: which ranks take part in barriers and broadcasts now.
     """
 
-    def __init__(self, everyone: Everyone, timeout: timedelta) -> None:
-        self.everyone, self.phase = everyone, Phase.TOGETHER
+    def __init__(self, everyone: Everyone, timeout: timedelta, *, served: bool = False) -> None:
+        self.everyone, self.phase, self.served = everyone, Phase.TOGETHER, served
         self._joined: Joined | None = None
         self._has_heard = False  # whether a meeting has told of a failure
         self._watch = Watch(self.coordinates, everyone.store, timeout)
@@ -151,7 +154,7 @@ class World:
         Raises:
             Exception: the error of the first rank that has failed.
         """
-        if self.phase is Phase.TOGETHER:
+        if self.phase is Phase.TOGETHER and not self.served:
             self._meet(f"barrier({name!r})")
 
     def broadcast(self, value: T, source: int = 0) -> T:
@@ -164,7 +167,7 @@ class World:
         Raises:
             Exception: the error of the first rank that has failed.
         """
-        if self.phase is not Phase.TOGETHER:
+        if self.phase is not Phase.TOGETHER or self.served:
             return value
         self._meet("a broadcast")
         world, here = self.everyone.world, self.coordinates
@@ -181,12 +184,14 @@ class World:
         Raises:
             Exception: the error of the first rank that has failed.
         """
+        if self.served:
+            return frozenset(tensors_of(module))
         self._meet("the setup of a run")
         names, world = sorted(tensors_of(module)), self.everyone.world
         return frozenset.intersection(*map(frozenset, gather_objects(world, names)))
 
     def gather(self, value: T, place: str) -> list[T]:
-        """The values of all ranks, in phase TOGETHER.
+        """The values of all ranks that run the user's code, in phase TOGETHER.
 
         Args:
             value: value of this rank.
@@ -195,6 +200,8 @@ class World:
         Raises:
             Exception: the error of the first rank that has failed.
         """
+        if self.served:
+            return [value]
         self._meet(place)
         return gather_objects(self.everyone.world, value)
 
@@ -273,7 +280,7 @@ class World:
         first = first_fault(self._all, error, rank)
         # others wait for this rank at the next meeting, unless it has heard of the failure at one
         together = self.phase in (Phase.TOGETHER, Phase.CHOOSING) and not self._has_heard
-        if together and not is_loss(error):
+        if together and not is_loss(error) and not self.served:
             say_at_next_meeting(self.everyone)
         self.phase = Phase.FAILED
         return first

@@ -130,7 +130,7 @@ class BetweenRuns:
             frozen: whether parameters that require no gradient are in it.
         """
         ranks, values = self._ranks, dict[str, Tensor]()
-        if isinstance(ranks, World):
+        if isinstance(ranks, World) and not ranks.served:
             values = gather_after_run(module, ranks.mesh, frozen=frozen)
         if not here:
             return {}
@@ -143,7 +143,7 @@ class BetweenRuns:
         self, module: nn.Module, optimizer: Optimizer, *, here: bool
     ) -> dict[str, Any]:
         """The state dict of one device, with what other ranks hold; all ranks call it together."""
-        if isinstance(self._ranks, World):
+        if isinstance(self._ranks, World) and not self._ranks.served:
             mesh = self._ranks.mesh
             state = gather_optimizer_after_run(optimizer, mesh, divided=self._divided)
         else:

@@ -4,9 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-BUSY = "busy_s"
-"""Name of the report of a worker with the seconds that it has computed in the run."""
-
 
 class StepWatcher:
     """Base of objects that follow the training steps, maybe in windows that it pauses."""

@@ -46,7 +46,7 @@ from lightning_hybrid.process import Phase, is_loss, read_fault
 from lightning_hybrid.remote import materialize
 from lightning_hybrid.run.asynchronous import AsynchronousReplica
 from lightning_hybrid.run.coming_batches import ComingBatches
-from lightning_hybrid.run.device_times import BUSY, StepWatcher
+from lightning_hybrid.run.device_times import StepWatcher
 from lightning_hybrid.run.performance_log import PerformanceLog
 from lightning_hybrid.run.replanning import Replanning
 from lightning_hybrid.run.run import Run, scaled, scalers_of
@@ -54,7 +54,7 @@ from lightning_hybrid.run.run_results import Results
 from lightning_hybrid.run.unequal_shares import UnequalShares
 from lightning_hybrid.stage import Synchronised
 from lightning_hybrid.state import save_alone, were_divided, without_frozen
-from lightning_hybrid.worker import Worker
+from lightning_hybrid.worker import BUSY, Worker, serve
 
 T = TypeVar("T")
 
@@ -99,6 +99,7 @@ class DriverSession:
             follows=config.rng == "device",
             shards=config.shards_states,
             shares=config.runs_inside and run.fitting,
+            served=run.world.served,
             accumulates=run.framework.accumulates,
             scaled=partial(scaled, run.precision),
             first_failure=lambda: read_fault(mesh.store).exception(),
@@ -527,9 +528,12 @@ class DriverSession:
         Args:
             returned: what the run returns.
         """
-        results = self._run.framework.collect(returned)
-        results.plans.update(self._run.plans)
-        self._driver.end(results, weights=self._changed)
+        if self._run.world.served:  # no other rank has a script that could go on with results
+            self._driver.end(None, weights=False)
+        else:
+            results = self._run.framework.collect(returned)
+            results.plans.update(self._run.plans)
+            self._driver.end(results, weights=self._changed)
         give_back_memory()
 
     def fail(self, failure: Failure, error: BaseException) -> None:
@@ -564,21 +568,7 @@ class WorkerSession:
 
     def __init__(self, run: Run) -> None:
         self._run, self._options = run, run.stage_options()
-        self._worker = self._obey()
-
-    def _obey(self, before: Worker | None = None) -> Worker:
-        """Make a worker of stages.
-
-        Args:
-            before: that until now, if stages get other cuts.
-        """
-        run, watch = self._run, self._run.stopwatch
-        reports = {} if watch is None else {BUSY: watch.read}
-        return Worker(
-            *(run.module, run.world.mesh, self._options, watch, reports),
-            shards=run.config.shards_states,
-            before=before,
-        )
+        self._worker: Worker | None = None
 
     @property
     def fitting(self) -> bool:
@@ -592,6 +582,7 @@ class WorkerSession:
 
     def take_optimizers(self) -> list[Optimizer]:
         """The user's, with the state of what this rank owns; after the run, and once."""
+        assert self._worker is not None
         optimizers, self._worker.optimizers[:] = [*self._worker.optimizers], []
         return optimizers
 
@@ -602,10 +593,16 @@ class WorkerSession:
             Exception: the driver's, which has failed; caused by a RemoteError.
             ConnectionLost: the driver was lost.
         """
-        self._run.world.serve()
+        run = self._run
+        run.world.serve()
         with signals_ignored():
-            while (served := self._worker.serve()) is None:
-                self._worker = self._obey(self._worker)
+            self._worker, served = serve(
+                run.module,
+                run.world.mesh,
+                self._options,
+                run.stopwatch,
+                shards=run.config.shards_states,
+            )
         results: Results = served
         self._run.world.phase = Phase.TOGETHER
         self._run.plans.update(results.plans)

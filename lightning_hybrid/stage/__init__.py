@@ -20,6 +20,7 @@ from lightning_hybrid.stage.gradient_averaging import (
     state_buffers,
 )
 from lightning_hybrid.stage.lent_weights import LendingLine
+from lightning_hybrid.stage.module_outline import ModuleOutline
 from lightning_hybrid.stage.rank_stages import (
     StageOptions,
     borrowed_parameters,

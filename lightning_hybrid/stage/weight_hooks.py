@@ -9,6 +9,7 @@ puts the hooks back and calls them.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,7 @@ class WeightHooks:
     def __init__(self, module: nn.Module) -> None:
         self._names = {weight: name for name, weight in module.named_parameters()}
         self._taken: list[_Held] = []
-        self.held = False
+        self.held, self._everywhere = False, False
 
     def __bool__(self) -> bool:
         """Whether a weight has a hook of the user's."""
@@ -70,14 +71,25 @@ class WeightHooks:
             found = [(name, gradient_hooks(weight, late=True)) for name, weight in self._hooked()]
         return [name for name, hooks in found if any(map(is_of_the_user, hooks))]
 
-    def hold(self) -> None:
-        """Take hooks off for a backward pass, and put aside the gradients that are there."""
+    def hold(self, *, everywhere: bool = False) -> None:
+        """Take hooks off for a backward pass, and put aside the gradients that are there.
+
+        Args:
+            everywhere: whether this rank holds and calls the hooks on weights of other ranks too,
+                whose gradients it then fetches and sets.
+        """
         # (a hook sees the gradient of this pass alone, and not what had accumulated before it)
-        self.held = True
+        self.held, self._everywhere = True, everywhere
         with as_they_are():
-            for _, weight in self._hooked():
-                self._taken.append(_Held(weight, take_hooks(weight), weight.grad))
+            taken = [(weight, take_hooks(weight)) for _, weight in self._hooked()]
+        with self._gradients():
+            for weight, hooks in taken:
+                self._taken.append(_Held(weight, hooks, _kept(weight.grad)))
                 weight.grad = None
+
+    def _gradients(self) -> AbstractContextManager[None]:
+        """Inside, gradients are those of this rank, or those that the user's code sees."""
+        return nullcontext() if self._everywhere else as_they_are()
 
     def _hooked(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights that have hooks of the user's, with their names."""
@@ -99,7 +111,8 @@ class WeightHooks:
         with as_they_are():
             for held in taken:
                 put_hooks(held.weight, held.hooks)
-            arisen = [(held, held.weight.grad) for held in taken]
+        with self._gradients():
+            arisen = [(held, _kept(held.weight.grad)) for held in taken]
             for held in taken:
                 held.weight.grad = held.gradient
         # 2. The hooks, each with the whole gradient of the pass.
@@ -107,6 +120,14 @@ class WeightHooks:
             for held, gradient in reversed(arisen):  # backward begins at the last layers
                 if gradient is not None:
                     _add(held, gradient, call=call)
+
+
+def _kept(gradient: Tensor | None) -> Tensor | None:
+    """A gradient as it is now; that of another rank's weight would show later ones too."""
+    if gradient is None or type(gradient) is Tensor:
+        return gradient
+    with torch.no_grad():
+        return gradient.detach().clone()
 
 
 def _add(held: _Held, gradient: Tensor, *, call: bool) -> None:

@@ -47,6 +47,7 @@ from lightning_hybrid.process.children import (
 )
 from lightning_hybrid.process.faults import is_loss, is_unnamed_loss
 from lightning_hybrid.process.killed_ranks import KilledRanks
+from lightning_hybrid.process.servers import Servers, dismiss_servers, start_servers
 from lightning_hybrid.run import Results, TrainerResults, adopt_attributes
 
 _TOLD = "_lightning_hybrid_told"  # attribute of an error, for `_ShortTexts`
@@ -187,13 +188,20 @@ def _part(function: Callable[..., Any]) -> Part:
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
-    """Starts the script once per device, as Lightning does for ``ddp``.
+    """Starts servers for the other devices, or the script once per device, as Lightning for `ddp`.
 
     Attributes:
-        before_start: called before other processes are started; may raise to prevent it.
+        before_start: called before the script is started again; may raise to prevent it.
+        takes_servers: called before; whether servers are started in its place. ``None``: never.
     """
 
     before_start: Callable[[], None] = staticmethod(lambda: None)
+    takes_servers: Callable[[], bool] | None = None
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether it works in a notebook: with servers, which need no script."""
+        return self.takes_servers is not None
 
     def launch(
         self,
@@ -207,12 +215,19 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
-            if self.num_processes > 1:
-                _require_script()
-                self.before_start()
-            self._call_children_scripts()
-            keep_ranks(self.procs)
-            Children.processes = self.procs
+            served = self.num_processes > 1 and self.takes_servers and self.takes_servers()
+            if served:
+                new = start_servers(self.num_processes - 1)
+                if not Children.processes:
+                    atexit.register(dismiss_servers)
+                Children.processes = Servers.processes
+            else:
+                if self.num_processes > 1:
+                    _require_script()
+                    self.before_start()
+                self._call_children_scripts()
+                Children.processes = new = self.procs
+            keep_ranks(new)
             atexit.register(leave_nobody)
         set_num_threads(self.num_processes)
         # in place of Lightning's observer, which may kill this process at the moment when a child
@@ -232,18 +247,26 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         return vars(self) | {"procs": []}
 
 
+def has_script() -> bool:
+    """Whether other processes could run what this one runs: a file, or a module."""
+    main = sys.modules["__main__"]
+    if hasattr(sys, "ps1"):  # a notebook or a prompt
+        return False
+    return main.__spec__ is not None or not (getattr(main, "__file__", None) or "<").startswith("<")
+
+
 def _require_script() -> None:
-    """Check that the script has a file, which the other ranks run.
+    """Check that there is a script, which the other ranks run.
 
     Raises:
-        HybridError: it has none.
+        HybridError: there is none.
     """
-    main = sys.modules["__main__"]
-    if main.__spec__ is None and (getattr(main, "__file__", None) or "<").startswith("<"):
+    if not has_script():
         raise HybridError(
-            f"The script cannot be started again for the other ranks: it has no file "
-            f"(sys.argv[0] is {sys.argv[0]!r}; `python -` reads it from standard input, `-c` from "
-            "the command line). Save it, and run `python FILE`, or use "
+            "The script cannot be started again for the other replicas: it has no file "
+            f"(sys.argv[0] is {sys.argv[0]!r}; a notebook has none, `python -` reads it from "
+            "standard input, `-c` from the command line). Use one replica "
+            "(data_parallel_size=1), save it and run `python FILE`, or use "
             "strategy='hybrid_gabra_fork'."
         )
 

@@ -24,13 +24,21 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Cluster, Machine
 from lightning_hybrid.process import (
+    Everyone,
+    History,
+    JoinOrder,
     Meeting,
     NoWorld,
     Phase,
+    Servers,
     World,
+    give,
     has_met,
+    history,
     join,
+    known_machine,
     look_around,
+    meeting_at,
     reach,
 )
 from lightning_hybrid.run import Launched, ReplicaWorld, ShownRanks, asked_by_framework
@@ -52,6 +60,7 @@ class StrategyRanks:
         launched: where the launcher has put this process.
         told_replicas: what the user's code has heard of the world's size before there were sizes.
         asked_for: how it has asked for it.
+        served: whether the other devices have servers, so that this process alone runs the script.
     """
 
     def __init__(self, config: Config, *, reseeds: bool = True) -> None:
@@ -62,6 +71,7 @@ class StrategyRanks:
         self.launched, self._shown = Launched(), ShownRanks()
         self.told_replicas: int | None = None
         self.asked_for = ""
+        self.served = False
         self._environment: ClusterEnvironment | None = None
         self._backend, self._timeout = "", timedelta()
 
@@ -222,12 +232,78 @@ class StrategyRanks:
                 "since in a run the default group is that of the replicas."
             )
         meeting = Meeting(address, port, self.hosts, serve, outlives=agent_serves)
-        self.world = World(reach(coordinates, meeting), timeout)
+        before = history()
+        everyone = reach(coordinates, meeting)
+        self.world = World(everyone, timeout, served=self.served)
+        if self.served:
+            self._call_servers(before, everyone)
         self.world.begin()
         if self.sizes_are_open:
             self._show()  # of one chain, so that nobody divides data by all processes
         else:
             self.take_coordinates()
+
+    def take_servers(self, *, scripted: bool, made_later: bool) -> bool:
+        """Whether the other devices get servers, so that this process alone runs the script.
+
+        So far that is so for one replica on one host, and not where weights are made in
+        ``configure_model``, each by its owner. Where no script can be started again, servers are
+        the only way: sizes that are open become one chain.
+
+        Args:
+            scripted: whether other processes could run the script.
+            made_later: whether the module has a ``configure_model``.
+
+        Raises:
+            PlanError: several replicas are asked for, and other devices have servers already.
+        """
+        begun = bool(Servers.processes)
+        alone = begun or not scripted
+        if self.hosts > 1 or (self.sizes_are_open and not alone):
+            return False
+        if self.sizes_are_open:
+            self.config = replace(self.config, data_parallel_size=1)
+        if begun and self.replicas > 1:
+            raise PlanError(
+                f"data_parallel_size({self.replicas}): an earlier run of this script has one "
+                "replica, so the script runs once, and its later runs have one replica too. Train "
+                "with several replicas in a script of its own."
+            )
+        self.served = self.replicas == 1 and (alone or not made_later)
+        return self.served
+
+    def _call_servers(self, before: History, everyone: Everyone) -> None:
+        """Have the servers join the run that this process begins.
+
+        Args:
+            before: the groups that this process had before it has reached the store.
+            everyone: what it has since then.
+        """
+        capacity, device = self.config.capacity, self.root_device
+        devices = given(self.devices, "parallel_devices")
+        backend = backend_on(device, self._backend)
+        here = everyone.coordinates
+        give(
+            [
+                JoinOrder(
+                    history=before,
+                    coordinates=replace(here, rank=rank, order=self._order_of_plan),
+                    meeting=meeting_at(everyone.store),
+                    backend=self._backend,
+                    timeout=self._timeout,
+                    device=devices[rank],
+                    surveys=self.config.needs_survey(*self.shape),
+                    machine=known_machine(len(devices), device, backend, capacity),
+                    capacity=capacity,
+                )
+                for rank in range(1, len(devices))
+            ]
+        )
+
+    @property
+    def _order_of_plan(self) -> tuple[int, ...]:
+        """For each index in the mesh the rank, by the user's plan; empty: there is none."""
+        return self.config.plan.ranks if self.config.plan is not None else ()
 
     def look_around(self, group: Group) -> Machine:
         """Look at the devices of all ranks of a group, which call this together."""
@@ -244,8 +320,7 @@ class StrategyRanks:
         if replicas > 1 and self._reseeds:  # drivers start with the same generators
             reset_seed()
 
-        plan = self.config.plan
-        order = plan.ranks if plan is not None else ()
+        order = self._order_of_plan
 
         def look(group: Group) -> Cluster:
             cluster = (machine or self.look_around(group)).cluster(replicas, stages)

@@ -30,6 +30,7 @@ from lightning_hybrid._lightning import (
     Precision,
     Trainer,
     TrainerStatus,
+    is_overridden,
 )
 from lightning_hybrid._lightning_private import (
     ask_strategy_whether_distributed,
@@ -48,7 +49,7 @@ from lightning_hybrid.config import (
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.options import Asynchronous, BySpeed, Delayed, Equal, Search, Sharded
 from lightning_hybrid.planning import Plan, free_of_host, give_back_memory
-from lightning_hybrid.process import NoWorld, Phase
+from lightning_hybrid.process import NoWorld, Phase, ServeOrder, give
 from lightning_hybrid.run import (
     BetweenRuns,
     Building,
@@ -65,7 +66,7 @@ from lightning_hybrid.state import (
     is_sharded,
     let_go_of_checkpoints,
 )
-from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher, Parted
+from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher, Parted, has_script
 from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.open_sizes import choose_sizes, compare_prepared
 from lightning_hybrid.strategy.ranks import StrategyRanks, given
@@ -291,8 +292,13 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         launcher = self._launcher_of_processes(self.cluster_environment, self._start_method)
         if isinstance(launcher, HybridSubprocessLauncher):
             launcher.before_start = self._refuse_copies
+            launcher.takes_servers = self._takes_servers if self._ranks.hosts == 1 else None
         self._launcher = launcher
         refuse_interactive(works=self._launcher.is_interactive_compatible)
+
+    def _takes_servers(self) -> bool:
+        made_later = is_overridden("configure_model", self._module)
+        return self._ranks.take_servers(scripted=has_script(), made_later=made_later)
 
     def _refuse_copies(self) -> None:
         refuse_copies(self._module, self._ranks.per_host - 1, free_of_host())
@@ -334,6 +340,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         trainer.accelerator.setup(trainer)
         run.share_weights()
         self.model_to_device()
+        if ranks.served:
+            order = ServeOrder.of(run.module, run.stage_options(), timed=run.stopwatch is not None)
+            give([order] * (ranks.stages - 1))
         self._session = DriverSession(run, partial(self._plan_network, run))
         if run.fitting:
             self.setup_optimizers(trainer)
@@ -420,8 +429,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if module is not None and self._ranks.world.phase is Phase.TOGETHER:
             trainer = module.trainer
             if trainer.state.status == TrainerStatus.RUNNING:
-                # copies of a stage would each make its weights
-                stages = 1 if self._config.copies else self._ranks.stages
+                # copies of a stage would each make its weights; servers make none
+                whole = self._config.copies or self._ranks.served
+                stages = 1 if whole else self._ranks.stages
                 self._building = self._building.deferred_if_apart(trainer, self.root_device, stages)
                 self._rest()
                 building = self._building.building(module)

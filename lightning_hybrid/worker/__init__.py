@@ -1,3 +1,3 @@
 """The worker: it carries out its driver's commands."""
 
-from lightning_hybrid.worker.worker import Worker
+from lightning_hybrid.worker.worker import BUSY, Worker, serve

@@ -1,10 +1,9 @@
 """A worker: it owns earlier stages of each network, and carries out its driver's commands."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,6 +43,8 @@ from lightning_hybrid.worker.worker_optimizers import WorkerOptimizers
 from lightning_hybrid.worker.worker_shards import WorkerShards
 from lightning_hybrid.worker.worker_weights import WorkerWeights
 
+BUSY = "busy_s"
+"""Name of the report with the seconds that a worker has computed in the run."""
 DRIVER = 0
 Handler = Callable[[Any], Answer | None]
 
@@ -56,10 +57,12 @@ class Worker:
             driver's for the stages that this rank owns.
         mesh: the process groups and channels of this rank.
         options: how the stages compute.
-        watch: adds up the time in which this rank computes.
-        reports: by name, functions whose results the driver may ask for.
+        watch: adds up the time in which this rank computes, which the driver may ask for.
         shards: whether states of optimizers are divided over the replicas.
         before: the worker of this rank in the same run until now, which had other stages.
+
+    Attributes:
+        others_follow: whether the driver has ended these stages, and others follow in the run.
     """
 
     def __init__(
@@ -68,7 +71,6 @@ class Worker:
         mesh: Mesh,
         options: StageOptions,
         watch: Stopwatch | None = None,
-        reports: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
         *,
         shards: bool = False,
         before: "Worker | None" = None,
@@ -78,10 +80,9 @@ class Worker:
         self._channel = mesh.channel(DRIVER)
         new_trace = partial(Trace, mesh.coordinates.rank, str(mesh.coordinates), watch)
         self._trace: Trace = before._trace if before else new_trace()
-        self._reports: dict[str, Callable[[], Any]] = {
-            "free": partial(free_on, mesh.device),
-            **reports,
-        }
+        self._reports: dict[str, Callable[[], Any]] = {"free": partial(free_on, mesh.device)}
+        if watch is not None:
+            self._reports[BUSY] = watch.read
         self._networks: list[StagedNetwork] = []
         # (a tied weight is there under each of its names, since commands may use any)
         parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -97,7 +98,7 @@ class Worker:
         self._handlers = _handlers(self, self._optimizers, self._weights, self._shards)
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
-        self._others_follow = False
+        self.others_follow = False
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -108,7 +109,7 @@ class Worker:
         """Carry out the driver's commands until the run ends, or other stages follow.
 
         Returns:
-            The results of the run, which the driver sends at the end; None: other stages follow.
+            The results of the run, which the driver sends at the end to ranks with a script.
 
         Raises:
             Exception: the error of the driver, if that has failed (caused by a RemoteError); or an
@@ -124,7 +125,7 @@ class Worker:
                 return results
             finally:
                 named = self._module.named_parameters()
-                for name, parameter in () if self._others_follow else named:
+                for name, parameter in () if self.others_follow else named:
                     # (nobody sends numbers of parameters without memory any more, so that reading
                     # them must be an error)
                     give_up(parameter, name)
@@ -150,7 +151,7 @@ class Worker:
             # (after a failure this worker serves on: the driver hears of it by the answer)
             if self._failure is None and isinstance(command, protocol.End):
                 self._channel.flush()
-                self._others_follow = command.stages_follow
+                self.others_follow = command.stages_follow
                 return command.results
 
     def _carry_out(self, command: Command) -> Answer:
@@ -311,6 +312,29 @@ class Worker:
 
     def _forget_failure(self, _: protocol.ForgetFailure) -> None:
         self._failure = None
+
+
+def serve(
+    module: nn.Module,
+    mesh: Mesh,
+    options: StageOptions,
+    watch: Stopwatch | None = None,
+    *,
+    shards: bool = False,
+) -> tuple[Worker, Any]:
+    """Obey a driver until its run is over, whatever cuts its networks get meanwhile.
+
+    The arguments are those of :class:`Worker`.
+
+    Returns:
+        The worker of the last stages, and the results of the run.
+    """
+    worker = Worker(module, mesh, options, watch, shards=shards)
+    results = worker.serve()
+    while worker.others_follow:
+        worker = Worker(module, mesh, options, watch, shards=shards, before=worker)
+        results = worker.serve()
+    return worker, results
 
 
 def _handlers(*parts: object) -> dict[type[Command], Handler]:

@@ -36,7 +36,8 @@ class Service:
             backend="gloo",
         )
         reports = {"name": lambda: "said", "broken": lambda: 1 / 0}
-        self.worker = Worker(self.module, mesh, StageOptions(), None, reports)
+        self.worker = Worker(self.module, mesh, StageOptions())
+        self.worker._reports |= reports
         self.results: list[Any] = []
         self._thread = Thread(target=self._serve)
         self._thread.start()

@@ -289,7 +289,7 @@ def test_a_worker_goes_on_with_what_its_driver_has_found(monkeypatch: pytest.Mon
     run.world.serve = serve
     worker = Obedient(run)
     worker.results.callback_metrics["loss"] = torch.tensor(0.5)
-    monkeypatch.setattr(sessions, "Worker", lambda *_, **__: worker)
+    monkeypatch.setattr(sessions, "serve", lambda *_, **__: (worker, worker.serve()))
     session = WorkerSession(run)
     assert session.serve() is worker.results
     assert watched == ["serves"]

@@ -1,0 +1,108 @@
+"""A module by its names and shapes, of which a process that lacks its classes makes a shell.
+
+A worker computes with the code of stages, which names parts and their tensors. So a shell will do
+in the place of the module: its parts are plain, and its tensors have no memory until they are sent.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid._torch.tensors import as_they_are
+from lightning_hybrid.remote import vacate
+
+
+@dataclass(frozen=True)
+class _TensorOutline:
+    """A parameter or a buffer without its numbers.
+
+    Attributes:
+        names: its dotted names in the module, of which a tied one has several.
+        shape: its shape.
+        stride: its strides in memory.
+        dtype: the type of its numbers.
+        parameter: whether it is a parameter.
+        trained: whether it requires a gradient.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    parameter: bool
+    trained: bool
+
+    def shell(self) -> Tensor:
+        """A tensor of this kind without memory."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        vacate(tensor)
+        return nn.Parameter(tensor, requires_grad=self.trained) if self.parameter else tensor
+
+
+@dataclass(frozen=True)
+class ModuleOutline:
+    """What a module consists of, without code and numbers.
+
+    Attributes:
+        parts: dotted names of its parts, a part before those inside of it.
+        tensors: its parameters and buffers.
+        others: by name, buffers that are not dense, with their numbers.
+    """
+
+    parts: tuple[str, ...]
+    tensors: tuple[_TensorOutline, ...]
+    others: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "ModuleOutline":
+        """The outline of a module as it is now."""
+        named = (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+        same: dict[int, tuple[Tensor, list[str]]] = {}
+        for name, tensor in named:
+            same.setdefault(id(tensor), (tensor, []))[1].append(name)
+        parts = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+        with as_they_are():
+            dense = [pair for pair in same.values() if pair[0].layout is torch.strided]
+            outlines = [_outline(tensor, names) for tensor, names in dense]
+            others = [pair for pair in same.values() if pair[0].layout is not torch.strided]
+        found = {name: tensor.detach().cpu() for tensor, names in others for name in names}
+        return cls(tuple(parts), tuple(outlines), found)
+
+    def shell(self) -> nn.Module:
+        """A module with parts and tensors of these names, whose dense tensors have no memory."""
+        module = nn.Module()
+        for part in self.parts:
+            owner, _, name = part.rpartition(".")
+            module.get_submodule(owner).add_module(name, nn.Module())
+        for outline in self.tensors:
+            tensor = outline.shell()
+            for name in outline.names:
+                _register(module, name, tensor)
+        for name, tensor in self.others.items():
+            _register(module, name, tensor)
+        return module
+
+
+def _outline(tensor: Tensor, names: Iterable[str]) -> _TensorOutline:
+    return _TensorOutline(
+        names=tuple(names),
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        dtype=tensor.dtype,
+        parameter=isinstance(tensor, nn.Parameter),
+        trained=tensor.requires_grad,
+    )
+
+
+def _register(module: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, key = name.rpartition(".")
+    part = module.get_submodule(owner)
+    if isinstance(tensor, nn.Parameter):
+        part.register_parameter(key, tensor)
+    else:
+        part.register_buffer(key, tensor)
