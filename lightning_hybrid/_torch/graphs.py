@@ -1,5 +1,6 @@
 """The nodes of captured graphs: regions, operators, calls of NumPy, and their names."""
 
+import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -11,6 +12,8 @@ from lightning_hybrid._torch.private_names import find
 _HigherOrder = find("torch._ops:HigherOrderOperator")
 _OPERATORS = (find("torch._ops:OpOverload"), find("torch._ops:OpOverloadPacket"))
 _name_by_fx = find("torch.fx.node:_get_qualified_name")
+_custom_operators = find("torch._library.custom_ops:OPDEFS")
+_registered = find("torch._library.simple_registry:singleton")
 
 # the function that a captured graph calls for `with torch.autocast(...)`
 _enter_autocast = find("torch.amp.autocast_mode:_enter_autocast")
@@ -106,6 +109,25 @@ def names_of_operator(function: Any) -> Iterator[str]:
         yield f"torch:ops.higher_order.{name}"
         yield f"torch._higher_order_ops:{name}"
         yield f"torch._higher_order_ops.wrap:{name}"
+
+
+def modules_of_operator(function: Any) -> Iterator[str]:
+    """Modules that may register an operator when they are imported, the likeliest first."""
+    if not is_custom_operator(function):
+        return
+    name, _, _ = str(function).partition(".default")
+    name = name.replace(".", "::", 1)
+    defined = _custom_operators.get(name)
+    if defined is not None:
+        yield defined._init_fn.__module__
+    kernel = _registered.find(name).fake_impl.kernel
+    file = kernel.source.rpartition(":")[0] if kernel is not None else None
+    for module, value in [*sys.modules.items()]:
+        if file is not None and getattr(value, "__file__", None) == file:
+            yield module
+    space = name.partition("::")[0]  # as in packages with operators of C++
+    if space in sys.modules:
+        yield space
 
 
 def qualified_name_by_fx(function: Any) -> str:

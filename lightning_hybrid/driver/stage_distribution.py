@@ -130,7 +130,7 @@ class Distribution:
         """
         for code in codes:
             # (checked here, where an error can name the function that workers cannot import)
-            code.code.check()
+            code.code.check(script=not self._options.served)
         orders: dict[int, Command] = {}
         for worker in self._workers.ranks:
             theirs = {n: codes[n] for n in stages_of(placement.devices, worker)}

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid._torch.graphs import (
     is_region,
+    modules_of_operator,
     names_of_operator,
     numpy_from_parts,
     parts_of_numpy,
@@ -167,20 +168,29 @@ class GraphCode:
             for op, _, target, args, kwargs in self.nodes
         )
 
-    def check(self) -> None:
-        """Check that every argument in the code can be pickled for another rank.
+    def check(self, *, script: bool = True) -> None:
+        """Check that another rank can run the code: all of its arguments can be pickled.
+
+        Args:
+            script: whether that rank runs the user's script, and so has what that defines.
 
         Raises:
-            NetworkError: an argument cannot be pickled.
+            NetworkError: an argument cannot be pickled, or something is of the script itself.
         """
         for _, name, target, args, kwargs in self.nodes:
             try:  # one by one, to say which it is
-                pickle.dumps((args, kwargs))
+                packed = pickle.dumps((args, kwargs))
             except Exception as error:
                 raise NetworkError(
                     f"operation {name!r} ({target}) takes an argument that cannot travel to "
                     f"another process: {error}"
                 ) from error
+            if not script and (_is_of_script(target) or b"__main__" in packed):
+                raise NetworkError(
+                    f"operation {name!r} ({target}) is defined in the script itself, or takes an "
+                    "object of such a class. The script runs on drivers alone, so workers do not "
+                    "have it. Move it to a module, which the script imports."
+                )
 
 
 def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -289,7 +299,9 @@ _OTHER_PLACES = (
 
 
 def _candidates(function: Any) -> Iterable[str]:
-    yield from names_of_operator(function)
+    for operator in names_of_operator(function):
+        yield from (f"{m}{_REGISTERS}{operator}" for m in modules_of_operator(function))
+        yield operator
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", "")
     module = getattr(function, "__module__", None)
     if module:
@@ -307,6 +319,11 @@ def _candidates(function: Any) -> Iterable[str]:
 
 
 _NUMPY = "numpy as torch:"
+_REGISTERS = " registers "
+
+
+def _is_of_script(target: str) -> bool:
+    return target.startswith(("__main__:", f"__main__{_REGISTERS}"))
 
 
 def function_named(name: str) -> Any:
@@ -318,8 +335,11 @@ def function_named(name: str) -> Any:
     if name.startswith(_NUMPY):
         kind, _, called = name.removeprefix(_NUMPY).partition(":")
         return numpy_from_parts(kind, function_named(called) if ":" in called else called)
-    module, _, path = name.partition(":")
+    registers, _, operator = name.rpartition(_REGISTERS)
+    module, _, path = operator.partition(":")
     try:
+        if registers:  # importing it puts the operator into `torch.ops`
+            importlib.import_module(registers)
         value: Any = builtins if module == "builtins" else importlib.import_module(module)
         for part in path.split("."):
             value = getattr(value, part)
@@ -327,8 +347,8 @@ def function_named(name: str) -> Any:
         operator = path.removeprefix("ops.").replace(".", "::", 1)
         raise NetworkError(
             f"the network calls {operator if path.startswith('ops.') else f'{module}.{path}'}, "
-            "which is not there on this rank; every rank must import and register the same "
-            "functions, before the run begins"
+            "which is not there on this rank. Define it, and register operators, where a module is "
+            "imported: a worker imports the module, and does not run the script"
         ) from error
     return value
 

@@ -191,7 +191,7 @@ class Session:
 
     def __init__(self, suite: type[Conformance], rows: Sequence[str], folder: Path) -> None:
         self._suite, self._folder = suite, folder
-        self._ranks = suite.replicas * suite.stages
+        self._ranks = suite.processes()
         self.records: dict[str, list[Record]] = {}
         left = list(rows)
         for attempt in count():

@@ -302,6 +302,7 @@ class Conformance:
         also_refused: words that may stand in the refusal of any row, before its first step.
         settled: whether `Row.works` says which rows are refused.
         loader_processes: that loaders have where a row says nothing of them.
+        served: whether the script runs on drivers alone, and servers have the other stages.
     """
 
     replicas: ClassVar[int] = 1
@@ -315,6 +316,7 @@ class Conformance:
     also_refused: ClassVar[str] = ""
     settled: ClassVar[bool] = False
     loader_processes: ClassVar[int] = 0
+    served: ClassVar[bool] = False
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> Strategy | str:
@@ -338,9 +340,14 @@ class Conformance:
         return False
 
     @classmethod
+    def processes(cls) -> int:
+        """How many processes run the script."""
+        return cls.replicas * (1 if cls.served else cls.stages)
+
+    @classmethod
     def drivers(cls) -> list[int]:
         """Local ranks that run the user's steps, one per replica."""
-        return list(range(0, cls.replicas * cls.stages, cls.stages))
+        return list(range(0, cls.processes(), 1 if cls.served else cls.stages))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "row" in metafunc.fixturenames:
@@ -367,13 +374,16 @@ class Conformance:
             assert_refused(ranks, row)
             return
         assert_no_error(ranks)
-        if not places.ON_GPU:  # weights go there later, which leaves the nodes that are listened to
+        if self.served:
+            assert_computed_elsewhere(ranks, row)
+        # (on GPUs weights go there later, which leaves the nodes that are listened to)
+        elif not places.ON_GPU:
             assert_computed_apart(ranks, row, self.stages, freely=self.cuts_freely)
         if self.reference is None:
             return
         reference = records(self.reference, row)
         assert_no_error(reference)
-        assert_trained_the_same(ranks, reference, row, self.stages)
+        assert_trained_the_same(ranks, reference, row, 1 if self.served else self.stages)
         captures = max(record["captures"] for record in ranks) - self.looks
         assert row.captures is None or captures <= row.captures
         row.check(ranks, reference)
@@ -416,13 +426,23 @@ def assert_computed_apart(
         assert once or row.shares or freely, f"two stages had {got} of one"
 
 
+def assert_computed_elsewhere(ranks: list[Record], row: type[Row]) -> None:
+    """Some parameters get their gradients on servers, of which no record speaks."""
+    for record in ranks:
+        trained = {name for name, value in record["weights"].items() if value.is_floating_point()}
+        assert not row.trains or row.alone or set(record["gradients"]) < trained, (
+            "no stage is apart"
+        )
+
+
 def assert_trained_the_same(
     ranks: list[Record], reference: list[Record], row: type[Row], stages: int
 ) -> None:
     for replica, expected in zip(_replicas(ranks, stages), reference, strict=True):
-        assert set().union(*(record["gradients"] for record in replica)) == set(
-            expected["gradients"]
-        )
+        if stages > 1:
+            assert set().union(*(record["gradients"] for record in replica)) == set(
+                expected["gradients"]
+            )
         found = {"seen": replica[0]["seen"]}
         _assert_same(found, {"seen": expected["seen"]}, row)
         for record in replica:  # weights, buffers, metrics and results are on every rank

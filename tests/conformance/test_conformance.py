@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 import pytest
+from lightning.pytorch import LightningModule
 from suite import ONE_OF_THREE, ONE_OF_TWO, Conformance, Row
 
 from lightning_hybrid import HybridGabraStrategy, Plan, Search
@@ -130,6 +131,22 @@ class TestTwoStagesThatWereChosen(Conformance):
             "FitsAgainInConfigureModel",
         )
         return [row for row in super().rows() if row.__name__ not in without]
+
+
+class TestServedStages(_Hybrid):
+    """The rows in a script that runs once: the other stage has a server.
+
+    Without those of networks that are made in ``configure_model``, for which every rank runs it.
+    """
+
+    stages = 2
+    reference = OneDevice
+    served = True
+
+    @classmethod
+    def rows(cls) -> list[type[Row]]:
+        made = LightningModule.configure_model
+        return [row for row in super().rows() if row.configure_model is made]
 
 
 class TestThreeStages(_Hybrid):
