@@ -165,7 +165,7 @@ class Distribution:
         for worker in self._workers.ranks:
             theirs = [c for c, owners in zip(codes, map(copies_of, devices)) if worker in owners]
             names = {n: prefix + n for code in theirs for n in code.owned}
-            values = to_send(tensors, names.values())
+            values = to_send(tensors, names.values(), served=self._options.served)
             self._workers.send(worker, TakeWeights(values.items()))
             mine = [full for n, full in names.items() if n not in borrowed[worker]]
             remote[worker] = tuple(mine)

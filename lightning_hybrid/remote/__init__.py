@@ -16,6 +16,7 @@ from lightning_hybrid.remote.deferred import (
     occupy,
     offload,
     refuse_lost,
+    show,
     vacate,
     value_of,
 )

@@ -513,7 +513,9 @@ class DriverSession:
         went_well = self._run.framework.went_well
         # an evaluation may be in training mode, adapt batch statistics, or train at test time
         self._changed = self._run.fitting or self._driver.weights.changed
-        if went_well and self._changed and self._run.world.phase is Phase.RUNNING:
+        # servers keep nothing between runs, not even what was made in configure_model
+        brings = self._changed or (self._run.world.served and self._run.building.deferred)
+        if went_well and brings and self._run.world.phase is Phase.RUNNING:
             if self._run.fitting:
                 self._driver.check()
                 self._driver.weights.broadcast_buffers()

@@ -62,14 +62,19 @@ def make_what_no_network_owns(module: nn.Module) -> None:
         count_as_whole(tensor)
 
 
-def to_send(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+def to_send(
+    tensors: Mapping[str, Tensor], names: Iterable[str], *, served: bool = False
+) -> dict[str, Tensor]:
     """Of the tensors that a worker owns, those that it cannot make by itself: made or loaded here.
 
     Args:
         tensors: of the LightningModule, by name.
         names: of the tensors that the worker owns.
+        served: whether it makes none, as a server. (A deferred tensor is made as it is sent.)
     """
     owned = {name: tensors[name] for name in names}
+    if served:
+        return {name: tensor for name, tensor in owned.items() if not is_offloaded(tensor)}
     return {name: t for name, t in owned.items() if not is_deferred(t) or has_loaded(t)}
 
 

@@ -36,11 +36,13 @@ from lightning_hybrid.planning import free_addresses, gigabytes
 from lightning_hybrid.remote import (
     PAGE_OUT,
     Unread,
+    is_deferred,
     is_unread,
     is_vacant,
     leave_unread,
     let_go_of_pages,
     mappings,
+    show,
     unread,
     value_of,
 )
@@ -420,6 +422,8 @@ def put_mapped(
                     tensor.copy_(value_of(value))
                 else:
                     leave_unread(tensor, name, value)
+            elif is_deferred(tensor):
+                show(tensor, value)
             elif is_vacant(tensor):
                 tensor.data = value
             elif alike and (name in owned or tensor.device.type != "cpu" or is_shared(tensor)):

@@ -243,16 +243,14 @@ class StrategyRanks:
         else:
             self.take_coordinates()
 
-    def take_servers(self, *, scripted: bool, made_later: bool) -> bool:
+    def take_servers(self, *, scripted: bool) -> bool:
         """Whether the other devices get servers, so that this process alone runs the script.
 
-        So far that is so for one replica on one host, and not where weights are made in
-        ``configure_model``, each by its owner. Where no script can be started again, servers are
-        the only way: sizes that are open become one chain.
+        So far that is so for one replica on one host. Where no script can be started again,
+        servers are the only way: sizes that are open become one chain.
 
         Args:
             scripted: whether other processes could run the script.
-            made_later: whether the module has a ``configure_model``.
 
         Raises:
             PlanError: several replicas are asked for, and other devices have servers already.
@@ -269,7 +267,7 @@ class StrategyRanks:
                 "replica, so the script runs once, and its later runs have one replica too. Train "
                 "with several replicas in a script of its own."
             )
-        self.served = self.replicas == 1 and (alone or not made_later)
+        self.served = self.replicas == 1
         return self.served
 
     def _call_servers(self, before: History, everyone: Everyone) -> None:

@@ -30,7 +30,6 @@ from lightning_hybrid._lightning import (
     Precision,
     Trainer,
     TrainerStatus,
-    is_overridden,
 )
 from lightning_hybrid._lightning_private import (
     ask_strategy_whether_distributed,
@@ -297,8 +296,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         refuse_interactive(works=self._launcher.is_interactive_compatible)
 
     def _takes_servers(self) -> bool:
-        made_later = is_overridden("configure_model", self._module)
-        return self._ranks.take_servers(scripted=has_script(), made_later=made_later)
+        return self._ranks.take_servers(scripted=has_script())
 
     def _refuse_copies(self) -> None:
         refuse_copies(self._module, self._ranks.per_host - 1, free_of_host())
@@ -429,9 +427,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if module is not None and self._ranks.world.phase is Phase.TOGETHER:
             trainer = module.trainer
             if trainer.state.status == TrainerStatus.RUNNING:
-                # copies of a stage would each make its weights; servers make none
-                whole = self._config.copies or self._ranks.served
-                stages = 1 if whole else self._ranks.stages
+                # copies of a stage would each make its weights
+                stages = 1 if self._config.copies else self._ranks.stages
                 self._building = self._building.deferred_if_apart(trainer, self.root_device, stages)
                 self._rest()
                 building = self._building.building(module)

@@ -3,7 +3,6 @@
 from typing import Any, ClassVar
 
 import pytest
-from lightning.pytorch import LightningModule
 from suite import ONE_OF_THREE, ONE_OF_TWO, Conformance, Row
 
 from lightning_hybrid import HybridGabraStrategy, Plan, Search
@@ -134,19 +133,11 @@ class TestTwoStagesThatWereChosen(Conformance):
 
 
 class TestServedStages(_Hybrid):
-    """The rows in a script that runs once: the other stage has a server.
-
-    Without those of networks that are made in ``configure_model``, for which every rank runs it.
-    """
+    """The rows in a script that runs once: the other stage has a server."""
 
     stages = 2
     reference = OneDevice
     served = True
-
-    @classmethod
-    def rows(cls) -> list[type[Row]]:
-        made = LightningModule.configure_model
-        return [row for row in super().rows() if row.configure_model is made]
 
 
 class TestThreeStages(_Hybrid):

@@ -1,0 +1,170 @@
+"""``python served_script.py FOLDER WHAT``: scripts with one replica, which run once.
+
+FOLDER gets ``runs``, a line for each run of this file, and ``seen.pt``. There is no guard.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import operators_of_served
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.process import Servers
+
+
+@torch.library.custom_op("served_script::negate", mutates_args=())
+def negate(x: Tensor) -> Tensor:
+    return -x
+
+
+@negate.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Net(nn.Module):
+    def __init__(self, between: Any = None) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.middle(self.norm(torch.tanh(self.first(x)))))
+        return self.last(x if self.between is None else self.between(x))
+
+
+class Module(LightningModule):
+    def __init__(self, between: Any = None) -> None:
+        super().__init__()
+        self.net, self.heard, self.fails = Net(between).double(), [], False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.fails and batch_idx == 1:
+            raise ValueError("on purpose")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(16, 6, generator=generator, dtype=torch.float64)
+        return DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=4)
+
+
+def trainer(folder: Path, devices: int, **more: Any) -> Trainer:
+    sizes = {"pipeline_parallel_size": devices, "num_microbatches": 1}
+    return Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=HybridGabraStrategy(**{**sizes, **more}) if devices > 1 else "auto",
+        default_root_dir=folder,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def fit(folder: Path, devices: int, module: Module | None = None) -> dict[str, Any]:
+    seed_everything(3, verbose=False)
+    module, made = module or Module(), trainer(folder, devices)
+    made.fit(module)
+    path = folder / f"of{devices}.ckpt"
+    made.save_checkpoint(path)
+    return {
+        "weights": module.state_dict(),
+        "loss": made.callback_metrics["loss"],
+        "checkpoint": torch.load(path, weights_only=True)["optimizer_states"],
+        "ranks": {name for name in os.environ if name in ("LOCAL_RANK", "RANK", "WORLD_SIZE")},
+    }
+
+
+def several(folder: Path) -> Any:
+    """Trainers with as many devices as they like, and one after a failure."""
+    found = [fit(folder, devices) for devices in (2, 3, 1, 2)]
+    module = Module()
+    module.fails = True
+    try:
+        fit(folder, 2, module)
+    except ValueError as error:
+        found.append(str(error))
+    return [*found, fit(folder, 3)]
+
+
+def _hooked(module: Module) -> Module:
+    def halve(gradient: Tensor) -> Tensor:
+        module.heard.append(gradient.norm().item())
+        return gradient / 2
+
+    module.net.first.weight.register_hook(halve)
+    module.net.last.bias.register_hook(halve)
+    return module
+
+
+def hooks(folder: Path) -> Any:
+    modules = [_hooked(Module()) for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    found = [fit(folder, devices, module) for devices, module in zip((1, 2), modules)]
+    return [*found, *(module.heard for module in modules)]
+
+
+def operators(folder: Path) -> Any:
+    """One of a module, and a function of one; one of this script."""
+    found = []
+    for devices in (1, 2):
+        seed_everything(3, verbose=False)
+        found.append(fit(folder, devices, Module(operators_of_served.halve_and_square)))
+    try:
+        fit(folder, 2, Module(torch.ops.served_script.negate))
+    except Exception as error:
+        found.append(str(error))
+    return found
+
+
+def replicas(folder: Path) -> Any:
+    fit(folder, 2)
+    try:
+        trainer(folder, 2, data_parallel_size=2, pipeline_parallel_size=1).fit(Module())
+    except Exception as error:
+        return str(error)
+
+
+def kill_server(folder: Path) -> Any:
+    class Killed(Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                os.kill(Servers.processes[0].pid, signal.SIGKILL)
+
+    fit(folder, 2, Killed())
+
+
+def kill_driver(folder: Path) -> Any:
+    class Killed(Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                (folder / "servers").write_text(f"{Servers.processes[0].pid}")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    fit(folder, 2, Killed())
+
+
+place = Path(sys.argv[1])
+with (place / "runs").open("a") as runs:
+    runs.write(f"{os.getpid()}\n")
+seen = globals()[sys.argv[2]](place)
+torch.save(seen, place / "seen.pt")

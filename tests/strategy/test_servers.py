@@ -1,0 +1,91 @@
+"""With one replica a script runs once: its other devices have servers."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import USUAL
+
+from lightning_hybrid.process.faults import GRACE_S
+
+SCRIPT = Path(__file__).with_name("served_script.py")
+pytestmark = pytest.mark.distributed
+
+
+def start(folder: Path, what: str, *python: str, text: str = "") -> tuple[int, str]:
+    """Run the script, or a text that runs it. Returns its exit code and what it has printed."""
+    command = [sys.executable, *(python or (str(SCRIPT),)), str(folder), what]
+    environment = {**os.environ, **USUAL, "PYTHONPATH": f"{SCRIPT.parent}:{USUAL['PYTHONPATH']}"}
+    captured: Any = {"input": text, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run(command, env=environment, cwd=folder, **captured)
+    return done.returncode, done.stdout + done.stderr
+
+
+def seen(folder: Path, what: str, *python: str, text: str = "") -> Any:
+    code, output = start(folder, what, *python, text=text)
+    assert code == 0, output
+    assert len((folder / "runs").read_text().splitlines()) == 1, "the script has run again"
+    return torch.load(folder / "seen.pt", weights_only=False)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_trainers_of_a_script_that_runs_once_train_as_on_one_device(tmp_path: Path) -> None:
+    two, three, one, again, failed, after = seen(tmp_path, "several")
+    assert failed == "on purpose"
+    for found in (two, three, again, after):
+        for key in ("weights", "loss", "checkpoint"):
+            assert_same(found[key], one[key])
+        assert not found["ranks"], "the script sees ranks, which one device does not have"
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("python", [("-",), ("-i", "-q", "-")])
+def test_a_prompt_and_standard_input_have_stages(tmp_path: Path, python: tuple[str, ...]) -> None:
+    text = f"exec(compile(open({str(SCRIPT)!r}).read(), 'cell', 'exec'))\n"
+    assert len(seen(tmp_path, "several", *python, text=text)) == 6
+
+
+@pytest.mark.conformance
+def test_hooks_on_gradients_of_servers_are_called_once_on_the_driver(tmp_path: Path) -> None:
+    one, two, heard, heard_of_two = seen(tmp_path, "hooks")
+    assert_same(two["weights"], one["weights"])
+    assert_same(sorted(heard_of_two), sorted(heard))
+
+
+@pytest.mark.conformance
+def test_servers_import_what_stages_call_and_the_scripts_own_is_refused(tmp_path: Path) -> None:
+    one, two, refused = seen(tmp_path, "operators")
+    assert_same(two["weights"], one["weights"])
+    assert "served_script.negate" in refused
+    assert "defined in the script itself" in refused
+
+
+@pytest.mark.conformance
+def test_replicas_after_servers_are_refused(tmp_path: Path) -> None:
+    assert "in a script of its own" in seen(tmp_path, "replicas")
+
+
+@pytest.mark.conformance
+def test_a_killed_server_is_named_within_seconds(tmp_path: Path) -> None:
+    start_s = time.monotonic()
+    code, output = start(tmp_path, "kill_server")
+    assert code != 0
+    assert "Lost rank 1" in output
+    assert time.monotonic() - start_s < 60 + GRACE_S
+
+
+@pytest.mark.conformance
+def test_servers_end_with_their_driver(tmp_path: Path) -> None:
+    assert start(tmp_path, "kill_driver")[0] != 0
+    server, deadline = int((tmp_path / "servers").read_text()), time.monotonic() + 2 * GRACE_S
+    while Path(f"/proc/{server}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{server}").exists()
