@@ -33,7 +33,8 @@ from rich.table import Table
 from slow_device import be_slow, slow_group
 
 from lightning_hybrid.comm import Coordinates
-from lightning_hybrid.process import Meeting, gather, look_around
+from lightning_hybrid.process import Meeting, look_around
+from lightning_hybrid.process.joining import gather
 
 CPU = torch.device("cpu")
 STOPPED_S = 0.005

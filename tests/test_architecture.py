@@ -94,12 +94,9 @@ LAYERS = {
     "comm": {*INNER, "remote", "graph"},
     "stage": {*INNER, "schedules", "remote", "graph", "comm"},
     "planning": {*INNER, "allocation", "schedules", "report", "remote", "graph", "stage"},
-    "process": {
-        *("errors", "_torch", "comm", "planning", "_package"),
-        *("_lightning", "_lightning_private"),
-    },
+    "process": {"errors", "_torch", "comm", "stage", "planning"},
     "state": {*INNER, "remote", "comm", "stage", "planning"},
-    "worker": {*INNER, "remote", "graph", "comm", "stage", "planning", "state"},
+    "worker": {*INNER, "remote", "graph", "comm", "stage", "planning", "state", "process"},
     "driver": {
         *INNER,
         *("schedules", "remote", "graph", "capture", "comm", "stage", "planning", "state"),
@@ -115,7 +112,7 @@ LAYERS = {
         *INNER,
         *("schedules", "comm", "stage", "planning", "process", "state", "driver", "run"),
         *("config", "options"),
-        *("_lightning", "_lightning_private"),
+        *("_lightning", "_lightning_private", "_package"),
     },
     "asking": {
         *INNER,

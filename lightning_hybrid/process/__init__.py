@@ -1,24 +1,23 @@
 """The processes of a run: their start, how they find each other, failures, and their end."""
 
-from lightning_hybrid.process.children import Children
+from lightning_hybrid.process.children import (
+    Children,
+    keep_ranks,
+    leave_nobody,
+    miss_nobody,
+)
 from lightning_hybrid.process.device_survey import know_machine, known_machine, look_around
 from lightning_hybrid.process.faults import (
-    Watch,
-    first_fault,
     is_loss,
+    is_unnamed_loss,
     read_fault,
-    say_at_next_meeting,
-    tell_lost,
 )
 from lightning_hybrid.process.joining import (
     LETTING_GO_S,
     Everyone,
     History,
-    Joined,
     Meeting,
     follow,
-    forget,
-    gather,
     has_met,
     history,
     join,
@@ -26,6 +25,7 @@ from lightning_hybrid.process.joining import (
     meeting_at,
     reach,
 )
+from lightning_hybrid.process.killed_ranks import KilledRanks
 from lightning_hybrid.process.servers import (
     JoinOrder,
     ServeOrder,

@@ -39,15 +39,18 @@ from lightning_hybrid.comm import (
     told_text,
 )
 from lightning_hybrid.errors import HybridError, RemoteError
-from lightning_hybrid.process.children import (
+from lightning_hybrid.process import (
     Children,
+    KilledRanks,
+    Servers,
+    dismiss_servers,
+    is_loss,
+    is_unnamed_loss,
     keep_ranks,
     leave_nobody,
     miss_nobody,
+    start_servers,
 )
-from lightning_hybrid.process.faults import is_loss, is_unnamed_loss
-from lightning_hybrid.process.killed_ranks import KilledRanks
-from lightning_hybrid.process.servers import Servers, dismiss_servers, start_servers
 from lightning_hybrid.run import Results, TrainerResults, adopt_attributes
 
 _TOLD = "_lightning_hybrid_told"  # attribute of an error, for `_ShortTexts`
@@ -267,7 +270,7 @@ def _require_script() -> None:
             f"(sys.argv[0] is {sys.argv[0]!r}; a notebook has none, `python -` reads it from "
             "standard input, `-c` from the command line). Use one replica "
             "(data_parallel_size=1), save it and run `python FILE`, or use "
-            "strategy='hybrid_gabra_fork'."
+            "strategy='hybrid_gabra_notebook'."
         )
 
 

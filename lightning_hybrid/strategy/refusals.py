@@ -49,9 +49,10 @@ def refuse_interactive(*, works: bool) -> None:
     """A notebook is no script that could be started again."""
     if hasattr(sys, "ps1") and not works:
         raise PlanError(
-            "hybrid_gabra starts the script anew for each rank, which a notebook or a prompt does "
-            "not have. Use Trainer(strategy='hybrid_gabra_notebook'), or "
-            "HybridGabraStrategy(start_method='fork'), or run a script."
+            "With this start_method, or on several hosts, hybrid_gabra starts the script anew for "
+            "each rank, which a notebook or a prompt does not have. Use "
+            "Trainer(strategy='hybrid_gabra') on one host, which gives one replica its stages, or "
+            "'hybrid_gabra_notebook' for several, or run a script."
         )
 
 

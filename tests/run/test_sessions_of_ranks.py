@@ -84,7 +84,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
     mesh = SimpleNamespace(
         coordinates=here, drivers=None, store=None, survivors=None, statistics=lambda: "group"
     )
-    world: Any = SimpleNamespace(coordinates=here, phase=Phase.RUNNING, mesh=mesh)
+    world: Any = SimpleNamespace(coordinates=here, phase=Phase.RUNNING, mesh=mesh, served=False)
     fields = {
         "config": Config(),
         "framework": ByTrainer(trainer),
@@ -316,6 +316,7 @@ def test_after_a_run_what_other_ranks_made_is_gathered(monkeypatch: pytest.Monke
     asked: list[Any] = []
     monkeypatch.setattr(building, "gather_after_run", lambda *asks, **_: asked.append(asks) or {})
     ranks = World.__new__(World)
+    ranks.served = False
     ranks.take_coordinates(cast(Any, SimpleNamespace(mesh="mesh")))
     module = Net()
     between = BetweenRuns(ranks, Building(Deferral(torch.device("cpu"))))

@@ -43,8 +43,9 @@ LOOP = Plan(
 FIT = """
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-import lightning_hybrid
-Trainer(accelerator="cpu", devices=2, strategy="hybrid_gabra", logger=False).fit(BoringModel())
+from lightning_hybrid import HybridGabraStrategy
+replicas = HybridGabraStrategy(data_parallel_size=2)
+Trainer(accelerator="cpu", devices=2, strategy=replicas, logger=False).fit(BoringModel())
 """
 
 
@@ -57,12 +58,13 @@ def trainer(devices: int, **arguments: Any) -> Trainer:
 def test_a_notebook_is_told_the_name_of_the_strategy_that_works_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`strategy="hybrid_gabra"` in a notebook: use `hybrid_gabra_notebook`."""
+    """Several hosts, or `strategy="hybrid_gabra_spawn"`, in a notebook: use `hybrid_gabra`."""
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    for devices in (1, 2):  # as every strategy that starts processes
-        with pytest.raises(PlanError, match="strategy='hybrid_gabra_notebook'"):
-            Trainer(accelerator="cpu", devices=devices, strategy="hybrid_gabra")
-    Trainer(accelerator="cpu", devices=2, strategy="hybrid_gabra_notebook", logger=False)
+    for wrong in ({"strategy": "hybrid_gabra_spawn"}, {"strategy": "hybrid_gabra", "num_nodes": 2}):
+        with pytest.raises(PlanError, match="Use Trainer\\(strategy='hybrid_gabra'\\) on one host"):
+            Trainer(accelerator="cpu", devices=2, **wrong)
+    for name in ("hybrid_gabra", "hybrid_gabra_notebook"):
+        Trainer(accelerator="cpu", devices=2, strategy=name, logger=False)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_other_ranks_do_not_start_without_a_file(
 ) -> None:
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None, __file__=file))
     monkeypatch.setattr(sys, "argv", ["-"])
-    run = trainer(2, pipeline_parallel_size=2)
+    run = trainer(2, data_parallel_size=2)
     with pytest.raises(HybridError, match=r"cannot be started again.*sys.argv\[0\] is '-'"):
         run.fit(BoringModel())
 
@@ -138,7 +140,7 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
         HybridSubprocessLauncher, "_call_children_scripts", lambda _: started.append("ranks")
     )
     with pytest.raises(PlanError, match=r"Model has 0.004 GB of weights") as error:
-        trainer(4, pipeline_parallel_size=4).fit(Model(1000))
+        trainer(4, pipeline_parallel_size=2).fit(Model(1000))
     assert started == []
     text = str(error.value)
     assert "the other 3 would need 0.012 GB, and 0.009 GB is free" in text
