@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid import Delayed, HybridGabraStrategy
 from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher
 
 
 class Repeated(Dataset[tuple[Tensor, int]]):
@@ -81,15 +82,28 @@ class Divided(Module):
         return Repeated(self.shape, self.batch // replicas, self.steps * replicas).loader()
 
 
-def bare_trainer(strategy: Any, accelerator: str = "cpu", **options: Any) -> Trainer:
-    """A Trainer that only trains: no bar, no summary; checkpoints or a logger if asked for."""
-    return Trainer(
+def bare_trainer(
+    strategy: Any, accelerator: str = "cpu", *, each_rank: bool = False, **options: Any
+) -> Trainer:
+    """A Trainer that only trains: no bar, no summary; checkpoints or a logger if asked for.
+
+    Args:
+        strategy: as the Trainer takes it.
+        accelerator: as the Trainer takes it.
+        each_rank: whether each rank runs the script, so that it can say what it has measured.
+        options: further arguments of the Trainer.
+    """
+    trainer = Trainer(
         strategy=strategy,
         accelerator=accelerator,
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"enable_checkpointing": False, "logger": False, **options},
     )
+    launcher = trainer.strategy.launcher
+    if each_rank and isinstance(launcher, HybridSubprocessLauncher):
+        launcher.takes_servers = None
+    return trainer
 
 
 def before_the_first_step(trainer: Trainer) -> dict[str, float]:

@@ -100,7 +100,7 @@ def train(stages: int, tensors: int, microbatches: int, extra: str, steps: int, 
             plan=middle,
             verify=False,
         )
-    trainer = bare_trainer(strategy, **options)
+    trainer = bare_trainer(strategy, each_rank=True, **options)
     inputs = torch.randn(BATCH * (steps + WARM_UP), WIDTH)
     trainer.fit(module, DataLoader(TensorDataset(inputs), BATCH))
     # (a worker's module has the driver's list by now)

@@ -287,7 +287,7 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
     saves = Saves(phases, folder)
     trainer = bare_trainer(
         strategy=strategy, devices=int(replicas) * int(count), max_epochs=1, callbacks=[saves],
-        default_root_dir=folder,
+        default_root_dir=folder, each_rank=True,
     )  # fmt: skip
     trainer.fit(module, ckpt_path=arguments.resume)
     phases.over("end" if module.losses else "fit")  # workers have no hooks

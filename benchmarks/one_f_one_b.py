@@ -102,7 +102,11 @@ def train(options: argparse.Namespace, folder: Path) -> None:
     )
     steps = WARM_UP + options.steps
     trainer = bare_trainer(
-        strategy=strategy, devices=options.stages, max_steps=steps, callbacks=[times]
+        strategy=strategy,
+        devices=options.stages,
+        max_steps=steps,
+        callbacks=[times],
+        each_rank=True,
     )
     trainer.fit(Module(options), DataLoader(words.repeat(steps, 1), batch_size=options.batch))
     if times.starts:

@@ -8,7 +8,7 @@ forward, of each rank:
 
 * peak: what it has in memory beyond what it had before the fit, with the pages of the folder's
   files that it has mapped (sampled). For stages beside the aim, 1.15 x (the folder / stages) +
-  256 MiB; a worker, which no hook runs on, is watched to the end of the step;
+  256 MiB; a worker is a server, which is watched from its first weights on;
 * read: bytes that came from the disk for it, as the page cache was empty; ranks of a host share
   what one of them has read. For all ranks of a run together beside the size of the folder; the aim
   is 1.2 x;
@@ -45,6 +45,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.process import Servers
 
 PEERS = ("one device", "fsdp2 2", "fsdp2 4", "hybrid 2", "hybrid 4")
 MIB = 2**20
@@ -81,18 +82,20 @@ def forget(folder: Path) -> None:
 
 
 class Watch:
-    """Samples the memory of this process in a thread.
+    """Samples the memory of a process in a thread.
 
     Args:
         folder: of the network.
+        process: its number, or `self`.
 
     Attributes:
         peak: the most that the process has had beyond the beginning, in bytes.
         read: bytes that the system has read from a disk for this process.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, process: int | str = "self") -> None:
         self._folder, self._over = str(folder.resolve()), Event()
+        self._place = Path("/proc") / str(process)
         self.peak = self.read = 0
         self._base, self._before = self._own(), self._from_disk()
         self._thread = Thread(target=self._run, daemon=True)
@@ -113,21 +116,19 @@ class Watch:
             self.peak = max(self.peak, self._own() - self._base + sum(self._mapped()))
             took = time.thread_time() - begun
 
-    @staticmethod
-    def _own() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
+    def _own(self) -> int:
+        lines = (self._place / "status").read_text().splitlines()
         own = ("RssAnon:", "RssShmem:")
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(own))
 
-    @staticmethod
-    def _from_disk() -> int:
-        lines = Path("/proc/self/io").read_text().splitlines()
+    def _from_disk(self) -> int:
+        lines = (self._place / "io").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
     def _mapped(self) -> Iterator[int]:
         """Bytes in memory of each mapping of a file of the network."""
         found = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
+        for line in (self._place / "smaps").read_text().splitlines():
             if self._folder in line:
                 found = True
             elif line.startswith("Rss:") and found:
@@ -145,9 +146,9 @@ class FineTune(LightningModule):
 
     def __init__(self, folder: Path, kind: str) -> None:
         super().__init__()
-        self._folder, self._kind, self.net = folder, kind, None
+        self.folder, self._kind, self.net = folder, kind, None
         self.begun, self.seconds = time.perf_counter(), dict[str, float]()
-        self.watch = Watch(folder)
+        self.watch, self.of_servers = Watch(folder), list[Watch]()
 
     def reached(self, what: str) -> None:
         self.seconds[what] = round(time.perf_counter() - self.begun, 1)
@@ -157,7 +158,7 @@ class FineTune(LightningModule):
             return
         torch.manual_seed(0)
         begun = time.perf_counter()
-        net = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.bfloat16)
+        net = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16)
         adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
         self.net = get_peft_model(net, adapters, autocast_adapter_dtype=False)
         if self._kind == "fsdp2":
@@ -175,7 +176,8 @@ class FineTune(LightningModule):
         assert self.net is not None
         loss: Tensor = self.net(input_ids=batch, labels=batch).loss
         self.loss = loss.item()
-        self.watch.end()
+        for watch in (self.watch, *self.of_servers):
+            watch.end()
         self.reached("loss")
         spent = before_the_first_step(self.trainer)
         self.seconds |= {what: round(s, 1) for what, s in spent.items()}
@@ -188,6 +190,8 @@ class FineTune(LightningModule):
 class AtFirstBatch(Callback):
     def on_train_batch_start(self, trainer: Any, module: FineTune, *_: Any) -> None:
         module.reached("batch")
+        # (before any weight is sent)
+        module.of_servers = [Watch(module.folder, server.pid) for server in Servers.processes]
 
 
 def run(peer: str, folder: Path, out: Path) -> None:
@@ -209,14 +213,15 @@ def run(peer: str, folder: Path, out: Path) -> None:
     )  # fmt: skip
     module = FineTune(folder, kind)
     trainer.fit(module, DataLoader(words, batch_size=8))  # type: ignore[arg-type]
-    module.watch.end()
-    result = {
-        "peak": module.watch.peak / MIB,
-        "read": module.watch.read / MIB,
-        "seconds": module.seconds,
-        "loss": getattr(module, "loss", None),
-    }
-    (out / f"rank{os.environ.get('LOCAL_RANK', '0')}.json").write_text(json.dumps(result))
+    own = int(os.environ.get("LOCAL_RANK", "0"))  # FSDP2 runs the script on each rank
+    for rank, watch in enumerate((module.watch, *module.of_servers), own):
+        result = {
+            "peak": watch.peak / MIB,
+            "read": watch.read / MIB,
+            "seconds": module.seconds,
+            "loss": getattr(module, "loss", None),
+        }
+        (out / f"rank{rank}.json").write_text(json.dumps(result))
 
 
 def show(peer: str, ranks: list[dict[str, Any]], size: float) -> None:

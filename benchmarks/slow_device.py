@@ -56,7 +56,7 @@ def measure(kind: str, steps: int, out: str) -> None:
             search=Search(capacity="auto" if kind == "measured" else [1.0, 1.0]),
         )
     clock, shape = Clock(), (1, SIDE, SIDE, SIDE)
-    trainer = bare_trainer(strategy, devices=2, max_epochs=1, callbacks=[clock])
+    trainer = bare_trainer(strategy, devices=2, max_epochs=1, callbacks=[clock], each_rank=True)
     trainer.fit(Divided(ResAttNet3D(18), shape, BATCH, steps + WARM_UP))
     if trainer.is_global_zero:
         plan = None if kind in ("ddp", "shares") else json.loads(strategy.plan.to_json())

@@ -1,0 +1,100 @@
+"""What the other device of a script costs: a server, or a second run of the script.
+
+The script makes a data set of 1 GB, imports transformers (where that is installed) and trains a
+small network in two stages for three steps. Shown are the seconds from the start of the script to
+the end of its first step, and what the worker has in memory after the third (``VmRSS``) and had at
+most (``VmHWM``). The two kinds take turns.
+
+    python benchmarks/served_worker.py
+    python benchmarks/served_worker.py --rounds 1
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+BEGUN = time.time()
+MIB = 2**20
+KINDS = ("server", "script")
+
+
+def train(kind: str, out: Path) -> None:
+    """The script."""
+    import torch
+    from _timing import bare_trainer
+    from lightning.pytorch import LightningModule
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from lightning_hybrid import HybridGabraStrategy
+    from lightning_hybrid.process import Children
+
+    if find_spec("transformers"):
+        import transformers
+
+        assert transformers.AutoModel
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [nn.Linear(64, 64), nn.ReLU()] * 4
+            self.net = nn.Sequential(*layers)
+            self.first_s = 0.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.first_s = self.first_s or time.time() - BEGUN
+            if batch_idx == 2 and self.trainer.is_global_zero:
+                status = Path(f"/proc/{Children.processes[0].pid}/status").read_text()
+                lines = (line.split() for line in status.splitlines() if line.startswith("Vm"))
+                found = {name: int(size) * 1024 / MIB for name, size, _ in lines}
+                seen = {"now": found["VmRSS:"], "most": found["VmHWM:"], "first": self.first_s}
+                (out / "seen.json").write_text(json.dumps(seen))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    data = TensorDataset(torch.ones(2**22, 64))  # 1 GB
+    strategy = HybridGabraStrategy(data_parallel_size=1, pipeline_parallel_size=2)
+    trainer = bare_trainer(strategy, devices=2, max_steps=3, each_rank=kind == "script")
+    trainer.fit(Module(), DataLoader(data, batch_size=32))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--run", choices=KINDS, help="one of them, here")
+    parser.add_argument("--out", type=Path, help="folder of its results")
+    arguments = parser.parse_args()
+    if arguments.run:
+        train(arguments.run, arguments.out)
+        return
+    from _results import record
+
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    for _ in range(arguments.rounds):
+        for kind in KINDS:
+            with tempfile.TemporaryDirectory() as place:
+                command = [sys.executable, __file__, "--run", kind, "--out", place]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise SystemExit(done.stderr)
+                found[kind].append(json.loads((Path(place) / "seen.json").read_text()))
+    for kind, runs in found.items():
+        now, most, first = (median(run[what] for run in runs) for what in ("now", "most", "first"))
+        print(f"{kind}: first step after {first:.1f} s; worker {now:.0f} MiB, at most {most:.0f}")
+        record({f"{kind}: worker": now, f"{kind}: worker at most": most}, "MiB")
+        record({f"{kind}: end of the first step": first}, "s")
+
+
+if __name__ == "__main__":
+    main()
