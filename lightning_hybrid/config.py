@@ -21,10 +21,10 @@ from lightning_hybrid.planning import AUTO, Plan, PlanSettings, Sizes, given_spe
 from lightning_hybrid.schedules import INSIDE, SCHEDULES, STREAMED, LookAhead
 
 Count = int | Literal["auto"]
-Shape = Count | tuple[int, ...]
+StageCounts = Count | tuple[int, ...]
 Checkpoint = Literal["full"] | Sharded
 ScheduleName = Literal["auto", "gpipe", "looped", "zero_bubble", "1f1b", "1f1b_stream"]
-Rng = Literal["microbatch", "device"]
+RngScope = Literal["microbatch", "device"]
 
 LEAVE_ONE = "Leave one of them out."
 
@@ -130,7 +130,7 @@ class Config:
     """
 
     data_parallel_size: Count = "auto"
-    pipeline_parallel_size: Shape = "auto"
+    pipeline_parallel_size: StageCounts = "auto"
     num_microbatches: Count = "auto"
     schedule: ScheduleName | Delayed = "auto"
     network: str | list[str] | None = None
@@ -142,7 +142,7 @@ class Config:
     compile_stages: bool = False
     checkpoint: Checkpoint = "full"
     verify: int | Literal["auto", False] = "auto"
-    rng: Rng = "microbatch"
+    rng: RngScope = "microbatch"
     log_performance: bool = False
     seed: int = 0
     sizes: Sizes | None = None
@@ -456,7 +456,7 @@ class Config:
                 f"verify={verify!r} is none of 'auto' (calls 1, 2, 4, 8, ...), False and a number "
                 "of calls of at least 1."
             )
-        _check_kind("rng", self.rng, get_args(Rng))
+        _check_kind("rng", self.rng, get_args(RngScope))
         _check_record("checkpoint", self.checkpoint, Sharded, ("full",))
         _check_record("search", self.search, Search)
         _check_record("replicas", self.replicas, Replicas)
@@ -490,7 +490,7 @@ def _check_kind(name: str, value: object, kinds: tuple[str, ...]) -> None:
         raise PlanError(f"{name}={value!r} is none of {', '.join(map(repr, kinds))}.")
 
 
-def _check_shape(replicas: Count, shape: Shape, plan: Plan | None) -> None:
+def _check_shape(replicas: Count, shape: StageCounts, plan: Plan | None) -> None:
     """Complain about a plan that is none, and sizes that are none or contradict a plan."""
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(

@@ -43,7 +43,7 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.capture.marked_intermediates import Marking, may_hide_marks, settle
+from lightning_hybrid.capture.marked_intermediates import Marking, may_hide_marks, resolve_marks
 from lightning_hybrid.capture.own_classes import is_followed, like, plain, refused_class
 from lightning_hybrid.capture.rewritten_functions import PACKS, captured_functions
 from lightning_hybrid.graph import (
@@ -80,7 +80,7 @@ def installs_hooks(reason: str, network: nn.Module) -> bool:
     return bool(missing)
 
 
-Run = Callable[..., Sequence[Any]]
+RunGraph = Callable[..., Sequence[Any]]
 """Computes the outputs of a graph from its arguments (and its `LossOfCall`, if there is one)."""
 
 
@@ -93,11 +93,11 @@ warnings.filterwarnings(
 
 _KILLED_LOADER = re.compile(r"DataLoader worker \(pid.* (is killed by signal|exited un).*")
 
-Kind = tuple[tuple[int, ...], torch.dtype]
+ShapeAndType = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
 
 
-def kind_of(tensor: Tensor) -> Kind:
+def kind_of(tensor: Tensor) -> ShapeAndType:
     """Shape and type of a tensor, whatever its class."""
     with as_they_are():
         return tuple(tensor.shape), tensor.dtype
@@ -219,8 +219,8 @@ class Capture:
         self,
         network: nn.Module,
         forward: Callable[..., Any],
-        run: Run,
-        shared: Mapping[str, Kind] | None = None,
+        run: RunGraph,
+        shared: Mapping[str, ShapeAndType] | None = None,
         *,
         whole: bool = True,
         divides: bool = True,
@@ -344,7 +344,7 @@ class Capture:
             for node in module.graph.nodes
             if node.op == "placeholder"
         ]
-        fresh, settled = self._captured > 1, settle(module)
+        fresh, resolved = self._captured > 1, resolve_marks(module)
         lacks_marks = not self._marking and may_hide_marks(module)
 
         def run(*values: Any) -> Sequence[Any]:
@@ -360,7 +360,7 @@ class Capture:
             if divided is None:
                 _refuse_classes(value for value in values if isinstance(value, Tensor))
                 _refuse_optimizers(module)
-                if not settled:
+                if not resolved:
                     raise NotCaptured("it changes requires_grad of a tensor that it is given")
                 divided = graphs[names] = self._divided(module, names, values)
                 self._find_batch(divided.heavy, values)

@@ -54,8 +54,8 @@ from lightning_hybrid.comm.survivors import FAULT, Survivors
 from lightning_hybrid.comm.switches import set_switches, switches
 from lightning_hybrid.comm.tensor_specs import (
     CallKey,
+    CallPrecision,
     Inside,
-    Precision,
     TensorSpec,
     bytes_of,
 )

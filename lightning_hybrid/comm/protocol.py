@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.switches import Switches
-from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
+from lightning_hybrid.comm.tensor_specs import CallKey, CallPrecision, TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.graph import StageCode
-from lightning_hybrid.remote import Kind
+from lightning_hybrid.remote import RemoteKind
 
 Tensors = Iterable[tuple[str, Tensor]]
 """Named tensors. The receiver gets an iterator, which receives them one by one."""
@@ -126,7 +126,7 @@ class Command(Message):
 
     answered: ClassVar[bool] = False
     joint: ClassVar[bool] = False
-    outdates: ClassVar[frozenset[Kind]] = frozenset()
+    outdates: ClassVar[frozenset[RemoteKind]] = frozenset()
 
 
 # ---------------------------------------------------------------- the network
@@ -230,7 +230,7 @@ class Forward(CallCommand):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.BUFFER})
+    outdates = frozenset({RemoteKind.BUFFER})
     draw: int
     key: int
     exchange: bool
@@ -261,7 +261,7 @@ class Backward(CallCommand):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
     pattern: int
     exchange: bool
     parameters: bool
@@ -287,7 +287,7 @@ class Commit(CallCommand):
     """
 
     in_frame = True
-    outdates = frozenset({Kind.BUFFER})
+    outdates = frozenset({RemoteKind.BUFFER})
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class Reduce(NetworkCommand):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class TakeAverages(Command):
 
     scale: float
 
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,9 @@ class ReleaseHooks(NetworkCommand):
     """
 
     in_frame = True
-    outdates = frozenset({Kind.GRADIENT, Kind.PARAMETER})  # a hook may step an optimizer
+    outdates = frozenset(
+        {RemoteKind.GRADIENT, RemoteKind.PARAMETER}
+    )  # a hook may step an optimizer
     call: bool
 
 
@@ -369,7 +371,7 @@ class SynchronizeBuffers(Command):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.BUFFER})
+    outdates = frozenset({RemoteKind.BUFFER})
     state: bool
 
 
@@ -429,12 +431,12 @@ class ZeroGrad(OptimizerCommand):
     """
 
     in_frame = True
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
     set_to_none: bool
 
 
 @dataclass(frozen=True)
-class Step(OptimizerCommand):
+class StepOptimizer(OptimizerCommand):
     """Step an optimizer.
 
     Attributes:
@@ -443,9 +445,9 @@ class Step(OptimizerCommand):
     """
 
     in_frame = True
-    outdates = frozenset({Kind.PARAMETER})
+    outdates = frozenset({RemoteKind.PARAMETER})
     groups: list[Hyperparameters] | None = None
-    precision: Precision | None = None
+    precision: CallPrecision | None = None
 
 
 @dataclass(frozen=True)
@@ -469,7 +471,7 @@ class ClipNorm(OptimizerCommand):
         total: the norm of the gradients of all ranks.
     """
 
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
     max_norm: float
     total: Tensor
 
@@ -478,7 +480,7 @@ class ClipNorm(OptimizerCommand):
 class ClipValues(OptimizerCommand):
     """Clamp the gradients of an optimizer to [-bound, bound]."""
 
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
     bound: float
 
 
@@ -487,7 +489,7 @@ class Unscale(OptimizerCommand):
     """Multiply the gradients of an optimizer by ``factor``; answer whether one is not finite."""
 
     answered = True
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
     factor: Tensor
 
 
@@ -685,7 +687,7 @@ class ClearGradients(Command):
 
 
 @dataclass(frozen=True)
-class Check(Command):
+class GiveFailure(Command):
     """Answer with the failure of an earlier command that had no answer, if there is one."""
 
     answered = True

@@ -38,13 +38,15 @@ class HeldHooks:
     Args:
         networks: the networks that are cut; the list may grow.
         commands: sends commands to the workers.
-        settle: brings all gradients to the owners of their parameters.
+        bring_to_owners: brings all gradients to the owners of their parameters.
     """
 
     def __init__(
-        self, networks: Sequence[DrivenNetwork], commands: Commands, settle: Callable[[], None]
+        self, networks: Sequence[DrivenNetwork], commands: Commands, bring_to_owners: Callable[[], None]
     ) -> None:
-        self._networks, self._commands, self._settle = networks, commands, settle
+        self._networks = networks
+        self._commands = commands
+        self._bring_to_owners = bring_to_owners
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -68,7 +70,7 @@ class HeldHooks:
             # (put back and not called, since no gradient is complete)
             self._release(networks, call=False)
             raise
-        self._settle()
+        self._bring_to_owners()
         self._release(networks, call=True)
 
     @signals_deferred
@@ -195,7 +197,7 @@ class ChosenGradients:
             before = _take(others)
             try:
                 found = run(reached, *[True for _ in unused])
-                self._gradients.settle()
+                self._gradients.bring_to_owners()
                 if not accumulate_grad:
                     # (without those of the networks' leaves)
                     own = found[: len(inputs)]
@@ -203,7 +205,7 @@ class ChosenGradients:
             finally:
                 for parameter, gradient in zip(others, before):
                     parameter.grad = gradient
-                self._gradients.settle()
+                self._gradients.bring_to_owners()
         if unused == (False,) and any(gradient is None for gradient in found):
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set "

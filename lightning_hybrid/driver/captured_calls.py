@@ -50,7 +50,7 @@ from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.verification import Check, Verification
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import CannotFollow, LossOfCall, NetworkGraph, compute_whole, place_now
-from lightning_hybrid.remote import Kind, NoMemory, watched
+from lightning_hybrid.remote import NoMemory, RemoteKind, watched
 from lightning_hybrid.stage import Synchronised
 
 
@@ -220,7 +220,7 @@ class CapturedCalls:
         if torch.is_grad_enabled():
             return nullcontext()
         remote, prefix = self._driver.remote, f"{found.name}." if found.name else ""
-        names = remote.names(Kind.PARAMETER)
+        names = remote.names(RemoteKind.PARAMETER)
         return remote.at_hand([name for name in names if name.startswith(prefix)])
 
     def captured(

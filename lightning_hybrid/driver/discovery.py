@@ -133,7 +133,7 @@ class Discovery:
         if not self.found:
             self._refuse()
         if self._any(State.KEPT) and not self._any(State.CUT):
-            self._driver.settle()
+            self._driver.note_no_cut()
 
     def _refuse(self) -> None:
         """Raise NetworkNotFoundError with the reasons of all modules that were called."""

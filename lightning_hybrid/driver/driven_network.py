@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import (
     CallKey,
+    CallPrecision,
     Inside,
-    Precision,
     TensorSpec,
     signals_deferred,
 )
 from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free
 from lightning_hybrid.driver.commands import Commands
-from lightning_hybrid.driver.microbatches import Numbers, Specialization
+from lightning_hybrid.driver.microbatches import NumbersOfMicrobatches, Specialization
 from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches, Stream
 from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.graph import NetworkGraph
-from lightning_hybrid.remote import Kind, read_now
+from lightning_hybrid.remote import RemoteKind, read_now
 from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     Call,
@@ -272,7 +272,7 @@ class DrivenNetwork(StagedNetwork):
         if not keep:
             self.calls.pop(call.number, None)
         if parameters and not reduce:
-            self._gradients.unsettled.add(self.number)
+            self._gradients.unaveraged.add(self.number)
         with self._commands.workers.passing(self.engine):
             found = self.engine.backward(call, mode, gradients, factor)
         # (only after a pass that went well: one that fails tells stages that nothing has gradients)
@@ -336,7 +336,7 @@ class DrivenNetwork(StagedNetwork):
             self._borrowing.refresh(grad=grad)
         remote.changed |= bool(graph.written)
         if graph.writes_parameters:
-            remote.outdate(Kind.PARAMETER)
+            remote.outdate(RemoteKind.PARAMETER)
 
     def _told(self, trainable: tuple[bool, ...]) -> None:
         """Note which parameters workers give gradients, if this rank has a copy of their stage.
@@ -369,7 +369,7 @@ class DrivenNetwork(StagedNetwork):
         self,
         specialization: int,
         slices: Sequence[Sequence[Tensor]],
-        numbers: Numbers,
+        numbers: NumbersOfMicrobatches,
         grad: bool,
         continues: bool,
         inside: Inside = "",
@@ -377,7 +377,7 @@ class DrivenNetwork(StagedNetwork):
         specs = tuple(
             tuple(TensorSpec.of(tensor, gradient=grad) for tensor in leaves) for leaves in slices
         )
-        precision = Precision.current(self.engine.device)
+        precision = CallPrecision.current(self.engine.device)
         # (all that decides what is sent and how stages compute; a known key is sent as a number)
         training, trainable = self.module.training, self.trainable()
         return CallKey(

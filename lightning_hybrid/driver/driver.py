@@ -44,7 +44,7 @@ from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import StageCode
-from lightning_hybrid.remote import RemoteTensors, View, is_deferred, materialize, views_of
+from lightning_hybrid.remote import RemoteTensors, ViewInMemory, is_deferred, materialize, views_of
 from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     ReplicaGroup,
@@ -110,12 +110,12 @@ class Driver:
         known = frozenset(tensors_of(module) if options.shared is None else options.shared)
         # in the order of dependence: proxies ask the ownership, commands flush the proxies first,
         # and the parts after these send commands only
-        self._workers, unsettled = Workers(mesh), set[int]()
-        self._ownership = Ownership(self._workers, unsettled)
+        self._workers, unaveraged = Workers(mesh), set[int]()
+        self._ownership = Ownership(self._workers, unaveraged)
         self.remote = RemoteTensors(self._ownership, self.device)
         self.commands = Commands(self._workers, self.remote)
         self._files = files = FilesOfWorkers(self.commands, options.folder, here)
-        self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
+        self._borrowing = Borrowing(self.commands, self._ownership, unaveraged)
         self._replicated = Replicated(
             module, start, mesh.data_parallel, self.device, mesh.survivors
         )
@@ -126,14 +126,14 @@ class Driver:
             *(module, start, known, here, self.commands, self._ownership, self._replicated, files)
         )
         self.gradients = ReplicaGradients(
-            *(self.commands, self._borrowing, self._replicated, unsettled),
+            *(self.commands, self._borrowing, self._replicated, unaveraged),
             *(mesh.survivors, mesh.drivers),
         )
         self.optimizers = DrivenOptimizers(
             *(start, mesh, self.commands, self._ownership, self.gradients, files, options)
         )
         self._shards = options.shards and here.replicas > 1
-        hooks = HeldHooks(self._networks, self.commands, self.gradients.settle)
+        hooks = HeldHooks(self._networks, self.commands, self.gradients.bring_to_owners)
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         # (only buffers that a training step reads must be the same on all replicas in training)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
@@ -250,16 +250,16 @@ class Driver:
         if self._options.share:
             self._replicated.rest.broadcast_weights()
 
-    def settle(self) -> None:
+    def note_no_cut(self) -> None:
         """Register that no network will be cut: all parameters are the driver's own."""
-        self._replicated.settle()
+        self._replicated.note_no_cut()
         self.optimizers.stay_here()
 
     def _take_charge(
         self,
         driven: DrivenNetwork,
         remote: Mapping[int, tuple[str, ...]],
-        views: Sequence[View],
+        views: Sequence[ViewInMemory],
     ) -> None:
         """Tell the parts of the driver which rank owns which tensors of a distributed network.
 
@@ -342,7 +342,7 @@ class Driver:
         """
         failure = None
         try:
-            self.commands.ask(protocol.Check())
+            self.commands.ask(protocol.GiveFailure())
         except Exception as error:
             failure = error
         # called where nothing has failed too: the drivers of the other replicas wait in it
@@ -472,7 +472,7 @@ class Driver:
         They are mapped from files of the workers. Where these cannot be read, the tensors are sent,
         if all ranks have room for them; else each rank keeps what it owns, and the user is told.
         """
-        self._ownership.settle()
+        self._ownership.add_copied_gradients()
         if self._after.map_tensors():
             return
         if lacking := self._after.lacking(self.device, self.optimizers.optimizers):

@@ -85,7 +85,7 @@ class InsideCalls:
         Returns:
             The outputs of the graph.
         """
-        run = _Run(self, leaves, loss, keep=keep)
+        run = _InsideCall(self, leaves, loss, keep=keep)
         loss.value, *outputs = _InsideNode.apply(self.network.anchor(), run)  # type: ignore[no-untyped-call]
         return list(outputs)
 
@@ -107,7 +107,7 @@ class InsideCalls:
         return torch.ones((), dtype=torch.float64, device=self.network.engine.device)
 
 
-class _Run:
+class _InsideCall:
     """One call.
 
     Args:
@@ -239,7 +239,7 @@ class _InsideNode(torch.autograd.Function):
     """The node in autograd's graph for one such call."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, run: _Run) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, run: _InsideCall) -> tuple[Tensor, ...]:
         with forward_derivatives():
             value, *outputs = run.forward()
         ctx.run = run
@@ -251,7 +251,7 @@ class _InsideNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        run: _Run = ctx.run
+        run: _InsideCall = ctx.run
         network, keep = run.calls.network, graph_is_kept()
         refuse_backward(network, run.call, gradients)
         of_loss, *of_outputs = gradients
@@ -277,7 +277,11 @@ class _InsideNode(torch.autograd.Function):
 
 
 def _go_back_again(
-    run: _Run, of_loss: Tensor | None, of_outputs: Sequence[Tensor | None], *, parameters: bool
+    run: _InsideCall,
+    of_loss: Tensor | None,
+    of_outputs: Sequence[Tensor | None],
+    *,
+    parameters: bool,
 ) -> None:
     """Go back through a call whose outputs have gradients too: what is aside is of the loss alone.
 

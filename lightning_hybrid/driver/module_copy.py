@@ -197,7 +197,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return all(a is b for a, b in zip(one, other))
 
 
-Rows = Callable[[Tensor], Tensor]
+ChooseSamples = Callable[[Tensor], Tensor]
 """Chooses samples of a tensor whose first dimension is the batch."""
 
 
@@ -295,7 +295,7 @@ class ModuleCopy:
         return made
 
     def call(
-        self, device: torch.device, rows: Rows | None = None
+        self, device: torch.device, rows: ChooseSamples | None = None
     ) -> tuple[nn.Module, Any, tuple[Any, ...]]:
         """Run the module's Python on a copy of the copy; nothing is kept for a backward.
 
@@ -364,7 +364,9 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
         return place, tuple(tensor.shape), tensor.stride() if strided else None
 
 
-def _another(tensor: Tensor, device: torch.device | None = None, rows: Rows | None = None) -> Any:
+def _another(
+    tensor: Tensor, device: torch.device | None = None, rows: ChooseSamples | None = None
+) -> Any:
     """A copy of a tensor, of torch's own class, in memory of its own.
 
     Args:

@@ -264,7 +264,7 @@ class OptimizerLink:
         *before, closure = arguments if len(arguments) > 1 else (*arguments, None)
         closure = keywords.get("closure", closure)
         self._entered.close()  # an earlier step may have failed half-way
-        self._counterparts.settle()
+        self._counterparts.bring_gradients_to_owners()
         if closure is None or not self.whole:
             self._enter()
         # (else parameters are fetched after the closure; if the step reads them before, as proxies)
@@ -280,7 +280,7 @@ class OptimizerLink:
                     "not declare it by register_optimizer: then it steps on the driver."
                 )
             result = closure()  # (after an error in it the workers do not step)
-            self._counterparts.settle()
+            self._counterparts.bring_gradients_to_owners()
             self._enter()
             return result
 

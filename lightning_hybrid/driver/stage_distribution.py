@@ -190,7 +190,7 @@ class Distribution:
         own = stages_of(placement.devices, self._mesh.coordinates.pp_rank)
         here = make_stages([codes[number] for number in own], network, self._device)
         mine = [prefix + n for part in here for n in part.tensor_names]
-        Takeover(self._module, mine, tied, self._mesh.coordinates, tied=tied).settle(())
+        Takeover(self._module, mine, tied, self._mesh.coordinates, tied=tied).check_complete(())
         for part in here:
             part.move(self._device)
         return Engine(

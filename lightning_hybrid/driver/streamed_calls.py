@@ -86,7 +86,7 @@ class Batches:
 
 
 @dataclass(eq=False)
-class Launched:
+class EarlyCall:
     """A call of a later batch that was launched early.
 
     Attributes:
@@ -150,10 +150,10 @@ class Stream:
         self._devices = [rank for copies in placement.devices for rank in copies_of(copies)]
         self._schedule = STREAMED[placement.schedule]
         self._ahead = self._schedule.look_aheads(len(self._devices))
-        self._pending: deque[Launched] = deque()
+        self._pending: deque[EarlyCall] = deque()
         self._called: Batch | None = None  # the last batch that the network was called on
 
-    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> Launched | None:
+    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> EarlyCall | None:
         """Find the launched call whose turn it is: the one for this call of the current batch.
 
         Args:
@@ -214,7 +214,7 @@ class Stream:
                 key, slices = split([leaf.detach().clone() for leaf in theirs])
                 call, command = self._network.open_call(key, count)
                 versions = [version_of(leaf) for leaf in theirs]
-                self._pending.append(Launched(later, call, command, graph, theirs, versions))
+                self._pending.append(EarlyCall(later, call, command, graph, theirs, versions))
                 self._network.engine.send_inputs(call.key, slices)
         finally:  # (also if a batch fails to load: those before it are launched)
             self._tell()

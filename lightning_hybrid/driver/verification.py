@@ -38,7 +38,12 @@ from lightning_hybrid.driver.differences import (
 )
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.found_network import FoundNetwork, is_materialized
-from lightning_hybrid.driver.module_copy import ModuleCopy, RandomStates, Rows, WritesWeights
+from lightning_hybrid.driver.module_copy import (
+    ChooseSamples,
+    ModuleCopy,
+    RandomStates,
+    WritesWeights,
+)
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph
@@ -51,7 +56,7 @@ Verify = int | Literal["auto", False]
 Made = dict[str, Any] | None
 """The results of a call by their names, changed attributes included; ``None``: it did not run."""
 
-Kind = tuple[str, bool, bool]
+KindOfCall = tuple[str, bool, bool]
 """The name of a network, whether gradients are recorded, whether it is in training mode."""
 
 
@@ -77,8 +82,8 @@ class Verification:
     ) -> None:
         self.root, self.driver, self.verify = root, driver, verify
         self._announcements = announcements
-        self.counts = Counter[Kind]()
-        self._off = set[Kind]()
+        self.counts = Counter[KindOfCall]()
+        self._off = set[KindOfCall]()
 
     def begin(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -138,7 +143,7 @@ class Check:
         self,
         verification: Verification,
         found: FoundNetwork,
-        kind: Kind,
+        kind: KindOfCall,
         number: int,
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
@@ -213,7 +218,7 @@ class Check:
         self._take(batched, writes=graph.writes_parameters, transforms=graph.transforms)
         self._expect(self._first_part if self._draws else None)
 
-    def _expect(self, rows: Rows | None = None) -> None:
+    def _expect(self, rows: ChooseSamples | None = None) -> None:
         """Run the Python before the stages run, and keep its results, or the error for after them.
 
         (What one device raises, as for an index that is too large, the stages raise too.)
@@ -334,7 +339,7 @@ class Check:
         order = torch.arange(len(tensor), device=tensor.device) % self._first
         return tensor.index_select(0, order)
 
-    def _python(self, rows: Rows | None = None) -> Made:
+    def _python(self, rows: ChooseSamples | None = None) -> Made:
         """Call the network's own Python on the copy, and give its results by name.
 
         Args:

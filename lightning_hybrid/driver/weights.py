@@ -27,7 +27,7 @@ from lightning_hybrid.comm.protocol import (
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.errors import DeferredError, HybridError
-from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank, materialize
+from lightning_hybrid.remote import RemoteKind, is_deferred, is_of_one_rank, materialize
 from lightning_hybrid.stage import ReplicaGroup, state_buffers, tensors_of, write_tensors
 from lightning_hybrid.state import (
     Owned,
@@ -84,7 +84,7 @@ class FilesOfWorkers:
             spec: its shape, type and strides.
         """
         remote = self._commands.remote
-        before = remote.state(Kind.PARAMETER)  # a step changes parameters and states
+        before = remote.state(RemoteKind.PARAMETER)  # a step changes parameters and states
 
         def read() -> Tensor:
             replica, rank = divmod(owned.rank, self._here.ranks_per_replica)
@@ -94,7 +94,7 @@ class FilesOfWorkers:
                     "which writes it to this checkpoint by itself (checkpoint=Sharded() and "
                     "shard_states=True). Leave it as it is, or use checkpoint='full'."
                 )
-            if remote.state(Kind.PARAMETER) != before:
+            if remote.state(RemoteKind.PARAMETER) != before:
                 name = f"{owned.state} of {owned.name}" if owned.state else owned.name
                 raise DeferredError(
                     f"{name!r} of an earlier state dict was not read before the next step, and its "
@@ -168,7 +168,7 @@ class Replicated:
         self.here = True
         self.renew_rest()
 
-    def settle(self) -> None:
+    def note_no_cut(self) -> None:
         """Register that no network will be cut: all parameters are averaged as the driver's own."""
         if not self.here:
             self.here = True
@@ -280,7 +280,7 @@ class Weights:
         self._remote.flush()
         owned = self.owned_elsewhere().items()
         names = [name for name, t in owned if name not in but and not is_deferred(t)]
-        write_tensors(self._start, self._ownership.give(Kind.PARAMETER, names).items())
+        write_tensors(self._start, self._ownership.give(RemoteKind.PARAMETER, names).items())
         self._remote.adopt_fetched()
 
     def leave_inference(self) -> None:
@@ -332,7 +332,9 @@ class Weights:
             for name, spec in specs.items()
         }
         # (sparse tensors are fetched at once)
-        return unread | self._ownership.give(Kind.PARAMETER, [n for n in owned if n not in specs])
+        return unread | self._ownership.give(
+            RemoteKind.PARAMETER, [n for n in owned if n not in specs]
+        )
 
     @signals_deferred
     def _mapped(self) -> dict[str, Tensor] | None:

@@ -50,7 +50,7 @@ from lightning_hybrid.graph.row_rules import (
     TAKES_COLUMNS,
     TAKES_COUNTS,
     TAKES_PLACES,
-    Call,
+    OperatorArguments,
     divided,
     is_grouped,
     name_of,
@@ -218,7 +218,7 @@ class _Walk:
             self.found.tried.add(node)
             return
         # 3. Else the rules decide, or the prologue takes it.
-        self._settle(node, why)
+        self._decide(node, why)
 
     def _passes(self, node: fx.Node, arguments: Any, given: Sequence[Tensor]) -> bool:
         """Try an operation, and label what it returns if samples do not seem to meet."""
@@ -244,7 +244,7 @@ class _Walk:
             run.set(tensor, label)
         return passed
 
-    def _settle(self, node: fx.Node, why: Reason | None) -> None:
+    def _decide(self, node: fx.Node, why: Reason | None) -> None:
         """Decide whether the prologue computes a node, or else whether samples have met in it.
 
         Args:
@@ -454,7 +454,7 @@ class Labelling(TorchDispatchMode):
         # 1. What it is given, before it may change it.
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         self.draws |= draws(func, args, kwargs)
-        call = Call(func, args, kwargs)
+        call = OperatorArguments(func, args, kwargs)
         seen: Any = call["self"]
         reshapes = torch.Tag.inplace_view in func.tags and isinstance(seen, Tensor)
         if reshapes:
@@ -487,7 +487,12 @@ class Labelling(TorchDispatchMode):
         return result
 
     def _look_at_other_results(
-        self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor], result: Any
+        self,
+        func: Any,
+        call: OperatorArguments,
+        given: list[Tensor],
+        outs: list[Tensor],
+        result: Any,
     ) -> None:
         """Note what an operator writes to and does not return, and numbers that it returns."""
         has_samples = any(self.label(t) is not None for t in given)
@@ -533,7 +538,7 @@ class Labelling(TorchDispatchMode):
         return MEET if each is None or self._changes(each) else label
 
     def _of(
-        self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor]
+        self, func: Any, call: OperatorArguments, given: list[Tensor], outs: list[Tensor]
     ) -> Label | list[Label]:
         # 1. Once samples have met, all that follows has met.
         labels = {self.label(tensor) for tensor in given}
@@ -568,7 +573,7 @@ class Labelling(TorchDispatchMode):
             return MEET
         return rule(self, call, outs)
 
-    def _is_known(self, name: str, call: Call, labels: Collection[Label]) -> bool:
+    def _is_known(self, name: str, call: OperatorArguments, labels: Collection[Label]) -> bool:
         """Whether an operator's rule is right for the `Places` and `Counts` among its inputs."""
         if any(isinstance(one, Counts) for one in labels):
             return name in TAKES_COUNTS | KEEPS_ORDER
@@ -581,7 +586,7 @@ class Labelling(TorchDispatchMode):
         indexes = isinstance(own, Rows) and own.places is None
         return name in KEEPS_POSITION | LOOKS_AT_PLACES or (name in TAKES_PLACES and indexes)
 
-    def _is_range(self, call: Call, outs: list[Tensor]) -> bool:
+    def _is_range(self, call: OperatorArguments, outs: list[Tensor]) -> bool:
         """Whether a call is ``arange(B)`` or, with k entries of each sample, ``arange(B * k)``.
 
         The latter also in steps, of which each sample has a whole number.

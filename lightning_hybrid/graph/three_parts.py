@@ -43,7 +43,7 @@ NO_LOSS = (
 )
 """Why no backward begins inside of the call of a network without a tail."""
 
-Run = Callable[..., Sequence[Any]]
+RunGraph = Callable[..., Sequence[Any]]
 """Computes a graph from its arguments, and from its `LossOfCall` if its samples have one."""
 
 
@@ -101,7 +101,7 @@ class Divided:
         except NoSum as error:
             heavy.no_shares = str(error)
 
-    def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
+    def __call__(self, values: Sequence[Any], run: RunGraph) -> Sequence[Any]:
         """What the graph returns, if it is divided.
 
         Args:

@@ -27,7 +27,7 @@ from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page
 from lightning_hybrid.planning.planner import Site, make_plan, plan_again
-from lightning_hybrid.planning.search import AUTO, Method, Objective, PlanSettings
+from lightning_hybrid.planning.search import AUTO, Method, PlanObjective, PlanSettings
 from lightning_hybrid.planning.shapes import (
     Asked,
     Shape,

@@ -38,7 +38,7 @@ from lightning_hybrid.planning.step_problems import (
     with_copies,
 )
 
-Rng = np.random.Generator
+RandomGenerator = np.random.Generator
 
 MOST_TURNS = 3
 """Stages per device that are tried at most."""
@@ -281,7 +281,7 @@ class Arrangements:
 
     # ------------------------------------------------------------------ moves
 
-    def neighbour(self, genes: Arrangement, rng: Rng) -> Arrangement:
+    def neighbour(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement:
         """The same with a cut, a device, a copy, a stage, a replica or micro-batches changed."""
         moves = (
             *(self._cut, self._swapped, self._sliced, self._sized, self._divided, self._turned),
@@ -290,7 +290,7 @@ class Arrangements:
         changed = moves[bisect(_OFTEN, rng.random())](genes, rng)
         return changed if changed is not None and self._may_be(changed) else genes
 
-    def random(self, rng: Rng) -> Arrangement:
+    def random(self, rng: RandomGenerator) -> Arrangement:
         """Any arrangement, with fair cuts."""
         count = len(self.cluster.devices)
         while True:
@@ -314,7 +314,7 @@ class Arrangements:
             if found is not None and self._may_be(found):
                 return found
 
-    def cross(self, left: Arrangement, right: Arrangement, rng: Rng) -> Arrangement:
+    def cross(self, left: Arrangement, right: Arrangement, rng: RandomGenerator) -> Arrangement:
         """The shape of one parent on the devices of the other, with the cuts or cut again."""
         changed = self._cut_or_not(replace(left, devices=right.devices), rng)
         return changed if changed is not None and self._may_be(changed) else left
@@ -358,7 +358,7 @@ class Arrangements:
         used = [device for team in teams for device in team]
         return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
 
-    def laid(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def laid(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """The same shape on the fastest or any devices, stage by stage or in any order."""
         speeds, size = self.cluster.relative_speeds, genes.size
         devices = rng.permutation(len(genes.devices)).tolist()
@@ -431,7 +431,7 @@ class Arrangements:
             problem, chain = self.whole(genes), genes.chain
         return balanced_ends(problem, chain) or balanced_ends(unlimited(problem), chain)
 
-    def _cut(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _cut(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         ends = list(genes.ends)
         if len(ends) < 2:
             return None
@@ -452,7 +452,7 @@ class Arrangements:
             return None
         return replace(genes, ends=tuple(ends))
 
-    def _swapped(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _swapped(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """Two devices change places, of which one at least is used; or two ranks of all replicas.
 
         The stages of a rank are as slow as its slowest device, so that one device alone gains
@@ -476,11 +476,11 @@ class Arrangements:
             genes = replace(genes, ends=tuple(accumulate(held)))
         return self._cut_or_not(replace(genes, devices=tuple(devices)), rng)
 
-    def _cut_or_not(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _cut_or_not(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """The same seated, with its own cuts, which may be the better ones, or balanced ones."""
         return self.recut(genes) if rng.random() < 0.5 else self.seated(genes)
 
-    def _sliced(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _sliced(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """Another number of micro-batches, or what memory they need."""
         slices, recompute = genes.microbatches, genes.recompute
         if rng.random() < 0.2:
@@ -494,7 +494,7 @@ class Arrangements:
         # other micro-batches hold more or less, so that other cuts may fit
         return self.recut(changed) if rng.random() < 0.5 else changed
 
-    def _sized(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _sized(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """A copy more or less, or a stage; in all replicas."""
         copies, kind = list(genes.copies), int(rng.integers(4))
         place = int(rng.integers(len(copies)))
@@ -510,7 +510,7 @@ class Arrangements:
             return None
         return self.recut(replace(genes, copies=tuple(copies)))
 
-    def _divided(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _divided(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """One replica more or less, or two that become one of twice the stages, or the reverse."""
         kind, stages = int(rng.integers(4)), len(genes.copies)
         if kind < 2:
@@ -526,7 +526,7 @@ class Arrangements:
             return None
         return self.recut(changed)
 
-    def _turned(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _turned(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """One round of a loop more or less."""
         turns = genes.turns + (1 if rng.random() < 0.5 else -1)
         if genes.has_copies or genes.size == 1 or not 1 <= turns <= MOST_TURNS:
@@ -550,7 +550,7 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
 
 
 def starts_of(
-    space: Arrangements, seeds: Sequence[Arrangement], evaluations: int, rng: Rng
+    space: Arrangements, seeds: Sequence[Arrangement], evaluations: int, rng: RandomGenerator
 ) -> list[Arrangement]:
     """The best arrangements of other shapes: of the seeds, or tried first. The best comes first.
 
@@ -572,7 +572,7 @@ def _orders(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangeme
     return [genes for genes in orders if genes is not None]
 
 
-def _screened(space: Arrangements, count: int, rng: Rng) -> list[Arrangement]:
+def _screened(space: Arrangements, count: int, rng: RandomGenerator) -> list[Arrangement]:
     """Of many shapes the best, each with the best of a few orders of the devices.
 
     All are tried on a few, the better half of them on a few more, and so on.

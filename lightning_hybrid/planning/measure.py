@@ -241,7 +241,7 @@ class _Partition:
     def timed(self, repeats: int, device: torch.device) -> dict[str, Any]:
         """Measure the partition: median times and sizes, by their names in a `PartitionTable`."""
         parameters = [tensor for tensor in self.tensors if tensor.requires_grad]
-        held, peak = _Held(self.tensors), PeakMemory(device)
+        held, peak = _SavedMemory(self.tensors), PeakMemory(device)
         with_saved(lambda: self._in_one(parameters), held.pack, lambda kept: kept)  # warms up
         saved = held.forget()
         made = sum(t.nbytes for t in parameters) + 2 * sum(v.nbytes for v in self.values)
@@ -314,7 +314,7 @@ def _results(outputs: Sequence[Any]) -> list[Tensor]:
     ]
 
 
-class _Held:
+class _SavedMemory:
     """Adds up the memory of the tensors that autograd saves, without that of ``known`` tensors."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.planning.memory_check import Held, Way
+from lightning_hybrid.planning.memory_check import ChainSizes, TrainingMemory
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings
@@ -64,7 +64,9 @@ def optimizer_bytes(
     return sizes
 
 
-def held_in_training(table: PartitionTable, settings: PlanSettings, way: Way) -> Held:
+def held_in_training(
+    table: PartitionTable, settings: PlanSettings, way: ChainSizes
+) -> TrainingMemory:
     """Predict the memory that each partition holds in training.
 
     Args:
@@ -96,7 +98,7 @@ def held_in_training(table: PartitionTable, settings: PlanSettings, way: Way) ->
     needed = [
         round(kept + most * each + (copies + aside) * weights) for kept, each, weights in sizes
     ]
-    return Held(needed, most, kept_inputs)
+    return TrainingMemory(needed, most, kept_inputs)
 
 
 def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int, ...] | None:

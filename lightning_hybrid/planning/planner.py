@@ -16,7 +16,7 @@ from lightning_hybrid.graph import find_boundary
 from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster import Cluster, Rates
 from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
-from lightning_hybrid.planning.memory_check import Fit, Held, Way, check_memory
+from lightning_hybrid.planning.memory_check import ChainSizes, Fit, TrainingMemory, check_memory
 from lightning_hybrid.planning.memory_needed import (
     Life,
     held_in_training,
@@ -240,9 +240,9 @@ def _replica(
 def _check(
     table: PartitionTable,
     settings: PlanSettings,
-    held: Held,
+    held: TrainingMemory,
     limits: tuple[int, ...],
-    way: Way,
+    way: ChainSizes,
     batch: int,
     trains: bool,
 ) -> None:
@@ -329,8 +329,10 @@ def plan_within(
 
     def plan_with(recompute: bool) -> Plan:
         inside = settings.schedule == INSIDE
-        way = Way(stages=stages, microbatches=microbatches, recompute=recompute, inside=inside)
-        held = Held([round(size) for size in table.kept_bytes])
+        way = ChainSizes(
+            stages=stages, microbatches=microbatches, recompute=recompute, inside=inside
+        )
+        held = TrainingMemory([round(size) for size in table.kept_bytes])
         if trains:
             held = held_in_training(table, settings, way)
         if batch is not None and limits is not None and held.needed:

@@ -30,7 +30,13 @@ from lightning_hybrid.planning.cluster import order_ranks
 from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.copied_stages import best_cuts, owners_of
 from lightning_hybrid.planning.looped_placements import improved
-from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lacks, what_would_fit
+from lightning_hybrid.planning.memory_check import (
+    ChainSizes,
+    Fit,
+    gigabytes,
+    what_lacks,
+    what_would_fit,
+)
 from lightning_hybrid.planning.memory_needed import remaining
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import plan_within
@@ -485,7 +491,7 @@ def plans_of(
 def _fit(space: Arrangements, genes: Arrangement) -> Fit:
     """The same shape as far as its memory goes; without limits it lacks nothing."""
     problem = space.whole(genes)
-    way = Way(stages=genes.size, microbatches=genes.microbatches, recompute=genes.recompute)
+    way = ChainSizes(stages=genes.size, microbatches=genes.microbatches, recompute=genes.recompute)
     fit = Fit.of(problem.table, way, problem.memory_limits, space.batch)
     # the problem has taken what is crossing away
     kept = genes.recompute * fit.crossing_bytes

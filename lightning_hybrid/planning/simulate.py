@@ -16,7 +16,7 @@ from lightning_hybrid.schedules import (
     Copy,
     DealtSchedule,
     Instruction,
-    Kind,
+    InstructionKind,
     Schedule,
     collected,
     execute_merged,
@@ -153,7 +153,7 @@ def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
         lambda place, step: Copy(step.peer(place.stage, schedule.stages), 0),
     )
     devices = {Copy(stage, 0): device for stage, device in enumerate(places)}
-    return _Run(DealtCosts.alike(costs, (1,) * schedule.stages), devices).timeline(order)
+    return _SimulatedStep(DealtCosts.alike(costs, (1,) * schedule.stages), devices).timeline(order)
 
 
 def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
@@ -177,7 +177,7 @@ def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
     devices = {place: device for device, place in enumerate(places)}
     # the stage that collects the outputs is on the driver, as is the last copy
     devices[Copy(len(copies), 0)] = len(places) - 1
-    return _Run(costs, devices, one_way_out=True).timeline(_order(steps, dealt.peer))
+    return _SimulatedStep(costs, devices, one_way_out=True).timeline(_order(steps, dealt.peer))
 
 
 def _order(
@@ -189,7 +189,7 @@ def _order(
         yield place, step, peer(place, step) if travels else place
 
 
-class _Run:
+class _SimulatedStep:
     """State of a simulated step: clocks of the devices, and of the links between them.
 
     Args:
@@ -204,9 +204,9 @@ class _Run:
     ) -> None:
         self._costs, self._devices, self._one_way_out = costs, devices, one_way_out
         self._seconds = {
-            Kind.FORWARD: costs.forward_s,
-            Kind.BACKWARD: costs.backward_s,
-            Kind.WEIGHT: costs.weight_s,
+            InstructionKind.FORWARD: costs.forward_s,
+            InstructionKind.BACKWARD: costs.backward_s,
+            InstructionKind.WEIGHT: costs.weight_s,
         }
         self._clock_s = [0.0] * (max(devices.values()) + 1)
         self._link_free_s = defaultdict[tuple[int, int], float](float)
@@ -235,7 +235,7 @@ class _Run:
         device, kind = self._devices[place], step.kind
         collects = place.stage == len(self._ready_s)  # the stage without layers
         start_s = self._clock_s[device]
-        if kind is Kind.REDUCE:
+        if kind is InstructionKind.REDUCE:
             if not collects:
                 self._ready_s[place.stage] = max(self._ready_s[place.stage], start_s)
                 # other copies may reach it later: its start is known at the end
@@ -245,7 +245,9 @@ class _Run:
             seconds = 0.0 if collects else self._seconds[kind][place.stage][place.number]
             end_s = self._clock_s[device] = start_s + seconds
         elif kind.is_send:
-            start_s, end_s = self._send(place, other, start_s, kind is Kind.SEND_GRADIENT)
+            start_s, end_s = self._send(
+                place, other, start_s, kind is InstructionKind.SEND_GRADIENT
+            )
             self._arrivals_s[place, other].append(end_s)
         else:
             end_s = self._clock_s[device] = max(start_s, self._arrivals_s[other, place].popleft())

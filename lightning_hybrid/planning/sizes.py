@@ -81,7 +81,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ChosenSizes:
     """The chosen sizes, and alternatives.
 
     Attributes:
@@ -131,7 +131,7 @@ def choose_sizes(
     batch: int,
     asked: Asked,
     present_bytes: int = 0,
-) -> Choice:
+) -> ChosenSizes:
     """Choose the sizes with the shortest predicted time of a batch.
 
     Args:
@@ -162,4 +162,4 @@ def choose_sizes(
     whole = [table(1) for table in tables]
     alone_s = sum(sum(t.loads) for t in whole)
     alone_s += machine.rates.update_s_per_byte * sum(sum(t.gradient_bytes) for t in whole)
-    return Choice(best=best, others=tuple(others.values()), alone_s=alone_s)
+    return ChosenSizes(best=best, others=tuple(others.values()), alone_s=alone_s)

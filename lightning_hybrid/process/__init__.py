@@ -3,7 +3,7 @@
 from lightning_hybrid.process.children import Children
 from lightning_hybrid.process.device_survey import look_around
 from lightning_hybrid.process.faults import (
-    Watch,
+    FaultWatchdog,
     first_fault,
     is_loss,
     read_fault,

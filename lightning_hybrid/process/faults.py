@@ -144,7 +144,7 @@ def _ask(store: Store, ask: Callable[[], T], otherwise: T, limit_s: float = _STO
     return answers[0] if answers else otherwise
 
 
-class Watch:
+class FaultWatchdog:
     """A thread that kills this process if it does not end soon after the run has failed elsewhere.
 
     A rank that exchanges messages learns of a failure by them. One that runs the user's code for an

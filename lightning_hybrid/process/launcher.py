@@ -67,7 +67,7 @@ class Parted(BaseException):
         self.serve = serve
 
 
-class Launched(Protocol):
+class LaunchableStrategy(Protocol):
     """The methods of a strategy that launchers call."""
 
     @property
@@ -96,7 +96,7 @@ class Part:
         function: function that drivers run, and workers until they raise :class:`Parted`.
     """
 
-    def __init__(self, strategy: Launched, function: Callable[..., Any]) -> None:
+    def __init__(self, strategy: LaunchableStrategy, function: Callable[..., Any]) -> None:
         self._strategy, self._function = strategy, function
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -141,7 +141,7 @@ class TrainerPart(Part):
         trainer = cast(MethodType, self._function).__self__
         if not isinstance(trainer, Trainer):  # this process uses Lightning's other package
             raise HybridError(OTHER_PACKAGE)
-        self._trainer, self._strategy = trainer, cast(Launched, trainer.strategy)
+        self._trainer, self._strategy = trainer, cast(LaunchableStrategy, trainer.strategy)
         return super().__call__(*arguments, **keywords)
 
     def _run(self, arguments: Any, keywords: Any) -> Any:
@@ -156,7 +156,7 @@ class TrainerPart(Part):
         return results.value()
 
 
-def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
+def _raise_first(strategy: LaunchableStrategy, error: BaseException) -> NoReturn:
     """Report ``error`` to all ranks; raise it, or the failure of another rank that came first."""
     if is_loss(error) and not isinstance(error, ConnectionLost):
         # from a collective of Lightning or torchmetrics, whose text does not name the lost rank

@@ -141,7 +141,7 @@ class Deferral(Maker):
     def _recorded(self) -> Iterator[None]:
         """Inside, this thread records operations, until the module is built."""
         # (one answers what Python reads of tensors, the other records what autograd calls)
-        with _Answers(self), _Recorder(self):
+        with _Answers(self), _TapeRecorder(self):
             yield
 
     @contextlib.contextmanager
@@ -173,7 +173,7 @@ class Deferral(Maker):
         with self.lock, self.unrecorded():
             return self.tape.real([self.tape.view(tensor) for tensor in tensors])
 
-    def settle(self, tensor: Tensor, value: Tensor) -> None:
+    def give_memory(self, tensor: Tensor, value: Tensor) -> None:
         storage, key = value.untyped_storage(), self.tape.view(tensor).key
         for reference in self._shown.pop(key, []):
             other: Any = reference()
@@ -297,7 +297,7 @@ class _Answers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Recorder(TorchDispatchMode):
+class _TapeRecorder(TorchDispatchMode):
     """While a module is built, runs operations on tensors without memory, and records them."""
 
     def __init__(self, deferral: Deferral) -> None:

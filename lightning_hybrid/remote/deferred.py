@@ -66,7 +66,7 @@ class Maker:
         """Make the numbers of deferred tensors; results for views of one memory share memory."""
         raise NotImplementedError
 
-    def settle(self, tensor: Tensor, value: Tensor) -> None:
+    def give_memory(self, tensor: Tensor, value: Tensor) -> None:
         """Make ordinary tensors of a tensor and its views, in the memory of ``value``."""
         raise NotImplementedError
 
@@ -76,7 +76,7 @@ class Maker:
 
     def make(self, tensor: Tensor) -> None:
         """Give a deferred tensor, and its views, memory and numbers for good."""
-        self.settle(tensor, self.numbers([tensor])[0])
+        self.give_memory(tensor, self.numbers([tensor])[0])
 
     def pickled(self, tensor: Tensor) -> Any:
         """What ``__reduce_ex__`` returns for a tensor; ``None``: as for an ordinary tensor."""
@@ -401,7 +401,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred:
     with as_they_are():
         for tensor, value, before in zip(deferred, values, versions):
             if version(value) != before and is_deferred(tensor):
-                tensor._maker.settle(tensor, value)
+                tensor._maker.give_memory(tensor, value)
     if any(id(tensor) in back for _, tensor in tensors_in(result)):
         return rebuild(result, lambda v: back.get(id(v), v))
     return result

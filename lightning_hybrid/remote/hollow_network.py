@@ -117,11 +117,11 @@ def watched(
     with as_they_are():
         strided = {n: t for n, t in tensors.items() if t.layout is torch.strided}
         names = {storage_key(t.untyped_storage()): name for name, t in strided.items()}
-    with _Watch(names, read, absent) as watch, _watched_printing(watch):
+    with _ArgumentCheck(names, read, absent) as watch, _watched_printing(watch):
         yield
 
 
-class _Watch(TorchDispatchMode):
+class _ArgumentCheck(TorchDispatchMode):
     """A dispatch mode that checks the arguments of every operation outside of captured graphs.
 
     Args:
@@ -165,7 +165,7 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def _watched_printing(watch: _Watch) -> Iterator[None]:
+def _watched_printing(watch: _ArgumentCheck) -> Iterator[None]:
     """Inside, printing a tensor is checked too, which dispatch modes do not see."""
     original: Any = Tensor.__repr__
 

@@ -62,7 +62,7 @@ class Unread(Maker):
                 found.append(_laid_out(tensor, made[id(maker)]))
         return found
 
-    def settle(self, tensor: Tensor, value: Tensor) -> None:
+    def give_memory(self, tensor: Tensor, value: Tensor) -> None:
         # (all views become ordinary tensors in the same new memory)
         shown, self._shown = self._shown, []
         memory = torch.empty(0, dtype=torch.uint8)

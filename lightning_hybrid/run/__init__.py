@@ -9,7 +9,7 @@ from lightning_hybrid.run.building import (
 from lightning_hybrid.run.checkpoint_io import with_atomic_writes
 from lightning_hybrid.run.framework import ByFabric
 from lightning_hybrid.run.replica_world import (
-    Launched,
+    LauncherRanks,
     ReplicaWorld,
     ShownRanks,
     asked_by_framework,

@@ -7,7 +7,7 @@ above these, so that code for one rank runs on one.
 
 These are the numbers in properties of the strategy (:mod:`lightning_hybrid.strategy`) at any time,
 and in environment variables during a run (:class:`ShownRanks`). Launchers, the store and the next
-run need the numbers of all processes (:class:`Launched`).
+run need the numbers of all processes (:class:`LauncherRanks`).
 """
 
 import os
@@ -22,7 +22,7 @@ from lightning_hybrid.errors import PlanError
 
 
 @dataclass(frozen=True)
-class Launched:
+class LauncherRanks:
     """The numbers of this process among all processes, as the launcher has given them.
 
     Attributes:
@@ -36,7 +36,7 @@ class Launched:
     node_rank: int = 0
 
     @classmethod
-    def by(cls, environment: ClusterEnvironment | None, per_host: int) -> "Launched":
+    def by(cls, environment: ClusterEnvironment | None, per_host: int) -> "LauncherRanks":
         """The numbers of this process, from the launcher's environment.
 
         Args:
@@ -80,7 +80,7 @@ class ReplicaWorld:
 
     @classmethod
     def of(
-        cls, coordinates: Coordinates, launched: Launched, hosts: int, per_host: int
+        cls, coordinates: Coordinates, launched: LauncherRanks, hosts: int, per_host: int
     ) -> "ReplicaWorld":
         """The ranks and world sizes of a process, counted in replicas.
 

@@ -30,8 +30,8 @@ from lightning_hybrid.planning import Cluster
 from lightning_hybrid.process import (
     Children,
     Everyone,
+    FaultWatchdog,
     Joined,
-    Watch,
     first_fault,
     forget,
     gather,
@@ -73,7 +73,7 @@ class World:
         self.everyone, self.phase = everyone, Phase.TOGETHER
         self._joined: Joined | None = None
         self._has_heard = False  # whether a meeting has told of a failure
-        self._watch = Watch(self.coordinates, everyone.store, timeout)
+        self._watch = FaultWatchdog(self.coordinates, everyone.store, timeout)
 
     def begin(self) -> None:
         """Watch for failures of other ranks, and meet all of them at the start of a run.

@@ -12,7 +12,7 @@ from lightning_hybrid.schedules.dealt import (
 from lightning_hybrid.schedules.instructions import (
     BACKWARD_KINDS,
     Instruction,
-    Kind,
+    InstructionKind,
     Schedule,
     execute_merged,
 )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, exchange
+from lightning_hybrid.schedules.instructions import Instruction, InstructionKind, Schedule, exchange
 
 DEALS = ("gpipe", "zero_bubble")
 """Names of the schedules whose stages may have copies."""
@@ -41,7 +41,14 @@ DealtLists = tuple[tuple[tuple[Instruction, ...], ...], ...]
 
 # Instructions of a stage that collects outputs which come before those of the copy on the same
 # device, since other ranks wait for them; the rest waits for other ranks, and comes after.
-_BEFORE = frozenset({Kind.SEND_INPUT, Kind.BACKWARD, Kind.SEND_GRADIENT, Kind.REDUCE})
+_BEFORE = frozenset(
+    {
+        InstructionKind.SEND_INPUT,
+        InstructionKind.BACKWARD,
+        InstructionKind.SEND_GRADIENT,
+        InstructionKind.REDUCE,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -185,11 +192,11 @@ def _reduced(of_stage: Sequence[Instruction], own: list[Instruction]) -> tuple[I
 
     If the list `of_stage` has none, as in the forward pass, the copy gets none.
     """
-    if all(step.kind is not Kind.REDUCE for step in of_stage):
+    if all(step.kind is not InstructionKind.REDUCE for step in of_stage):
         return tuple(own)
-    own = [step for step in own if step.kind is not Kind.REDUCE]
+    own = [step for step in own if step.kind is not InstructionKind.REDUCE]
     computed = [i for i, step in enumerate(own) if step.kind.computes]
     if not computed:
-        return (*own, Instruction(Kind.REDUCE, 0))
+        return (*own, Instruction(InstructionKind.REDUCE, 0))
     at = computed[-1]
-    return (*own[:at], Instruction(Kind.REDUCE, own[at].microbatch), *own[at:])
+    return (*own[:at], Instruction(InstructionKind.REDUCE, own[at].microbatch), *own[at:])

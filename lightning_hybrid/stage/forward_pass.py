@@ -11,7 +11,7 @@ import torch
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.comm import Arriving, Header, StageLinks, TensorSpec
 from lightning_hybrid.graph import Stage
-from lightning_hybrid.schedules import Kind
+from lightning_hybrid.schedules import InstructionKind
 from lightning_hybrid.stage.calls import (
     Call,
     Ends,
@@ -67,7 +67,7 @@ class Pass:
         """The links of a micro-batch that this rank computes."""
         return self.own.links.at(microbatch)
 
-    def do(self, kind: Kind, microbatch: int) -> None:
+    def do(self, kind: InstructionKind, microbatch: int) -> None:
         """Carry out an instruction."""
         getattr(self, kind.value)(microbatch)
 

@@ -19,7 +19,7 @@ from lightning_hybrid.schedules import (
     Copy,
     DelayedWeights,
     Instruction,
-    Kind,
+    InstructionKind,
     Schedule,
     deal,
     in_one_order,
@@ -82,7 +82,7 @@ class OwnedStage:
         )
 
 
-Todo = tuple[tuple[int, Kind, int], ...]
+Todo = tuple[tuple[int, InstructionKind, int], ...]
 """A list of instructions of a rank: (index among its stages, instruction, micro-batch)."""
 
 

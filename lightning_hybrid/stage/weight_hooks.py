@@ -25,7 +25,7 @@ from lightning_hybrid._torch.tensors import (
 
 
 @dataclass(frozen=True)
-class _Held:
+class _TakenHooks:
     """The hooks and the gradient that were taken off one weight for a backward pass.
 
     Attributes:
@@ -51,7 +51,7 @@ class WeightHooks:
 
     def __init__(self, module: nn.Module) -> None:
         self._names = {weight: name for name, weight in module.named_parameters()}
-        self._taken: list[_Held] = []
+        self._taken: list[_TakenHooks] = []
         self.held = False
 
     def __bool__(self) -> bool:
@@ -76,7 +76,7 @@ class WeightHooks:
         self.held = True
         with as_they_are():
             for _, weight in self._hooked():
-                self._taken.append(_Held(weight, take_hooks(weight), weight.grad))
+                self._taken.append(_TakenHooks(weight, take_hooks(weight), weight.grad))
                 weight.grad = None
 
     def _hooked(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -109,7 +109,7 @@ class WeightHooks:
                     _add(held, gradient, call=call)
 
 
-def _add(held: _Held, gradient: Tensor, *, call: bool) -> None:
+def _add(held: _TakenHooks, gradient: Tensor, *, call: bool) -> None:
     weight, (before, after) = held.weight, held.hooks if call else (None, None)
     for hook in [*(before or {}).values()]:
         changed = hook(gradient)

@@ -18,7 +18,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_unread
 from lightning_hybrid.state.divided_optimizer_states import OtherReplicas
 
-States = dict[Parameter, dict[str, Any]]
+StatesByParameter = dict[Parameter, dict[str, Any]]
 
 
 class DriverState(defaultdict[Any, Any]):
@@ -37,7 +37,7 @@ class DriverState(defaultdict[Any, Any]):
     def __init__(
         self,
         here: Mapping[Any, Any],
-        fetch: Callable[[States], States],
+        fetch: Callable[[StatesByParameter], StatesByParameter],
         others: OtherReplicas | None = None,
     ) -> None:
         super().__init__(dict, here)

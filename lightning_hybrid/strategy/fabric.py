@@ -27,7 +27,7 @@ from lightning_hybrid._lightning_private import (
     let_fabric_clear_gradients,
 )
 from lightning_hybrid.comm import Failure, restore_handlers
-from lightning_hybrid.config import Config, Count, Rng, Shape, read_plan
+from lightning_hybrid.config import Config, Count, RngScope, StageCounts, read_plan
 from lightning_hybrid.driver import StartProgress, bring_here
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.options import Search
@@ -102,7 +102,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self,
         *,
         data_parallel_size: Count = "auto",
-        pipeline_parallel_size: Shape = "auto",
+        pipeline_parallel_size: StageCounts = "auto",
         num_microbatches: Count = "auto",
         schedule: Literal["auto", "gpipe", "looped", "zero_bubble", "1f1b"] = "auto",
         network: str | list[str] | None = None,
@@ -111,7 +111,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         recompute: bool | Literal["auto"] = "auto",
         compile_stages: bool = False,
         verify: int | Literal["auto", False] = "auto",
-        rng: Rng = "microbatch",
+        rng: RngScope = "microbatch",
         seed: int = 0,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

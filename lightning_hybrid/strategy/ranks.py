@@ -25,7 +25,7 @@ from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Cluster, Machine
 from lightning_hybrid.process import Meeting, has_met, join, look_around, reach
 from lightning_hybrid.run import (
-    Launched,
+    LauncherRanks,
     NoWorld,
     Phase,
     ReplicaWorld,
@@ -58,7 +58,7 @@ class StrategyRanks:
         self.devices: list[torch.device] | None = None
         self.hosts = 1
         self.world: World | NoWorld = NoWorld()
-        self.launched, self._shown = Launched(), ShownRanks()
+        self.launched, self._shown = LauncherRanks(), ShownRanks()
         self.told_replicas: int | None = None
         self.asked_for = ""
         self._environment: ClusterEnvironment | None = None
@@ -154,7 +154,7 @@ class StrategyRanks:
         """
         self._environment = environment
         self._shown.restore()
-        self.launched = Launched.by(environment, self.per_host)
+        self.launched = LauncherRanks.by(environment, self.per_host)
         self._number(self.launched.rank, self.hosts * self.per_host)
 
     def _number(self, rank: int, size: int) -> None:
@@ -266,7 +266,7 @@ class StrategyRanks:
 
 
 def refuse_other_numbers(
-    environment: ClusterEnvironment, launched: Launched, hosts: int, per_host: int
+    environment: ClusterEnvironment, launched: LauncherRanks, hosts: int, per_host: int
 ) -> None:
     """A Trainer or Fabric that has been told of other processes than were started.
 

@@ -40,9 +40,9 @@ from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import (
     Config,
     Count,
-    Rng,
+    RngScope,
     ScheduleName,
-    Shape,
+    StageCounts,
     read_plan,
 )
 from lightning_hybrid.driver import bring_here
@@ -178,7 +178,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self,
         *,
         data_parallel_size: Count = "auto",
-        pipeline_parallel_size: Shape = "auto",
+        pipeline_parallel_size: StageCounts = "auto",
         num_microbatches: Count = "auto",
         schedule: ScheduleName | Delayed = "auto",
         network: str | list[str] | None = None,
@@ -189,7 +189,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         compile_stages: bool = False,
         checkpoint: Literal["full"] | Sharded = "full",
         verify: int | Literal["auto", False] = "auto",
-        rng: Rng = "microbatch",
+        rng: RngScope = "microbatch",
         log_performance: bool = False,
         seed: int = 0,
         accelerator: Accelerator | None = None,

@@ -45,7 +45,7 @@ from lightning_hybrid.worker.worker_shards import WorkerShards
 from lightning_hybrid.worker.worker_weights import WorkerWeights
 
 DRIVER = 0
-Handler = Callable[[Any], Answer | None]
+CommandHandler = Callable[[Any], Answer | None]
 
 
 class Worker:
@@ -161,7 +161,7 @@ class Worker:
             ConnectionLost: another rank was lost.
         """
         answer = None
-        if self._failure is not None and isinstance(command, protocol.Step):
+        if self._failure is not None and isinstance(command, protocol.StepOptimizer):
             # (its gradients are incomplete, so it does not step)
             self._optimizers.attend(command)
             return Answer(self._failure)
@@ -182,10 +182,10 @@ class Worker:
         """Keep an error for the next answer, unless there was one before."""
         self._failure = self._failure or Failure.of(error, str(self._mesh.coordinates))
 
-    def _check(self, _: Command) -> None:
+    def _give_failure(self, _: Command) -> None:
         """Do nothing: the answer says whether this rank has failed before."""
 
-    _end = _check
+    _end = _give_failure
 
     def _take_switches(self, command: protocol.TakeSwitches) -> None:
         set_switches(command.values)
@@ -313,9 +313,9 @@ class Worker:
         self._failure = None
 
 
-def _handlers(*parts: object) -> dict[type[Command], Handler]:
+def _handlers(*parts: object) -> dict[type[Command], CommandHandler]:
     """By type of command, the method of one of these objects that has its name."""
-    found: dict[type[Command], Handler] = {}
+    found: dict[type[Command], CommandHandler] = {}
     for kind in protocol.MESSAGES:
         if issubclass(kind, Command):
             name = re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", kind.__name__)

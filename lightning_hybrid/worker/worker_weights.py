@@ -76,7 +76,7 @@ class WorkerWeights:
         write_tensors(self._module, each())
         if self._takeover is not None:
             takeover, self._takeover = self._takeover, None
-            takeover.settle(arrived)
+            takeover.check_complete(arrived)
 
     def _keep_tensors(self, command: protocol.KeepTensors) -> Answer:
         """Write what this rank owns to a file; at the end of a run with gradients.

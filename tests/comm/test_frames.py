@@ -23,17 +23,19 @@ from lightning_hybrid.comm.protocol import (
     Placement,
     Reduce,
     Status,
-    Step,
+    StepOptimizer,
     StillAlive,
     SynchronizeBuffers,
     TakeWeights,
     ZeroGrad,
 )
-from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
+from lightning_hybrid.comm.tensor_specs import CallKey, CallPrecision, TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 
 SPEC = TensorSpec((2, 3), torch.float64, requires_grad=True)
-KEY = CallKey(0, ((SPEC,),), ((1,),), True, True, (True,), Precision.current(torch.device("cpu")))
+KEY = CallKey(
+    0, ((SPEC,),), ((1,),), True, True, (True,), CallPrecision.current(torch.device("cpu"))
+)
 PLACEMENT = Placement((1, 0), (frozenset("a"), frozenset()), "zero_bubble", (1,), True)
 STEADY = [
     Forward(0, 10**12, -5, 2, False, True, False),
@@ -44,14 +46,14 @@ STEADY = [
     Reduce(2),
     SynchronizeBuffers(True),
     ZeroGrad(0, False),
-    Step(1),
+    StepOptimizer(1),
     Status(),
     StillAlive(),
 ]
 OTHERS = [
     Forward(0, 1, 2, 3, True, True, True, KEY),
     Forward(0, 1, 2, 3, True, True, True, KEY),
-    Step(0, [{"lr": 0.1, "params": ["a"]}]),
+    StepOptimizer(0, [{"lr": 0.1, "params": ["a"]}]),
     ClipValues(0, 0.5),
     Cut(0, "net", {}, PLACEMENT, 2**64 - 1, False),
     Answer(value={"a": 1}),

@@ -13,8 +13,8 @@ from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.protocol import (
     Answer,
-    Check,
     Command,
+    GiveFailure,
     Leaving,
     Message,
     Report,
@@ -113,7 +113,7 @@ def test_a_sender_waits_where_the_peer_takes_nothing_for_long(wires: Wires) -> N
 
     def speak() -> None:
         for _ in range(1000):
-            here.send(Check())
+            here.send(GiveFailure())
 
     with pytest.raises(ConnectionLost, match="rank 1"):
         speak()

@@ -8,7 +8,7 @@ import pytest
 from lightning_hybrid.comm import protocol
 from lightning_hybrid.comm import protocol as messages
 from lightning_hybrid.comm.protocol import MESSAGES, Command, Message, Reduce
-from lightning_hybrid.remote.proxy import Kind
+from lightning_hybrid.remote.proxy import RemoteKind
 
 FAMILIES = {
     *(Message, Command, messages.Word),
@@ -28,9 +28,9 @@ CHANGES_GRADIENTS = {
 CHANGES_BUFFERS = {"Forward", "Commit", "SynchronizeBuffers"}
 CHANGES_PARAMETERS = {"Step", "ReleaseHooks"}
 CHANGES = {
-    Kind.GRADIENT: CHANGES_GRADIENTS,
-    Kind.BUFFER: CHANGES_BUFFERS,
-    Kind.PARAMETER: CHANGES_PARAMETERS,
+    RemoteKind.GRADIENT: CHANGES_GRADIENTS,
+    RemoteKind.BUFFER: CHANGES_BUFFERS,
+    RemoteKind.PARAMETER: CHANGES_PARAMETERS,
 }
 
 
@@ -53,8 +53,8 @@ def test_a_message_cannot_be_changed() -> None:
         command.network = 2
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_a_command_makes_stale_what_its_name_says(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", RemoteKind)
+def test_a_command_makes_stale_what_its_name_says(kind: RemoteKind) -> None:
     assert {c.__name__ for c in COMMANDS if kind in c.outdates} == CHANGES[kind]
 
 

@@ -417,7 +417,7 @@ def test_a_hook_on_a_weight_of_a_stage_with_copies_is_refused_by_its_name(replic
     network: Any = model()
     network.net[0].weight.register_hook(lambda gradient: gradient)
     replica = replicas(network, SHAPES["2-1"])
-    hooks = HeldHooks([replica.network], replica.driver.commands, replica.driver.gradients.settle)
+    hooks = HeldHooks([replica.network], replica.driver.commands, replica.driver.gradients.bring_to_owners)
     with pytest.raises(NetworkError, match=r"'0.weight' in network 'net' has a hook"), hooks():
         pass
 

@@ -39,7 +39,7 @@ def test_a_gradient_of_some_of_the_borrowed_weights_reaches_their_owner(replicas
     for value in batches(2):
         for one, outputs in ((module, replica(value)), (reference, reference.net(value))):
             loss_of(one, outputs).backward()
-            replica.driver.gradients.settle()
+            replica.driver.gradients.bring_to_owners()
             one.net.first.weight.square().sum().backward()
     for name, parameter in reference.named_parameters():
         mine = module.get_parameter(name).grad

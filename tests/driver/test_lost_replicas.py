@@ -41,7 +41,7 @@ class Replica:
             tell=lambda command: None,
             ask=lambda command: [],
         )
-        borrowing: Any = SimpleNamespace(settle=lambda: None)
+        borrowing: Any = SimpleNamespace(add_borrowed_gradients=lambda: None)
         replicated: Any = SimpleNamespace(networks=[], rest=self.group)
         self.gradients = ReplicaGradients(commands, borrowing, replicated, set(), self.survivors)
 

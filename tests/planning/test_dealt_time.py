@@ -9,7 +9,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
-from lightning_hybrid.schedules import Copy, Kind, collected, deal, make_schedule
+from lightning_hybrid.schedules import Copy, InstructionKind, collected, deal, make_schedule
 
 SHAPES = [(1,), (1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (1, 3), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
 
@@ -101,7 +101,9 @@ def test_a_device_that_feeds_several_copies_sends_one_message_at_a_time() -> Non
         edges=inputs,
     )
     events = simulate_dealt(deal(make_schedule("gpipe", 2, 3), (3, 1)), costs).events
-    first = [e.start_s for e in events if e.stage == 0 and e.instruction.kind is Kind.FORWARD]
+    first = [
+        e.start_s for e in events if e.stage == 0 and e.instruction.kind is InstructionKind.FORWARD
+    ]
     assert sorted(first) == [1.0, 2.0, 3.0]
 
 
@@ -115,7 +117,9 @@ def test_gradients_travel_when_the_last_copy_has_begun_its_last_backward() -> No
         reduce_s=[6.0, 0.0],
     )
     timeline = simulate_dealt(deal(make_schedule("gpipe", 2, 2), (2, 1)), costs)
-    reduces = [e for e in timeline.events if e.stage == 0 and e.instruction.kind is Kind.REDUCE]
+    reduces = [
+        e for e in timeline.events if e.stage == 0 and e.instruction.kind is InstructionKind.REDUCE
+    ]
     assert [(e.copy, e.start_s, e.end_s) for e in reduces] == [(0, 4.0, 10.0), (1, 4.0, 10.0)]
     assert timeline.makespan_s == 10.5
 

@@ -32,7 +32,7 @@ def taken(number: int, *, vacates: bool = True) -> nn.Module:
 def take(module: nn.Module, number: int, *, vacates: bool = True) -> None:
     names, here = [f"net.{number}.weight", f"net.{number}.bias"], Coordinates(1, 1, 4)
     tied = {"net.0.weight"}
-    Takeover(module, names, tensors_of(module), here, vacates=vacates, tied=tied).settle(())
+    Takeover(module, names, tensors_of(module), here, vacates=vacates, tied=tied).check_complete(())
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
