@@ -1,8 +1,8 @@
 """GABRA for any cost: the genetic algorithm where placements are judged by a simulation.
 
 `gabra` knows the makespan and moves partitions by it. Here the cost is a black box that is called a
-given number of times, such as the time of a step. What can be bred is a `Space`: it makes random
-placements, crosses two, and changes one a little. The rest is Algorithm 1 with local search:
+given number of times, such as the time of a step. What can be bred is a `SearchSpace`: it makes
+random placements, crosses two, and changes one a little. The rest is Algorithm 1 with local search:
 roulette wheel, crossover with probability 0.8, mutation, and a child replaces the worst member;
 each new member is improved by neighbours as long as that helps.
 """
@@ -22,7 +22,7 @@ from lightning_hybrid.errors import AllocationError
 Genes = TypeVar("Genes", bound=Hashable)
 
 
-class Space(Protocol[Genes]):
+class SearchSpace(Protocol[Genes]):
     """What can be bred. Genes are hashable and never changed in place."""
 
     def random(self, rng: np.random.Generator) -> Genes:
@@ -64,7 +64,7 @@ class _Spent(Exception):
 
 
 def evolve(
-    space: Space[Genes],
+    space: SearchSpace[Genes],
     seed: int = 0,
     breeding: Breeding | None = None,
     starts: Sequence[Genes] = (),
@@ -93,7 +93,7 @@ def evolve(
 
 
 def run_counted(
-    space: Space[Genes], search: Callable[[Callable[[Genes], float]], None], evaluations: int
+    space: SearchSpace[Genes], search: Callable[[Callable[[Genes], float]], None], evaluations: int
 ) -> tuple[Genes, tuple[float, ...]]:
     """Let a search ask for the cost as often as it may, and return the best that it saw.
 
@@ -131,7 +131,7 @@ def run_counted(
 
 
 def descend(
-    space: Space[Genes],
+    space: SearchSpace[Genes],
     genes: Genes,
     cost: Callable[[Genes], float],
     rng: np.random.Generator,
@@ -153,7 +153,7 @@ def descend(
 
 
 def _breed(
-    space: Space[Genes],
+    space: SearchSpace[Genes],
     cost: Callable[[Genes], float],
     rng: np.random.Generator,
     breeding: Breeding,

@@ -1,7 +1,7 @@
 """Finds the network: the outermost module with parameters that the user's code calls.
 
-Until it is found, a `WatchedForward` replaces ``forward`` of every module that owns parameters. The first
-call of one of them, from outside of any other, tells which module the user's code calls:
+Until it is found, a `WatchedForward` replaces ``forward`` of every module that owns parameters. The
+first call of one of them, from outside of any other, tells which module the user's code calls:
 ``self(x)``, ``self.net(x)`` and ``self.net.forward(x)`` alike.
 """
 

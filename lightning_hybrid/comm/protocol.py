@@ -2,7 +2,8 @@
 
 * A :class:`Command` goes from a driver to its workers, which carry commands out in order; one that
   is ``answered`` gets an :class:`Answer` back.
-* A :class:`Word` goes from a stage to the one before or behind it, on the queue of their link.
+* A :class:`StageMessage` goes from a stage to the one before or behind it, on the queue of their
+  link.
 * :class:`StillAlive` and :class:`Leaving` may come between any two others; the channel itself
   handles them.
 
@@ -58,12 +59,12 @@ class Answer(Message):
     tensors: Tensors = ()
 
 
-class Word(Message):
+class StageMessage(Message):
     """A message from a stage to a neighbouring one."""
 
 
 @dataclass(frozen=True)
-class Header(Word):
+class Header(StageMessage):
     """Announces the activations of a micro-batch, which follow.
 
     Attributes:
@@ -76,7 +77,7 @@ class Header(Word):
 
 
 @dataclass(frozen=True)
-class Status(Word):
+class Status(StageMessage):
     """Sent at the end of a forward pass: whether the sending stage, or one before it, has failed.
 
     Attributes:
@@ -87,7 +88,7 @@ class Status(Word):
 
 
 @dataclass(frozen=True)
-class Pattern(Word):
+class GradientPattern(StageMessage):
     """Sent before gradients: which of the activations at a cut get a gradient.
 
     Attributes:
@@ -189,7 +190,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Cut(NetworkCommand):
+class CutNetwork(NetworkCommand):
     """Make this rank's stages of a network, or of another graph of a network that is cut already.
 
     Attributes:
@@ -221,7 +222,7 @@ class Forward(CallCommand):
         uses_rng: whether the states of the generators are sent with the activations.
         ahead: whether it belongs to a later batch and runs early (streamed schedules): optimizers
             may step between it and its backward, and what it writes to buffers stays hidden until
-            :class:`Commit`.
+            :class:`CommitEarlyForward`.
         new_key: the key itself, if the worker may not have it yet.
         again: whether the call has run before: what it writes to buffers is not kept.
         averages: whether gradients that backwards inside of the call leave aside are averaged over
@@ -273,14 +274,14 @@ class Backward(CallCommand):
 
 
 @dataclass(frozen=True)
-class Free(CallCommand):
+class FreeCall(CallCommand):
     """Free what was kept for the backward of a call, which will not come."""
 
     in_frame = True
 
 
 @dataclass(frozen=True)
-class Commit(CallCommand):
+class CommitEarlyForward(CallCommand):
     """Apply to the buffers what an early forward (streamed schedules) has written to them.
 
     Sent when its batch has its turn, in which one device would write them.
@@ -291,7 +292,7 @@ class Commit(CallCommand):
 
 
 @dataclass(frozen=True)
-class Drop(CallCommand):
+class DropEarlyForward(CallCommand):
     """Discard an early forward (streamed schedules) and its effects: its call will not come."""
 
     in_frame = True
@@ -376,7 +377,7 @@ class SynchronizeBuffers(Command):
 
 
 @dataclass(frozen=True)
-class Share(NetworkCommand):
+class ShareWeights(NetworkCommand):
     """Give every replica the weights of replica 0."""
 
     joint = True
@@ -615,7 +616,7 @@ class LendTensors(Command):
     """Give the driver these parameters or their gradients, by a group for that alone.
 
     Attributes:
-        names: of the parameters, dotted; empty: all that the driver uses too (:class:`Cut`).
+        names: of the parameters, dotted; empty: all that the driver uses too (:class:`CutNetwork`).
         gradients: whether their gradients are meant, which are dense.
         types: those that the driver has memory of; empty: those of the parameters.
     """
@@ -694,7 +695,7 @@ class GiveFailure(Command):
 
 
 @dataclass(frozen=True)
-class Report(Command):
+class GiveReport(Command):
     """Answer with the report of this name, such as ``free``: free memory of the worker's device."""
 
     answered = True

@@ -42,7 +42,10 @@ class HeldHooks:
     """
 
     def __init__(
-        self, networks: Sequence[DrivenNetwork], commands: Commands, bring_to_owners: Callable[[], None]
+        self,
+        networks: Sequence[DrivenNetwork],
+        commands: Commands,
+        bring_to_owners: Callable[[], None],
     ) -> None:
         self._networks = networks
         self._commands = commands

@@ -21,11 +21,11 @@ from lightning_hybrid.comm import (
     TensorSpec,
     signals_deferred,
 )
-from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free
+from lightning_hybrid.comm.protocol import Backward, CommitEarlyForward, Forward, FreeCall
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.microbatches import NumbersOfMicrobatches, Specialization
 from lightning_hybrid.driver.step_calls import StepCalls
-from lightning_hybrid.driver.streamed_calls import Batches, Stream
+from lightning_hybrid.driver.streamed_calls import Batches, EarlyCalls
 from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.graph import NetworkGraph
@@ -116,9 +116,9 @@ class DrivenNetwork(StagedNetwork):
         self._anchor = self.leaf.view_as(self.leaf)
         self.age, self.scaled = 0, parts.scaled
         self._early_numbers: dict[CallKey, int] = {}  # numbers of new keys of launched calls
-        self.stream: Stream | None = None
+        self.stream: EarlyCalls | None = None
         if self.placement.schedule in STREAMED:
-            self.stream = Stream(self, parts.commands, parts.batches)
+            self.stream = EarlyCalls(self, parts.commands, parts.batches)
 
     def specialize(self, graph: NetworkGraph, parts: int) -> Specialization:
         """Register a captured graph of the network, of which all ranks have their stages.
@@ -197,7 +197,7 @@ class DrivenNetwork(StagedNetwork):
         commits = launched is not None and bool(graph.written)
         if commits:
             # now is the turn of a call that ran ahead: put what it has written into the buffers
-            self._commands.tell(Commit(self.number, call.number))
+            self._commands.tell(CommitEarlyForward(self.number, call.number))
         try:
             with self._commands.workers.passing(self.engine):
                 outputs = self.engine.forward(call, slices, ends)
@@ -363,7 +363,7 @@ class DrivenNetwork(StagedNetwork):
     def _free(self, number: int) -> None:
         """Drop what all ranks keep for the backward of a call."""
         if self.calls.pop(number, None) is not None:
-            self._commands.tell(Free(self.number, number))
+            self._commands.tell(FreeCall(self.number, number))
 
     def _key(
         self,

@@ -306,7 +306,7 @@ class Driver:
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
         """Broadcast the weights of replica 0, since each has made its own."""
         # workers are told first: each rank joins the broadcast of its own stages at the same time
-        self.commands.tell(protocol.Share(network))
+        self.commands.tell(protocol.ShareWeights(network))
         replica_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
 
@@ -453,7 +453,7 @@ class Driver:
     @signals_deferred
     def reports(self, name: str) -> list[Any]:
         """The answers of all workers, in the order of their ranks, to the report of this name."""
-        return [answer.value for answer in self.commands.ask(protocol.Report(name))]
+        return [answer.value for answer in self.commands.ask(protocol.GiveReport(name))]
 
     # ------------------------------------------------------------------ the end
 

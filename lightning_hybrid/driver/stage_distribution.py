@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from lightning_hybrid.comm import Devices, Mesh, connect, copies_of, signals_deferred, stages_of
-from lightning_hybrid.comm.protocol import Command, Cut, Placement, TakeWeights
+from lightning_hybrid.comm.protocol import Command, CutNetwork, Placement, TakeWeights
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.network_options import DriverOptions
@@ -134,7 +134,7 @@ class Distribution:
         orders: dict[int, Command] = {}
         for worker in self._workers.ranks:
             theirs = {n: codes[n] for n in stages_of(placement.devices, worker)}
-            orders[worker] = Cut(
+            orders[worker] = CutNetwork(
                 *(number, name, theirs, placement, self._options.seed, self._options.trains)
             )
         self._commands.tell_each(orders)

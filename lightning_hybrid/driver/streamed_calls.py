@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lightning_hybrid._torch.tensors import version as version_of
 from lightning_hybrid.comm import CallKey, copies_of
-from lightning_hybrid.comm.protocol import Drop, Forward
+from lightning_hybrid.comm.protocol import DropEarlyForward, Forward
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Leaf, NetworkGraph
@@ -134,7 +134,7 @@ class EarlyCall:
         )
 
 
-class Stream:
+class EarlyCalls:
     """The calls of one network that were launched before the turn of their batches.
 
     Args:
@@ -241,7 +241,7 @@ class Stream:
             for stage, rank in enumerate(self._devices[:-1]):
                 if stage >= entry.told:
                     self._commands.workers.send(rank, forward)
-                self._commands.workers.send(rank, Drop(forward.network, forward.call))
+                self._commands.workers.send(rank, DropEarlyForward(forward.network, forward.call))
             self._network.engine.discard(entry.call)
 
     def _tell(self) -> None:

@@ -39,7 +39,7 @@ from lightning_hybrid.graph.annotate import (
     modes_restored,
 )
 from lightning_hybrid.graph.graph import NetworkGraph, SizesOfSymbols
-from lightning_hybrid.graph.mode_regions import Open, modes_of
+from lightning_hybrid.graph.mode_regions import OpenModes, modes_of
 from lightning_hybrid.graph.row_proof import Followed, Labelling, quiet
 from lightning_hybrid.graph.row_rules import OperatorArguments, dims_of, name_of
 from lightning_hybrid.graph.rows import Rows
@@ -418,7 +418,7 @@ class Loss:
             effects = layers[node].effects if node in layers else None
             if higher_order_name(node.target) is not None:
                 raise NoSum(f"{graph.place_of(node)} is an operation of its own kind")
-            if node in modes and modes[node] != Open(gradients=True):
+            if node in modes and modes[node] != OpenModes(gradients=True):
                 raise NoSum(f"{graph.place_of(node)} is where gradients or autocast are switched")
             if effects is not None and (effects.random or effects.writes or effects.unknown):
                 raise NoSum(f"{graph.place_of(node)} draws random numbers, or changes tensors")

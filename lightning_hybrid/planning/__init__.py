@@ -29,8 +29,8 @@ from lightning_hybrid.planning.plan_page import plan_page
 from lightning_hybrid.planning.planner import Site, make_plan, plan_again
 from lightning_hybrid.planning.search import AUTO, Method, PlanObjective, PlanSettings
 from lightning_hybrid.planning.shapes import (
-    Asked,
     Shape,
+    ShapeRequest,
     Sizes,
     plans_of,
     rank_shapes,

@@ -103,7 +103,7 @@ class Arrangement:
 
 
 class Arrangements:
-    """All arrangements of a network on a cluster, as a space to search: see `allocation.Space`.
+    """All arrangements of a network on a cluster, which `allocation.evolve` searches.
 
     Args:
         costs_of: the costs of the network's partitions.

@@ -125,7 +125,7 @@ def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class RunMemory:
     """Memory that ranks take in a run beside that of their stages.
 
     Attributes:
@@ -144,7 +144,7 @@ class Life:
     on_cpu: bool = True
 
 
-def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
+def with_peaks(plan: Plan, life: RunMemory, limits: tuple[int, ...] | None) -> Plan:
     """Fill in the peak and the limit of memory in a plan's rows, for the rank of each stage.
 
     A step holds the stages; tensors that cross their cuts (those sent of all micro-batches, and two

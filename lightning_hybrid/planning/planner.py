@@ -18,7 +18,7 @@ from lightning_hybrid.planning.cluster import Cluster, Rates
 from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
 from lightning_hybrid.planning.memory_check import ChainSizes, Fit, TrainingMemory, check_memory
 from lightning_hybrid.planning.memory_needed import (
-    Life,
+    RunMemory,
     held_in_training,
     optimizer_bytes,
     remaining,
@@ -161,10 +161,10 @@ def _with_memory(
     return table.averaged() if site.replicas > 1 or settings.has_copies else table
 
 
-def _life(network: CalledNetwork, table: PartitionTable, site: Site, batch_bytes: int) -> Life:
+def _life(network: CalledNetwork, table: PartitionTable, site: Site, batch_bytes: int) -> RunMemory:
     """The memory that ranks take beside their stages."""
     sizes = {name: p.nbytes for name, p in network.graph.network.named_parameters()}
-    return Life(
+    return RunMemory(
         start_bytes=round(max(site.present_bytes, *table.parameter_bytes)),
         passing_bytes={
             partition.name: round(max(working, *(sizes[name] for name in partition.parameters), 0))

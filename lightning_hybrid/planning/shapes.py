@@ -84,7 +84,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ShapeRequest:
     """What is asked of shapes.
 
     Attributes:
@@ -192,7 +192,7 @@ def rank_shapes(
     networks: Sequence[CostsOf],
     cluster: ClusterDescription,
     batch: int,
-    asked: Asked | None = None,
+    asked: ShapeRequest | None = None,
     *,
     spare: float = SPARE,
 ) -> list[Shape]:
@@ -213,7 +213,7 @@ def rank_shapes(
     """
     if batch < 1:
         raise PlanError(f"a replica takes {batch} samples a step: at least 1 is needed")
-    asked, found = asked or Asked(wide=True), list[Shape]()
+    asked, found = asked or ShapeRequest(wide=True), list[Shape]()
     for left in (spare, 0.0):
         found = _ranked(networks, cluster.sparing(left), batch, asked)
         if any(shape.fits for shape in found) or not spare:
@@ -222,7 +222,7 @@ def rank_shapes(
 
 
 def _ranked(
-    networks: Sequence[CostsOf], cluster: ClusterDescription, batch: int, asked: Asked
+    networks: Sequence[CostsOf], cluster: ClusterDescription, batch: int, asked: ShapeRequest
 ) -> list[Shape]:
     divisors = _divisors(batch, _MOST_MICROBATCHES)
     numbers = [m for m in divisors if m == 1 or asked.splits(m)] if asked.wide else [1]
@@ -237,7 +237,10 @@ def _ranked(
 
 
 def _plain(
-    spaces: Sequence[Arrangements], asked: Asked, order: Sequence[int], number: int | None = None
+    spaces: Sequence[Arrangements],
+    asked: ShapeRequest,
+    order: Sequence[int],
+    number: int | None = None,
 ) -> list[Shape]:
     """The plain shapes on the first devices of an order, those that may be the best planned."""
     seats, speeds = order[:number], spaces[0].cluster.relative_speeds
@@ -273,7 +276,7 @@ def _plain(
     return guesses
 
 
-def _guess(spaces: Sequence[Arrangements], asked: Asked, genes: Arrangement) -> Shape:
+def _guess(spaces: Sequence[Arrangements], asked: ShapeRequest, genes: Arrangement) -> Shape:
     """A plain shape as far as balanced cuts tell, each network with all of the memory."""
     cut = [space.recut(_on_drivers(space, genes)) for space in spaces]
     shapes = [_shape(s, g, "balanced", equal=True) for s, g in zip(spaces, cut) if g is not None]
@@ -307,7 +310,7 @@ def _on_drivers(space: Arrangements, genes: Arrangement) -> Arrangement:
     return replace(genes, devices=(*drivers, *others), copies=(1,), recompute=False)
 
 
-def _planned(spaces: Sequence[Arrangements], asked: Asked, guess: Shape) -> Shape:
+def _planned(spaces: Sequence[Arrangements], asked: ShapeRequest, guess: Shape) -> Shape:
     """A plain shape at its own micro-batches, as a run plans it; or by the guess's cuts if large.
 
     Several networks are placed one after the other, each in the memory that is left.
@@ -372,7 +375,7 @@ def _wide(
     return [*found, *(shape for shape in dealt if shape.shares)]
 
 
-def _joint(space: Arrangements, asked: Asked, found: Sequence[Shape]) -> list[Shape]:
+def _joint(space: Arrangements, asked: ShapeRequest, found: Sequence[Shape]) -> list[Shape]:
     """Shapes on unlike devices, also without some of them: the best first devices, and of all."""
     count, speeds = len(space.cluster.devices), space.cluster.relative_speeds
     everyone = tuple(range(count))

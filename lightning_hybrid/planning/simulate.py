@@ -13,18 +13,18 @@ from itertools import chain
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import (
-    Copy,
     DealtSchedule,
     Instruction,
     InstructionKind,
     Schedule,
+    StageCopy,
     collected,
     execute_merged,
     merge,
 )
 
-Edge = tuple[Copy, Copy]
-Order = Iterable[tuple[Copy, Instruction, Copy]]
+Edge = tuple[StageCopy, StageCopy]
+Order = Iterable[tuple[StageCopy, Instruction, StageCopy]]
 """Instructions in an order in which they may run: each with the copy of a stage that runs it, and
 the copy at the other end if it is a message."""
 
@@ -110,7 +110,7 @@ class DealtCosts:
             step_s=each(costs.step_s),
             reduce_s=costs.reduce_s,
             edges={
-                (Copy(stage, i), Copy(stage + 1, j)): link
+                (StageCopy(stage, i), StageCopy(stage + 1, j)): link
                 for stage, link in enumerate(zip(costs.send_s, costs.latency_s))
                 for i in range(copies[stage])
                 for j in range(copies[stage + 1])
@@ -146,13 +146,13 @@ def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
     # when its forward pass is over, and all others wait for its gradients.
     order = _order(
         (
-            (Copy(stage, 0), step)
+            (StageCopy(stage, 0), step)
             for lists in (schedule.forward, schedule.backward)
             for stage, step in execute_merged(merge(lists, places))
         ),
-        lambda place, step: Copy(step.peer(place.stage, schedule.stages), 0),
+        lambda place, step: StageCopy(step.peer(place.stage, schedule.stages), 0),
     )
-    devices = {Copy(stage, 0): device for stage, device in enumerate(places)}
+    devices = {StageCopy(stage, 0): device for stage, device in enumerate(places)}
     return _SimulatedStep(DealtCosts.alike(costs, (1,) * schedule.stages), devices).timeline(order)
 
 
@@ -173,15 +173,18 @@ def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
         raise PlanError(f"copies{dealt.copies} of the lists are not copies{copies} of the costs")
     lists, collects = (dealt.forward, dealt.backward), copies != dealt.copies
     steps = chain.from_iterable(dealt.execute(each, collects=collects) for each in lists)
-    places = [Copy(stage, number) for stage, count in enumerate(copies) for number in range(count)]
+    places = [
+        StageCopy(stage, number) for stage, count in enumerate(copies) for number in range(count)
+    ]
     devices = {place: device for device, place in enumerate(places)}
     # the stage that collects the outputs is on the driver, as is the last copy
-    devices[Copy(len(copies), 0)] = len(places) - 1
+    devices[StageCopy(len(copies), 0)] = len(places) - 1
     return _SimulatedStep(costs, devices, one_way_out=True).timeline(_order(steps, dealt.peer))
 
 
 def _order(
-    steps: Iterable[tuple[Copy, Instruction]], peer: Callable[[Copy, Instruction], Copy]
+    steps: Iterable[tuple[StageCopy, Instruction]],
+    peer: Callable[[StageCopy, Instruction], StageCopy],
 ) -> Order:
     """Add to each instruction the other end of its message (itself if it is no message)."""
     for place, step in steps:
@@ -200,7 +203,7 @@ class _SimulatedStep:
     """
 
     def __init__(
-        self, costs: DealtCosts, devices: Mapping[Copy, int], *, one_way_out: bool = False
+        self, costs: DealtCosts, devices: Mapping[StageCopy, int], *, one_way_out: bool = False
     ) -> None:
         self._costs, self._devices, self._one_way_out = costs, devices, one_way_out
         self._seconds = {
@@ -213,7 +216,7 @@ class _SimulatedStep:
         # by source and target, arrival times of the messages that are sent and not received
         self._arrivals_s = defaultdict[Edge, deque[float]](deque)
         self._ready_s = [0.0] * len(costs.reduce_s)  # when a stage's all-reduce may begin
-        self._reduces: list[tuple[Copy, Instruction]] = []
+        self._reduces: list[tuple[StageCopy, Instruction]] = []
         self._events: list[Event] = []
 
     def timeline(self, order: Order) -> Timeline:
@@ -231,7 +234,7 @@ class _SimulatedStep:
         finish_s = map(sum, zip(map(max, zip(self._clock_s, reduced_s)), steps_s))
         return Timeline(tuple(self._events), max(finish_s))
 
-    def _take(self, place: Copy, step: Instruction, other: Copy) -> None:
+    def _take(self, place: StageCopy, step: Instruction, other: StageCopy) -> None:
         device, kind = self._devices[place], step.kind
         collects = place.stage == len(self._ready_s)  # the stage without layers
         start_s = self._clock_s[device]
@@ -253,7 +256,9 @@ class _SimulatedStep:
             end_s = self._clock_s[device] = max(start_s, self._arrivals_s[other, place].popleft())
         self._events.append(Event(place.stage, step, start_s, end_s, place.number))
 
-    def _send(self, place: Copy, other: Copy, start_s: float, back: bool) -> tuple[float, float]:
+    def _send(
+        self, place: StageCopy, other: StageCopy, start_s: float, back: bool
+    ) -> tuple[float, float]:
         """Simulate a send: the start of its transfer, and its arrival."""
         source, target = self._devices[place], self._devices[other]
         edge = (other, place) if back else (place, other)

@@ -21,7 +21,13 @@ from lightning_hybrid.planning.cluster import (
 )
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.partition_table import PartitionTable
-from lightning_hybrid.planning.shapes import WORTHWHILE, Asked, Shape, rank_shapes, recommended
+from lightning_hybrid.planning.shapes import (
+    WORTHWHILE,
+    Shape,
+    ShapeRequest,
+    rank_shapes,
+    recommended,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +135,7 @@ def choose_sizes(
     machine: Machine,
     networks: Sequence[Callable[[int], PartitionTable]],
     batch: int,
-    asked: Asked,
+    asked: ShapeRequest,
     present_bytes: int = 0,
 ) -> ChosenSizes:
     """Choose the sizes with the shortest predicted time of a batch.

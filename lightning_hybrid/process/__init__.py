@@ -25,8 +25,8 @@ from lightning_hybrid.process.joining import (
 from lightning_hybrid.process.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
-    Part,
-    Parted,
+    LaunchedFunction,
+    LeaveTrainer,
 )
 from lightning_hybrid.process.run_results import (
     Results,

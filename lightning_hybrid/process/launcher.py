@@ -1,9 +1,9 @@
 """Launchers: start one process per device, and let workers serve their driver.
 
 Every rank runs the Trainer up to ``strategy.setup``, or the function of ``fabric.launch`` up to
-``fabric.setup``. There a worker leaves by :class:`Parted`, which is caught here; it serves its
-driver until the run is over, and its call of ``fit/validate/test/predict/launch`` then returns with
-the driver's results.
+``fabric.setup``. There a worker raises :class:`LeaveTrainer`, which is caught here. It serves its
+driver until the run is over. Its call of ``fit/validate/test/predict/launch`` then returns with the
+driver's results.
 
 Every rank of a failed run shows the first error: the rank that fails first writes it to the common
 store, a rank that has merely lost a peer reads it from there, and workers print after their driver.
@@ -53,7 +53,7 @@ _TOLD = "_lightning_hybrid_told"  # attribute of an error, for `_ShortTexts`
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
 
 
-class Parted(BaseException):
+class LeaveTrainer(BaseException):
     """Raised on a worker in ``strategy.setup``, to leave the Trainer for the launcher.
 
     A ``BaseException``, so that no ``except Exception`` catches it.
@@ -88,12 +88,12 @@ class LaunchableStrategy(Protocol):
         """
 
 
-class Part:
+class LaunchedFunction:
     """The function launched in every process: the user's function, then serving on a worker.
 
     Args:
         strategy: the strategy of this process.
-        function: function that drivers run, and workers until they raise :class:`Parted`.
+        function: function that drivers run, and workers until they raise :class:`LeaveTrainer`.
     """
 
     def __init__(self, strategy: LaunchableStrategy, function: Callable[..., Any]) -> None:
@@ -106,7 +106,7 @@ class Part:
             serve = None
             try:
                 result = self._run(arguments, keywords)
-            except Parted as parted:
+            except LeaveTrainer as parted:
                 serve = parted.serve
             if serve is not None:
                 return self._served(serve())
@@ -125,8 +125,8 @@ class Part:
         return results.value()
 
 
-class TrainerPart(Part):
-    """As :class:`Part`, for a method of a Trainer.
+class LaunchedTrainerMethod(LaunchedFunction):
+    """As :class:`LaunchedFunction`, for a method of a Trainer.
 
     Args:
         function: a bound method of the Trainer. (The strategy is found through it, so that the two
@@ -182,8 +182,8 @@ def _raise_first(strategy: LaunchableStrategy, error: BaseException) -> NoReturn
     raise raised from raised.__cause__  # not chained to this rank's own, later error
 
 
-def _part(function: Callable[..., Any]) -> Part:
-    return function if isinstance(function, Part) else TrainerPart(function)
+def _part(function: Callable[..., Any]) -> LaunchedFunction:
+    return function if isinstance(function, LaunchedFunction) else LaunchedTrainerMethod(function)
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):

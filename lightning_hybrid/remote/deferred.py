@@ -265,7 +265,7 @@ def like(tensor: Tensor, device: torch.device | str) -> Tensor:
 _ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred", "_gradients")
 
 
-class Before(NamedTuple):
+class FormerMemory(NamedTuple):
     """The memory, class and attributes that a tensor had before it got other memory.
 
     Attributes:
@@ -279,7 +279,7 @@ class Before(NamedTuple):
     attributes: dict[str, Any]
 
 
-def exchange(tensor: Any, other: Tensor) -> Before:
+def exchange(tensor: Any, other: Tensor) -> FormerMemory:
     """Swap the memory of a tensor with that of another one; it keeps its identity and class.
 
     Returns:
@@ -289,7 +289,7 @@ def exchange(tensor: Any, other: Tensor) -> Before:
     with as_they_are():
         swap_memory(tensor, other)
     clear_attributes(tensor)
-    return Before(other, type(tensor), attributes)
+    return FormerMemory(other, type(tensor), attributes)
 
 
 def clear_attributes(tensor: Any) -> None:
@@ -326,7 +326,7 @@ def _elsewhere(tensor: Any) -> DeferredError:
     )
 
 
-def show(tensor: Any, value: Tensor) -> Before:
+def show(tensor: Any, value: Tensor) -> FormerMemory:
     """Make an ordinary tensor, in the memory of ``value``, of one that may be deferred.
 
     Returns:
@@ -340,7 +340,7 @@ def show(tensor: Any, value: Tensor) -> Before:
     return before
 
 
-def restore(tensor: Any, before: Before) -> None:
+def restore(tensor: Any, before: FormerMemory) -> None:
     """Undo :func:`exchange`, and :func:`show` or :func:`defer` that have followed it."""
     with as_they_are():
         swap_memory(tensor, before.memory)

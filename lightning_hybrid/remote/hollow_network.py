@@ -19,7 +19,7 @@ from lightning_hybrid._torch.tensors import (
     storage_key,
 )
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.remote.deferred import Before, is_deferred, like, restore, show
+from lightning_hybrid.remote.deferred import FormerMemory, is_deferred, like, restore, show
 
 
 class Hollow:
@@ -42,7 +42,7 @@ class Hollow:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self._device = module, device
         self._kept: dict[int, tuple[Any, Tensor]] = {}
-        self._shown: list[tuple[Tensor, Before]] = []
+        self._shown: list[tuple[Tensor, FormerMemory]] = []
         self.needed = True
 
     def __enter__(self) -> None:

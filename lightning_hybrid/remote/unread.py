@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.serialization import reduced
 from lightning_hybrid._torch.tensors import as_they_are, without_dispatch_modes
 from lightning_hybrid.remote.deferred import (
-    Before,
+    FormerMemory,
     Maker,
     count_as_whole,
     defer,
@@ -139,7 +139,7 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
-def leave_unread(tensor: Any, name: str, value: Any) -> Before:
+def leave_unread(tensor: Any, name: str, value: Any) -> FormerMemory:
     """Free a tensor's memory, and make it an unread tensor named ``name`` with numbers of another.
 
     Args:

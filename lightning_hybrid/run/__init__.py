@@ -7,7 +7,7 @@ from lightning_hybrid.run.building import (
     move_module,
 )
 from lightning_hybrid.run.checkpoint_io import with_atomic_writes
-from lightning_hybrid.run.framework import ByFabric
+from lightning_hybrid.run.framework import FabricFramework
 from lightning_hybrid.run.replica_world import (
     LauncherRanks,
     ReplicaWorld,

@@ -39,7 +39,7 @@ Push = tuple[int, int, int, int]
 the version of the weights that its gradient was computed with."""
 
 
-class Home:
+class ParameterServer:
     """The parameter server: the newest weights, and the pushes that are not applied yet.
 
     A message of a replica is one tensor: its gradients, flattened; for each parameter whether it
@@ -182,10 +182,10 @@ class AsynchronousReplica:
         self._gradients: list[Tensor | None] = []
         self._read = torch.empty(0)
         self._order: list[Push] = []
-        self._home: Home | None = None
+        self._home: ParameterServer | None = None
         self._wire = GroupWire(mesh.drivers, 0, "replica 0", _TAG)
         if mesh.coordinates.dp_rank == 0:
-            self._home = Home(replicas, bound, self._order.append)
+            self._home = ParameterServer(replicas, bound, self._order.append)
             for replica in range(1, replicas):
                 wire = GroupWire(mesh.drivers, replica, f"replica {replica}", _TAG)
                 serve = BackgroundThread(self._serve, "hybrid-home", replica, wire, awaited=True)

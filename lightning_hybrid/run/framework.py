@@ -19,7 +19,7 @@ from lightning_hybrid.process import (
 from lightning_hybrid.run.checkpoint_io import AtomicCheckpointIO
 
 
-class ByTrainer:
+class TrainerFramework:
     """The framework of a run that a Trainer has begun.
 
     Args:
@@ -63,8 +63,10 @@ class ByTrainer:
         adopt_results(self.trainer, cast(TrainerResults, results), self._before)
 
 
-class ByFabric:
-    """The framework of a run that Fabric has begun; its attributes are those of :class:`ByTrainer`.
+class FabricFramework:
+    """The framework of a run that Fabric has begun.
+
+    It has the attributes of :class:`TrainerFramework`.
 
     Args:
         module: the module that is trained.
@@ -84,5 +86,5 @@ class ByFabric:
         results.adopt(self._module)
 
 
-Framework = ByTrainer | ByFabric
+Framework = TrainerFramework | FabricFramework
 """What a run needs of the framework."""

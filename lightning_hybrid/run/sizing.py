@@ -18,10 +18,10 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import why_whole
 from lightning_hybrid.planning import (
     ASSUMED_TENSORS,
-    Asked,
     CalledNetwork,
     Machine,
     PartitionTable,
+    ShapeRequest,
     Sizes,
     choose_sizes,
 )
@@ -90,7 +90,7 @@ def _choose(
     progress.begin("looking at a training step")
     try:
         with rehearsal(trainer, module, config.names, device, precision) as looked:
-            asked = Asked(
+            asked = ShapeRequest(
                 settings=config.settings,
                 microbatches=config.microbatches,
                 splits=lambda count: _why_whole(looked, count) is None,

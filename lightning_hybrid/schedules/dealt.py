@@ -26,7 +26,7 @@ DEALS = ("gpipe", "zero_bubble")
 """Names of the schedules whose stages may have copies."""
 
 
-class Copy(NamedTuple):
+class StageCopy(NamedTuple):
     """One copy of a stage, which is one rank of a replica."""
 
     stage: int
@@ -69,7 +69,7 @@ class DealtSchedule:
 
     def execute(
         self, lists: DealtLists, *, collects: bool = False
-    ) -> Iterator[tuple[Copy, Instruction]]:
+    ) -> Iterator[tuple[StageCopy, Instruction]]:
         """Simulate `forward` or `backward` on all devices, as `instructions.execute` does.
 
         Args:
@@ -82,19 +82,19 @@ class DealtSchedule:
         Raises:
             PlanError: see `instructions.execute`.
         """
-        places = [Copy(s, n) for s, copies in enumerate(lists) for n in range(len(copies))]
+        places = [StageCopy(s, n) for s, copies in enumerate(lists) for n in range(len(copies))]
         devices = [*([place] for place in places[:-2]), places[-2:]] if collects else None
         yield from exchange(
             [together(lists, at) for at in devices or ([place] for place in places)], self.peer, str
         )
 
-    def peer(self, place: Copy, step: Instruction) -> Copy:
+    def peer(self, place: StageCopy, step: Instruction) -> StageCopy:
         """The copy at the other end of a send or receive."""
         stage = step.peer(place.stage, len(self.copies))
-        return Copy(stage, step.microbatch % self.copies[stage])
+        return StageCopy(stage, step.microbatch % self.copies[stage])
 
 
-def together(lists: DealtLists, places: Sequence[Copy]) -> list[tuple[Copy, Instruction]]:
+def together(lists: DealtLists, places: Sequence[StageCopy]) -> list[tuple[StageCopy, Instruction]]:
     """Merge the instruction lists of one device.
 
     Args:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules.dealt import Copy
+from lightning_hybrid.schedules.dealt import StageCopy
 from lightning_hybrid.schedules.instructions import Instruction, InstructionKind, exchange
 
 _TRAVELS = 2
@@ -33,8 +33,8 @@ _EXPECT = {
     InstructionKind.SEND_GRADIENT: InstructionKind.EXPECT_GRADIENT,
 }
 
-Steps = Sequence[tuple[Copy, Instruction]]
-Peer = Callable[[Copy, Instruction], Copy]
+Steps = Sequence[tuple[StageCopy, Instruction]]
+Peer = Callable[[StageCopy, Instruction], StageCopy]
 
 
 @dataclass
@@ -48,7 +48,7 @@ class _Timed:
         number: of a message, counted by the sends; of several at one time the smallest comes first.
     """
 
-    place: Copy
+    place: StageCopy
     step: Instruction
     time: float = inf
     number: int = 0
@@ -99,7 +99,7 @@ class _DeviceClock:
             each.time = max(self.clock + 0.75, averages.get(each.place.stage, 0))
 
 
-def in_one_order(lists: Sequence[Steps], peer: Peer) -> list[list[tuple[Copy, Instruction]]]:
+def in_one_order(lists: Sequence[Steps], peer: Peer) -> list[list[tuple[StageCopy, Instruction]]]:
     """Begin receives, and send inputs, where one order of all messages has them.
 
     Args:
@@ -136,7 +136,7 @@ def _timed(
     """
     devices = [_DeviceClock() for _ in lists]
     on = {place: device for steps, device in zip(lists, devices) for place, _ in steps}
-    links: dict[tuple[Copy, Copy], deque[_Timed]] = {}
+    links: dict[tuple[StageCopy, StageCopy], deque[_Timed]] = {}
     sent, later = list[_Timed](), dict[int, int]()
     for place, step in exchange(lists, peer, str):
         device, timed = on[place], _Timed(place, step)

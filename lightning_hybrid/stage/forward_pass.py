@@ -16,7 +16,7 @@ from lightning_hybrid.stage.calls import (
     Call,
     Ends,
     Gradients,
-    Graph,
+    SavedForward,
     Values,
     forward,
     generators_of_microbatch,
@@ -231,7 +231,7 @@ class ForwardPass(Pass):
             outputs, recipe = self.own.early.forward(
                 self.call.number, stage, values, numbers, states
             )
-            self.saved[microbatch] = recipe or Graph.of(values, outputs)
+            self.saved[microbatch] = recipe or SavedForward.of(values, outputs)
             return outputs
         with self.engine.statistics(self.call.key):
             # c) to be run again in the backward
@@ -243,7 +243,7 @@ class ForwardPass(Pass):
                 outputs = self._called(stage, values, numbers)
         if self.own.early is not None:
             self.own.early.refuse_functions(stage, outputs)
-        self.saved[microbatch] = Graph.of(values, outputs)
+        self.saved[microbatch] = SavedForward.of(values, outputs)
         return outputs
 
     def _called(self, stage: Stage, values: Values, numbers: Sequence[Any]) -> Values:

@@ -10,7 +10,7 @@ from lightning_hybrid.comm import CallKey
 from lightning_hybrid.comm.protocol import Forward
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
-from lightning_hybrid.stage.calls import Call, Graph, Recipe, Traffic
+from lightning_hybrid.stage.calls import Call, Recipe, SavedForward, Traffic
 from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.weight_hooks import WeightHooks
 
@@ -58,7 +58,7 @@ class StagedNetwork:
 
     def open(self, command: Forward) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
-        saved: list[dict[int, Graph | Recipe]] = [{} for _ in self.engine.owned]
+        saved: list[dict[int, SavedForward | Recipe]] = [{} for _ in self.engine.owned]
         key, traffic = self.keys[command.key], self._traffic[command.key]
         travels = command.exchange, command.uses_rng
         call = Call(command.call, command.draw, key, *travels, traffic, saved, ahead=command.ahead)

@@ -35,15 +35,15 @@ from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
-    Part,
-    Parted,
+    LaunchedFunction,
+    LeaveTrainer,
     Results,
 )
 from lightning_hybrid.run import (
     BetweenRuns,
     Building,
-    ByFabric,
     DriverSession,
+    FabricFramework,
     NoWorld,
     Phase,
     Run,
@@ -279,7 +279,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             session = WorkerSession(run)
             # a ``finally`` of the user's that is passed now waits for nobody
             run.world.phase = Phase.SERVING
-            raise Parted(partial(self._serve, session))
+            raise LeaveTrainer(partial(self._serve, session))
         run.world.phase = Phase.RUNNING
         run.share_weights()
         planner = partial(run.plan_network, optimizers=self._optimizers)
@@ -311,7 +311,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def _begin(self, module: nn.Module) -> Run:
         """What is known of a run that begins, on all ranks together."""
         world, device = self._ranks.joined, self.root_device
-        self._framework = ByFabric(module)
+        self._framework = FabricFramework(module)
         return Run(
             config=self._ranks.config,
             framework=self._framework,
@@ -558,4 +558,4 @@ class _Launcher:
         """Start the other processes of this node, and run ``function`` in all of them."""
         # the arguments are the user's, and may have the names of the launcher's
         called = partial(self._strategy.run_launched, function, args, kwargs)
-        return self._launcher.launch(Part(self._strategy, called))
+        return self._launcher.launch(LaunchedFunction(self._strategy, called))

@@ -50,7 +50,7 @@ from lightning_hybrid.options import Asynchronous, BySpeed, Delayed, Equal, Sear
 from lightning_hybrid.planning import Plan, free_of_host, give_back_memory
 from lightning_hybrid.process import (
     HybridSubprocessLauncher,
-    Parted,
+    LeaveTrainer,
     Results,
 )
 from lightning_hybrid.run import (
@@ -333,7 +333,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             self._plans.clear()  # of an earlier run it is not known here what they were made from
         run.world.survive(survives=survives_losses(run))
         if not run.world.coordinates.is_driver:
-            raise Parted(partial(self._serve, WorkerSession(run)))
+            raise LeaveTrainer(partial(self._serve, WorkerSession(run)))
         run.world.phase = Phase.RUNNING
         trainer.accelerator.setup(trainer)
         run.share_weights()

@@ -192,7 +192,7 @@ class Worker:
 
     # -- the network
 
-    def _cut(self, order: protocol.Cut) -> None:
+    def _cut_network(self, order: protocol.CutNetwork) -> None:
         """Make this rank's stages of a network, or of another graph of a known network."""
         # (links first of all: the other ranks wait for this one while they link their stages)
         connect(self._mesh, order.placement.devices)
@@ -262,14 +262,14 @@ class Worker:
             network.set_trainable(flags)
             self._trainable = (network.number, flags)
 
-    def _free(self, command: protocol.Free) -> None:
+    def _free_call(self, command: protocol.FreeCall) -> None:
         self._networks[command.network].calls.pop(command.call, None)
 
-    def _commit(self, command: protocol.Commit) -> None:
+    def _commit_early_forward(self, command: protocol.CommitEarlyForward) -> None:
         network = self._networks[command.network]
         network.engine.commit(network.calls[command.call])
 
-    def _drop(self, command: protocol.Drop) -> None:
+    def _drop_early_forward(self, command: protocol.DropEarlyForward) -> None:
         network = self._networks[command.network]
         network.engine.drop(network.calls.pop(command.call))
 
@@ -301,12 +301,12 @@ class Worker:
         for network in self._networks:
             network.engine.replica_group.broadcast_buffers(among)
 
-    def _share(self, command: protocol.Share) -> None:
+    def _share_weights(self, command: protocol.ShareWeights) -> None:
         self._networks[command.network].engine.replica_group.broadcast_weights()
 
     # -- the run
 
-    def _report(self, command: protocol.Report) -> Answer:
+    def _give_report(self, command: protocol.GiveReport) -> Answer:
         return Answer(value=self._reports[command.name]())
 
     def _forget_failure(self, _: protocol.ForgetFailure) -> None:

@@ -12,7 +12,7 @@ from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.cluster import Device, Rates
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.search import AUTO, PlanSettings
-from lightning_hybrid.planning.shapes import Asked, recommended
+from lightning_hybrid.planning.shapes import ShapeRequest, recommended
 from lightning_hybrid.planning.sizes import Machine, choose_sizes
 
 BATCH, MB = 12, 1e6
@@ -116,7 +116,7 @@ CLUSTERS = {
 def test_the_trainer_takes_what_the_command_says(
     at: Machine, costs_of: Callable[[int], PartitionTable]
 ) -> None:
-    asked = Asked(settings=PlanSettings(schedule=AUTO))
+    asked = ShapeRequest(settings=PlanSettings(schedule=AUTO))
     target: Any = None  # of which shapes know nothing
     study = Study(target, at.described(), BATCH, lambda microbatches: True, costs_of, "")
     shapes = study.shapes(len(at.devices))

@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_hybrid.comm import switches
 from lightning_hybrid.comm.protocol import (
     Answer,
-    Free,
+    FreeCall,
     GiveFailure,
-    Report,
+    GiveReport,
     StepOptimizer,
     TakeSwitches,
 )
@@ -58,13 +58,13 @@ def test_settings_of_torch_reach_a_worker_before_the_next_command_after_a_change
     commands.tell(GiveFailure())
     commands.tell(GiveFailure())
     with sdpa_kernel(SDPBackend.MATH):
-        commands.tell(Report("inside"))
+        commands.tell(GiveReport("inside"))
         inside = switches()
-    commands.tell(Report("outside"))
+    commands.tell(GiveReport("outside"))
     told, check, again, changed, first, back, last = (crew.heard_all(1) for _ in range(7))
     assert (told, check, again) == (TakeSwitches(switches()), GiveFailure(), GiveFailure())
-    assert (changed, first) == (TakeSwitches(inside), Report("inside"))
-    assert (back, last) == (told, Report("outside"))
+    assert (changed, first) == (TakeSwitches(inside), GiveReport("inside"))
+    assert (back, last) == (told, GiveReport("outside"))
     assert inside != switches()
 
 
@@ -72,7 +72,7 @@ def test_answers_come_in_the_order_of_the_ranks(crew: Crew) -> None:
     for rank in (2, 1):
         crew.answer(rank, Answer(value=f"of {rank}"))
     proxies: Any = Proxies()
-    answers = Commands(crew.workers, proxies).ask(Report("name"))
+    answers = Commands(crew.workers, proxies).ask(GiveReport("name"))
     assert [answer.value for answer in answers] == ["of 1", "of 2"]
 
 
@@ -90,13 +90,13 @@ def test_where_workers_wait_for_another_stage_of_this_rank_nothing_is_sent(crew:
     commands = Commands(crew.workers, proxies)
     with crew.workers.passing(passing(2)):
         with pytest.raises(HybridError, match="in the middle of a pass"):
-            commands.tell(Free(0, 1))
+            commands.tell(FreeCall(0, 1))
         with pytest.raises(HybridError, match="in the middle of a pass"):
-            crew.workers.send(1, Free(0, 1))
+            crew.workers.send(1, FreeCall(0, 1))
     assert proxies.notes == []  # what was changed here is not lost
     with crew.workers.passing(passing(1)):  # a worker hears it after the pass
-        commands.tell(Free(0, 2))
-    assert crew.heard(1) == Free(0, 2)
+        commands.tell(FreeCall(0, 2))
+    assert crew.heard(1) == FreeCall(0, 2)
 
 
 def test_a_pass_that_fails_is_over(crew: Crew) -> None:

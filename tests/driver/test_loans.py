@@ -17,9 +17,9 @@ def test_no_tensor_that_the_driver_borrows_travels_with_messages(
     module, told = Model(Tied()).double(), noted(monkeypatch)
     replica = replicas(module, (1, 0))
     train(replica, torch.optim.SGD(module.parameters(), lr=0.1))
-    first = [name for name, *_ in told].index("Step")
+    first = [name for name, *_ in told].index("StepOptimizer")
     later = told[first + 1 :]
-    steady = {"Forward", "LendTensors", "Backward", "TakeLentGradients", "Step"}
+    steady = {"Forward", "LendTensors", "Backward", "TakeLentGradients", "StepOptimizer"}
     assert steady <= {name for name, *_ in later}
     assert not [each for each in later if each[1:] != (0, 0)]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from crew import Crew
 
-from lightning_hybrid.comm.protocol import Free, Reduce
+from lightning_hybrid.comm.protocol import FreeCall, Reduce
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 
@@ -99,8 +99,8 @@ def test_networks_that_no_backward_has_averaged_are_averaged_in_order(step: Any)
     ]
     assert [one.crew.heard(1) for _ in range(2)] == [Reduce(0), Reduce(1)]
     one.gradients.after_backward()  # they are final now
-    one.crew.workers.send(1, Free(0, 0))
-    assert one.crew.heard(1) == Free(0, 0)
+    one.crew.workers.send(1, FreeCall(0, 0))
+    assert one.crew.heard(1) == FreeCall(0, 0)
 
 
 def test_what_a_backward_has_averaged_is_not_averaged_again(step: Any) -> None:

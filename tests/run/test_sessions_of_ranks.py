@@ -25,7 +25,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import Deferral
 from lightning_hybrid.run import building
 from lightning_hybrid.run.building import BetweenRuns, Building
-from lightning_hybrid.run.framework import ByTrainer
+from lightning_hybrid.run.framework import TrainerFramework
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.session import DriverSession, WorkerSession
 from lightning_hybrid.run.world import NoWorld, Phase, World
@@ -87,7 +87,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
     world: Any = SimpleNamespace(coordinates=here, phase=Phase.RUNNING, mesh=mesh)
     fields = {
         "config": Config(),
-        "framework": ByTrainer(trainer),
+        "framework": TrainerFramework(trainer),
         "module": module,
         "world": world,
         "device": torch.device("cpu"),

@@ -8,11 +8,11 @@ import pytest
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules import (
-    Copy,
     DealtSchedule,
     Instruction,
     InstructionKind,
     Schedule,
+    StageCopy,
     deal,
     make_schedule,
     together,
@@ -186,7 +186,7 @@ def test_the_driver_may_have_a_copy_of_the_stage_before_its_own(copies: tuple[in
         dealt = deal(schedule, copies)
         for lists in (dealt.forward, dealt.backward):
             assert Counter(dealt.execute(lists, collects=True)) == Counter(dealt.execute(lists))
-    places = [Copy(len(copies) - 2, copies[-2] - 1), Copy(len(copies) - 1, 0)]
+    places = [StageCopy(len(copies) - 2, copies[-2] - 1), StageCopy(len(copies) - 1, 0)]
     stages = [place.stage for place, step in together(dealt.backward, places) if step.kind.computes]
     assert stages == sorted(stages, reverse=True)
 
