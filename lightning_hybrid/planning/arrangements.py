@@ -24,9 +24,7 @@ from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.copied_stages import CopiedStages, owners_of
 from lightning_hybrid.planning.partition_table import PartitionTable
-from lightning_hybrid.planning.shares import deal
-from lightning_hybrid.planning.step_problem import StepProblem
-from lightning_hybrid.planning.step_problems import (
+from lightning_hybrid.planning.shape_costs import (
     CostsOf,
     Ring,
     in_training,
@@ -37,6 +35,8 @@ from lightning_hybrid.planning.step_problems import (
     unlimited,
     with_copies,
 )
+from lightning_hybrid.planning.shares import deal
+from lightning_hybrid.planning.step_problem import StepProblem
 
 RandomGenerator = np.random.Generator
 

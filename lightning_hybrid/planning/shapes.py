@@ -41,8 +41,8 @@ from lightning_hybrid.planning.memory_needed import remaining
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import plan_within
 from lightning_hybrid.planning.search import PlanSettings, Replica
+from lightning_hybrid.planning.shape_costs import CostsOf, unlimited
 from lightning_hybrid.planning.shares import deal
-from lightning_hybrid.planning.step_problems import CostsOf, unlimited
 from lightning_hybrid.schedules import STREAMED
 
 SPARE = 0.1

@@ -1,6 +1,5 @@
 """Tensors whose numbers are on other ranks, in files or not made yet: proxies, deferred tensors."""
 
-from lightning_hybrid.remote.deferral import Deferral, forget_made, has_loaded
 from lightning_hybrid.remote.deferred import (
     count_as_whole,
     give_up,
@@ -19,6 +18,7 @@ from lightning_hybrid.remote.deferred import (
     vacate,
     value_of,
 )
+from lightning_hybrid.remote.deferred_maker import DeferredMaker, forget_made, has_loaded
 from lightning_hybrid.remote.hollow_network import Hollow, NoMemory, watched
 from lightning_hybrid.remote.intercepted import Intercepted
 from lightning_hybrid.remote.living_views import ViewInMemory, views_of

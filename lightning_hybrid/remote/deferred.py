@@ -3,7 +3,7 @@
 **Deferred** tensors serve networks that are too large for one rank. Such a tensor stays the same
 object when it gets memory; its class intercepts the operations on it
 (:mod:`lightning_hybrid.remote.intercepted`). Its *maker* knows how its numbers are made
-(:class:`lightning_hybrid.remote.deferral.Deferral`).
+(:class:`lightning_hybrid.remote.deferred_maker.DeferredMaker`).
 
 * Reading its size, type or device costs nothing.
 * Reading its numbers makes them in temporary memory. So even a whole network runs, slowly.

@@ -8,6 +8,7 @@ from lightning_hybrid.run.building import (
 )
 from lightning_hybrid.run.checkpoint_io import with_atomic_writes
 from lightning_hybrid.run.framework import FabricFramework
+from lightning_hybrid.run.rehearsed_sizes import choose_on_rank_0
 from lightning_hybrid.run.replica_world import (
     LauncherRanks,
     ReplicaWorld,
@@ -17,5 +18,4 @@ from lightning_hybrid.run.replica_world import (
 )
 from lightning_hybrid.run.run import Run, scalers_of
 from lightning_hybrid.run.session import DriverSession, WorkerSession
-from lightning_hybrid.run.sizing import choose_on_rank_0
 from lightning_hybrid.run.world import NoWorld, Phase, World

@@ -22,7 +22,7 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._lightning_private import set_module_device
 from lightning_hybrid.comm import Failure
-from lightning_hybrid.remote import Deferral, is_deferred
+from lightning_hybrid.remote import DeferredMaker, is_deferred
 from lightning_hybrid.run.world import NoWorld, World
 from lightning_hybrid.stage import with_room_for
 from lightning_hybrid.state import (
@@ -43,7 +43,7 @@ class Building:
             every rank has all weights, made as on one device.
     """
 
-    def __init__(self, deferral: Deferral | None = None) -> None:
+    def __init__(self, deferral: DeferredMaker | None = None) -> None:
         self._deferral = deferral
 
     @property
@@ -65,7 +65,7 @@ class Building:
         # once deferred, weights stay with their owners
         if self.deferred or averages or stages == 1:
             return self
-        return Building(Deferral(device))
+        return Building(DeferredMaker(device))
 
     def building(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, what is done to weights that are not made yet is noted down."""

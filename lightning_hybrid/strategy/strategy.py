@@ -70,8 +70,8 @@ from lightning_hybrid.state import (
     is_sharded,
     let_go_of_checkpoints,
 )
+from lightning_hybrid.strategy.agreed_sizes import agree_on_sizes, compare_prepared
 from lightning_hybrid.strategy.old_names import tells_new_names
-from lightning_hybrid.strategy.open_sizes import choose_sizes, compare_prepared
 from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import (
     callbacks_allow,
@@ -105,8 +105,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     Args:
         data_parallel_size: number of replicas. ``"auto"``: devices / stages. If both sizes are
             ``"auto"``, they are chosen by predicted time when a fit is set up, from one batch on a
-            copy of the module (:mod:`lightning_hybrid.planning.sizes`); where nothing can be known
-            then, all devices form one chain, and a line says why.
+            copy of the module (:mod:`lightning_hybrid.planning.fastest_sizes`). Where nothing can
+            be known then, all devices form one chain, and a line says why.
         pipeline_parallel_size: number of devices of a replica, which is that of its stages unless
             ``contiguous=False`` or a plan give devices several. ``"auto"``: devices / replicas. A
             network that cannot be cut is refused if a number is given; with ``"auto"`` it runs on
@@ -321,7 +321,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         alone = compare_prepared(ranks, trainer)
         if not ranks.joined.has_coordinates:
             deferred = self._building.deferred
-            if choose_sizes(ranks, trainer, self._may_have, deferred=deferred, alone=alone):
+            if agree_on_sizes(ranks, trainer, self._may_have, deferred=deferred, alone=alone):
                 self._plans.clear()  # of the chain in which an earlier run has evaluated
             refuse_callbacks(trainer, *ranks.shape)
         syncs = self._layer_sync is not None

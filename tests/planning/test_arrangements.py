@@ -12,8 +12,8 @@ from planned import problem_on
 from lightning_hybrid.planning import PartitionTable, Plan
 from lightning_hybrid.planning.arrangements import Arrangement, Arrangements, improve
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.shape_costs import with_copies
 from lightning_hybrid.planning.shapes import plans_of, rank_shapes
-from lightning_hybrid.planning.step_problems import with_copies
 
 BATCH, SLICES = 4, (1, 2, 4)
 

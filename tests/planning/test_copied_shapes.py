@@ -11,9 +11,9 @@ from lightning_hybrid.planning.cluster_description import ClusterDescription, De
 from lightning_hybrid.planning.copied_stages import owners_of
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
+from lightning_hybrid.planning.shape_costs import CostsOf, ring_s
 from lightning_hybrid.planning.shapes import Shape, plans_of, rank_shapes, recommended
 from lightning_hybrid.planning.simulate import DealtCosts
-from lightning_hybrid.planning.step_problems import CostsOf, ring_s
 from lightning_hybrid.schedules import StageCopy
 
 HOST = Level(name="host", devices=2, bandwidth_bytes_per_s=8e9, latency_s=0.0)

@@ -6,8 +6,8 @@ from planned import problem_on, simulate
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.shape_costs import links_of, ring_s
 from lightning_hybrid.planning.shapes import ShapeRequest, plans_of, rank_shapes, recommended
-from lightning_hybrid.planning.step_problems import links_of, ring_s
 from lightning_hybrid.schedules.gpipe import gpipe
 
 

@@ -22,7 +22,7 @@ from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.remote import Deferral
+from lightning_hybrid.remote import DeferredMaker
 from lightning_hybrid.run import building
 from lightning_hybrid.run.building import BetweenRuns, Building
 from lightning_hybrid.run.framework import TrainerFramework
@@ -318,7 +318,7 @@ def test_after_a_run_what_other_ranks_made_is_gathered(monkeypatch: pytest.Monke
     ranks = World.__new__(World)
     ranks.take_coordinates(cast(Any, SimpleNamespace(mesh="mesh")))
     module = Net()
-    between = BetweenRuns(ranks, Building(Deferral(torch.device("cpu"))))
+    between = BetweenRuns(ranks, Building(DeferredMaker(torch.device("cpu"))))
     assert between.state_dict(module, here=False) == {}
     assert asked == [(module, "mesh")]  # all ranks take part
 

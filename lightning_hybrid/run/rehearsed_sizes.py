@@ -23,7 +23,7 @@ from lightning_hybrid.planning import (
     PartitionTable,
     ShapeRequest,
     Sizes,
-    choose_sizes,
+    fastest_sizes,
 )
 from lightning_hybrid.run.rehearsal import rehearsal
 from lightning_hybrid.run.run import progress_beside
@@ -97,7 +97,7 @@ def _choose(
                 allowed=allowed,
                 by_speed=config.by_speed,
             )
-            choice = choose_sizes(
+            choice = fastest_sizes(
                 machine,
                 [partial(measured, seen) for seen in looked],
                 max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),

@@ -9,10 +9,10 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.arrangements import Arrangement
 from lightning_hybrid.planning.cluster import Device, Rates
+from lightning_hybrid.planning.fastest_sizes import ChosenSizes, Machine, fastest_sizes
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.search import PlanSettings
 from lightning_hybrid.planning.shapes import Shape, ShapeRequest, Sizes
-from lightning_hybrid.planning.sizes import ChosenSizes, Machine, choose_sizes
 
 MS, MB = 1e-3, 1e6
 
@@ -20,7 +20,7 @@ MS, MB = 1e-3, 1e6
 def choose(
     machine: Machine, networks: Any, *, batch: int, present_bytes: int = 0, **asked: Any
 ) -> ChosenSizes:
-    return choose_sizes(machine, networks, batch, ShapeRequest(**asked), present_bytes)
+    return fastest_sizes(machine, networks, batch, ShapeRequest(**asked), present_bytes)
 
 
 @pytest.fixture(autouse=True)

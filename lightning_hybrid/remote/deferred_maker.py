@@ -1,6 +1,6 @@
 """Builds a network of deferred tensors, without memory, and makes their numbers when needed.
 
-Inside `Deferral.building` every new tensor is on the meta device, and a `Tape` records the
+Inside `DeferredMaker.building` every new tensor is on the meta device, and a `Tape` records the
 operations on it; random generators advance as on one device (the numbers are drawn into scratch
 memory and dropped). Afterwards the module's parameters and buffers are deferred
 (:mod:`lightning_hybrid.remote.deferred`), and playing the tape makes their numbers.
@@ -56,14 +56,14 @@ from lightning_hybrid.remote.unread import is_unread
 
 def has_loaded(tensor: Any) -> bool:
     """Whether a deferred tensor was loaded here alone, so that its owner has yet to get it."""
-    deferral: Deferral | None = getattr(tensor, "_maker", None)
+    deferral: DeferredMaker | None = getattr(tensor, "_maker", None)
     if deferral is None:
         return False
     with as_they_are():
         return deferral.tape.is_marked(tensor)
 
 
-_living: weakref.WeakSet[Deferral] = weakref.WeakSet()
+_living: weakref.WeakSet[DeferredMaker] = weakref.WeakSet()
 
 
 def forget_made() -> None:
@@ -72,7 +72,7 @@ def forget_made() -> None:
         deferral.tape.forget()
 
 
-class Deferral(Maker):
+class DeferredMaker(Maker):
     """The maker of the deferred tensors of one LightningModule.
 
     Args:
@@ -243,7 +243,7 @@ class _Answers(TorchFunctionMode):
     They seem to be on the device of the deferral, and their numbers are made when they are read.
     """
 
-    def __init__(self, deferral: Deferral) -> None:
+    def __init__(self, deferral: DeferredMaker) -> None:
         super().__init__()
         self._deferral = deferral
 
@@ -300,7 +300,7 @@ class _Answers(TorchFunctionMode):
 class _TapeRecorder(TorchDispatchMode):
     """While a module is built, runs operations on tensors without memory, and records them."""
 
-    def __init__(self, deferral: Deferral) -> None:
+    def __init__(self, deferral: DeferredMaker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._deferral, self._tape = deferral, deferral.tape
 

@@ -131,7 +131,7 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
 
 
-def choose_sizes(
+def fastest_sizes(
     machine: Machine,
     networks: Sequence[Callable[[int], PartitionTable]],
     batch: int,
