@@ -406,7 +406,9 @@ class Config:
 
     def _said(self, what: str) -> str:
         """How the user has asked for one of the :data:`PAIRS`; empty: that is not asked for."""
-        name, stages, copies = self._scheduled, self._asked_stages, self.copies
+        name = self._scheduled
+        stages = self._asked_stages
+        copies = self.copies
         schedule, search = self.shown_schedule, f"search={self.search!r}"
         replicas, checkpoint = f"replicas={self.replicas!r}", f"checkpoint={self.checkpoint!r}"
         shares = replicas if isinstance(self.replicas, BySpeed) else "a plan with shares"

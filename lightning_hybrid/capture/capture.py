@@ -120,7 +120,9 @@ class NotCaptured(Exception):
         advice: str = "Name the part of the model that is to be cut: the strategy's network='...'.",
     ) -> None:
         super().__init__(reason)
-        self.reason, self.by_its_kind, self.advice = reason, by_its_kind, advice
+        self.reason = reason
+        self.by_its_kind = by_its_kind
+        self.advice = advice
 
 
 class _OtherDimension(Exception):
@@ -228,18 +230,24 @@ class Capture:
         shares: bool = False,
         looks: Callable[[], None] = lambda: None,
     ) -> None:
-        self._divides, self._draws, self._shares = divides, draws, shares
+        self._divides = divides
+        self._draws = draws
+        self._shares = shares
         self._looks = looks
         tensors = (*network.named_parameters(), *network.named_buffers())
-        self.network, self._run = network, run
+        self.network = network
+        self._run = run
         self._shared = {n: kind_of(t) for n, t in tensors} if shared is None else shared
         self.reason: str | None = None
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # the `id` of a freed tensor could be given to another
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
         self._given: list[int] = []
-        self._batch_dim, self._looks_behind = 0, divides and whole and _has_time_first(network)
-        self._captured, self._marking, self._whole = 0, False, whole
+        self._batch_dim = 0
+        self._looks_behind = divides and whole and _has_time_first(network)
+        self._captured = 0
+        self._marking = False
+        self._whole = whole
 
         if getattr(forward, "__func__", None) is type(network).forward:
             with captured_functions:  # (the network may be of a class with a replaced `forward`)
@@ -293,12 +301,14 @@ class Capture:
         except _LacksMarks:
             # (nothing but the capture has happened)
             forget_compiled(self, self._code)
-            self._marking, self._captured = True, 0
+            self._marking = True
+            self._captured = 0
             return self._called(args, kwargs)
         except _OtherDimension:
             # nothing but the capture has happened
             forget_compiled(self, self._code)
-            self._batch_dim, self._captured = 1 - self._batch_dim, 0
+            self._batch_dim = 1 - self._batch_dim
+            self._captured = 0
             self._looks_behind = self._batch_dim == 1  # once each way, and then the first again
             return self._called(args, kwargs)
         except (

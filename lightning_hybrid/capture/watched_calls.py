@@ -31,7 +31,10 @@ class WatchedForward:
     def __init__(
         self, handler: CallHandler, name: str, module: nn.Module, own: Callable[..., Any] | None
     ) -> None:
-        self._handler, self._name, self._module, self.own = handler, name, module, own
+        self._handler = handler
+        self._name = name
+        self._module = module
+        self.own = own
 
     # a torch.compile of the user's around the call must not look into the handler
     @torch.compiler.disable  # type: ignore[untyped-decorator]

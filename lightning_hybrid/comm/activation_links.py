@@ -45,8 +45,11 @@ class PeerLink:
     def __init__(
         self, words: Channel, out: Wire, back: Wire, host: Wire, device: torch.device
     ) -> None:
-        self._words, self._out, self._back = words, out, back
-        self._host, self._device = host, device
+        self._words = words
+        self._out = out
+        self._back = back
+        self._host = host
+        self._device = device
         self._sent: deque[list[tuple[Transfer, Tensor]]] = deque()
 
     def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
@@ -99,7 +102,8 @@ class _Posted:
     """Tensors that :meth:`PeerLink.post` receives, with the transfers that fill them."""
 
     def __init__(self, tensors: list[Tensor], transfers: list[Transfer]) -> None:
-        self._tensors, self._transfers = tensors, transfers
+        self._tensors = tensors
+        self._transfers = transfers
 
     def wait(self) -> list[Tensor]:
         """Wait until the tensors have arrived, and return them.
@@ -132,7 +136,8 @@ class LocalLink:
     """A link to a stage of the same rank: it passes on detached copies of tensors."""
 
     def __init__(self, out: _Mailbox, back: _Mailbox) -> None:
-        self._out, self._back = out, back
+        self._out = out
+        self._back = back
 
     @classmethod
     def pair(cls) -> tuple["LocalLink", "LocalLink"]:

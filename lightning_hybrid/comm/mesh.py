@@ -128,12 +128,15 @@ class Mesh(ReplicaWires):
         device: torch.device = CPU,
     ) -> None:
         super().__init__(coordinates)
-        self.store, self.world = store, world
+        self.store = store
+        self.world = world
         self.survivors: Survivors | None = None
         self._runs = 0
-        self.backend, self.timeout = backend_on(device, backend), timeout
+        self.backend = backend_on(device, backend)
+        self.timeout = timeout
         self._named = backend
-        self._store, self._name = dist.PrefixStore(name, store), name
+        self._store = dist.PrefixStore(name, store)
+        self._name = name
         self.device = device
         self._groups: list[GroupHandle] = []
         self._on_device: list[GroupHandle] = []

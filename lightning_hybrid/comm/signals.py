@@ -52,7 +52,8 @@ class DeferrableHandler:
     """
 
     def __init__(self, handler: SignalHandler, surrounding: Surrounding) -> None:
-        self.handler, self._surrounding = handler, surrounding
+        self.handler = handler
+        self._surrounding = surrounding
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _WaitingSignals.depth or _WaitingSignals.held:

@@ -37,7 +37,9 @@ FAULT = "fault"
 """Key of the store under which the first rank to fail writes its failure."""
 
 _LOST, _COMMIT = "lost", "commit"
-_LOOK_EVERY_S, _NAP_S, _LONG_NAP_S = 0.1, 1e-4, 5e-3
+_LOOK_EVERY_S = 0.1
+_NAP_S = 1e-4
+_LONG_NAP_S = 5e-3
 _VERDICT_S = 5.0
 """How long ranks with a broken connection wait for word of a lost replica, or of a failure."""
 
@@ -86,9 +88,12 @@ class Survivors:
         renew: Callable[[Sequence[int]], None],
     ) -> None:
         self.living = tuple(range(here.replicas))
-        self.weight, self.told_to_end = 1.0, False
+        self.weight = 1.0
+        self.told_to_end = False
         self.on_loss: Callable[[Collection[int]], None] = lambda lost: None
-        self._here, self._faults, self._renew = here, store, renew
+        self._here = here
+        self._faults = store
+        self._renew = renew
         self._drivers = drivers
         self._store = dist.PrefixStore(f"survivors {run}", store)
         self._timeout_s = timeout.total_seconds()

@@ -60,7 +60,10 @@ class Adoption:
     def __init__(
         self, driver: Driver, mesh: Mesh, options: DriverOptions, plans: dict[str, Plan]
     ) -> None:
-        self.driver, self._mesh, self.options, self._plans = driver, mesh, options, plans
+        self.driver = driver
+        self._mesh = mesh
+        self.options = options
+        self._plans = plans
         self.announcements = Announcements(options)
         self._placed: dict[str, Plan] = {}  # the plans of this run's networks, by name
 
@@ -264,7 +267,9 @@ class Adoption:
         Raises:
             HybridError: the network cannot be cut as asked.
         """
-        graph, partitions, leaves = first.graph, first.partitions, first.leaves
+        graph = first.graph
+        partitions = first.partitions
+        leaves = first.leaves
         devices = self._mesh.coordinates.ranks_per_replica
         stages = self.options.number_of_stages or devices
         if len(partitions) < stages:

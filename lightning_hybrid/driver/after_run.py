@@ -38,8 +38,10 @@ class AfterRun:
     def __init__(
         self, module: nn.Module, commands: Commands, weights: Weights, files: FilesOfWorkers
     ) -> None:
-        self._module, self._weights = module, weights
-        self._commands, self._files = commands, files
+        self._module = module
+        self._weights = weights
+        self._commands = commands
+        self._files = files
         self._tickets: dict[int, Ticket] | None = None
         self._versions: dict[str, int] = {}
 

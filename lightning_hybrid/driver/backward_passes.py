@@ -139,7 +139,9 @@ class ChosenGradients:
     def __init__(
         self, networks: Sequence[DrivenNetwork], gradients: ReplicaGradients, hooks: HeldHooks
     ) -> None:
-        self._networks, self._gradients, self._hooks = networks, gradients, hooks
+        self._networks = networks
+        self._gradients = gradients
+        self._hooks = hooks
 
     def __call__(
         self,

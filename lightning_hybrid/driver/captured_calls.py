@@ -86,7 +86,8 @@ class LoggingLater:
         def log_dict(*args: Any, **kwargs: Any) -> None:
             kept.append(("log_dict", args, kwargs))
 
-        self._module, self._kept = module, kept
+        self._module = module
+        self._kept = kept
         # (the same functions in all calls: TorchDynamo's guards compare their identities)
         self._instead: dict[str, Callable[..., None]] = {}
         # only of a LightningModule: in another module, under Fabric, these names are the user's own
@@ -156,11 +157,14 @@ class CapturedCalls:
     """
 
     def __init__(self, module: nn.Module, adoption: Adoption, adopt: Adopt) -> None:
-        self._driver, self._adoption, self._adopt = adoption.driver, adoption, adopt
-        self._options, self._announcements = adoption.options, adoption.announcements
+        self._driver = adoption.driver
+        self._adoption = adoption
+        self._adopt = adopt
+        self._options = adoption.options
+        self._announcements = adoption.announcements
         self._logging_later = LoggingLater(module)
         self._verification = Verification(
-            *(module, self._driver, self._options.verify, self._announcements)
+            module, self._driver, self._options.verify, self._announcements
         )
         self._running = _Running(nullcontext(), None)
 

@@ -82,7 +82,9 @@ class Discovery:
         options: DriverOptions,
         plans: dict[str, Plan],
     ) -> None:
-        self._module, self._driver, self._options = module, driver, options
+        self._module = module
+        self._driver = driver
+        self._options = options
         self._adoption = Adoption(driver, mesh, options, plans)
         self._announcements = self._adoption.announcements
         # (not the tensors that a hook has made on this rank alone)
@@ -359,7 +361,10 @@ class Discovery:
         divides = self._options.microbatches != 1
         draws = not self._driver.calls.follows
         found.capture = Capture(
-            *(module, forward, run, shared),
+            module,
+            forward,
+            run,
+            shared,
             whole=whole,
             divides=divides,
             draws=draws,

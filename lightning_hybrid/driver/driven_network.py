@@ -97,10 +97,13 @@ class DrivenNetwork(StagedNetwork):
         continues: bool,
     ) -> None:
         super().__init__(number, name, module, engine)
-        self.placement, self._continues = engine.placement, continues
+        self.placement = engine.placement
+        self._continues = continues
         self._has_copy = self.placement.collects
-        self._commands, self._borrowing = parts.commands, parts.borrowing
-        self._gradients, self._step_calls = parts.gradients, parts.calls
+        self._commands = parts.commands
+        self._borrowing = parts.borrowing
+        self._gradients = parts.gradients
+        self._step_calls = parts.calls
         self._graphs: list[NetworkGraph] = []
         self._numbers: dict[CallKey, int] = {}
         self._patterns: dict[tuple[Any, ...], int] = {}
@@ -114,7 +117,8 @@ class DrivenNetwork(StagedNetwork):
         # view saves nothing and so survives any number of backward passes.
         self.leaf = torch.zeros((), requires_grad=True)
         self._anchor = self.leaf.view_as(self.leaf)
-        self.age, self.scaled = 0, parts.scaled
+        self.age = 0
+        self.scaled = parts.scaled
         self._early_numbers: dict[CallKey, int] = {}  # numbers of new keys of launched calls
         self.stream: EarlyCalls | None = None
         if self.placement.schedule in STREAMED:
@@ -264,8 +268,16 @@ class DrivenNetwork(StagedNetwork):
             usual = reduce and ours and trainable is None and not keep
             averaged, call.averages = self._gradients.take_inside(factor if usual else None), False
         mode = Backward(
-            *(self.number, call.number, pattern, exchange, parameters, keep, input_gradient),
-            *(reduce and not averaged, trainable, averaged),
+            network=self.number,
+            call=call.number,
+            pattern=pattern,
+            exchange=exchange,
+            parameters=parameters,
+            keep=keep,
+            input_gradient=input_gradient,
+            reduce=reduce and not averaged,
+            trainable=trainable,
+            averaged=averaged,
         )
         self._commands.tell(mode)
         self._told(trainable or was)
@@ -316,8 +328,16 @@ class DrivenNetwork(StagedNetwork):
         early = ahead > 0
         new_key = key if exchange else None
         command = Forward(
-            *(self.number, self._count, draw, number, exchange, uses_rng, early),
-            *(new_key, again is not None, averages),
+            network=self.number,
+            call=self._count,
+            draw=draw,
+            key=number,
+            exchange=exchange,
+            uses_rng=uses_rng,
+            ahead=early,
+            new_key=new_key,
+            again=again is not None,
+            averages=averages,
         )
         return self.open(command), command
 

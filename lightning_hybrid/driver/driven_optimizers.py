@@ -80,7 +80,8 @@ class DrivenOptimizers:
         files: FilesOfWorkers,
         options: DriverOptions,
     ) -> None:
-        self._module, self._say = module, options.say
+        self._module = module
+        self._say = options.say
         # of the parameters that all ranks have (not of those that a hook adds on this rank)
         self._parameters = {
             name: p
@@ -89,14 +90,18 @@ class DrivenOptimizers:
         }
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._device = commands.remote.device
-        self._commands, self._ownership, self._gradients = commands, ownership, gradients
+        self._commands = commands
+        self._ownership = ownership
+        self._gradients = gradients
         self._files = files
         self.optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
         self._precision: CallPrecision | None = None  # the one that was last sent to the workers
-        self.streamed_by, self._stays = "", ""
+        self.streamed_by = ""
+        self._stays = ""
         self.before_step: Callable[[], None] = lambda: None
-        self._mesh, self._replica = mesh, mesh.coordinates.dp_rank
+        self._mesh = mesh
+        self._replica = mesh.coordinates.dp_rank
         self._all_here = not commands.workers.ranks
         replicas, self._replica_of = mesh.coordinates.replicas, ReplicaOfState()
         self._shares: StateShares | None = None
@@ -116,7 +121,8 @@ class DrivenOptimizers:
             self.optimizers = list(optimizers)  # workers step none, or they are connected already
             return
         self.close()
-        self.optimizers, self._links = list(optimizers), []
+        self.optimizers = list(optimizers)
+        self._links = []
         self._links = [
             OptimizerLink(optimizer, self._names, index, self, self._others)
             for index, optimizer in enumerate(optimizers)
@@ -240,7 +246,8 @@ class DrivenOptimizers:
         """After the run: what still refers to this object keeps no states alive."""
         for link in self._links:
             link.forget()
-        self.optimizers, self._links = [], []
+        self.optimizers = []
+        self._links = []
 
     # -------------------------------------------- what an optimizer link asks for, and states
 

@@ -99,7 +99,10 @@ class Driver:
         before: "Driver | None" = None,
     ) -> None:
         here = mesh.coordinates
-        self._module, self._mesh, self.device, self._options = module, mesh, mesh.device, options
+        self._module = module
+        self._mesh = mesh
+        self.device = mesh.device
+        self._options = options
         # the parts of now, by whose names workers know their tensors
         self._start = start = outline(module)
         # names of the parameters that stay with their owners after the run, for lack of room
@@ -123,14 +126,25 @@ class Driver:
         self.calls: StepCalls = before.calls if before else new_calls(self.device)
         self.distribution = Distribution(module, mesh, options, self.commands, self._trace)
         self.weights = Weights(
-            *(module, start, known, here, self.commands, self._ownership, self._replicated, files)
+            module,
+            start,
+            known,
+            here,
+            self.commands,
+            self._ownership,
+            self._replicated,
+            files,
         )
         self.gradients = ReplicaGradients(
-            *(self.commands, self._borrowing, self._replicated, unaveraged),
-            *(mesh.survivors, mesh.drivers),
+            self.commands,
+            self._borrowing,
+            self._replicated,
+            unaveraged,
+            survivors=mesh.survivors,
+            drivers=mesh.drivers,
         )
         self.optimizers = DrivenOptimizers(
-            *(start, mesh, self.commands, self._ownership, self.gradients, files, options)
+            start, mesh, self.commands, self._ownership, self.gradients, files, options
         )
         self._shards = options.shards and here.replicas > 1
         hooks = HeldHooks(self._networks, self.commands, self.gradients.bring_to_owners)
@@ -141,7 +155,11 @@ class Driver:
         self._synchronized: bool = before is None or before._synchronized
         self._after = AfterRun(start, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
-            *(self.commands, self._borrowing, self.gradients, self.calls, batches or Batches()),
+            commands=self.commands,
+            borrowing=self._borrowing,
+            gradients=self.gradients,
+            calls=self.calls,
+            batches=batches or Batches(),
             scaled=options.scaled,
         )
 

@@ -108,7 +108,8 @@ class WatchedModule:
 
     def put(self, state: ModuleState, reason: str = "") -> None:
         """Set the state, and the reason for it."""
-        self.state, self.reason = state, reason
+        self.state = state
+        self.reason = reason
 
 
 def is_materialized(module: nn.Module) -> bool:

@@ -62,7 +62,8 @@ class InsideCalls:
     """
 
     def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
-        self.network, self.specialization = network, specialization
+        self.network = network
+        self.specialization = specialization
         self.read: set[int] = set()
         self.factor: Tensor | None = None
         self._suits = not why_not_inside(network, specialization.graph)
@@ -131,7 +132,9 @@ class _InsideCall:
     def __init__(
         self, calls: InsideCalls, leaves: Sequence[Tensor], loss: LossOfCall, *, keep: bool
     ) -> None:
-        self.calls, self.loss, self._leaves = calls, loss, leaves
+        self.calls = calls
+        self.loss = loss
+        self._leaves = leaves
         self.samples = calls.specialization.samples(leaves)
         self.expected = calls.expected()
         count = len(calls.specialization.graph.tensor_outputs)
@@ -263,7 +266,8 @@ class _InsideNode(torch.autograd.Function):
         elif of_loss is not None:
             came = of_loss.reshape(()).to(run.expected.dtype)
             network.backward(
-                *(run.call, [[]]),
+                run.call,
+                [[]],
                 parameters=parameters,
                 keep=keep,
                 input_gradient=False,
@@ -306,7 +310,8 @@ def _go_back_again(
         both = [g for g in (found.get(id(leaf)), of_output) if g is not None]
         together.append(sum(both[1:], both[0]) if both else None)
     network.backward(
-        *(call, split_gradients(together, run.samples, graph)),
+        call,
+        split_gradients(together, run.samples, graph),
         parameters=parameters,
         keep=False,
         input_gradient=False,

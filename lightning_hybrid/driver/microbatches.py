@@ -21,7 +21,9 @@ class Specialization:
     """
 
     def __init__(self, number: int, graph: NetworkGraph, parts: int) -> None:
-        self.number, self.graph, self._parts = number, graph, parts
+        self.number = number
+        self.graph = graph
+        self._parts = parts
         self._splits: dict[
             tuple[torch.Size, ...], tuple[int, NumbersOfMicrobatches, list[int]]
         ] = {}

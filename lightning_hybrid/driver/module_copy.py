@@ -205,7 +205,8 @@ class RandomStates:
     """The states of Python's and NumPy's random generators at the time when it is made."""
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -254,7 +255,9 @@ class ModuleCopy:
         *,
         writes: bool = False,
     ) -> None:
-        self._root, self._origin, self._writes = root, module, writes
+        self._root = root
+        self._origin = module
+        self._writes = writes
         weights = {id(p): p for p in (*root.parameters(), *module.parameters())}
         # `deepcopy` takes objects in its memo as they are: so weights are shared, and not copied
         memo: dict[int, Any] = {key: _another(p) if writes else p for key, p in weights.items()}
@@ -272,7 +275,8 @@ class ModuleCopy:
         memo |= self._shared
         buffers = {id(buffer) for buffer in module.buffers()}
         rows = {_memory(tensor) for tensor in batched}
-        self._buffers, self._batched = set[int](), set[int]()
+        self._buffers = set[int]()
+        self._batched = set[int]()
         self._tensors: list[Tensor] = []
         seen = set[Any]()
         for _, tensor in tensors_in((arguments, keywords, *held)):

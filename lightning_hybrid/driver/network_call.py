@@ -37,7 +37,8 @@ class NetworkCall:
     """
 
     def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
-        self.network, self.specialization = network, specialization
+        self.network = network
+        self.specialization = specialization
         self._inside = InsideCalls(network, specialization)
 
     def __call__(
@@ -92,10 +93,12 @@ class _CallNode(torch.autograd.Function):
         network, specialization = called.network, called.specialization
         with forward_derivatives():
             call, parts = network.forward(specialization, leaves, grad=True)
-        ctx.network, ctx.call = network, call
+        ctx.network = network
+        ctx.call = call
         ctx.trained = anchor is not None  # (else all parameters are frozen)
         graph = specialization.graph
-        ctx.graph, ctx.sizes = graph, specialization.samples(leaves)
+        ctx.graph = graph
+        ctx.sizes = specialization.samples(leaves)
         ctx.wanted = [leaf.requires_grad for leaf in leaves]
         # if the outputs are dropped without a backward, stages drop what they keep for it
         ctx.finaliser = weakref.finalize(ctx, network.drop, call.number)

@@ -34,7 +34,8 @@ class Ownership:
     """
 
     def __init__(self, workers: Workers, unaveraged: set[int]) -> None:
-        self._workers, self._unaveraged = workers, unaveraged
+        self._workers = workers
+        self._unaveraged = unaveraged
         self.any_network = False
         self.lent: dict[str, Tensor] = {}
         # by worker, their names, and their types at first, which the worker's still have

@@ -43,9 +43,13 @@ class Distribution:
         commands: Commands,
         trace: Trace,
     ) -> None:
-        self._module, self._mesh, self._options = module, mesh, options
-        self._commands, self._trace = commands, trace
-        self._workers, self._device = commands.workers, commands.remote.device
+        self._module = module
+        self._mesh = mesh
+        self._options = options
+        self._commands = commands
+        self._trace = trace
+        self._workers = commands.workers
+        self._device = commands.remote.device
 
     def distribute(
         self,
@@ -135,7 +139,12 @@ class Distribution:
         for worker in self._workers.ranks:
             theirs = {n: codes[n] for n in stages_of(placement.devices, worker)}
             orders[worker] = CutNetwork(
-                *(number, name, theirs, placement, self._options.seed, self._options.trains)
+                network=number,
+                name=name,
+                stages=theirs,
+                placement=placement,
+                seed=self._options.seed,
+                vacates=self._options.trains,
             )
         self._commands.tell_each(orders)
         # (before their answers, since the workers do the same before they answer)
@@ -194,7 +203,10 @@ class Distribution:
         for part in here:
             part.move(self._device)
         return Engine(
-            *(network, dict(zip(own, here)), placement, self._options.stages),
+            network,
+            dict(zip(own, here)),
+            placement,
+            self._options.stages,
             mesh=self._mesh,
             seed=self._options.seed,
             trace=self._trace,

@@ -144,8 +144,10 @@ class EarlyCalls:
     """
 
     def __init__(self, network: "DrivenNetwork", commands: Commands, batches: Batches) -> None:
-        self._network, self._name = network, network.name or "self"
-        self._commands, self._batches = commands, batches
+        self._network = network
+        self._name = network.name or "self"
+        self._commands = commands
+        self._batches = batches
         placement = network.placement
         self._devices = [rank for copies in placement.devices for rank in copies_of(copies)]
         self._schedule = STREAMED[placement.schedule]

@@ -37,7 +37,9 @@ class Borrowing:
     """
 
     def __init__(self, commands: Commands, ownership: Ownership, unaveraged: set[int]) -> None:
-        self._commands, self._ownership, self._unaveraged = commands, ownership, unaveraged
+        self._commands = commands
+        self._ownership = ownership
+        self._unaveraged = unaveraged
         self.active = False
         self._here: list[str] = []
         self._workers: dict[int, list[str]] = {}

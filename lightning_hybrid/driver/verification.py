@@ -80,7 +80,9 @@ class Verification:
     def __init__(
         self, root: nn.Module, driver: Driver, verify: Verify, announcements: Announcements
     ) -> None:
-        self.root, self.driver, self.verify = root, driver, verify
+        self.root = root
+        self.driver = driver
+        self.verify = verify
         self._announcements = announcements
         self.counts = Counter[KindOfCall]()
         self._off = set[KindOfCall]()
@@ -148,9 +150,14 @@ class Check:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> None:
-        self._of, self.found, self.kind, self.number = verification, found, kind, number
-        self._driver, self._device = verification.driver, verification.driver.device
-        self._arguments, self._keywords = arguments, keywords
+        self._of = verification
+        self.found = found
+        self.kind = kind
+        self.number = number
+        self._driver = verification.driver
+        self._device = verification.driver.device
+        self._arguments = arguments
+        self._keywords = keywords
         self._random, self._before = RandomStates(), random_state(self._device)
         self._copy: ModuleCopy | None = None
         self._start: Callable[[], AbstractContextManager[None]]
@@ -166,7 +173,8 @@ class Check:
 
         The whole call draws its random numbers from torch's generators as they are now.
         """
-        self._before, self._start = random_state(self._device), self._own_draws
+        self._before = random_state(self._device)
+        self._start = self._own_draws
         with self._or_give_up():
             self._take((), writes=True)  # (the Python between the graphs may write to weights)
             self._expect()
@@ -197,7 +205,8 @@ class Check:
         # are fetched next
         self._driver.interrupt()
         parts, _ = call.specialization.split(graph.bind(values))
-        self._parts, self._first = len(parts), graph.batch_of(parts[0]) or 0
+        self._parts = len(parts)
+        self._first = graph.batch_of(parts[0]) or 0
         self._divided = graph.divided
         if graph.divided and (graph.uses_rng or (mixes and self._parts > 1)):
             raise _Inconclusive(

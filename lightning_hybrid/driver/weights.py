@@ -53,8 +53,10 @@ class FilesOfWorkers:
     """
 
     def __init__(self, commands: Commands, folder: str, here: Coordinates) -> None:
-        self.folder, self.readable = folder, True
-        self._commands, self._here = commands, here
+        self.folder = folder
+        self.readable = True
+        self._commands = commands
+        self._here = here
 
     def tensors(self, *, at_end: bool = False) -> tuple[dict[int, Ticket], list[Any]] | None:
         """Have each worker write the tensors that it owns to a file, and map the files.
@@ -147,8 +149,11 @@ class Replicated:
         device: torch.device,
         survivors: Survivors | None = None,
     ) -> None:
-        self._module, self._start, self._group = module, start, group
-        self._device, self._survivors = device, survivors
+        self._module = module
+        self._start = start
+        self._group = group
+        self._device = device
+        self._survivors = survivors
         self.networks: list[ReplicaGroup] = []
         self._cut: set[str] = set()
         # DDP does not broadcast what is registered later
@@ -234,9 +239,13 @@ class Weights:
         files: FilesOfWorkers,
     ) -> None:
         self._files = files
-        self._module, self._start, self._coordinates = module, start, coordinates
-        self._commands, self._remote = commands, commands.remote
-        self._ownership, self._replicated = ownership, replicated
+        self._module = module
+        self._start = start
+        self._coordinates = coordinates
+        self._commands = commands
+        self._remote = commands.remote
+        self._ownership = ownership
+        self._replicated = replicated
         # (not the tensors that a hook has made on this rank alone)
         self._shared = frozenset(shared)
         # (a parameter that replaces one of these in the middle of a run is this rank's alone)

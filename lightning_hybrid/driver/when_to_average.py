@@ -38,8 +38,12 @@ class ReplicaGradients:
         survivors: Survivors | None = None,
         drivers: Group = None,
     ) -> None:
-        self._commands, self._borrowing, self._replicated = commands, borrowing, replicated
-        self.unaveraged, self._survivors, self._drivers = unaveraged, survivors, drivers
+        self._commands = commands
+        self._borrowing = borrowing
+        self._replicated = replicated
+        self.unaveraged = unaveraged
+        self._survivors = survivors
+        self._drivers = drivers
         self.synchronize = True
 
     def overlap(self, calls: int) -> bool:

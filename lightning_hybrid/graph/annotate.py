@@ -120,7 +120,9 @@ def _attention_flops(
 
 class _Annotator:
     def __init__(self, graph: fx.Graph, attributes: Mapping[str, Any], batch: int) -> None:
-        self.graph, self.attributes, self.batch = graph, attributes, batch
+        self.graph = graph
+        self.attributes = attributes
+        self.batch = batch
         self.found = Annotations()
         self.values: dict[fx.Node, Any] = {}
         self.numbers: dict[int, int] = {}

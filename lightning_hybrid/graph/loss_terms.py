@@ -257,7 +257,9 @@ class _TailRecorder(Labelling):
         self, func: Any, types: Any, call: OperatorArguments, outs: Sequence[Tensor]
     ) -> bool:
         """Record a sum or mean over samples. Returns whether it is one."""
-        name, value, how = name_of(func), call["self"], call["reduction"]
+        name = name_of(func)
+        value = call["self"]
+        how = call["reduction"]
         if outs and outs[0].dtype not in _SUMMED:
             return False
         if name in ("sum", "mean") and self._are_rows([value]):
@@ -363,7 +365,9 @@ class Loss:
         followed: Followed,
         outputs: Sequence[fx.Node],
     ) -> None:
-        self._graph, self._followed, self._early = graph, followed, set(followed.early)
+        self._graph = graph
+        self._followed = followed
+        self._early = set(followed.early)
         if any(node in graph.tensors for node in taken):
             raise NoSum("it computes with a weight where samples have met")
         self.changes: list[fx.Node] = []
@@ -378,7 +382,8 @@ class Loss:
                 self._early.add(node)
                 self.changes.append(node)
         self._refuse(own)
-        self._record, self._values = _TailRecorder(graph.symbols), dict[fx.Node, Any]()
+        self._record = _TailRecorder(graph.symbols)
+        self._values = dict[fx.Node, Any]()
         self.known: list[fx.Node] = []
         examples: list[Any] = [node.meta.get("example_value") for node in graph.place]
         mode = next(each.fake_mode for each in examples if hasattr(each, "fake_mode"))
@@ -552,7 +557,9 @@ class LossOfCall:
     """
 
     def __init__(self, loss: Loss, known: Mapping[int, Tensor], sizes: SizesOfSymbols) -> None:
-        self._loss, self._known, self._sizes = loss, known, sizes
+        self._loss = loss
+        self._known = known
+        self._sizes = sizes
         self.value: Tensor | None = None
 
     @property

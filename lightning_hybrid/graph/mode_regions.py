@@ -65,7 +65,8 @@ class Copier:
     def __init__(
         self, graph: NetworkGraph, taken: Sequence[fx.Node], as_tensors: Collection[fx.Node] = ()
     ) -> None:
-        self._graph, self._as_tensors = fx.Graph(), as_tensors
+        self._graph = fx.Graph()
+        self._as_tensors = as_tensors
         self._begin = self._now = OpenModes(graph.differentiable)
         self._copies = {node: self._graph.placeholder(node.name) for node in taken}
         self._numbers: dict[fx.Node, fx.Node] = {}

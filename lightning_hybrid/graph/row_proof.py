@@ -121,12 +121,14 @@ def follow(graph: NetworkGraph, symbols: Sequence[Any]) -> Followed:
 
 class _Walk:
     def __init__(self, graph: NetworkGraph, symbols: Sequence[Any]) -> None:
-        self.found, self._values = Followed(), dict[fx.Node, Any]()
+        self.found = Followed()
+        self._values = dict[fx.Node, Any]()
         # what cannot be in the prologue: parameters and buffers, and what writes in place
         self._kept = {*graph.tensors, *(y.node for y in graph.layers if y.effects.writes)}
         self._early = self.found.early
         self._sizes: set[fx.Node] = set()  # nodes that are a number of picked entries
-        self._graph, self._run = graph, Labelling(symbols)
+        self._graph = graph
+        self._run = Labelling(symbols)
         examples: list[Any] = [node.meta.get("example_value") for node in graph.place]
         fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
         self._env = fake.shape_env
@@ -346,7 +348,8 @@ class Labelling(TorchDispatchMode):
 
     def __init__(self, symbols: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.batch, self.symbols = symbols[0], symbols
+        self.batch = symbols[0]
+        self.symbols = symbols
         self._same = dict.fromkeys(symbols, self.batch)
         self.tainted: set[Any] = set()
         self._labels: dict[int, Label] = {}

@@ -230,7 +230,9 @@ def expand(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Lab
 
 
 def repeat(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    tensor, out, repeats = call["self"], outs[0], call["repeats"]
+    tensor = call["self"]
+    out = outs[0]
+    repeats = call["repeats"]
     rows = _aligned(f, tensor, out.dim())
     if not isinstance(rows, Rows):
         return f.by_shape(out)
@@ -258,7 +260,9 @@ def unsqueeze(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> 
 
 
 def squeeze(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    tensor, rows, dims = call["self"], _of_self(f, call), dims_of(call)
+    tensor = call["self"]
+    rows = _of_self(f, call)
+    dims = dims_of(call)
     if call.overload != "default" and rows.dim in dims:
         return MEET  # a single sample's dimension would be dropped
     gone = [d for d in dims if isinstance(tensor.shape[d], int) and tensor.shape[d] == 1]

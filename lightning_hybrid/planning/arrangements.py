@@ -119,7 +119,9 @@ class Arrangements:
         batch: int,
         microbatches: Sequence[int],
     ) -> None:
-        self.costs_of, self.cluster, self.batch = costs_of, cluster, batch
+        self.costs_of = costs_of
+        self.cluster = cluster
+        self.batch = batch
         self.numbers = list(microbatches)
         self.cost = lru_cache(maxsize=None)(self._cost)
         self.kinds = lru_cache(maxsize=4096)(self._kinds)
@@ -169,7 +171,7 @@ class Arrangements:
     def whole(self, genes: Arrangement) -> StepProblem:
         """The step of the slowest devices of all replicas, as a chain."""
         return self.problem(
-            *(genes.used, genes.size, genes.microbatches, genes.recompute, self.batch, None)
+            genes.used, genes.size, genes.microbatches, genes.recompute, self.batch, None
         )
 
     def _kinds(self, used: tuple[int, ...], size: int) -> list[int]:
@@ -184,7 +186,10 @@ class Arrangements:
         The time of each replica grows with its share, so shares where no sample of the slowest
         would end sooner elsewhere are the best.
         """
-        used, size, slices, chain = genes.used, genes.size, genes.microbatches, genes.chain
+        used = genes.used
+        size = genes.size
+        slices = genes.microbatches
+        chain = genes.chain
         kinds, known = self.kinds(used, size), dict[tuple[int, int], float]()
 
         def time_s(replica: int, share: int) -> float:
@@ -225,7 +230,7 @@ class Arrangements:
     def of_replica(self, genes: Arrangement, share: int, replica: int) -> StepProblem:
         """The step of one replica with so many samples."""
         return self.problem(
-            *(genes.used, genes.size, genes.microbatches, genes.recompute, share, replica)
+            genes.used, genes.size, genes.microbatches, genes.recompute, share, replica
         )
 
     def bubble(self, genes: Arrangement, step_s: float, shares: Sequence[int]) -> float:
@@ -460,7 +465,9 @@ class Arrangements:
         """
         if len(genes.devices) < 2:
             return None
-        devices, used, size = list(genes.devices), len(genes.used), genes.size
+        devices = list(genes.devices)
+        used = len(genes.used)
+        size = genes.size
         if genes.replicas == 1 or size == 1 or rng.random() < 0.7:
             one, other = int(rng.integers(used)), int(rng.integers(len(devices)))
             devices[one], devices[other] = devices[other], devices[one]

@@ -118,7 +118,9 @@ class CopiedStages:
         return size * self.links.seconds_per_byte[first][0] + self.links.latency_s[first][0]
 
     def _edges(self, ends: Sequence[int]) -> dict[Edge, tuple[float, float]]:
-        owners, table, links = owners_of(self.copies), self.chain.table, self.links
+        owners = owners_of(self.copies)
+        table = self.chain.table
+        links = self.links
         sizes = [table.cut_bytes[end - 1] for end in ends[:-1]]
         edges = {}
         for stage, (size, (here, there)) in enumerate(zip(sizes, pairwise(owners))):

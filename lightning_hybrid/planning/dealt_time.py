@@ -13,7 +13,9 @@ def dealt_s(costs: DealtCosts, microbatches: int) -> float:
     searches call it thousands of times. Messages go between neighbouring stages, and between copies
     of the last one and the driver; inputs take no time.
     """
-    copies, edges, last = costs.copies, costs.edges, len(costs.copies) - 1
+    copies = costs.copies
+    edges = costs.edges
+    last = len(costs.copies) - 1
     stages = range(len(copies))
     # plain lists by stage and copy, which are several times faster than dicts
     clock_s = [[0.0] * count for count in copies]

@@ -354,7 +354,8 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._known = device, True
+        self._device = device
+        self._known = True
         try:
             self._reset()
         except (OSError, RuntimeError):  # not Linux; or an allocator that does not count

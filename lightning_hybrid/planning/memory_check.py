@@ -197,7 +197,9 @@ def _filled(
 
     Each stage gets at least one partition.
     """
-    taken, position, count = [0.0] * len(limits), 0, len(table.memory_bytes)
+    taken = [0.0] * len(limits)
+    position = 0
+    count = len(table.memory_bytes)
     for stage, device in enumerate(order):
         last = count - (len(order) - 1 - stage)  # the later stages need one partition each
         begun = position

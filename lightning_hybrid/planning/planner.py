@@ -216,7 +216,9 @@ def _replica(
     site: Site, settings: PlanSettings, microbatches: int, batch_bytes: int, table: PartitionTable
 ) -> Replica:
     """The devices of a site as the search takes them, with memory that is free for stages."""
-    limits, cluster, rates = site.limits, site.cluster, site.rates
+    limits = site.limits
+    cluster = site.cluster
+    rates = site.rates
     if settings.has_copies:
         limits = limits and tuple(map(int, of_slowest(limits, owners_of(settings.copies))))
     # any device may get the partition whose operations use the most memory
@@ -325,7 +327,9 @@ def plan_within(
     Raises:
         PlanError: there is no placement.
     """
-    limits, stages, microbatches = replica.memory_limits, replica.stages, replica.microbatches
+    limits = replica.memory_limits
+    stages = replica.stages
+    microbatches = replica.microbatches
 
     def plan_with(recompute: bool) -> Plan:
         inside = settings.schedule == INSIDE

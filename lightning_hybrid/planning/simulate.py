@@ -205,7 +205,9 @@ class _SimulatedStep:
     def __init__(
         self, costs: DealtCosts, devices: Mapping[StageCopy, int], *, one_way_out: bool = False
     ) -> None:
-        self._costs, self._devices, self._one_way_out = costs, devices, one_way_out
+        self._costs = costs
+        self._devices = devices
+        self._one_way_out = one_way_out
         self._seconds = {
             InstructionKind.FORWARD: costs.forward_s,
             InstructionKind.BACKWARD: costs.backward_s,

@@ -160,7 +160,9 @@ class FaultWatchdog:
     """
 
     def __init__(self, here: Coordinates, store: Store, timeout: timedelta) -> None:
-        self._here, self._store = here, cast(Any, store)  # torch's type stubs lack `clone`
+        # torch's type stubs lack `clone`
+        self._here = here
+        self._store = cast(Any, store)
         self._timeout_s = timeout.total_seconds()
         self._own: Any = None
         self._serves = False

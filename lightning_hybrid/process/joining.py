@@ -263,7 +263,8 @@ def join(
     _Process.generation += 1
     name = f"mesh{_Process.generation}"
     mesh = Mesh(coordinates, everyone.store, everyone.world, backend, timeout, name, device)
-    _Process.joined, _Process.key = Joined(mesh, cluster), key
+    _Process.joined = Joined(mesh, cluster)
+    _Process.key = key
     return _Process.joined
 
 
@@ -273,7 +274,8 @@ def _leave_mesh() -> None:
         _Process.joined.mesh.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
-        _Process.joined, _Process.key = None, ()
+        _Process.joined = None
+        _Process.key = ()
 
 
 def _end() -> None:

@@ -97,7 +97,8 @@ class LaunchedFunction:
     """
 
     def __init__(self, strategy: LaunchableStrategy, function: Callable[..., Any]) -> None:
-        self._strategy, self._function = strategy, function
+        self._strategy = strategy
+        self._function = function
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the function; on a worker serve the driver, and return what it has returned."""
@@ -141,7 +142,8 @@ class LaunchedTrainerMethod(LaunchedFunction):
         trainer = cast(MethodType, self._function).__self__
         if not isinstance(trainer, Trainer):  # this process uses Lightning's other package
             raise HybridError(OTHER_PACKAGE)
-        self._trainer, self._strategy = trainer, cast(LaunchableStrategy, trainer.strategy)
+        self._trainer = trainer
+        self._strategy = cast(LaunchableStrategy, trainer.strategy)
         return super().__call__(*arguments, **keywords)
 
     def _run(self, arguments: Any, keywords: Any) -> Any:
@@ -255,7 +257,8 @@ class _AllProcesses:
     """
 
     def __init__(self, strategy: ParallelStrategy, num_processes: int) -> None:
-        self._asked, self.num_processes = strategy, num_processes
+        self._asked = strategy
+        self.num_processes = num_processes
 
     @property
     def local_rank(self) -> int:

@@ -308,7 +308,9 @@ def defer(tensor: Any, maker: Maker | None, name: str, where: str) -> None:
         where: where its numbers are, in the words of errors.
     """
     tensor.__class__ = DeferredParameter if isinstance(tensor, nn.Parameter) else DeferredTensor
-    tensor._maker, tensor._full_name, tensor._where = maker, name, where
+    tensor._maker = maker
+    tensor._full_name = name
+    tensor._where = where
 
 
 def _elsewhere(tensor: Any) -> DeferredError:

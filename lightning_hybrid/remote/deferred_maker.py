@@ -130,7 +130,8 @@ class DeferredMaker(Maker):
         Args:
             marking: whether tensors that are written to are marked as loaded.
         """
-        self.active, self.tape.marking = True, marking
+        self.active = True
+        self.tape.marking = marking
         try:
             with self._recorded():
                 yield
@@ -302,7 +303,8 @@ class _TapeRecorder(TorchDispatchMode):
 
     def __init__(self, deferral: DeferredMaker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._deferral, self._tape = deferral, deferral.tape
+        self._deferral = deferral
+        self._tape = deferral.tape
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -40,7 +40,8 @@ class Hollow:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module, self._device = module, device
+        self._module = module
+        self._device = device
         self._kept: dict[int, tuple[Any, Tensor]] = {}
         self._shown: list[tuple[Tensor, FormerMemory]] = []
         self.needed = True
@@ -132,7 +133,9 @@ class _ArgumentCheck(TorchDispatchMode):
 
     def __init__(self, names: Mapping[int, str], read: set[str], absent: Collection[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._read, self._absent = names, read, absent
+        self._names = names
+        self._read = read
+        self._absent = absent
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -75,7 +75,10 @@ class Remote:
         self, table: "RemoteTensors | _Kept", kind: RemoteKind, name: str, value: Tensor
     ) -> None:
         self._shown: ref[Tensor] | None = None
-        self.table, self.kind, self.name, self.value = table, kind, name, value
+        self.table = table
+        self.kind = kind
+        self.name = name
+        self.value = value
         self.seen: int | None = None
         # (a write before the first fetch is overwritten by it, and not sent)
         self.version = version(value)
@@ -105,7 +108,8 @@ class Remote:
 
     def note_equal(self) -> None:
         """Note that ``value`` is equal to what the owner has."""
-        self.version, self.written = version(self.value), False
+        self.version = version(self.value)
+        self.written = False
 
 
 class _Kept:

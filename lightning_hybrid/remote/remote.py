@@ -87,7 +87,8 @@ class RemoteTensors:
     """
 
     def __init__(self, owners: RemoteStore, device: torch.device) -> None:
-        self._owners, self.device = owners, device
+        self._owners = owners
+        self.device = device
         # by name, where in the module each parameter and buffer is: table of a module, key in it
         self._places: dict[str, tuple[dict[str, Any], str, Remote]] = {}
         self._tensors: dict[RemoteKind, dict[str, Remote]] = {kind: {} for kind in RemoteKind}

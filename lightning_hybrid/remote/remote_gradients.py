@@ -41,8 +41,10 @@ class RemoteGradients:
         parameters: dict[str, Remote],
         held: dict[str, Remote],
     ) -> None:
-        self._table, self._owners = table, owners
-        self._parameters, self._held = parameters, held
+        self._table = table
+        self._owners = owners
+        self._parameters = parameters
+        self._held = held
         self._present: set[str] | None = None
         self._over = False
         self._parts = set[str]()  # names of assigned gradients that are parts of larger tensors
@@ -195,4 +197,5 @@ class RemoteGradients:
         self.in_graph.clear()
         self.assigned.clear()
         self._parts.clear()
-        self._present, self._over = set(), True
+        self._present = set()
+        self._over = True

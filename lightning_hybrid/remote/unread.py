@@ -87,7 +87,9 @@ class Unread(Maker):
 def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
     """A tensor in ``memory`` with the size, strides, offset and type of another one."""
     with as_they_are():
-        size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        size = tensor.shape
+        stride = tensor.stride()
+        offset = tensor.storage_offset()
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return empty.set_(memory.untyped_storage(), offset, size, stride)
 

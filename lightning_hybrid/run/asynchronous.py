@@ -52,7 +52,9 @@ class ParameterServer:
     """
 
     def __init__(self, replicas: int, bound: int, note: Callable[[Push], None]) -> None:
-        self._replicas, self._bound, self._note = replicas, bound, note
+        self._replicas = replicas
+        self._bound = bound
+        self._note = note
         self._changed = Condition()
         self._version = 0
         self._reads: dict[int, int] = {}  # by replica, the version that it computes with
@@ -174,10 +176,12 @@ class AsynchronousReplica:
     """
 
     def __init__(self, run: Run, optimizer: SGD, say: Callable[[str], None]) -> None:
-        self._trainer, self._optimizer = run.trainer, optimizer
+        self._trainer = run.trainer
+        self._optimizer = optimizer
         mesh, bound = run.world.mesh, run.config.staleness or 0
         replicas = mesh.coordinates.replicas
-        self._together, self._stepping = True, False
+        self._together = True
+        self._stepping = False
         self._step = 0
         self._gradients: list[Tensor | None] = []
         self._read = torch.empty(0)

@@ -99,7 +99,9 @@ class BetweenRuns:
         *,
         divided: bool = False,
     ) -> None:
-        self._ranks, self._building, self._divided = ranks, building, divided
+        self._ranks = ranks
+        self._building = building
+        self._divided = divided
 
     def fence(self) -> None:
         """No replica is ahead of the others."""

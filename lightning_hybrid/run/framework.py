@@ -27,7 +27,8 @@ class TrainerFramework:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self._before = trainer, Snapshot(trainer)
+        self.trainer = trainer
+        self._before = Snapshot(trainer)
 
     @property
     def folder(self) -> str:
@@ -72,10 +73,14 @@ class FabricFramework:
         module: the module that is trained.
     """
 
-    streams, accumulates, went_well = False, False, True
+    streams = False
+    accumulates = False
+    went_well = True
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self.folder, self.batches = module, str(Path.cwd()), 0
+        self._module = module
+        self.folder = str(Path.cwd())
+        self.batches = 0
 
     def collect(self, returned: Any) -> Results:
         """On a driver, collect the results of a run that has ended without an error."""

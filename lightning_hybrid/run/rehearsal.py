@@ -164,8 +164,11 @@ def _first_batch(loaders: Any) -> Any:
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     for loader in combined.flattened:
         if isinstance(loader, DataLoader):  # start no loader processes for one batch
-            loader.num_workers, loader.timeout, loader.pin_memory = 0, 0, False
-            loader.prefetch_factor, loader.worker_init_fn = None, None
+            loader.num_workers = 0
+            loader.timeout = 0
+            loader.pin_memory = False
+            loader.prefetch_factor = None
+            loader.worker_init_fn = None
     batch, _, _ = next(iter(combined))
     return batch
 

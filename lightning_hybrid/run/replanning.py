@@ -98,7 +98,9 @@ class Replanning(StepWatcher):
     """
 
     def __init__(self, run: Run, meter: Meter, say: Callable[[str], None]) -> None:
-        self._run, self._meter, self._say = run, meter, say
+        self._run = run
+        self._meter = meter
+        self._say = say
         self._epoch = run.trainer.current_epoch
         self._said: set[str] = set()
         self._why = ""  # of replica 0, for what is said of the decision

@@ -129,7 +129,11 @@ class DriverSession:
         """
         run, mesh = self._run, self._run.world.mesh
         driver = Driver(
-            *(run.module, mesh, self._options, run.stopwatch, self._batches),
+            run.module,
+            mesh,
+            self._options,
+            watch=run.stopwatch,
+            batches=self._batches,
             before=before,
         )
         try:
@@ -563,7 +567,8 @@ class WorkerSession:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._options = run, run.stage_options()
+        self._run = run
+        self._options = run.stage_options()
         self._worker = self._obey()
 
     def _obey(self, before: Worker | None = None) -> Worker:
@@ -575,7 +580,11 @@ class WorkerSession:
         run, watch = self._run, self._run.stopwatch
         reports = {} if watch is None else {BUSY: watch.read}
         return Worker(
-            *(run.module, run.world.mesh, self._options, watch, reports),
+            run.module,
+            run.world.mesh,
+            self._options,
+            watch=watch,
+            reports=reports,
             shards=run.config.shards_states,
             before=before,
         )

@@ -43,7 +43,8 @@ class DealtBatches:
     def __init__(
         self, shares: "UnequalShares", loader: Any, sampler: DistributedSampler[Any]
     ) -> None:
-        self._shares, self.sampler = shares, sampler
+        self._shares = shares
+        self.sampler = sampler
         self.drop_last: bool = loader.drop_last
         # samples of a full global batch
         self.whole: int = loader.batch_size * len(shares.speeds)
@@ -95,7 +96,9 @@ class UnequalShares:
     """
 
     def __init__(self, run: Run) -> None:
-        mesh, cluster, plan = run.world.mesh, run.world.cluster, run.config.plan
+        mesh = run.world.mesh
+        cluster = run.world.cluster
+        plan = run.config.plan
         here = mesh.coordinates
         if run.synchronised and here.ranks_per_replica > 1 and run.config.microbatches != 1:
             raise PlanError(
@@ -110,7 +113,9 @@ class UnequalShares:
         elif cluster is not None:
             self.speeds = cluster.replica_speeds
         trainer = self._trainer = run.trainer
-        self._replica, self._drivers, self._survivors = here.dp_rank, mesh.drivers, mesh.survivors
+        self._replica = here.dp_rank
+        self._drivers = mesh.drivers
+        self._survivors = mesh.survivors
         # by which each epoch has other shares
         self._times: ReplicaTimes | None = None
         if run.config.replans_shares:
@@ -168,7 +173,8 @@ class UnequalShares:
         self._refuse(loader, len(sampler.dataset))  # type: ignore[arg-type]
         # the same order of all samples, by a sampler that is not the user's own object
         sampler = copy(sampler)
-        sampler.num_replicas, sampler.rank = 1, 0
+        sampler.num_replicas = 1
+        sampler.rank = 0
         sampler.num_samples = sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
         batches = DealtBatches(self, loader, sampler)
         if self._batch != batches.whole:  # else a loader of another epoch, or one more

@@ -70,7 +70,8 @@ class World:
     """
 
     def __init__(self, everyone: Everyone, timeout: timedelta) -> None:
-        self.everyone, self.phase = everyone, Phase.TOGETHER
+        self.everyone = everyone
+        self.phase = Phase.TOGETHER
         self._joined: Joined | None = None
         self._has_heard = False  # whether a meeting has told of a failure
         self._watch = FaultWatchdog(self.coordinates, everyone.store, timeout)

@@ -91,7 +91,8 @@ class _DeviceClock:
             each.time = self.clock
         for message in self.inputs:
             message.time = self.clock - _TRAVELS + 0.5
-        self.next, self.inputs = [], []
+        self.next = []
+        self.inputs = []
 
     def end(self, averages: Mapping[int, int]) -> None:
         """A copy without a micro-batch averages behind its own messages; others wait for it."""
@@ -142,7 +143,8 @@ def _timed(
         device, timed = on[place], _Timed(place, step)
         device.steps.append(timed)
         if step.kind.is_send:
-            timed.time, timed.number = device.clock + 0.5, len(sent)
+            timed.time = device.clock + 0.5
+            timed.number = len(sent)
             links.setdefault((place, peer(place, step)), deque()).append(timed)
             sent.append(timed)
             continue

@@ -45,8 +45,11 @@ class Pass:
     """
 
     def __init__(self, engine: Engine, index: int, call: Call) -> None:
-        self.engine, self.own, self.call = engine, engine.owned[index], call
-        self.index, self.traffic = index, call.traffic[index]
+        self.engine = engine
+        self.own = engine.owned[index]
+        self.call = call
+        self.index = index
+        self.traffic = call.traffic[index]
         self.saved = call.saved[index]
         self.error: Exception | None = None
         self.expected: dict[int, Arriving | None] = {}
@@ -84,7 +87,8 @@ class ForwardPass(Pass):
         ends: Ends | None = None,
     ) -> None:
         super().__init__(engine, index, call)
-        self.inputs, self._ends = inputs, ends
+        self.inputs = inputs
+        self._ends = ends
         self.outputs: list[Values] = []
         self.gradients: dict[int, Gradients] = {}  # of the outputs, where a backward follows
         # how many messages may be left that a neighbour has not taken, while backwards run beside
@@ -103,7 +107,8 @@ class ForwardPass(Pass):
             links.next.flush(engine.untaken(call))
             links.previous.flush(engine.untaken(call))
         if call.exchange:
-            self.traffic.outgoing, self.traffic.incoming = {}, {}
+            self.traffic.outgoing = {}
+            self.traffic.incoming = {}
             if self._first:
                 self.traffic.incoming |= enumerate(map(list, call.key.inputs))
 

@@ -29,7 +29,10 @@ class StagedNetwork:
     """
 
     def __init__(self, number: int, name: str, module: nn.Module, engine: Engine) -> None:
-        self.number, self.name, self.module, self.engine = number, name, module, engine
+        self.number = number
+        self.name = name
+        self.module = module
+        self.engine = engine
         self.calls: dict[int, Call] = {}
         self.keys: dict[int, CallKey] = {}
         self._traffic: dict[int, list[Traffic]] = {}
@@ -62,7 +65,8 @@ class StagedNetwork:
         key, traffic = self.keys[command.key], self._traffic[command.key]
         travels = command.exchange, command.uses_rng
         call = Call(command.call, command.draw, key, *travels, traffic, saved, ahead=command.ahead)
-        call.again, call.averages = command.again, command.averages
+        call.again = command.again
+        call.averages = command.averages
         if call.key.grad:
             self.calls[command.call] = call
         return call

@@ -95,7 +95,9 @@ class WeightHooks:
             Exception: a hook has raised it.
         """
         # 1. Everything is in its place again before the first hook, which may raise, or look.
-        taken, self._taken, self.held = self._taken, [], False
+        taken = self._taken
+        self._taken = []
+        self.held = False
         with as_they_are():
             for held in taken:
                 put_hooks(held.weight, held.hooks)

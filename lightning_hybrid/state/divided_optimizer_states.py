@@ -54,7 +54,9 @@ class OtherReplicas:
     """
 
     def __init__(self, names: Mapping[int, str], replica: int, replicas: int) -> None:
-        self._names, self._replica, self._replicas = names, replica, replicas
+        self._names = names
+        self._replica = replica
+        self._replicas = replicas
         self.replica_of: ReplicaOfState = {}
         self._loads: dict[int, list[int]] = {}  # by owner, the bytes of each replica
         self.gathering = self.over = False
@@ -128,8 +130,10 @@ class StateShares:
     """
 
     def __init__(self, group: Group, names: Mapping[int, str], replica_of: ReplicaOfState) -> None:
-        self._names, self.replica_of = names, replica_of
-        self.replica, self._replicas = group.rank(), group.size()
+        self._names = names
+        self.replica_of = replica_of
+        self.replica = group.rank()
+        self._replicas = group.size()
         self._broadcasts = Broadcasts(group)
         self._stepped: list[Parameter] = []
 

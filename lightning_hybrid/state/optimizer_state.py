@@ -41,7 +41,9 @@ class DriverState(defaultdict[Any, Any]):
         others: OtherReplicas | None = None,
     ) -> None:
         super().__init__(dict, here)
-        self._fetch, self._quiet, self.away = fetch, False, True
+        self._fetch = fetch
+        self._quiet = False
+        self.away = True
         self.others = others
 
     def __missing__(self, key: Any) -> Any:

@@ -348,7 +348,9 @@ def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[s
             "ordinary file of it with "
             "`python -m lightning.pytorch.utilities.consolidate_checkpoint`."
         )
-    outlined, stored, seen = rest.pop(_OUTLINE), _Folder(folder), set[int]()
+    outlined = rest.pop(_OUTLINE)
+    stored = _Folder(folder)
+    seen = set[int]()
     for part, value in outlined.items():
         for steps, tensor in tensors_in(value):
             key = ".".join(_key(part, [step for _, step in steps]))
@@ -379,7 +381,9 @@ class _Folder:
 
     def reader(self, key: str, outline: Tensor) -> Callable[[], Tensor]:
         """A function for :func:`unread` that reads a tensor of this form, as bytes."""
-        size, stride, dtype = outline.shape, outline.stride(), outline.dtype
+        size = outline.shape
+        stride = outline.stride()
+        dtype = outline.dtype
 
         def read() -> Tensor:
             tensor = torch.empty_strided(size, stride, dtype=dtype)

@@ -1,7 +1,7 @@
 """All ranks agree on the numbers of replicas and stages that the user has left open.
 
-:mod:`lightning_hybrid.run.rehearsed_sizes` chooses them on rank 0. This module adds two limits: what
-the user's code has been told already, and what ``prepare_data`` has set on one rank alone.
+:mod:`lightning_hybrid.run.rehearsed_sizes` chooses them on rank 0. This module adds two limits:
+what the user's code has been told already, and what ``prepare_data`` has set on one rank alone.
 """
 
 from collections.abc import Callable

@@ -519,7 +519,8 @@ class StagedModule(nn.Module):
 
     def __init__(self, module: nn.Module, call_begins: Callable[[nn.Module], None]) -> None:
         super().__init__()
-        self.module, self._call_begins = module, call_begins
+        self.module = module
+        self._call_begins = call_begins
 
     # torch.compile of the user's own, which Fabric puts around this, must not look into it
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -547,7 +548,8 @@ class _Launcher:
         strategy: HybridGabraFabricStrategy,
         launcher: HybridSubprocessLauncher | HybridMultiProcessingLauncher,
     ) -> None:
-        self._strategy, self._launcher = strategy, launcher
+        self._strategy = strategy
+        self._launcher = launcher
 
     @property
     def is_interactive_compatible(self) -> bool:

@@ -54,15 +54,18 @@ class StrategyRanks:
     """
 
     def __init__(self, config: Config, *, reseeds: bool = True) -> None:
-        self.config, self._reseeds = config, reseeds
+        self.config = config
+        self._reseeds = reseeds
         self.devices: list[torch.device] | None = None
         self.hosts = 1
         self.world: World | NoWorld = NoWorld()
-        self.launched, self._shown = LauncherRanks(), ShownRanks()
+        self.launched = LauncherRanks()
+        self._shown = ShownRanks()
         self.told_replicas: int | None = None
         self.asked_for = ""
         self._environment: ClusterEnvironment | None = None
-        self._backend, self._timeout = "", timedelta()
+        self._backend = ""
+        self._timeout = timedelta()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without groups: a Trainer can be pickled after a run, and spawned with."""
@@ -144,7 +147,8 @@ class StrategyRanks:
         """
         is_open = self.sizes_are_open and not self.world.has_coordinates
         if is_open and self.world.phase is not Phase.CHOOSING and not asked_by_framework():
-            self.told_replicas, self.asked_for = self.replicas, what
+            self.told_replicas = self.replicas
+            self.asked_for = what
 
     def set_launched(self, environment: ClusterEnvironment | None) -> None:
         """Take the numbers of the launcher.
@@ -204,7 +208,8 @@ class StrategyRanks:
             backend: of the process groups.
             timeout: of tensors between ranks.
         """
-        self._backend, self._timeout = backend, timeout
+        self._backend = backend
+        self._timeout = timeout
         environment = given(self._environment, "cluster_environment")
         refuse_other_numbers(environment, self.launched, self.hosts, self.per_host)
         coordinates = self._coordinates_at(self.launched.rank)
@@ -275,7 +280,9 @@ def refuse_other_numbers(
     Raises:
         PlanError: it has.
     """
-    size, local, node = environment.world_size(), launched.local_rank, launched.node_rank
+    size = environment.world_size()
+    local = launched.local_rank
+    node = launched.node_rank
     if size != hosts * per_host or local >= per_host or node >= hosts:
         raise PlanError(
             f"devices={per_host} and num_nodes={hosts} are {hosts} x {per_host} processes, "

@@ -74,7 +74,9 @@ class Worker:
         before: "Worker | None" = None,
     ) -> None:
         self._options = options
-        self._module, self._mesh, self._device = module, mesh, mesh.device
+        self._module = module
+        self._mesh = mesh
+        self._device = mesh.device
         self._channel = mesh.channel(DRIVER)
         new_trace = partial(Trace, mesh.coordinates.rank, str(mesh.coordinates), watch)
         self._trace: Trace = before._trace if before else new_trace()
@@ -91,7 +93,7 @@ class Worker:
         self._optimizers = WorkerOptimizers(parameters, self._files, group)
         line = LendingLine(mesh, here.pp_rank)
         self._weights = WorkerWeights(
-            *(module, parameters, self._networks, self._files, here.pp_rank, line)
+            module, parameters, self._networks, self._files, here.pp_rank, line
         )
         self._shards = WorkerShards(module, self._optimizers, here.index)
         self._handlers = _handlers(self, self._optimizers, self._weights, self._shards)
@@ -208,7 +210,10 @@ class Worker:
         others = (prefix + name for name, _ in whole)
         borrowed = borrowed_parameters(network, order.placement)
         takeover = Takeover(
-            *(self._module, names, others, self._mesh.coordinates),
+            self._module,
+            names,
+            others,
+            self._mesh.coordinates,
             vacates=order.vacates,
             tied=[prefix + name for name in frozenset().union(*borrowed)],
         )
@@ -216,7 +221,10 @@ class Worker:
         for stage in mine:
             stage.move(self._device)
         engine = Engine(
-            *(network, stages, order.placement, self._options),
+            network,
+            stages,
+            order.placement,
+            self._options,
             mesh=self._mesh,
             seed=order.seed,
             trace=self._trace,

@@ -35,8 +35,12 @@ class WorkerWeights:
         rank: int,
         line: LendingLine,
     ) -> None:
-        self._files, self._rank, self._line = files, rank, line
-        self._module, self._parameters, self._networks = module, parameters, networks
+        self._files = files
+        self._rank = rank
+        self._line = line
+        self._module = module
+        self._parameters = parameters
+        self._networks = networks
         self._takeover: Takeover | None = None
         self.lent: list[str] = []
 

@@ -319,7 +319,7 @@ class LooksWhereItLooked(Row):
     def build(self) -> None:
         super().build()
         first: Any = nn.Sequential(
-            *(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)
         )
         self.net.first = first
         self.net.second.register_forward_hook(self.keep)

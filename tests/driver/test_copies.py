@@ -181,8 +181,15 @@ def normalised(momentum: float | None = 0.3) -> Model:
     twice = nn.BatchNorm1d(3)
     return Model(
         nn.Sequential(
-            *(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=momentum), nn.Tanh()),
-            *(nn.Linear(3, 3), twice, nn.Tanh(), twice, nn.Linear(3, 3), nn.BatchNorm1d(3)),
+            nn.Linear(3, 3),
+            nn.BatchNorm1d(3, momentum=momentum),
+            nn.Tanh(),
+            nn.Linear(3, 3),
+            twice,
+            nn.Tanh(),
+            twice,
+            nn.Linear(3, 3),
+            nn.BatchNorm1d(3),
         )
     ).double()
 

@@ -32,7 +32,9 @@ class Replica:
         self.parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
         self.unused = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.group = ReplicaGroup(
-            *([self.parameter, self.unused], tuple, self.mesh.data_parallel),
+            [self.parameter, self.unused],
+            tuple,
+            self.mesh.data_parallel,
             survivors=self.survivors,
         )
         commands: Any = SimpleNamespace(

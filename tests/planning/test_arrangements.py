@@ -72,7 +72,10 @@ def least_of_one_choice(at: ClusterDescription, replicas: int, size: int, slices
                     continue
                 apart = [
                     problem_on(
-                        *(costs.scaled(share / BATCH), at, size, slices),
+                        costs.scaled(share / BATCH),
+                        at,
+                        size,
+                        slices,
                         recompute=recompute,
                         replica=replica,
                     )
