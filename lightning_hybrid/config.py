@@ -56,8 +56,16 @@ PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "new cuts": (
         (
-            *("one stage", "asgd", "speed", "plan", "copies", "cuts", "streamed", "looped"),
-            *("compiled", "divided"),
+            "one stage",
+            "asgd",
+            "speed",
+            "plan",
+            "copies",
+            "cuts",
+            "streamed",
+            "looped",
+            "compiled",
+            "divided",
         ),
         "cuts stages anew where a device turns out slower",
         "Leave one of them out, or use replicas=BySpeed(replan='epoch'): several replicas then get "

@@ -101,8 +101,15 @@ def called(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 FAILURES = (
-    *(RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError),
-    *(AttributeError, AssertionError, ArithmeticError),
+    RuntimeError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
 )
 """Errors with which a run on fake tensors may break off; others (an interrupt) are not caught."""
 

@@ -494,9 +494,21 @@ def is_symbol(size: Any) -> bool:
 
 
 _TRAVELLING = {
-    *("tag_activation_checkpoint", "wrap_activation_checkpoint", "autograd_function_apply"),
-    *("wrap", "wrap_with_set_grad_enabled", "wrap_with_autocast", "invoke_subgraph", "out_dtype"),
-    *("cond", "map", "map_impl", "scan", "associative_scan", "while_loop", "flex_attention"),
+    "tag_activation_checkpoint",
+    "wrap_activation_checkpoint",
+    "autograd_function_apply",
+    "wrap",
+    "wrap_with_set_grad_enabled",
+    "wrap_with_autocast",
+    "invoke_subgraph",
+    "out_dtype",
+    "cond",
+    "map",
+    "map_impl",
+    "scan",
+    "associative_scan",
+    "while_loop",
+    "flex_attention",
 }
 """Operators that take graphs and that any rank can compute: they run none of the user's Python."""
 

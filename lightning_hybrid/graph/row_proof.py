@@ -61,8 +61,12 @@ from lightning_hybrid.graph.row_trial import Trial
 from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Reason, Rows
 
 _FOLLOWED = {
-    *("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"),
-    *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
+    "tag_activation_checkpoint",
+    "wrap_activation_checkpoint",
+    "wrap",
+    "invoke_subgraph",
+    "wrap_with_set_grad_enabled",
+    "wrap_with_autocast",
 }
 """Operators that take a graph and compute just what it does, forward and backward."""
 

@@ -289,7 +289,12 @@ class Arrangements:
     def neighbour(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement:
         """The same with a cut, a device, a copy, a stage, a replica or micro-batches changed."""
         moves = (
-            *(self._cut, self._swapped, self._sliced, self._sized, self._divided, self._turned),
+            self._cut,
+            self._swapped,
+            self._sliced,
+            self._sized,
+            self._divided,
+            self._turned,
             self.laid,
         )
         changed = moves[bisect(_OFTEN, rng.random())](genes, rng)

@@ -514,7 +514,13 @@ _ON_META = {"device": "meta", "generator": None, "pin_memory": None}
 _FILLS = {
     f"aten::{name}_"
     for name in (
-        *("normal", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal"),
+        "normal",
+        "uniform",
+        "random",
+        "exponential",
+        "geometric",
+        "cauchy",
+        "log_normal",
         "bernoulli",
     )
 }

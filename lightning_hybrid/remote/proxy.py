@@ -278,8 +278,13 @@ _PLACES = {*getters("device", "is_cuda", "is_cpu", "is_meta", "is_xla"), Tensor.
 _Proxy.looks = LOOKS | {Tensor.is_pinned, Tensor.retain_grad}
 
 _NORMS = {
-    *(F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm),
-    *(torch.native_batch_norm, torch.cudnn_batch_norm, torch.miopen_batch_norm),
+    F.batch_norm,
+    F.instance_norm,
+    torch.batch_norm,
+    torch.instance_norm,
+    torch.native_batch_norm,
+    torch.cudnn_batch_norm,
+    torch.miopen_batch_norm,
 }
 """Operations that change running statistics without counting it in their version counters."""
 

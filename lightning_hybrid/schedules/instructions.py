@@ -79,13 +79,12 @@ class InstructionKind(StrEnum):
 
 BACKWARD_KINDS = frozenset(
     {
-        *(
-            InstructionKind.EXPECT_GRADIENT,
-            InstructionKind.RECEIVE_GRADIENT,
-            InstructionKind.BACKWARD,
-            InstructionKind.WEIGHT,
-        ),
-        *(InstructionKind.SEND_GRADIENT, InstructionKind.REDUCE),
+        InstructionKind.EXPECT_GRADIENT,
+        InstructionKind.RECEIVE_GRADIENT,
+        InstructionKind.BACKWARD,
+        InstructionKind.WEIGHT,
+        InstructionKind.SEND_GRADIENT,
+        InstructionKind.REDUCE,
     }
 )
 """The kinds of instructions of a backward pass, wherever they stand."""

@@ -90,9 +90,28 @@ def _arriving(name: str) -> Callable[..., Any]:
 
 # every method by itself, since the C code of a dict does not call overridden ones
 for _name in (
-    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__"),
-    *("__eq__", "__repr__", "__or__", "__ior__", "__reversed__", "__copy__", "copy"),
-    *("get", "setdefault", "pop", "popitem", "clear", "update", "keys", "values", "items"),
+    "__getitem__",
+    "__setitem__",
+    "__delitem__",
+    "__contains__",
+    "__iter__",
+    "__len__",
+    "__eq__",
+    "__repr__",
+    "__or__",
+    "__ior__",
+    "__reversed__",
+    "__copy__",
+    "copy",
+    "get",
+    "setdefault",
+    "pop",
+    "popitem",
+    "clear",
+    "update",
+    "keys",
+    "values",
+    "items",
 ):
     setattr(DriverState, _name, _arriving(_name))
 
