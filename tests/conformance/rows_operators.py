@@ -458,7 +458,7 @@ class HasDistributions(_Between):
 
 
 class DrawsFromDistributions(_Between):
-    """`rsample` of normal and relaxed categorical distributions, as in a variational autoencoder."""
+    """`rsample` of normal and relaxed categorical distributions, as in variational autoencoders."""
 
     per_microbatch = True
     control = False

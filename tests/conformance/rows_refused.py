@@ -190,7 +190,7 @@ class RefusedClassThatComputes(Row):
 
 
 class RefusedFrozenEncoderThatPacks(Row):
-    """A frozen `torch.nn.TransformerEncoder` with a padding mask: use `enable_nested_tensor=False`."""
+    """Frozen `torch.nn.TransformerEncoder` with padding mask: use `enable_nested_tensor=False`."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     cuts = PacksWhatIsPadded.cuts
@@ -259,7 +259,7 @@ class RefusedWithoutACall(Row):
 
 
 class RefusedWeightBetweenGraphs(Row):
-    """Python that cannot be captured, between two graphs, computes with a weight of another rank."""
+    """Python that cannot be captured, between graphs, computes with a weight of another rank."""
 
     sampled = True
     shapes = (ONE_OF_TWO,)  # none of its graphs has three stages
