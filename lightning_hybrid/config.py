@@ -252,12 +252,12 @@ class Config:
 
     @property
     def replans_shares(self) -> bool:
-        """Whether parts by speed follow what was measured in the training."""
+        """Whether shares by speed are dealt again, by speeds that are measured in training."""
         return isinstance(self.replicas, BySpeed) and self.replicas.replan == "epoch"
 
     @property
     def replans_cuts(self) -> bool:
-        """Whether stages are cut anew where a device turns out slower than planned."""
+        """Whether stages get new cuts if a device is slower than planned."""
         return self.search.replan == "epoch"
 
     @property

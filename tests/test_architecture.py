@@ -339,6 +339,16 @@ def test_the_names_of_the_strategy_are_registered() -> None:
         assert isinstance(StrategyRegistry.get(name), lightning_hybrid.HybridGabraStrategy)
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """One name stands for one thing; an underscore in front does not tell two apart."""
+    named: dict[str, list[str]] = {}
+    for path, tree in inside("lightning_hybrid/").items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                named.setdefault(node.name.lstrip("_"), []).append(path)
+    assert {name: paths for name, paths in named.items() if len(paths) > 1} == {}
+
+
 def test_every_module_that_does_something_is_tested_in_the_folder_of_its_room() -> None:
     """Of these rooms: by a file of its name there, or by a test there that imports it."""
     untested = []

@@ -93,7 +93,7 @@ def find(name: str, instead: Any = None) -> Any:
 
 
 def lost() -> list[str]:
-    """Lines that say what is off since this torch lacks optional names, and which names."""
+    """For each feature that is off in this version of torch, a line with the missing names."""
     losses: dict[str, list[str]] = {}
     for name in filter(OPTIONAL.__contains__, _missing):
         losses.setdefault(OPTIONAL[name], []).append(name)

@@ -23,24 +23,24 @@ Genes = TypeVar("Genes", bound=Hashable)
 
 
 class SearchSpace(Protocol[Genes]):
-    """What can be bred. Genes are hashable and never changed in place."""
+    """A space of candidates (genes) to search. Genes are hashable and never changed in place."""
 
     def random(self, rng: np.random.Generator) -> Genes:
-        """A random member, feasible if that can be had."""
+        """A random candidate, which is feasible if one is found."""
 
     def cross(self, left: Genes, right: Genes, rng: np.random.Generator) -> Genes:
-        """A child with something of both."""
+        """A child that combines both parents."""
 
     def neighbour(self, genes: Genes, rng: np.random.Generator) -> Genes:
-        """The same with a small change."""
+        """A copy of a candidate with a small random change."""
 
     def cost(self, genes: Genes) -> float:
-        """What is minimised; infinite where infeasible."""
+        """The cost to minimise; infinite for an infeasible candidate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breeding:
-    """Numbers of the search.
+    """Settings of the genetic search.
 
     Attributes:
         evaluations: how often the cost may be asked for.

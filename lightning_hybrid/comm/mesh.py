@@ -303,7 +303,7 @@ class Mesh(ReplicaWires):
         return [rank for rank in everyone if replace(here, rank=rank).dp_rank in living]
 
     def _go_on_with(self, living: Sequence[int]) -> None:
-        """Make all groups over replicas anew, of some replicas, whose ranks call this together.
+        """Make new groups over some replicas, whose ranks call this together.
 
         Who refers to a group has the new one from then on.
         """

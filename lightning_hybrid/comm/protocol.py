@@ -316,7 +316,7 @@ class AwaitSums(Command):
 
 @dataclass(frozen=True)
 class SumAgain(Command):
-    """Replicas are lost: sum up gradients anew, with those that are left.
+    """Replicas are lost: sum up gradients again over those that are left.
 
     Attributes:
         living: numbers of these.

@@ -142,7 +142,7 @@ class Survivors:
         return set(map(int, self._store.get(_LOST).decode().split()))
 
     def _lost(self) -> set[int]:
-        """Those that this rank still counts on."""
+        """Lost replicas that this rank still counts as living."""
         return self._known() & set(self.living)
 
     def _must_stop(self) -> bool:
@@ -167,7 +167,7 @@ class Survivors:
     # ------------------------------------------------------------------ sums
 
     def start(self, group: Group, tensor: Tensor) -> dist.Work | None:
-        """Begin to sum up a tensor over the replicas; ``None``: one of them is gone."""
+        """Begin to sum up a tensor over the replicas; ``None``: a replica is lost."""
         try:
             return start(group.allreduce, [tensor], peer=ANOTHER_REPLICA)
         except ConnectionLost:
@@ -251,7 +251,7 @@ class Survivors:
         return None
 
     def go_on_with(self, living: Sequence[int]) -> None:
-        """Make the groups over replicas anew; all ranks of the replicas that are left call this.
+        """Make new groups over replicas; all ranks of the replicas that are left call this.
 
         Raises:
             ConnectionLost: another one of them is lost.

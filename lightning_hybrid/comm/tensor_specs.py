@@ -57,7 +57,7 @@ class TensorSpec:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def empty_for_itself(self) -> Tensor:
-        """The same on the CPU, in memory that goes back to the system as soon as it is dropped."""
+        """An empty CPU tensor, whose memory goes back to the system as soon as it is dropped."""
         meta = replace(self, on_cpu=False).empty(torch.device("meta"))
         return with_memory(meta, torch.device("cpu"))
 

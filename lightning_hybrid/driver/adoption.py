@@ -385,7 +385,7 @@ def _refuse_moved(found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any
 
 
 def why_not_cut(graph: NetworkGraph) -> str | None:
-    """Why a graph cannot be cut anywhere, as a predicate of its network; ``None``: it can."""
+    """Why a graph cannot be cut anywhere, as the end of "the network ..."; ``None``: it can."""
     for leaf in graph.leaves:
         if not leaf.number and not graph.info[leaf.node].is_strided:
             return f"takes a tensor that is not dense ({leaf.name})"

@@ -55,7 +55,7 @@ from lightning_hybrid.stage import Synchronised
 
 
 def why_on_driver() -> str | None:
-    """Why the call that is being made must run on the driver, as a predicate of its module.
+    """Why the present call must run on the driver, as the end of a sentence about the module.
 
     Returns:
         ``None``: stages may compute it.

@@ -63,7 +63,7 @@ def leaves_in(result: Any) -> dict[str, Any]:
 
 
 def changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Those of the leaves ``now`` that are not in ``before``, or have another value there."""
+    """The leaves of ``now`` that are missing in ``before``, or have another value there."""
     return {
         path: value
         for path, value in now.items()

@@ -516,7 +516,7 @@ class DrivenOptimizers:
 
     @signals_deferred
     def unscale(self, optimizer: Optimizer, factor: Tensor) -> bool:
-        """Multiply the gradients of all stages with ``factor``.
+        """Multiply the gradients of all stages by ``factor``.
 
         Returns:
             Whether a gradient is not finite; the same on all replicas, since gradients are averages

@@ -331,7 +331,7 @@ class Driver:
     # ------------------------------------------------------------------ a step
 
     def begin_step(self, batch: int, *, whole: bool = True) -> None:
-        """Prepare for a `training_step`: count calls of networks anew, and synchronize buffers.
+        """Prepare for a `training_step`: count calls of networks from 0, and synchronize buffers.
 
         Args:
             batch: how many training batches the run has seen before.

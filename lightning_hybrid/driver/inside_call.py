@@ -109,7 +109,7 @@ class InsideCalls:
 
 
 class _InsideCall:
-    """One call.
+    """One call of a network whose backwards run inside of its forward.
 
     Args:
         calls: see :class:`InsideCalls`.
@@ -224,7 +224,7 @@ class _InsideCall:
         return call, detached
 
     def _state_now(self) -> tuple[Any, ...]:
-        """What outputs depend on."""
+        """Versions and modes on which outputs depend, to see whether they have changed."""
         network = self.calls.network
         with as_they_are():
             here = [own.specializations[0].parameters() for own in network.engine.owned]

@@ -34,7 +34,7 @@ class StepCalls:
         self._expected: int | None = None
 
     def begin(self, batch: int) -> None:
-        """Count calls anew, as a training step begins.
+        """Begin a training step: count calls from 0.
 
         Args:
             batch: how many training batches the run has seen before.

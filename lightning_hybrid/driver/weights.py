@@ -180,7 +180,7 @@ class Replicated:
             self.renew_rest()
 
     def renew_rest(self) -> None:
-        """Make the group of the rest anew, from the tensors that no network owns now."""
+        """Make a new group of the rest, from the tensors that no network owns now."""
         self.rest.close()
         self.rest = self._make_rest()
 

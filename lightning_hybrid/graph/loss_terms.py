@@ -443,7 +443,7 @@ class Loss:
         return self._record.take(value, MadeOf.ROWS if is_rows else MadeOf.MEET)
 
     def _follow(self, node: fx.Node) -> None:
-        """Run an operation of the tail.
+        """Run an operation of the tail on fake tensors, and record it.
 
         Raises:
             NoSum: it fails without values.
@@ -511,7 +511,7 @@ class Loss:
     def parts_of(
         self, known: Mapping[int, Tensor], samples: Sequence[int], number: int
     ) -> dict[int, Tensor]:
-        """What is Known of one micro-batch; see :meth:`LossOfCall.share`."""
+        """The Known tensors of one micro-batch; see :meth:`LossOfCall.share`."""
         start, found = sum(samples[:number]), dict[int, Tensor]()
         for key, tensor in known.items():
             rows = self._rows.get(key)

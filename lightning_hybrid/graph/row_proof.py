@@ -420,7 +420,7 @@ class Labelling(TorchDispatchMode):
         return is_symbolic(number) and self.size(number) in self._counts.values()
 
     def is_whole(self, picked: Any, size: Any) -> bool:
-        """Whether an order goes through all entries of a dimension of this size."""
+        """Whether as many entries were picked as a dimension of this size has."""
         return isinstance(picked, int) and self._counts[picked] == self.size(size)
 
     # ------------------------------------------------------------------ labels

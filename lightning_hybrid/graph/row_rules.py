@@ -270,7 +270,7 @@ def squeeze(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> La
 
 
 def _only_column(rows: Rows, out: Tensor) -> Label:
-    """``rows`` after a view: if only one column has places, the result must be that column."""
+    """The label after a view. If only one column holds places, the result must be that column."""
     if rows.places is None or rows.places.column is None:
         return rows
     return replace(rows, places=replace(rows.places, column=None)) if out.dim() == 1 else MEET

@@ -136,7 +136,7 @@ class Arrangements:
 
     @cached_property
     def partitions(self) -> int:
-        """Their number."""
+        """Number of network partitions."""
         return len(self.costs(1).forward_s)
 
     @cached_property
@@ -145,7 +145,7 @@ class Arrangements:
         return not self.costs(1).state_bytes
 
     def estimated(self) -> "Arrangements":
-        """The same with costs that are proportional to those of a whole batch."""
+        """This space with estimated costs, which are proportional to those of a whole batch."""
         whole, batch = self.costs(1), self.batch
         return Arrangements(lambda n: whole.scaled(n / batch), self.cluster, batch, self.numbers)
 
@@ -287,7 +287,7 @@ class Arrangements:
     # ------------------------------------------------------------------ moves
 
     def neighbour(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement:
-        """The same with a cut, a device, a copy, a stage, a replica or micro-batches changed."""
+        """A copy with a changed cut, device, copy, stage, replica or number of micro-batches."""
         moves = (
             self._cut,
             self._swapped,
@@ -342,7 +342,7 @@ class Arrangements:
         )
 
     def seated(self, genes: Arrangement) -> Arrangement:
-        """The same, where the first of the devices that are used drives the first replica."""
+        """The arrangement with its first used device as the driver of the first replica."""
         size, used = genes.size, list(genes.used)
         first = used.index(min(used))
         driver = first - first % size
@@ -352,14 +352,14 @@ class Arrangements:
         return replace(genes, devices=(*used, *spare))
 
     def across(self, genes: Arrangement) -> Arrangement | None:
-        """The same where each stage has devices of about one speed in all replicas."""
+        """The arrangement with devices of about the same speed for each stage in all replicas."""
         speeds, replicas = self.cluster.relative_speeds, genes.replicas
         ranked = sorted(genes.used, key=lambda device: -speeds[device])
         used = [device for first in range(replicas) for device in ranked[first::replicas]]
         return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
 
     def alike(self, genes: Arrangement) -> Arrangement | None:
-        """The same where all replicas are about as fast: the next fastest joins the slowest."""
+        """The arrangement with replicas of about equal speed: fast devices join slow replicas."""
         speeds, size = self.cluster.relative_speeds, genes.size
         teams: list[list[int]] = [[] for _ in range(genes.replicas)]
         for device in sorted(genes.used, key=lambda device: -speeds[device]):
@@ -369,7 +369,7 @@ class Arrangements:
         return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
 
     def laid(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """The same shape on the fastest or any devices, stage by stage or in any order."""
+        """The same shape on the fastest or on random devices, by stage or in random order."""
         speeds, size = self.cluster.relative_speeds, genes.size
         devices = rng.permutation(len(genes.devices)).tolist()
         if rng.random() < 0.7:  # the slowest are left out
@@ -489,7 +489,7 @@ class Arrangements:
         return self._cut_or_not(replace(genes, devices=tuple(devices)), rng)
 
     def _cut_or_not(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """The same seated, with its own cuts, which may be the better ones, or balanced ones."""
+        """The arrangement, either with its own cuts, or with balanced ones."""
         return self.recut(genes) if rng.random() < 0.5 else self.seated(genes)
 
     def _sliced(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
@@ -579,7 +579,7 @@ def starts_of(
 
 
 def _orders(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:
-    """The same with balanced cuts, also with like replicas or like stages of all replicas."""
+    """Variants of arrangements: balanced cuts, replicas of equal speed, stages of equal speed."""
     orders = (move(genes) for genes in found for move in (space.recut, space.across, space.alike))
     return [genes for genes in orders if genes is not None]
 

@@ -41,10 +41,10 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Moment:
-    """When a GPU has done all that it was given before.
+    """The moment at which a GPU has finished all work that was queued so far.
 
     Attributes:
-        event: in its queue.
+        event: the event in the queue of the GPU that marks it.
     """
 
     event: torch.cuda.Event
@@ -55,7 +55,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Lapse:
-    """The time between two moments; its seconds, `float(lapse)`, wait for the second one.
+    """The time between two moments. `float(lapse)` waits for the second, and gives seconds.
 
     Attributes:
         begin: the event of the first moment.

@@ -85,7 +85,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeRequest:
-    """What is asked of shapes.
+    """The shapes to consider: limits of the user and of the network.
 
     Attributes:
         settings: options of the user.
@@ -302,7 +302,7 @@ def _dealt(space: Arrangements, genes: Arrangement, shares: tuple[int, ...]) -> 
 
 
 def _on_drivers(space: Arrangements, genes: Arrangement) -> Arrangement:
-    """The same for a network with fewer partitions than devices, which stays on the drivers."""
+    """The arrangement, or for a network with too few partitions one on the drivers alone."""
     if genes.size <= space.partitions:
         return genes
     drivers = genes.used[:: genes.size]
@@ -492,7 +492,7 @@ def plans_of(
 
 
 def _fit(space: Arrangements, genes: Arrangement) -> Fit:
-    """The same shape as far as its memory goes; without limits it lacks nothing."""
+    """Whether a shape fits into memory; without limits it always does."""
     problem = space.whole(genes)
     way = ChainSizes(stages=genes.size, microbatches=genes.microbatches, recompute=genes.recompute)
     fit = Fit.of(problem.table, way, problem.memory_limits, space.batch)

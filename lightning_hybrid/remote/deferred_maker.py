@@ -353,7 +353,7 @@ class _TapeRecorder(TorchDispatchMode):
     def _beside_bare(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bare: list[Tensor]
     ) -> Any:
-        """Run an operation with an argument that has no numbers on one device either.
+        """Run an operation with an argument on the meta device, which has numbers on no rank.
 
         Raises:
             DeferredError: it needs the numbers.

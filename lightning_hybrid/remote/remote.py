@@ -58,7 +58,7 @@ _IN_MODULES = (RemoteKind.PARAMETER, RemoteKind.BUFFER)
 
 
 def _left(fetched: Iterable[Remote], *, in_graph: bool = False) -> list[Remote]:
-    """Free the memory of parameters; returns those that have it still, and why see `vacate`."""
+    """Free the memory of parameters; returns those that must keep it (see `vacate`)."""
     for remote in fetched:
         if not (in_graph and remote.changed):
             vacate(remote.value, in_graph=in_graph)

@@ -34,7 +34,7 @@ _streams: ContextVar[bool] = ContextVar("streams", default=False)
 
 
 class Unread(Maker):
-    """The maker of one unread tensor and of its views.
+    """Reads one tensor, and its views, from a file or another process when they are used.
 
     Args:
         read: reads the numbers, as a 1-d tensor of bytes that this rank may write to.
@@ -160,7 +160,7 @@ def leave_unread(tensor: Any, name: str, value: Any) -> FormerMemory:
 
 @contextmanager
 def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a tensor has no memory and reads ``value`` when it is used; after it, as before."""
+    """Inside, a tensor has no memory and reads ``value`` when used; afterwards it is as before."""
     before = leave_unread(tensor, name, value)
     try:
         yield

@@ -124,11 +124,11 @@ class BetweenRuns:
     def full_state_dict(
         self, module: nn.Module, *, here: bool, frozen: bool = True
     ) -> dict[str, Any]:
-        """The same, with what other ranks hold; all ranks call it together.
+        """The state of the module with the weights of all ranks, which call this together.
 
         Args:
             module: the LightningModule.
-            here: likewise.
+            here: whether this rank gets the state; else it is empty.
             frozen: whether parameters that require no gradient are in it.
         """
         ranks, values = self._ranks, dict[str, Tensor]()

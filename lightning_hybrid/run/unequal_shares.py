@@ -247,7 +247,7 @@ class UnequalShares:
                 self._share_anew(self._times.speeds())
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """A loss whose gradients, averaged over the replicas, are those of the global batch."""
+        """Scale the loss so that gradients, averaged over the replicas, are the global batch's."""
         if self._survivors is not None:
             return loss * self._survivors.weight
         self.hear()

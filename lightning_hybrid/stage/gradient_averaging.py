@@ -366,7 +366,7 @@ class ReplicaGroup:
         return survivors is None or all(survivors.has_ended(work) for work in self._sent)
 
     def sum_again(self) -> None:
-        """A replica is lost: begin the same sums anew, without it."""
+        """Sum up the same gradients again, without a lost replica."""
         if self._waits:
             # (into new memory: older sums that were given up may still be under way)
             self._trainable = None

@@ -98,7 +98,7 @@ def names_of(stages: Sequence[Stage]) -> list[str]:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by name; looked up anew, since a buffer may be replaced."""
+    """Every parameter and buffer by name; looked up each time, since a buffer may be replaced."""
     named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     return named | dict(module.named_buffers(remove_duplicate=False))
 

@@ -173,11 +173,11 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without groups: a Fabric can be spawned with."""
+        """The state to pickle, without process groups, so that Fabric can spawn processes."""
         return vars(self) | {"_session": BetweenRuns(NoWorld(), Building())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process, maybe."""
+        """Restore the strategy from a pickle, perhaps in another process."""
         vars(self).update(state)
         let_fabric_clear_gradients()
 
@@ -309,7 +309,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
                 )
 
     def _begin(self, module: nn.Module) -> Run:
-        """What is known of a run that begins, on all ranks together."""
+        """Make the `Run` of a run that begins; all ranks call this together."""
         world, device = self._ranks.joined, self.root_device
         self._framework = FabricFramework(module)
         return Run(
@@ -471,7 +471,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             driving.evaluation_starts(between=False)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """As in every strategy, and gradients are averaged over the replicas."""
+        """Run a backward pass as every strategy does, and average gradients over the replicas."""
         driving, precision = self._driving, self.precision
         driving.require_network()
         precision.pre_backward(tensor, module)
@@ -480,7 +480,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._batch_is_over = True
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """As in every strategy."""
+        """Step an optimizer as every strategy does."""
         output = super().optimizer_step(optimizer, **kwargs)
         if isinstance(self._session, DriverSession):
             # weights have changed, so that autograd refuses what was computed with them before
@@ -525,7 +525,7 @@ class StagedModule(nn.Module):
     # torch.compile of the user's own, which Fabric puts around this, must not look into it
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Call the model, and return its output."""
         self._call_begins(self.module)
         return self.module(*args, **kwargs)
 

@@ -120,11 +120,11 @@ class StrategyRanks:
         return self._coordinates_at(self.launched.rank)
 
     def coordinates_of(self, local_rank: int) -> Coordinates:
-        """Those of a process of this host, before a survey of the devices."""
+        """Coordinates of a process of this host, before a survey of the devices."""
         return self._coordinates_at(self.launched.node_rank * self.per_host + local_rank)
 
     def _coordinates_at(self, rank: int) -> Coordinates:
-        """Those of a process before a survey of the devices."""
+        """Coordinates of a process before a survey of the devices."""
         return Coordinates(rank, *self.shape, free=self.config.several_stages_per_device)
 
     @property

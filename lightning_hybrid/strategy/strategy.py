@@ -248,7 +248,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         return state | {"_building": building, "_session": BetweenRuns(NoWorld(), building)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process, maybe."""
+        """Restore the strategy from a pickle, perhaps in another process."""
         super().__setstate__(state)
         ask_strategy_whether_distributed(HybridGabraStrategy)
 
@@ -378,7 +378,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._ranks.joined.end_run()
 
     def fail(self, error: BaseException) -> Failure | None:
-        """This rank fails with ``error``: tell the others.
+        """Tell the other ranks that this one fails with ``error``.
 
         Returns:
             The failure that came first, on another rank; ``None``: it is this one.
@@ -461,7 +461,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """As in every strategy, and gradients are averaged before any hook sees them."""
+        """Run a backward pass as every strategy does; hooks see averaged gradients."""
         module, precision = self._module, self.precision_plugin
         loss = precision.pre_backward(closure_loss, module)
         weighted = self._driving.weighted(loss)

@@ -51,7 +51,7 @@ class WorkerOptimizers:
         self._shares = shares_over and StateShares(shares_over, self.names, {})
 
     def _take_optimizers(self, command: protocol.TakeOptimizers) -> None:
-        """Make the optimizers anew as the driver sends them; states that do not come are kept."""
+        """Replace the optimizers by those of the driver; states that are not sent are kept."""
         before = self.all
         for index in command.fresh:  # (the states that come replace these)
             if index < len(before):
