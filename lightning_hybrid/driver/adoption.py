@@ -105,7 +105,9 @@ class Adoption:
             placement = Placement.of(
                 codes, devices, plan.schedule, plan.split or (), plan.recompute
             )
-            refuse_streaming(found, graph, plan, placement, first=not self.driver.has_networks)
+            refuse_streamed_network(
+                found, graph, plan, placement, first=not self.driver.has_networks
+            )
             # the Python between graphs, and with rng="device" the code around a call, draw from the
             # same generators as the network: their state travels with the batch, and back
             continues = not found.whole or self.driver.calls.follows
@@ -165,7 +167,7 @@ class Adoption:
         refusal = why_not_cut(graph)
         if refusal is not None:
             raise CannotFollow(f"it {refusal}")
-        refuse_streaming(found, graph, plan, network.placement)
+        refuse_streamed_network(found, graph, plan, network.placement)
         positions = follow(graph, network.placement.owned[: plan.stages])
         if _collects(plan):
             # outputs of copies of the last stage are joined by one more stage, which has no layers
@@ -303,7 +305,7 @@ class Adoption:
         return replace(plan, split_by=by, tried=tried)
 
 
-def refuse_streaming(
+def refuse_streamed_network(
     found: FoundNetwork,
     graph: NetworkGraph,
     plan: Plan,

@@ -27,7 +27,7 @@ from lightning_hybrid._torch.late import Late
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.microbatches import Specialization
-from lightning_hybrid.driver.outputs import join, refuse_backward, split_gradients
+from lightning_hybrid.driver.outputs import join_outputs, refuse_backward, split_gradients
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import LossOfCall, NetworkGraph, Rows, joined, place_now
 from lightning_hybrid.schedules import INSIDE
@@ -197,7 +197,7 @@ class _InsideCall:
         if index not in self._made:
             with torch.no_grad():
                 _, parts = self.again(grad=False)
-            outputs = join(parts, self.calls.specialization.graph)
+            outputs = join_outputs(parts, self.calls.specialization.graph)
             self._made |= {number: outputs[number] for number in self.calls.read}
         return self._made[index]
 
@@ -298,7 +298,9 @@ def _go_back_again(
     graph, network = run.calls.specialization.graph, run.calls.network
     call, parts = run.again(grad=True)
     call.averages = run.call.averages  # (replicas agree once about what the first one has left)
-    leaves = [leaf.requires_grad_(learns) for leaf, learns in zip(join(parts, graph), run.learns)]
+    leaves = [
+        leaf.requires_grad_(learns) for leaf, learns in zip(join_outputs(parts, graph), run.learns)
+    ]
     found: dict[int, Tensor | None] = {}
     if of_loss is not None:
         share = run.loss.share(leaves, [sum(run.samples)])

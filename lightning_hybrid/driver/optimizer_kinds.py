@@ -69,7 +69,7 @@ def register_optimizer(kind: K) -> K:
     return kind
 
 
-def why_whole(optimizer: Optimizer) -> str:
+def why_steps_whole(optimizer: Optimizer) -> str:
     """Why an optimizer steps as a whole; empty: it steps in parts."""
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim.") and kind not in _DECLARED:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_hybrid._torch.optimizers import has_step_hook, order_step_hooks, runs_step_hooks
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.driver.optimizer_kinds import why_whole
+from lightning_hybrid.driver.optimizer_kinds import why_steps_whole
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred, is_of_one_rank, is_unread, materialize
 from lightning_hybrid.state import (
@@ -58,7 +58,7 @@ class OptimizerLink:
         self._index = index
         self._counterparts = counterparts
         self._others = others
-        self.reason = why_whole(optimizer)
+        self.reason = why_steps_whole(optimizer)
         self.sent = False
         self._names = names
         self._named = NamedGroups(names)

@@ -38,6 +38,6 @@ from lightning_hybrid.planning.shapes import (
     rank_shapes,
     recommended,
 )
-from lightning_hybrid.planning.shares import batch_sizes, deal
+from lightning_hybrid.planning.shares import batch_sizes, share_samples
 from lightning_hybrid.planning.step_time import speedup
 from lightning_hybrid.planning.units import parse, spell

@@ -35,7 +35,7 @@ from lightning_hybrid.planning.shape_costs import (
     unlimited,
     with_copies,
 )
-from lightning_hybrid.planning.shares import deal
+from lightning_hybrid.planning.shares import share_samples
 from lightning_hybrid.planning.step_problem import StepProblem
 
 RandomGenerator = np.random.Generator
@@ -200,7 +200,7 @@ class Arrangements:
             return known[key]
 
         total = genes.replicas * self.batch
-        rest = deal(total - genes.replicas * (slices - 1), self.rates(genes))
+        rest = share_samples(total - genes.replicas * (slices - 1), self.rates(genes))
         shares = [slices - 1 + share for share in rest]
         replicas = range(genes.replicas)
         now_s = [time_s(r, shares[r]) for r in replicas]

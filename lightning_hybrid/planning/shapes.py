@@ -42,7 +42,7 @@ from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import plan_within
 from lightning_hybrid.planning.search import PlanSettings, Replica
 from lightning_hybrid.planning.shape_costs import CostsOf, unlimited
-from lightning_hybrid.planning.shares import deal
+from lightning_hybrid.planning.shares import share_samples
 from lightning_hybrid.schedules import STREAMED
 
 SPARE = 0.1
@@ -284,7 +284,7 @@ def _guess(spaces: Sequence[Arrangements], asked: ShapeRequest, genes: Arrangeme
     fits = [_fit(space, shape.arrangement) for space, shape in zip(spaces, shapes)]
     at, shares = whole.arrangement, tuple[int, ...]()
     if asked.by_speed and max(space.kinds(at.used, at.size)):
-        shares = deal(at.replicas * space.batch, space.rates(at))
+        shares = share_samples(at.replicas * space.batch, space.rates(at))
     return replace(
         whole,
         step_s=sum(shape.step_s for shape in shapes) * _dealt(space, at, shares),

@@ -16,10 +16,10 @@ from lightning_hybrid.process.joining import (
     Joined,
     Meeting,
     forget,
-    gather,
     has_met,
     join,
     make_store,
+    meet_all,
     reach,
 )
 from lightning_hybrid.process.launcher import (

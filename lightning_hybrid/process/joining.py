@@ -1,6 +1,6 @@
 """Join the other ranks: first one store, then the group of all ranks, then the mesh.
 
-The first two need no sizes (:func:`gather`); the mesh needs the numbers of replicas and stages
+The first two need no sizes (:func:`meet_all`); the mesh needs the numbers of replicas and stages
 (:func:`join`), which may be known as late as in the set-up of a run. All are kept between Trainers:
 a second run uses the same group of all ranks, and with the same sizes the same mesh. The store ends
 with the process that hosts it.
@@ -159,8 +159,8 @@ def has_met() -> bool:
 def reach(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     """Reach the store; keeps that of the last run with its group, unless that run has failed.
 
-    From here on ranks can tell each other of failures; :func:`gather` makes their group. All ranks
-    run the same script, so they count the same generations and agree on names of groups.
+    From here on ranks can tell each other of failures; :func:`meet_all` makes their group. All
+    ranks run the same script, so they count the same generations and agree on names of groups.
 
     Args:
         coordinates: coordinates of this rank; only the product of their sizes must be right.
@@ -200,7 +200,7 @@ def reach(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     return _Process.everyone
 
 
-def gather(everyone: Everyone) -> None:
+def meet_all(everyone: Everyone) -> None:
     """Make the group of all ranks, which call this together.
 
     Raises:

@@ -32,7 +32,7 @@ from lightning_hybrid.remote.unread import (
     is_unread,
     leave_unread,
     left_unread,
-    place_of,
     streaming,
     unread,
+    unread_place_of,
 )

@@ -279,7 +279,7 @@ class FormerMemory(NamedTuple):
     attributes: dict[str, Any]
 
 
-def exchange(tensor: Any, other: Tensor) -> FormerMemory:
+def exchange_memory(tensor: Any, other: Tensor) -> FormerMemory:
     """Swap the memory of a tensor with that of another one; it keeps its identity and class.
 
     Returns:
@@ -334,7 +334,7 @@ def show(tensor: Any, value: Tensor) -> FormerMemory:
     Returns:
         What :func:`restore` needs to undo it.
     """
-    before = exchange(tensor, ordinary(tensor, value))
+    before = exchange_memory(tensor, ordinary(tensor, value))
     with as_they_are():
         tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
         # (for `is_of_one_rank`: other ranks still lack this tensor)
@@ -343,7 +343,7 @@ def show(tensor: Any, value: Tensor) -> FormerMemory:
 
 
 def restore(tensor: Any, before: FormerMemory) -> None:
-    """Undo :func:`exchange`, and :func:`show` or :func:`defer` that have followed it."""
+    """Undo :func:`exchange_memory`, and :func:`show` or :func:`defer` that have followed it."""
     with as_they_are():
         swap_memory(tensor, before.memory)
         tensor.__class__ = before.kind

@@ -22,7 +22,7 @@ from lightning_hybrid.remote.deferred import (
     Maker,
     count_as_whole,
     defer,
-    exchange,
+    exchange_memory,
     is_deferred,
     like,
     restore,
@@ -42,7 +42,7 @@ class Unread(Maker):
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
-        self.whole: tuple[object, ...] = ()  # see `place_of`
+        self.whole: tuple[object, ...] = ()  # see `unread_place_of`
         self._shown: list[ref[Any]] = []
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -119,7 +119,7 @@ def unread(
     Args:
         tensor: has the size, strides and type.
         read: reads its numbers; see :class:`Unread`.
-        place: tells where the numbers are; :func:`place_of` returns it.
+        place: tells where the numbers are; :func:`unread_place_of` returns it.
         name: its name in errors.
     """
     maker = Unread(read)
@@ -128,7 +128,7 @@ def unread(
     return tensor
 
 
-def place_of(tensor: Any) -> Any:
+def unread_place_of(tensor: Any) -> Any:
     """The ``place`` given to :func:`unread`; ``None``: the tensor is not unread, or a view."""
     if not is_unread(tensor):
         return None
@@ -153,7 +153,7 @@ def leave_unread(tensor: Any, name: str, value: Any) -> FormerMemory:
         What :func:`restore` needs to undo it.
     """
     with as_they_are(), torch.no_grad():
-        before = exchange(tensor, ordinary(tensor, like(value, "meta")))
+        before = exchange_memory(tensor, ordinary(tensor, like(value, "meta")))
         value._maker.open(tensor, name)
     return before
 

@@ -23,7 +23,7 @@ from lightning_hybrid._lightning_private import rebuilt_loader
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import ANOTHER_REPLICA, start, wait
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import batch_sizes, deal
+from lightning_hybrid.planning import batch_sizes, share_samples
 from lightning_hybrid.run.replica_times import ReplicaTimes
 from lightning_hybrid.run.run import Run
 
@@ -136,7 +136,7 @@ class UnequalShares:
         """Which samples of a global batch of this size are this replica's, at such speeds."""
         living = self._living
         place = living.index(self._replica)
-        ends = list(accumulate(deal(size, [speeds[r] for r in living]), initial=0))
+        ends = list(accumulate(share_samples(size, [speeds[r] for r in living]), initial=0))
         return range(ends[place], ends[place + 1])
 
     def position(self, batches: int) -> tuple[int, int]:
@@ -277,9 +277,9 @@ class UnequalShares:
         """The next epoch is dealt by what was measured in this one, where it changes a share."""
         if speeds is None or not self._batch:
             return
-        before = deal(self._batch, self.speeds)
+        before = share_samples(self._batch, self.speeds)
         self.speeds = speeds
-        if deal(self._batch, speeds) != before:
+        if share_samples(self._batch, speeds) != before:
             rank_zero_info(f"replan='epoch': from the next epoch on {self._told()}")
 
     def say_who_is_left(self, lost: Collection[int]) -> None:
@@ -295,7 +295,7 @@ class UnequalShares:
 
     def _told(self) -> str:
         left = [self.speeds[replica] for replica in self._living]
-        shares = ", ".join(map(str, deal(self._batch, left)))
+        shares = ", ".join(map(str, share_samples(self._batch, left)))
         speeds = ", ".join(f"{speed / max(left):.2g}" for speed in left)
         return (
             f"the replicas take {shares} of each {self._batch} samples (relative speeds {speeds})."

@@ -34,8 +34,8 @@ from lightning_hybrid.process import (
     Joined,
     first_fault,
     forget,
-    gather,
     is_loss,
+    meet_all,
     read_fault,
     say_at_next_meeting,
     tell_lost,
@@ -87,7 +87,7 @@ class World:
         if self.everyone.world.is_open:
             self._meet("the start of a run")
         else:
-            gather(self.everyone)
+            meet_all(self.everyone)
 
     def take_coordinates(self, joined: Joined) -> None:
         """Take the mesh, and with it the coordinates of this rank, when sizes are known."""
