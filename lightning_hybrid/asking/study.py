@@ -19,11 +19,11 @@ from lightning_hybrid.asking.target import (
 from lightning_hybrid.graph import network_partitions, why_whole
 from lightning_hybrid.planning import (
     AUTO,
-    Asked,
     ClusterDescription,
     CostsOf,
     PlanSettings,
     Shape,
+    ShapeRequest,
     device_name,
     optimizer_bytes,
     rank_shapes,
@@ -57,7 +57,7 @@ class Study:
 
         A way is numbers of replicas, devices, stages and micro-batches; see `Shape`.
         """
-        asked = Asked(settings=PlanSettings(schedule=AUTO), splits=self.splits, wide=True)
+        asked = ShapeRequest(settings=PlanSettings(schedule=AUTO), splits=self.splits, wide=True)
         return rank_shapes([self.costs_of], self.cluster.take(devices), self.batch, asked)
 
     @cached_property

@@ -43,7 +43,7 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.capture.marked_intermediates import Marking, may_hide_marks, settle
+from lightning_hybrid.capture.marked_intermediates import Marking, may_hide_marks, resolve_marks
 from lightning_hybrid.capture.own_classes import is_followed, like, plain, refused_class
 from lightning_hybrid.capture.rewritten_functions import PACKS, captured_functions
 from lightning_hybrid.graph import (
@@ -80,7 +80,7 @@ def installs_hooks(reason: str, network: nn.Module) -> bool:
     return bool(missing)
 
 
-Run = Callable[..., Sequence[Any]]
+RunGraph = Callable[..., Sequence[Any]]
 """Computes the outputs of a graph from its arguments (and its `LossOfCall`, if there is one)."""
 
 
@@ -93,11 +93,11 @@ warnings.filterwarnings(
 
 _KILLED_LOADER = re.compile(r"DataLoader worker \(pid.* (is killed by signal|exited un).*")
 
-Kind = tuple[tuple[int, ...], torch.dtype]
+ShapeAndType = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
 
 
-def kind_of(tensor: Tensor) -> Kind:
+def kind_of(tensor: Tensor) -> ShapeAndType:
     """Shape and type of a tensor, whatever its class."""
     with as_they_are():
         return tuple(tensor.shape), tensor.dtype
@@ -120,7 +120,9 @@ class NotCaptured(Exception):
         advice: str = "Name the part of the model that is to be cut: the strategy's network='...'.",
     ) -> None:
         super().__init__(reason)
-        self.reason, self.by_its_kind, self.advice = reason, by_its_kind, advice
+        self.reason = reason
+        self.by_its_kind = by_its_kind
+        self.advice = advice
 
 
 class _OtherDimension(Exception):
@@ -219,8 +221,8 @@ class Capture:
         self,
         network: nn.Module,
         forward: Callable[..., Any],
-        run: Run,
-        shared: Mapping[str, Kind] | None = None,
+        run: RunGraph,
+        shared: Mapping[str, ShapeAndType] | None = None,
         *,
         whole: bool = True,
         divides: bool = True,
@@ -228,18 +230,24 @@ class Capture:
         shares: bool = False,
         looks: Callable[[], None] = lambda: None,
     ) -> None:
-        self._divides, self._draws, self._shares = divides, draws, shares
+        self._divides = divides
+        self._draws = draws
+        self._shares = shares
         self._looks = looks
         tensors = (*network.named_parameters(), *network.named_buffers())
-        self.network, self._run = network, run
+        self.network = network
+        self._run = run
         self._shared = {n: kind_of(t) for n, t in tensors} if shared is None else shared
         self.reason: str | None = None
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # the `id` of a freed tensor could be given to another
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
         self._given: list[int] = []
-        self._batch_dim, self._looks_behind = 0, divides and whole and _has_time_first(network)
-        self._captured, self._marking, self._whole = 0, False, whole
+        self._batch_dim = 0
+        self._looks_behind = divides and whole and _has_time_first(network)
+        self._captured = 0
+        self._marking = False
+        self._whole = whole
 
         if getattr(forward, "__func__", None) is type(network).forward:
             with captured_functions:  # (the network may be of a class with a replaced `forward`)
@@ -293,12 +301,14 @@ class Capture:
         except _LacksMarks:
             # (nothing but the capture has happened)
             forget_compiled(self, self._code)
-            self._marking, self._captured = True, 0
+            self._marking = True
+            self._captured = 0
             return self._called(args, kwargs)
         except _OtherDimension:
             # nothing but the capture has happened
             forget_compiled(self, self._code)
-            self._batch_dim, self._captured = 1 - self._batch_dim, 0
+            self._batch_dim = 1 - self._batch_dim
+            self._captured = 0
             self._looks_behind = self._batch_dim == 1  # once each way, and then the first again
             return self._called(args, kwargs)
         except (
@@ -344,7 +354,7 @@ class Capture:
             for node in module.graph.nodes
             if node.op == "placeholder"
         ]
-        fresh, settled = self._captured > 1, settle(module)
+        fresh, resolved = self._captured > 1, resolve_marks(module)
         lacks_marks = not self._marking and may_hide_marks(module)
 
         def run(*values: Any) -> Sequence[Any]:
@@ -360,7 +370,7 @@ class Capture:
             if divided is None:
                 _refuse_classes(value for value in values if isinstance(value, Tensor))
                 _refuse_optimizers(module)
-                if not settled:
+                if not resolved:
                     raise NotCaptured("it changes requires_grad of a tensor that it is given")
                 divided = graphs[names] = self._divided(module, names, values)
                 self._find_batch(divided.heavy, values)

@@ -2,7 +2,8 @@
 
 * A :class:`Command` goes from a driver to its workers, which carry commands out in order; one that
   is ``answered`` gets an :class:`Answer` back.
-* A :class:`Word` goes from a stage to the one before or behind it, on the queue of their link.
+* A :class:`StageMessage` goes from a stage to the one before or behind it, on the queue of their
+  link.
 * :class:`StillAlive` and :class:`Leaving` may come between any two others; the channel itself
   handles them.
 
@@ -24,10 +25,10 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.switches import Switches
-from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
+from lightning_hybrid.comm.tensor_specs import CallKey, CallPrecision, TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.graph import StageCode
-from lightning_hybrid.remote import Kind
+from lightning_hybrid.remote import RemoteKind
 
 Tensors = Iterable[tuple[str, Tensor]]
 """Named tensors. The receiver gets an iterator, which receives them one by one."""
@@ -58,12 +59,12 @@ class Answer(Message):
     tensors: Tensors = ()
 
 
-class Word(Message):
+class StageMessage(Message):
     """A message from a stage to a neighbouring one."""
 
 
 @dataclass(frozen=True)
-class Header(Word):
+class Header(StageMessage):
     """Announces the activations of a micro-batch, which follow.
 
     Attributes:
@@ -76,7 +77,7 @@ class Header(Word):
 
 
 @dataclass(frozen=True)
-class Status(Word):
+class Status(StageMessage):
     """Sent at the end of a forward pass: whether the sending stage, or one before it, has failed.
 
     Attributes:
@@ -87,7 +88,7 @@ class Status(Word):
 
 
 @dataclass(frozen=True)
-class Pattern(Word):
+class GradientPattern(StageMessage):
     """Sent before gradients: which of the activations at a cut get a gradient.
 
     Attributes:
@@ -126,7 +127,7 @@ class Command(Message):
 
     answered: ClassVar[bool] = False
     joint: ClassVar[bool] = False
-    outdates: ClassVar[frozenset[Kind]] = frozenset()
+    outdates: ClassVar[frozenset[RemoteKind]] = frozenset()
 
 
 # ---------------------------------------------------------------- the network
@@ -189,7 +190,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Cut(NetworkCommand):
+class CutNetwork(NetworkCommand):
     """Make this rank's stages of a network, or of another graph of a network that is cut already.
 
     Attributes:
@@ -221,7 +222,7 @@ class Forward(CallCommand):
         uses_rng: whether the states of the generators are sent with the activations.
         ahead: whether it belongs to a later batch and runs early (streamed schedules): optimizers
             may step between it and its backward, and what it writes to buffers stays hidden until
-            :class:`Commit`.
+            :class:`CommitEarlyForward`.
         new_key: the key itself, if the worker may not have it yet.
         again: whether the call has run before: what it writes to buffers is not kept.
         averages: whether gradients that backwards inside of the call leave aside are averaged over
@@ -230,7 +231,7 @@ class Forward(CallCommand):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.BUFFER})
+    outdates = frozenset({RemoteKind.BUFFER})
     draw: int
     key: int
     exchange: bool
@@ -261,7 +262,7 @@ class Backward(CallCommand):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
     pattern: int
     exchange: bool
     parameters: bool
@@ -273,25 +274,25 @@ class Backward(CallCommand):
 
 
 @dataclass(frozen=True)
-class Free(CallCommand):
+class FreeCall(CallCommand):
     """Free what was kept for the backward of a call, which will not come."""
 
     in_frame = True
 
 
 @dataclass(frozen=True)
-class Commit(CallCommand):
+class CommitEarlyForward(CallCommand):
     """Apply to the buffers what an early forward (streamed schedules) has written to them.
 
     Sent when its batch has its turn, in which one device would write them.
     """
 
     in_frame = True
-    outdates = frozenset({Kind.BUFFER})
+    outdates = frozenset({RemoteKind.BUFFER})
 
 
 @dataclass(frozen=True)
-class Drop(CallCommand):
+class DropEarlyForward(CallCommand):
     """Discard an early forward (streamed schedules) and its effects: its call will not come."""
 
     in_frame = True
@@ -303,7 +304,7 @@ class Reduce(NetworkCommand):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -315,7 +316,7 @@ class AwaitSums(Command):
 
 @dataclass(frozen=True)
 class SumAgain(Command):
-    """Replicas are lost: sum up gradients anew, with those that are left.
+    """Replicas are lost: sum up gradients again over those that are left.
 
     Attributes:
         living: numbers of these.
@@ -336,7 +337,7 @@ class TakeAverages(Command):
 
     scale: float
 
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,9 @@ class ReleaseHooks(NetworkCommand):
     """
 
     in_frame = True
-    outdates = frozenset({Kind.GRADIENT, Kind.PARAMETER})  # a hook may step an optimizer
+    outdates = frozenset(
+        {RemoteKind.GRADIENT, RemoteKind.PARAMETER}
+    )  # a hook may step an optimizer
     call: bool
 
 
@@ -369,12 +372,12 @@ class SynchronizeBuffers(Command):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.BUFFER})
+    outdates = frozenset({RemoteKind.BUFFER})
     state: bool
 
 
 @dataclass(frozen=True)
-class Share(NetworkCommand):
+class ShareWeights(NetworkCommand):
     """Give every replica the weights of replica 0."""
 
     joint = True
@@ -429,12 +432,12 @@ class ZeroGrad(OptimizerCommand):
     """
 
     in_frame = True
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
     set_to_none: bool
 
 
 @dataclass(frozen=True)
-class Step(OptimizerCommand):
+class StepOptimizer(OptimizerCommand):
     """Step an optimizer.
 
     Attributes:
@@ -443,9 +446,9 @@ class Step(OptimizerCommand):
     """
 
     in_frame = True
-    outdates = frozenset({Kind.PARAMETER})
+    outdates = frozenset({RemoteKind.PARAMETER})
     groups: list[Hyperparameters] | None = None
-    precision: Precision | None = None
+    precision: CallPrecision | None = None
 
 
 @dataclass(frozen=True)
@@ -469,7 +472,7 @@ class ClipNorm(OptimizerCommand):
         total: the norm of the gradients of all ranks.
     """
 
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
     max_norm: float
     total: Tensor
 
@@ -478,7 +481,7 @@ class ClipNorm(OptimizerCommand):
 class ClipValues(OptimizerCommand):
     """Clamp the gradients of an optimizer to [-bound, bound]."""
 
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
     bound: float
 
 
@@ -487,7 +490,7 @@ class Unscale(OptimizerCommand):
     """Multiply the gradients of an optimizer by ``factor``; answer whether one is not finite."""
 
     answered = True
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
     factor: Tensor
 
 
@@ -613,7 +616,7 @@ class LendTensors(Command):
     """Give the driver these parameters or their gradients, by a group for that alone.
 
     Attributes:
-        names: of the parameters, dotted; empty: all that the driver uses too (:class:`Cut`).
+        names: of the parameters, dotted; empty: all that the driver uses too (:class:`CutNetwork`).
         gradients: whether their gradients are meant, which are dense.
         types: those that the driver has memory of; empty: those of the parameters.
     """
@@ -685,14 +688,14 @@ class ClearGradients(Command):
 
 
 @dataclass(frozen=True)
-class Check(Command):
+class GiveFailure(Command):
     """Answer with the failure of an earlier command that had no answer, if there is one."""
 
     answered = True
 
 
 @dataclass(frozen=True)
-class Report(Command):
+class GiveReport(Command):
     """Answer with the report of this name, such as ``free``: free memory of the worker's device."""
 
     answered = True

@@ -60,7 +60,10 @@ class Adoption:
     def __init__(
         self, driver: Driver, mesh: Mesh, options: DriverOptions, plans: dict[str, Plan]
     ) -> None:
-        self.driver, self._mesh, self.options, self._plans = driver, mesh, options, plans
+        self.driver = driver
+        self._mesh = mesh
+        self.options = options
+        self._plans = plans
         self.announcements = Announcements(options)
         self._placed: dict[str, Plan] = {}  # the plans of this run's networks, by name
 
@@ -102,7 +105,9 @@ class Adoption:
             placement = Placement.of(
                 codes, devices, plan.schedule, plan.split or (), plan.recompute
             )
-            refuse_streaming(found, graph, plan, placement, first=not self.driver.has_networks)
+            refuse_streamed_network(
+                found, graph, plan, placement, first=not self.driver.has_networks
+            )
             # the Python between graphs, and with rng="device" the code around a call, draw from the
             # same generators as the network: their state travels with the batch, and back
             continues = not found.whole or self.driver.calls.follows
@@ -162,7 +167,7 @@ class Adoption:
         refusal = why_not_cut(graph)
         if refusal is not None:
             raise CannotFollow(f"it {refusal}")
-        refuse_streaming(found, graph, plan, network.placement)
+        refuse_streamed_network(found, graph, plan, network.placement)
         positions = follow(graph, network.placement.owned[: plan.stages])
         if _collects(plan):
             # outputs of copies of the last stage are joined by one more stage, which has no layers
@@ -264,7 +269,9 @@ class Adoption:
         Raises:
             HybridError: the network cannot be cut as asked.
         """
-        graph, partitions, leaves = first.graph, first.partitions, first.leaves
+        graph = first.graph
+        partitions = first.partitions
+        leaves = first.leaves
         devices = self._mesh.coordinates.ranks_per_replica
         stages = self.options.number_of_stages or devices
         if len(partitions) < stages:
@@ -298,7 +305,7 @@ class Adoption:
         return replace(plan, split_by=by, tried=tried)
 
 
-def refuse_streaming(
+def refuse_streamed_network(
     found: FoundNetwork,
     graph: NetworkGraph,
     plan: Plan,
@@ -380,7 +387,7 @@ def _refuse_moved(found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any
 
 
 def why_not_cut(graph: NetworkGraph) -> str | None:
-    """Why a graph cannot be cut anywhere, as a predicate of its network; ``None``: it can."""
+    """Why a graph cannot be cut anywhere, as the end of "the network ..."; ``None``: it can."""
     for leaf in graph.leaves:
         if not leaf.number and not graph.info[leaf.node].is_strided:
             return f"takes a tensor that is not dense ({leaf.name})"

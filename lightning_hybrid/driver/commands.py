@@ -40,7 +40,8 @@ class Workers:
         # (NCCL would wait for ever for a rank that is gone)
         self._guard = Guard.where_needed(mesh)
         self._in_pass = False  # whether workers may be waiting for an earlier stage of this rank
-        self.passing_now, self.in_step = False, True
+        self.passing_now = False
+        self.in_step = True
         self.before_weights_change: Callable[[], None] = lambda: None
 
     def send(self, rank: int, command: Command) -> None:
@@ -130,7 +131,8 @@ class Commands:
     """
 
     def __init__(self, workers: Workers, remote: RemoteTensors) -> None:
-        self.workers, self.remote = workers, remote
+        self.workers = workers
+        self.remote = remote
         self._switches: dict[int, object] = {}  # by rank, the settings that it was told
 
     def tell(self, command: Command) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.comm import Mesh, Precision, TensorSpec, gather_objects, signals_deferred
+from lightning_hybrid.comm import CallPrecision, Mesh, TensorSpec, gather_objects, signals_deferred
 from lightning_hybrid.comm.protocol import (
     ClipNorm,
     ClipValues,
@@ -18,7 +18,7 @@ from lightning_hybrid.comm.protocol import (
     Hyperparameters,
     OptimizerCommand,
     OutlineStates,
-    Step,
+    StepOptimizer,
     TakeOptimizers,
     Unscale,
     ZeroGrad,
@@ -35,8 +35,8 @@ from lightning_hybrid.remote import is_unread, materialize
 from lightning_hybrid.state import (
     OtherReplicas,
     Owned,
-    Replicas,
-    States,
+    ReplicaOfState,
+    StatesByName,
     StateShares,
     complete,
     gather_states,
@@ -80,7 +80,8 @@ class DrivenOptimizers:
         files: FilesOfWorkers,
         options: DriverOptions,
     ) -> None:
-        self._module, self._say = module, options.say
+        self._module = module
+        self._say = options.say
         # of the parameters that all ranks have (not of those that a hook adds on this rank)
         self._parameters = {
             name: p
@@ -89,16 +90,20 @@ class DrivenOptimizers:
         }
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._device = commands.remote.device
-        self._commands, self._ownership, self._gradients = commands, ownership, gradients
+        self._commands = commands
+        self._ownership = ownership
+        self._gradients = gradients
         self._files = files
         self.optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
-        self._precision: Precision | None = None  # the one that was last sent to the workers
-        self.streamed_by, self._stays = "", ""
+        self._precision: CallPrecision | None = None  # the one that was last sent to the workers
+        self.streamed_by = ""
+        self._stays = ""
         self.before_step: Callable[[], None] = lambda: None
-        self._mesh, self._replica = mesh, mesh.coordinates.dp_rank
+        self._mesh = mesh
+        self._replica = mesh.coordinates.dp_rank
         self._all_here = not commands.workers.ranks
-        replicas, self._replica_of = mesh.coordinates.replicas, Replicas()
+        replicas, self._replica_of = mesh.coordinates.replicas, ReplicaOfState()
         self._shares: StateShares | None = None
         self._others: OtherReplicas | None = None
         if options.shards and replicas > 1:
@@ -116,7 +121,8 @@ class DrivenOptimizers:
             self.optimizers = list(optimizers)  # workers step none, or they are connected already
             return
         self.close()
-        self.optimizers, self._links = list(optimizers), []
+        self.optimizers = list(optimizers)
+        self._links = []
         self._links = [
             OptimizerLink(optimizer, self._names, index, self, self._others)
             for index, optimizer in enumerate(optimizers)
@@ -240,7 +246,8 @@ class DrivenOptimizers:
         """After the run: what still refers to this object keeps no states alive."""
         for link in self._links:
             link.forget()
-        self.optimizers, self._links = [], []
+        self.optimizers = []
+        self._links = []
 
     # -------------------------------------------- what an optimizer link asks for, and states
 
@@ -254,8 +261,10 @@ class DrivenOptimizers:
         """
         self.before_step()
         if self._ownership.any_network:  # else nobody would hear of the precision
-            precision = Precision.current(self._device)
-            self._tell(Step(index, changed, None if precision == self._precision else precision))
+            precision = CallPrecision.current(self._device)
+            self._tell(
+                StepOptimizer(index, changed, None if precision == self._precision else precision)
+            )
             self._precision = precision
         if self._shares is not None:
             self._shares.exchange()
@@ -280,10 +289,10 @@ class DrivenOptimizers:
             self._commands.remote.release_gradients(known)
         self._tell(ZeroGrad(index, set_to_none))
 
-    def settle(self) -> None:
+    def bring_gradients_to_owners(self) -> None:
         """Bring all gradients to the owners of their parameters, before they are used."""
-        self._gradients.settle()
-        self._ownership.settle()
+        self._gradients.bring_to_owners()
+        self._ownership.add_copied_gradients()
 
     def state(self, index: int) -> dict[str, dict[str, Any]]:
         """The state of an optimizer that the workers have, by parameter name.
@@ -367,7 +376,7 @@ class DrivenOptimizers:
             left.append({**state, "state": mine})
         return {**checkpoint, "optimizer_states": left}
 
-    def _states_of_others(self, link: OptimizerLink) -> States:
+    def _states_of_others(self, link: OptimizerLink) -> StatesByName:
         """The states that other replicas have, by name of the parameter (collective over drivers).
 
         The driver of replica 0 gets them.
@@ -507,7 +516,7 @@ class DrivenOptimizers:
 
     @signals_deferred
     def unscale(self, optimizer: Optimizer, factor: Tensor) -> bool:
-        """Multiply the gradients of all stages with ``factor``.
+        """Multiply the gradients of all stages by ``factor``.
 
         Returns:
             Whether a gradient is not finite; the same on all replicas, since gradients are averages

@@ -19,7 +19,7 @@ from lightning_hybrid.graph import NetworkGraph, compute_whole, network_partitio
 from lightning_hybrid.planning import CalledNetwork
 
 
-class LookAhead:
+class ForeseenCalls:
     """Captures the networks that a copy of a module calls.
 
     Args:

@@ -87,13 +87,17 @@ class Stage:
     """
 
     def __init__(self, code: StageCode, network: nn.Module, device: torch.device) -> None:
-        self.written, self.layers, self.tensor_names = code.written, code.layers, code.owned
-        self._numbers, self.checkpointed = code.numbers, code.checkpointed
+        self.written = code.written
+        self.layers = code.layers
+        self.tensor_names = code.owned
+        self._numbers = code.numbers
+        self.checkpointed = code.checkpointed
         # Places (table of the module, key) and not tensors: the user's code may put another buffer
         # into its module, and the next call is to take that one.
         self._places = {name: _place(network, name) for name in code.owned}
         self._takes = code.tensors
-        self._code, self.device = code.code, device
+        self._code = code.code
+        self.device = device
         self._run = code.code.function(device)
         self.compiled = False
 

@@ -9,7 +9,14 @@ from lightning_hybrid.planning.plan import Plan, StagePlan, cells
 from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import TIMES, StepCosts
 from lightning_hybrid.report import Span, page, paragraph, table, timeline
-from lightning_hybrid.schedules import INSIDE, STREAMED, Kind, collected, deal, make_schedule
+from lightning_hybrid.schedules import (
+    INSIDE,
+    STREAMED,
+    InstructionKind,
+    collected,
+    deal,
+    make_schedule,
+)
 
 _MOST_LANES = 32
 _MEMORY = (
@@ -24,10 +31,10 @@ _MEMORY_AGAIN = (
     " them stages keep the inputs of all."
 )
 _KINDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.WEIGHT: "weight",
-    Kind.REDUCE: "reduce",
+    InstructionKind.FORWARD: "forward",
+    InstructionKind.BACKWARD: "backward",
+    InstructionKind.WEIGHT: "weight",
+    InstructionKind.REDUCE: "reduce",
 }
 
 

@@ -16,9 +16,9 @@ from lightning_hybrid.graph import find_boundary
 from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster import Cluster, Rates
 from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
-from lightning_hybrid.planning.memory_check import Fit, Held, Way, check_memory
+from lightning_hybrid.planning.memory_check import ChainSizes, Fit, TrainingMemory, check_memory
 from lightning_hybrid.planning.memory_needed import (
-    Life,
+    RunMemory,
     held_in_training,
     optimizer_bytes,
     remaining,
@@ -161,10 +161,10 @@ def _with_memory(
     return table.averaged() if site.replicas > 1 or settings.has_copies else table
 
 
-def _life(network: CalledNetwork, table: PartitionTable, site: Site, batch_bytes: int) -> Life:
+def _life(network: CalledNetwork, table: PartitionTable, site: Site, batch_bytes: int) -> RunMemory:
     """The memory that ranks take beside their stages."""
     sizes = {name: p.nbytes for name, p in network.graph.network.named_parameters()}
-    return Life(
+    return RunMemory(
         start_bytes=round(max(site.present_bytes, *table.parameter_bytes)),
         passing_bytes={
             partition.name: round(max(working, *(sizes[name] for name in partition.parameters), 0))
@@ -216,7 +216,9 @@ def _replica(
     site: Site, settings: PlanSettings, microbatches: int, batch_bytes: int, table: PartitionTable
 ) -> Replica:
     """The devices of a site as the search takes them, with memory that is free for stages."""
-    limits, cluster, rates = site.limits, site.cluster, site.rates
+    limits = site.limits
+    cluster = site.cluster
+    rates = site.rates
     if settings.has_copies:
         limits = limits and tuple(map(int, of_slowest(limits, owners_of(settings.copies))))
     # any device may get the partition whose operations use the most memory
@@ -240,9 +242,9 @@ def _replica(
 def _check(
     table: PartitionTable,
     settings: PlanSettings,
-    held: Held,
+    held: TrainingMemory,
     limits: tuple[int, ...],
-    way: Way,
+    way: ChainSizes,
     batch: int,
     trains: bool,
 ) -> None:
@@ -325,12 +327,16 @@ def plan_within(
     Raises:
         PlanError: there is no placement.
     """
-    limits, stages, microbatches = replica.memory_limits, replica.stages, replica.microbatches
+    limits = replica.memory_limits
+    stages = replica.stages
+    microbatches = replica.microbatches
 
     def plan_with(recompute: bool) -> Plan:
         inside = settings.schedule == INSIDE
-        way = Way(stages=stages, microbatches=microbatches, recompute=recompute, inside=inside)
-        held = Held([round(size) for size in table.kept_bytes])
+        way = ChainSizes(
+            stages=stages, microbatches=microbatches, recompute=recompute, inside=inside
+        )
+        held = TrainingMemory([round(size) for size in table.kept_bytes])
         if trains:
             held = held_in_training(table, settings, way)
         if batch is not None and limits is not None and held.needed:

@@ -28,7 +28,7 @@ from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts, batch_s, fill_drain_s
 from lightning_hybrid.schedules import STREAMED, DelayedWeights, loop_order
 
-Objective = Literal["step", "makespan", "profit"]
+PlanObjective = Literal["step", "makespan", "profit"]
 Method = Literal["gabra", "exact", "merging"]
 AUTO = "auto"
 
@@ -67,7 +67,7 @@ class PlanSettings:
 
     schedule: str = "gpipe"
     allocation: Method | tuple[str, ...] = "gabra"
-    objective: Objective = "step"
+    objective: PlanObjective = "step"
     seed: int = 0
     contiguous: bool = True
     recompute: bool | Literal["auto"] = "auto"

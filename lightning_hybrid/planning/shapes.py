@@ -30,13 +30,19 @@ from lightning_hybrid.planning.cluster import order_ranks
 from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.copied_stages import best_cuts, owners_of
 from lightning_hybrid.planning.looped_placements import improved
-from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lacks, what_would_fit
+from lightning_hybrid.planning.memory_check import (
+    ChainSizes,
+    Fit,
+    gigabytes,
+    what_lacks,
+    what_would_fit,
+)
 from lightning_hybrid.planning.memory_needed import remaining
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import plan_within
 from lightning_hybrid.planning.search import PlanSettings, Replica
-from lightning_hybrid.planning.shares import deal
-from lightning_hybrid.planning.step_problems import CostsOf, unlimited
+from lightning_hybrid.planning.shape_costs import CostsOf, unlimited
+from lightning_hybrid.planning.shares import share_samples
 from lightning_hybrid.schedules import STREAMED
 
 SPARE = 0.1
@@ -78,8 +84,8 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is asked of shapes.
+class ShapeRequest:
+    """The shapes to consider: limits of the user and of the network.
 
     Attributes:
         settings: options of the user.
@@ -186,7 +192,7 @@ def rank_shapes(
     networks: Sequence[CostsOf],
     cluster: ClusterDescription,
     batch: int,
-    asked: Asked | None = None,
+    asked: ShapeRequest | None = None,
     *,
     spare: float = SPARE,
 ) -> list[Shape]:
@@ -207,7 +213,7 @@ def rank_shapes(
     """
     if batch < 1:
         raise PlanError(f"a replica takes {batch} samples a step: at least 1 is needed")
-    asked, found = asked or Asked(wide=True), list[Shape]()
+    asked, found = asked or ShapeRequest(wide=True), list[Shape]()
     for left in (spare, 0.0):
         found = _ranked(networks, cluster.sparing(left), batch, asked)
         if any(shape.fits for shape in found) or not spare:
@@ -216,7 +222,7 @@ def rank_shapes(
 
 
 def _ranked(
-    networks: Sequence[CostsOf], cluster: ClusterDescription, batch: int, asked: Asked
+    networks: Sequence[CostsOf], cluster: ClusterDescription, batch: int, asked: ShapeRequest
 ) -> list[Shape]:
     divisors = _divisors(batch, _MOST_MICROBATCHES)
     numbers = [m for m in divisors if m == 1 or asked.splits(m)] if asked.wide else [1]
@@ -231,7 +237,10 @@ def _ranked(
 
 
 def _plain(
-    spaces: Sequence[Arrangements], asked: Asked, order: Sequence[int], number: int | None = None
+    spaces: Sequence[Arrangements],
+    asked: ShapeRequest,
+    order: Sequence[int],
+    number: int | None = None,
 ) -> list[Shape]:
     """The plain shapes on the first devices of an order, those that may be the best planned."""
     seats, speeds = order[:number], spaces[0].cluster.relative_speeds
@@ -267,7 +276,7 @@ def _plain(
     return guesses
 
 
-def _guess(spaces: Sequence[Arrangements], asked: Asked, genes: Arrangement) -> Shape:
+def _guess(spaces: Sequence[Arrangements], asked: ShapeRequest, genes: Arrangement) -> Shape:
     """A plain shape as far as balanced cuts tell, each network with all of the memory."""
     cut = [space.recut(_on_drivers(space, genes)) for space in spaces]
     shapes = [_shape(s, g, "balanced", equal=True) for s, g in zip(spaces, cut) if g is not None]
@@ -275,7 +284,7 @@ def _guess(spaces: Sequence[Arrangements], asked: Asked, genes: Arrangement) -> 
     fits = [_fit(space, shape.arrangement) for space, shape in zip(spaces, shapes)]
     at, shares = whole.arrangement, tuple[int, ...]()
     if asked.by_speed and max(space.kinds(at.used, at.size)):
-        shares = deal(at.replicas * space.batch, space.rates(at))
+        shares = share_samples(at.replicas * space.batch, space.rates(at))
     return replace(
         whole,
         step_s=sum(shape.step_s for shape in shapes) * _dealt(space, at, shares),
@@ -293,7 +302,7 @@ def _dealt(space: Arrangements, genes: Arrangement, shares: tuple[int, ...]) -> 
 
 
 def _on_drivers(space: Arrangements, genes: Arrangement) -> Arrangement:
-    """The same for a network with fewer partitions than devices, which stays on the drivers."""
+    """The arrangement, or for a network with too few partitions one on the drivers alone."""
     if genes.size <= space.partitions:
         return genes
     drivers = genes.used[:: genes.size]
@@ -301,7 +310,7 @@ def _on_drivers(space: Arrangements, genes: Arrangement) -> Arrangement:
     return replace(genes, devices=(*drivers, *others), copies=(1,), recompute=False)
 
 
-def _planned(spaces: Sequence[Arrangements], asked: Asked, guess: Shape) -> Shape:
+def _planned(spaces: Sequence[Arrangements], asked: ShapeRequest, guess: Shape) -> Shape:
     """A plain shape at its own micro-batches, as a run plans it; or by the guess's cuts if large.
 
     Several networks are placed one after the other, each in the memory that is left.
@@ -366,7 +375,7 @@ def _wide(
     return [*found, *(shape for shape in dealt if shape.shares)]
 
 
-def _joint(space: Arrangements, asked: Asked, found: Sequence[Shape]) -> list[Shape]:
+def _joint(space: Arrangements, asked: ShapeRequest, found: Sequence[Shape]) -> list[Shape]:
     """Shapes on unlike devices, also without some of them: the best first devices, and of all."""
     count, speeds = len(space.cluster.devices), space.cluster.relative_speeds
     everyone = tuple(range(count))
@@ -483,9 +492,9 @@ def plans_of(
 
 
 def _fit(space: Arrangements, genes: Arrangement) -> Fit:
-    """The same shape as far as its memory goes; without limits it lacks nothing."""
+    """Whether a shape fits into memory; without limits it always does."""
     problem = space.whole(genes)
-    way = Way(stages=genes.size, microbatches=genes.microbatches, recompute=genes.recompute)
+    way = ChainSizes(stages=genes.size, microbatches=genes.microbatches, recompute=genes.recompute)
     fit = Fit.of(problem.table, way, problem.memory_limits, space.batch)
     # the problem has taken what is crossing away
     kept = genes.recompute * fit.crossing_bytes

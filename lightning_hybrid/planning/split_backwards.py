@@ -91,5 +91,7 @@ def _toggled(
             tried = chosen ^ {stage}
             took_s = step_s(tried)
             if took_s < best_s:
-                chosen, best_s, better = tried, took_s, True
+                chosen = tried
+                best_s = took_s
+                better = True
     return chosen

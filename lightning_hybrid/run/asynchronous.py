@@ -39,7 +39,7 @@ Push = tuple[int, int, int, int]
 the version of the weights that its gradient was computed with."""
 
 
-class Home:
+class ParameterServer:
     """The parameter server: the newest weights, and the pushes that are not applied yet.
 
     A message of a replica is one tensor: its gradients, flattened; for each parameter whether it
@@ -52,7 +52,9 @@ class Home:
     """
 
     def __init__(self, replicas: int, bound: int, note: Callable[[Push], None]) -> None:
-        self._replicas, self._bound, self._note = replicas, bound, note
+        self._replicas = replicas
+        self._bound = bound
+        self._note = note
         self._changed = Condition()
         self._version = 0
         self._reads: dict[int, int] = {}  # by replica, the version that it computes with
@@ -174,18 +176,20 @@ class AsynchronousReplica:
     """
 
     def __init__(self, run: Run, optimizer: SGD, say: Callable[[str], None]) -> None:
-        self._trainer, self._optimizer = run.trainer, optimizer
+        self._trainer = run.trainer
+        self._optimizer = optimizer
         mesh, bound = run.world.mesh, run.config.staleness or 0
         replicas = mesh.coordinates.replicas
-        self._together, self._stepping = True, False
+        self._together = True
+        self._stepping = False
         self._step = 0
         self._gradients: list[Tensor | None] = []
         self._read = torch.empty(0)
         self._order: list[Push] = []
-        self._home: Home | None = None
+        self._home: ParameterServer | None = None
         self._wire = GroupWire(mesh.drivers, 0, "replica 0", _TAG)
         if mesh.coordinates.dp_rank == 0:
-            self._home = Home(replicas, bound, self._order.append)
+            self._home = ParameterServer(replicas, bound, self._order.append)
             for replica in range(1, replicas):
                 wire = GroupWire(mesh.drivers, replica, f"replica {replica}", _TAG)
                 serve = BackgroundThread(self._serve, "hybrid-home", replica, wire, awaited=True)

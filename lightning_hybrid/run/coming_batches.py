@@ -37,7 +37,8 @@ class ComingBatch:
     """
 
     def __init__(self, raw: Any, error: Exception | None) -> None:
-        self.raw, self.error = raw, error
+        self.raw = raw
+        self.error = error
         self.handed = self.is_ready = False
         self.ready: Any = None
         self.tensors: Sequence[Tensor] = ()
@@ -53,7 +54,8 @@ class ComingBatch:
             self.ready = move(raw)
             self.tensors = [plain(tensor) for _, tensor in tensors_in(self.ready)]
             # drop the original, which may be large
-            self.is_ready, self.raw = True, None
+            self.is_ready = True
+            self.raw = None
         return self.ready
 
 
@@ -68,7 +70,8 @@ class Iteration:
     """
 
     def __init__(self, loader: Any, asked: Callable[["Iteration"], None]) -> None:
-        self._source, self._asked = iter(loader), asked
+        self._source = iter(loader)
+        self._asked = asked
         self._batches: deque[ComingBatch] = deque()  # fetched, and not begun yet
 
     def __iter__(self) -> Iterator[Any]:
@@ -132,7 +135,8 @@ class ComingLoader:
     iteration: Iteration | None
 
     def __init__(self, loader: Any) -> None:
-        self.users_loader, self.iteration = loader, None
+        self.users_loader = loader
+        self.iteration = None
 
     def __getattr__(self, name: str) -> Any:
         if name in self._own:  # not set yet, in the constructor
@@ -171,7 +175,8 @@ class ComingBatches(Batches):
     """
 
     def __init__(self, trainer: Trainer, barrier: Literal["step", "epoch"]) -> None:
-        self._trainer, self._barrier = trainer, barrier
+        self._trainer = trainer
+        self._barrier = barrier
         self._move: Callable[[Any], Any] = lambda batch: batch
         self._begun: ComingBatch | None = None
         self._iteration: Iteration | None = None
@@ -193,7 +198,8 @@ class ComingBatches(Batches):
         """
         if not self._trainer.training:
             return move(batch)
-        self._iteration, self._move = self._the_loader().iteration, move
+        self._iteration = self._the_loader().iteration
+        self._move = move
         self._begun = self._iteration.begin() if self._iteration else None
         return move(batch) if self._begun is None else self._begun.make_ready(move, batch)
 

@@ -48,7 +48,8 @@ class Window:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self.wall_s, self.busy_s = 0.0, list[float]()
+        self.wall_s = 0.0
+        self.busy_s = list[float]()
         self._since: float | None = None
         self.resume()
 

@@ -42,7 +42,9 @@ class PerformanceLog(StepWatcher):
     """
 
     def __init__(self, run: Run, meter: Meter) -> None:
-        self._run, self._trainer, self._meter = run, run.trainer, meter
+        self._run = run
+        self._trainer = run.trainer
+        self._meter = meter
         self._replicas = run.world.coordinates.replicas
         self._known: set[str] = set()  # names of the networks whose plans are logged
         self.begin_anew()
@@ -52,7 +54,10 @@ class PerformanceLog(StepWatcher):
         self._first_step: int | None = None
         self._window = None
         self._begun = self._samples = 0  # first step of the window, samples in it
-        self._all_steps, self._all_samples, self._all_s = 0, 0, 0.0  # of all windows
+        # of all windows
+        self._all_steps = 0
+        self._all_samples = 0
+        self._all_s = 0.0
 
     def batch_starts(self, batch: Any) -> None:
         """Log new plans, and the window, if it has enough steps; count the samples of the batch."""
@@ -68,7 +73,9 @@ class PerformanceLog(StepWatcher):
         # not in the first step, in which networks are captured and measured
         if self._window is None and step > self._first_step:
             self._log_start(step)
-            self._window, self._begun, self._samples = Window(self._meter), step, 0
+            self._window = Window(self._meter)
+            self._begun = step
+            self._samples = 0
         if self._window is not None:
             self._samples += first_size(batch) or 0
 

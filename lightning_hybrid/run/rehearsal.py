@@ -29,7 +29,7 @@ from lightning_hybrid._lightning import (
     is_param_in_hook_signature,
 )
 from lightning_hybrid._lightning_private import random_states, set_random_states, training_source
-from lightning_hybrid.driver import LookAhead
+from lightning_hybrid.driver import ForeseenCalls
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import CalledNetwork
 from lightning_hybrid.stage import with_room_for
@@ -82,7 +82,7 @@ def _look(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
-) -> LookAhead:
+) -> ForeseenCalls:
     """Run the training step of a copy on a batch. Returns what was seen.
 
     Raises:
@@ -92,7 +92,7 @@ def _look(
     # what the step logs must not reach the loggers
     stand_in.loggers = [DummyLogger()] if trainer.loggers else []
     copied = _copied(module, trainer, stand_in).to(place)
-    looked = LookAhead(copied, names)
+    looked = ForeseenCalls(copied, names)
     problems: list[str] = []
     # errors of the user's code are not raised here: the run will raise them
     try:
@@ -164,8 +164,11 @@ def _first_batch(loaders: Any) -> Any:
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     for loader in combined.flattened:
         if isinstance(loader, DataLoader):  # start no loader processes for one batch
-            loader.num_workers, loader.timeout, loader.pin_memory = 0, 0, False
-            loader.prefetch_factor, loader.worker_init_fn = None, None
+            loader.num_workers = 0
+            loader.timeout = 0
+            loader.pin_memory = False
+            loader.prefetch_factor = None
+            loader.worker_init_fn = None
     batch, _, _ = next(iter(combined))
     return batch
 

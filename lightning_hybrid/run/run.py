@@ -24,7 +24,7 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan, plan_again
 from lightning_hybrid.process import World
 from lightning_hybrid.run.building import Building
-from lightning_hybrid.run.framework import ByTrainer, Framework
+from lightning_hybrid.run.framework import Framework, TrainerFramework
 from lightning_hybrid.stage import StageOptions, Stopwatch, broadcast_module
 from lightning_hybrid.state import make_what_no_network_owns
 
@@ -95,7 +95,7 @@ class Run:
         is_zero = world.coordinates.lightning_rank == 0
         return cls(
             config=config,
-            framework=ByTrainer(trainer),
+            framework=TrainerFramework(trainer),
             module=trainer.lightning_module,
             world=world,
             device=device,
@@ -115,7 +115,7 @@ class Run:
     @property
     def trainer(self) -> Trainer:
         """The Trainer, for features that do not exist under Fabric."""
-        assert isinstance(self.framework, ByTrainer)
+        assert isinstance(self.framework, TrainerFramework)
         return self.framework.trainer
 
     @property

@@ -130,7 +130,11 @@ class DriverSession:
         """
         run, mesh = self._run, self._run.world.mesh
         driver = Driver(
-            *(run.module, mesh, self._options, run.stopwatch, self._batches),
+            run.module,
+            mesh,
+            self._options,
+            watch=run.stopwatch,
+            batches=self._batches,
             before=before,
         )
         try:
@@ -432,11 +436,11 @@ class DriverSession:
     def full_state_dict(
         self, module: nn.Module, *, here: bool, frozen: bool = True
     ) -> dict[str, Any]:
-        """The same, with the numbers of all ranks.
+        """The state of the module with the weights of all ranks, which call this together.
 
         Args:
             module: the LightningModule.
-            here: likewise.
+            here: whether this rank gets the state; else it is empty.
             frozen: whether parameters that require no gradient are in it; else they stay where
                 they are.
         """
@@ -489,7 +493,10 @@ class DriverSession:
     def stage_shards(
         self, checkpoint: Mapping[str, Any], folder: Path, given_up: Event
     ) -> Callable[[], None]:
-        """See :meth:`lightning_hybrid.driver.driver.Driver.stage_shards`."""
+        """Copy the tensors of a sharded checkpoint, to be written in the background.
+
+        See :meth:`lightning_hybrid.driver.driver.Driver.stage_shards`.
+        """
         return self._driver.stage_shards(checkpoint, folder, given_up)
 
     def await_shards(self) -> None:
@@ -569,7 +576,8 @@ class WorkerSession:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._options = run, run.stage_options()
+        self._run = run
+        self._options = run.stage_options()
         self._worker: Worker | None = None
 
     @property

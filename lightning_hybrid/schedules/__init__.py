@@ -2,8 +2,8 @@
 
 from lightning_hybrid.schedules.by_name import SCHEDULES, make_schedule
 from lightning_hybrid.schedules.dealt import (
-    Copy,
     DealtSchedule,
+    StageCopy,
     check_copies,
     collected,
     deal,
@@ -12,7 +12,7 @@ from lightning_hybrid.schedules.dealt import (
 from lightning_hybrid.schedules.instructions import (
     BACKWARD_KINDS,
     Instruction,
-    Kind,
+    InstructionKind,
     Schedule,
     execute_merged,
 )

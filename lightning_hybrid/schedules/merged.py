@@ -15,10 +15,10 @@ link have its messages, of whatever stages, in the same order: that of the ticks
 from collections import deque
 from collections.abc import Sequence
 
-from lightning_hybrid.schedules.instructions import Instruction, Lists, Step, execute
+from lightning_hybrid.schedules.instructions import Instruction, Lists, PlacedInstruction, execute
 
 
-def merge(lists: Lists, devices: Sequence[int]) -> tuple[tuple[Step, ...], ...]:
+def merge(lists: Lists, devices: Sequence[int]) -> tuple[tuple[PlacedInstruction, ...], ...]:
     """Merge the stages' lists of a forward or backward pass into one list per device.
 
     Args:

@@ -5,7 +5,7 @@ that is expected of the loss. The backward list is empty.
 """
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule
+from lightning_hybrid.schedules.instructions import Instruction, InstructionKind, Schedule
 
 INSIDE = "1f1b"
 """Name of the schedule whose backwards run inside of a call of the network."""
@@ -52,19 +52,19 @@ def one_f_one_b(
 
 def _steps(stage: int, stages: int, order: list[int]) -> tuple[Instruction, ...]:
     driver, ahead = stage == stages - 1, stages - 1 - stage
-    forward = [Kind.RECEIVE_ACTIVATION] * (stages > 1) + [Kind.FORWARD]
-    backward = [Kind.RECEIVE_GRADIENT] * (not driver) + [Kind.BACKWARD]
-    forward += [Kind.SEND_ACTIVATION] * (not driver)
-    backward += [Kind.SEND_GRADIENT] * (stage > 0)
+    forward = [InstructionKind.RECEIVE_ACTIVATION] * (stages > 1) + [InstructionKind.FORWARD]
+    backward = [InstructionKind.RECEIVE_GRADIENT] * (not driver) + [InstructionKind.BACKWARD]
+    forward += [InstructionKind.SEND_ACTIVATION] * (not driver)
+    backward += [InstructionKind.SEND_GRADIENT] * (stage > 0)
     # Inputs are sent when stage 0 is about to take them: with two stages gradients go to the same
     # rank, and both ends of a link must have its messages in one order.
     sent = order if driver and stages > 1 else []
-    steps = [Instruction(Kind.SEND_INPUT, m) for m in sent[:stages]]
+    steps = [Instruction(InstructionKind.SEND_INPUT, m) for m in sent[:stages]]
     steps += [Instruction(kind, m) for m in order[:ahead] for kind in forward]
     for place, m in enumerate(order):
         steps += [Instruction(kind, n) for n in order[place + ahead :][:1] for kind in forward]
         if m == order[-1]:  # (with it the gradients are complete, and are averaged beside it)
-            backward.insert(backward.index(Kind.BACKWARD), Kind.REDUCE)
+            backward.insert(backward.index(InstructionKind.BACKWARD), InstructionKind.REDUCE)
         steps += [Instruction(kind, m) for kind in backward]
-        steps += [Instruction(Kind.SEND_INPUT, n) for n in sent[place + stages :][:1]]
+        steps += [Instruction(InstructionKind.SEND_INPUT, n) for n in sent[place + stages :][:1]]
     return tuple(steps)

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules.gpipe import gpipe
-from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule
+from lightning_hybrid.schedules.instructions import Instruction, InstructionKind, Schedule
 
 NAME = "zero_bubble"
 
@@ -68,11 +68,11 @@ def _split(steps: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
     """Put a WEIGHT after each SEND_GRADIENT, and the REDUCE before the last WEIGHT."""
     split: list[Instruction] = []
     for step in steps:
-        if step.kind is Kind.REDUCE:
+        if step.kind is InstructionKind.REDUCE:
             continue  # it goes before the last weight part instead, which makes gradients final
         split.append(step)
-        if step.kind is Kind.SEND_GRADIENT:
+        if step.kind is InstructionKind.SEND_GRADIENT:
             if step.microbatch == 0:
-                split.append(Instruction(Kind.REDUCE, 0))
-            split.append(Instruction(Kind.WEIGHT, step.microbatch))
+                split.append(Instruction(InstructionKind.REDUCE, 0))
+            split.append(Instruction(InstructionKind.WEIGHT, step.microbatch))
     return tuple(split)

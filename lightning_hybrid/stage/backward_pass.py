@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lightning_hybrid.comm import Arriving, Pattern
+from lightning_hybrid.comm import Arriving, GradientPattern
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.stage.calls import (
     Call,
     Gradients,
-    Graph,
     Recipe,
+    SavedForward,
     again,
     generators_of_microbatch,
     set_random_state,
@@ -108,7 +108,7 @@ class BackwardPass(Pass):
             self._told.add(ring)
             pattern = [gradient is not None for gradient in self._result]
             traffic.gradients_out[self.mode.pattern, ring] = pattern
-            links.previous.send_word(Pattern(pattern))
+            links.previous.send_word(GradientPattern(pattern))
         present = traffic.gradients_out[self.mode.pattern, ring]
         # zeros stand for what is missing: the other side waits for as many tensors as were agreed
         specs = list(compress(traffic.incoming.get(microbatch, ()), present))
@@ -129,7 +129,7 @@ class BackwardPass(Pass):
         known = self.traffic.gradients_in
         place = self.mode.pattern, self.own.links.ring(microbatch)
         if place not in known:
-            known[place] = self.links(microbatch).next.receive_word(Pattern).present
+            known[place] = self.links(microbatch).next.receive_word(GradientPattern).present
         return known[place]
 
     def _taken(self, microbatch: int) -> tuple[list[bool], Iterator[Tensor]]:
@@ -197,7 +197,7 @@ class BackwardPass(Pass):
             value.grad = None
         return gradients
 
-    def _again(self, microbatch: int, recipe: Recipe) -> Graph:
+    def _again(self, microbatch: int, recipe: Recipe) -> SavedForward:
         """Run a forward again whose activations were not kept."""
         engine, key = self.engine, self.call.key
         with ExitStack() as stack:
@@ -207,4 +207,4 @@ class BackwardPass(Pass):
                 set_random_state(recipe.states, engine.device)
             stage = engine.stage_for(self.own, key)
             aside = self.call.aside[self.index] if self.call.aside else {}
-            return Graph.of(*again(stage, recipe, key.numbers[microbatch], aside))
+            return SavedForward.of(*again(stage, recipe, key.numbers[microbatch], aside))

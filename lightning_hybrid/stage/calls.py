@@ -56,7 +56,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Graph:
+class SavedForward:
     """What the backward of a micro-batch needs of its forward, beside what autograd has saved.
 
     Attributes:
@@ -69,7 +69,7 @@ class Graph:
     roots: list[GradientEdge | None]
 
     @classmethod
-    def of(cls, values: Values, outputs: Sequence[Any]) -> "Graph":
+    def of(cls, values: Values, outputs: Sequence[Any]) -> "SavedForward":
         """The graph of a forward from its inputs and outputs."""
         learns = (isinstance(value, Tensor) and value.requires_grad for value in outputs)
         return cls(values, [get_gradient_edge(v) if d else None for v, d in zip(outputs, learns)])
@@ -119,7 +119,7 @@ class Call:
     exchange: bool
     uses_rng: bool
     traffic: list[Traffic]
-    saved: list[dict[int, Graph | Recipe]]
+    saved: list[dict[int, SavedForward | Recipe]]
     states: Values = field(default_factory=list)
     ahead: bool = False
     again: bool = False

@@ -102,8 +102,11 @@ class Engine:
         seed: int,
         trace: Trace,
     ) -> None:
-        self.coordinates, self.placement = mesh.coordinates, placement
-        self.device, self.seed, self.trace = mesh.device, seed, trace
+        self.coordinates = mesh.coordinates
+        self.placement = placement
+        self.device = mesh.device
+        self.seed = seed
+        self.trace = trace
         here, links = stages.values(), link_copies(mesh, placement.devices, mesh.device)
         copies, driver = copies_of(placement.devices[next(iter(links))]), 0
         self.borrowed = borrowed_parameters(network, placement)[self.coordinates.pp_rank]
@@ -129,7 +132,8 @@ class Engine:
         streamed = STREAMED.get(placement.schedule)
         delayed = options.delayed_weights if streamed and streamed.delayed else None
         self._ahead = streamed.look_aheads(count)[0] if streamed else 0
-        self.shrink, self.recompute = options.shrink, recompute
+        self.shrink = options.shrink
+        self.recompute = recompute
         self.owned = [
             OwnedStage(
                 number,

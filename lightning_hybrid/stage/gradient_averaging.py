@@ -44,7 +44,8 @@ class Broadcasts:
     """
 
     def __init__(self, group: Group, peer: str = ANOTHER_REPLICA) -> None:
-        self._group, self._peer = group, peer
+        self._group = group
+        self._peer = peer
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def send(self, tensors: Sequence[Tensor], source: int = 0) -> None:
@@ -232,9 +233,13 @@ class ReplicaGroup:
     ) -> None:
         self.trainable: Collection[Tensor] | None = None
         self._owns = owns
-        self._parameters, self._buffers = list(parameters), buffers
-        self._group, self._copies, self._survivors = group, copies, survivors
-        self._armed, self._whole = False, True
+        self._parameters = list(parameters)
+        self._buffers = buffers
+        self._group = group
+        self._copies = copies
+        self._survivors = survivors
+        self._armed = False
+        self._whole = True
         self._waits = False  # whether sums were begun that nobody has taken
         self.aside_of: int | None = None
         self._aside: Mapping[Tensor, Tensor] | None = None
@@ -361,10 +366,11 @@ class ReplicaGroup:
         return survivors is None or all(survivors.has_ended(work) for work in self._sent)
 
     def sum_again(self) -> None:
-        """A replica is lost: begin the same sums anew, without it."""
+        """Sum up the same gradients again, without a lost replica."""
         if self._waits:
             # (into new memory: older sums that were given up may still be under way)
-            self._trainable, self._waits = None, False
+            self._trainable = None
+            self._waits = False
             self.reduce()
 
     def take(self, scale: float) -> None:
@@ -375,7 +381,8 @@ class ReplicaGroup:
         """
         if not self._waits:
             return
-        self._waits, self._whole = False, True
+        self._waits = False
+        self._whole = True
         with as_they_are():
             for bucket in self._buckets:
                 bucket.numbers.mul_(scale)
@@ -445,7 +452,8 @@ class ReplicaGroup:
 
     def _make_buckets(self, parameters: Sequence[Parameter]) -> None:
         # one bucket is one flat tensor, so all in it are of one type and on one device
-        self._buckets, self._place = [], {}
+        self._buckets = []
+        self._place = {}
         waiting: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
         for parameter in reversed(parameters):
             group = waiting.setdefault((parameter.dtype, parameter.device), [])

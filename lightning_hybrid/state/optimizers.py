@@ -47,7 +47,8 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, names: Mapping[int, str], apart: list[Tensor]) -> None:
         super().__init__(file, protocol=5)
-        self._names, self._apart = names, apart
+        self._names = names
+        self._apart = apart
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: object) -> object:
@@ -81,7 +82,8 @@ class _Unpickler(pickle.Unpickler):
         self, file: io.BytesIO, parameters: Mapping[str, Parameter], apart: Tensors
     ) -> None:
         super().__init__(file)
-        self._parameters, self._apart = parameters, iter(apart)
+        self._parameters = parameters
+        self._apart = iter(apart)
         self._taken: list[Tensor] = []
 
     def persistent_load(self, key: Any) -> Tensor:

@@ -220,9 +220,9 @@ def refuse_optimizers(
 
 
 def refuse_streaming(run: Run) -> None:
-    """What does not go together with forwards that begin before their batch has its turn.
+    """Refuse what contradicts a streamed schedule, whose forwards begin before their batch.
 
-    What only the network's first call tells is refused then: see
+    What only the network's first call shows is refused in that call: see
     :mod:`lightning_hybrid.driver.streamed_calls`.
 
     Args:
@@ -336,7 +336,7 @@ def _loses_a_replica(run: Run) -> Iterator[str]:
 
 
 def _steps_otherwise(trainer: Trainer, once: str) -> Iterator[str]:
-    """What does not step once a batch.
+    """Reasons why optimizers would not step once in each batch.
 
     Args:
         trainer: Lightning's.
@@ -402,7 +402,7 @@ def _exchanges_more(run: Run) -> Iterator[str]:
 
 
 def _no_plain_steps(run: Run, optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    """What does not step once a batch with an optimizer that may be given parts of a gradient."""
+    """Reasons why a run has no plain step in each batch, by an optimizer for partial gradients."""
     yield from _steps_otherwise(run.trainer, "steps once a batch")
     if len(optimizers) != 1:
         yield f"has one optimizer, and configure_optimizers returns {len(optimizers)}. Return one"

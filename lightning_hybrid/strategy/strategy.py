@@ -40,9 +40,9 @@ from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import (
     Config,
     Count,
-    Rng,
+    RngScope,
     ScheduleName,
-    Shape,
+    StageCounts,
     read_plan,
 )
 from lightning_hybrid.driver import bring_here
@@ -65,9 +65,9 @@ from lightning_hybrid.state import (
     is_sharded,
     let_go_of_checkpoints,
 )
-from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher, Parted, has_script
+from lightning_hybrid.strategy.agreed_sizes import agree_on_sizes, compare_prepared
+from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher, LeaveTrainer, has_script
 from lightning_hybrid.strategy.old_names import tells_new_names
-from lightning_hybrid.strategy.open_sizes import choose_sizes, compare_prepared
 from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import (
     callbacks_allow,
@@ -101,8 +101,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     Args:
         data_parallel_size: number of replicas. ``"auto"``: devices / stages. If both sizes are
             ``"auto"``, they are chosen by predicted time when a fit is set up, from one batch on a
-            copy of the module (:mod:`lightning_hybrid.planning.sizes`); where nothing can be known
-            then, all devices form one chain, and a line says why.
+            copy of the module (:mod:`lightning_hybrid.planning.fastest_sizes`). Where nothing can
+            be known then, all devices form one chain, and a line says why.
         pipeline_parallel_size: number of devices of a replica, which is that of its stages unless
             ``contiguous=False`` or a plan give devices several. ``"auto"``: devices / replicas. A
             network that cannot be cut is refused if a number is given; with ``"auto"`` it runs on
@@ -174,7 +174,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self,
         *,
         data_parallel_size: Count = "auto",
-        pipeline_parallel_size: Shape = "auto",
+        pipeline_parallel_size: StageCounts = "auto",
         num_microbatches: Count = "auto",
         schedule: ScheduleName | Delayed = "auto",
         network: str | list[str] | None = None,
@@ -185,7 +185,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         compile_stages: bool = False,
         checkpoint: Literal["full"] | Sharded = "full",
         verify: int | Literal["auto", False] = "auto",
-        rng: Rng = "microbatch",
+        rng: RngScope = "microbatch",
         log_performance: bool = False,
         seed: int = 0,
         accelerator: Accelerator | None = None,
@@ -244,7 +244,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         return state | {"_building": building, "_session": BetweenRuns(NoWorld(), building)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process, maybe."""
+        """Restore the strategy from a pickle, perhaps in another process."""
         super().__setstate__(state)
         ask_strategy_whether_distributed(HybridGabraStrategy)
 
@@ -321,7 +321,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         alone = compare_prepared(ranks, trainer)
         if not ranks.joined.has_coordinates:
             deferred = self._building.deferred
-            if choose_sizes(ranks, trainer, self._may_have, deferred=deferred, alone=alone):
+            if agree_on_sizes(ranks, trainer, self._may_have, deferred=deferred, alone=alone):
                 self._plans.clear()  # of the chain in which an earlier run has evaluated
             refuse_callbacks(trainer, *ranks.shape)
         syncs = self._layer_sync is not None
@@ -333,7 +333,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             self._plans.clear()  # of an earlier run it is not known here what they were made from
         run.world.survive(survives=survives_losses(run))
         if not run.world.coordinates.is_driver:
-            raise Parted(partial(self._serve, WorkerSession(run)))
+            raise LeaveTrainer(partial(self._serve, WorkerSession(run)))
         run.world.phase = Phase.RUNNING
         trainer.accelerator.setup(trainer)
         run.share_weights()
@@ -381,7 +381,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._ranks.joined.end_run()
 
     def fail(self, error: BaseException) -> Failure | None:
-        """This rank fails with ``error``: tell the others.
+        """Tell the other ranks that this one fails with ``error``.
 
         Returns:
             The failure that came first, on another rank; ``None``: it is this one.
@@ -464,7 +464,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """As in every strategy, and gradients are averaged before any hook sees them."""
+        """Run a backward pass as every strategy does; hooks see averaged gradients."""
         module, precision = self._module, self.precision_plugin
         loss = precision.pre_backward(closure_loss, module)
         weighted = self._driving.weighted(loss)

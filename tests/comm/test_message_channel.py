@@ -13,11 +13,11 @@ from lightning_hybrid.comm.heartbeat import Heartbeat
 from lightning_hybrid.comm.message_channel import Channel
 from lightning_hybrid.comm.protocol import (
     Answer,
-    Check,
     Command,
+    GiveFailure,
+    GiveReport,
     Leaving,
     Message,
-    Report,
     Status,
     TakeWeights,
 )
@@ -39,13 +39,13 @@ def test_messages_and_their_tensors_pass_between_heartbeats(wires: Wires) -> Non
 
     def speak() -> None:
         for number in range(200):
-            here.send(Report(str(number)))
+            here.send(GiveReport(str(number)))
             here.send(TakeWeights(WEIGHTS.items()))
         here.flush()
 
     def hear() -> None:
         for number in range(200):
-            assert there.receive(Report).name == str(number)
+            assert there.receive(GiveReport).name == str(number)
             found = dict(there.receive(TakeWeights).tensors)
             assert found.keys() == WEIGHTS.keys()
             assert all(torch.equal(found[name], value) for name, value in WEIGHTS.items())
@@ -58,17 +58,17 @@ def test_a_rank_that_listens_late_hears_what_came_behind_many_heartbeats(wires: 
     here, there = ends(wires().pair())
     for _ in range(400):
         here.send_still_alive()
-    here.send(Report("word"))
-    assert there.receive(Command) == Report("word")
+    here.send(GiveReport("word"))
+    assert there.receive(Command) == GiveReport("word")
 
 
 def test_tensors_that_nobody_has_taken_are_passed_over(wires: Wires) -> None:
     here, there = ends(wires().pair())
     here.send(TakeWeights(WEIGHTS.items()))
-    here.send(Report("next"))
+    here.send(GiveReport("next"))
     name, _ = next(iter(there.receive(TakeWeights).tensors))
     assert name == "a"
-    assert there.receive(Report).name == "next"
+    assert there.receive(GiveReport).name == "next"
 
 
 def test_tensors_are_taken_one_by_one(wires: Wires) -> None:
@@ -86,10 +86,10 @@ def test_after_a_tensor_that_cannot_be_sent_the_next_message_arrives(wires: Wire
     values = {"a": torch.ones(3), "no memory": torch.ones(2, device="meta"), "b": torch.ones(4)}
     with pytest.raises(NotImplementedError, match="no data"):
         here.send(TakeWeights(values.items()))
-    here.send(Report("next"))
+    here.send(GiveReport("next"))
     found = dict(there.receive(TakeWeights).tensors)
     assert {name: len(value) for name, value in found.items()} == {"a": 3, "no memory": 2, "b": 4}
-    assert there.receive(Report).name == "next"
+    assert there.receive(GiveReport).name == "next"
 
 
 def test_what_is_not_expected_is_refused_by_name(wires: Wires) -> None:
@@ -113,7 +113,7 @@ def test_a_sender_waits_where_the_peer_takes_nothing_for_long(wires: Wires) -> N
 
     def speak() -> None:
         for _ in range(1000):
-            here.send(Check())
+            here.send(GiveFailure())
 
     with pytest.raises(ConnectionLost, match="rank 1"):
         speak()

@@ -56,7 +56,7 @@ class AccumulatesWhatIsAside(GoesBackInsideOfItsCall):
 
 
 class SkipsWhatIsAside(GoesBackInsideOfItsCall):
-    """`training_step` returns `None` every other time, after the call of the network."""
+    """`training_step` returns `None` every other time, after the call."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # Lightning allows that on one device alone
 

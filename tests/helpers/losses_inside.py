@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.autograd import backwards_as_ever
 from lightning_hybrid.capture import Capture
 from lightning_hybrid.capture.watched_calls import own_forward
-from lightning_hybrid.comm.protocol import Check, Placement
+from lightning_hybrid.comm.protocol import GiveFailure, Placement
 from lightning_hybrid.driver.inside_call import why_not_inside
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.graph import NetworkGraph, cut, network_partitions
@@ -155,11 +155,11 @@ class Cut(Ranks):
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Of all parameters, those that their owners have."""
-        self.driver.commands.ask(Check())
+        self.driver.commands.ask(GiveFailure())
         return {n: p.grad for n, p in self._owned(lambda net: net.named_parameters())}
 
     def buffers(self) -> dict[str, Tensor]:
-        self.driver.commands.ask(Check())
+        self.driver.commands.ask(GiveFailure())
         return dict(self._owned(lambda net: net.named_buffers()))
 
     def _owned(self, named: Callable[[nn.Module], Any]) -> Iterator[tuple[str, Any]]:

@@ -8,16 +8,16 @@ from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings, Replica, plan_stages
-from lightning_hybrid.planning.simulate import Timeline
-from lightning_hybrid.planning.simulate import simulate as simulate_costs
-from lightning_hybrid.planning.step_problem import StepProblem
-from lightning_hybrid.planning.step_problems import (
+from lightning_hybrid.planning.shape_costs import (
     in_training,
     links_of,
     problem_of,
     ring_of,
     rings_s,
 )
+from lightning_hybrid.planning.simulate import Timeline
+from lightning_hybrid.planning.simulate import simulate as simulate_costs
+from lightning_hybrid.planning.step_problem import StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import Schedule
 

@@ -15,7 +15,7 @@ from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster import Device, Rates, make_cluster
-from lightning_hybrid.planning.memory_check import Way
+from lightning_hybrid.planning.memory_check import ChainSizes
 from lightning_hybrid.planning.memory_needed import held_in_training
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight, count
 from lightning_hybrid.planning.plan import Plan
@@ -146,7 +146,7 @@ def test_backwards_inside_of_calls_keep_as_many_micro_batches_as_stages() -> Non
         activation_bytes=[10, 20],
         gradient_bytes=[30, 40],
     )
-    ways = [Way(stages=2, microbatches=m) for m in (1, 8)]
+    ways = [ChainSizes(stages=2, microbatches=m) for m in (1, 8)]
     inside = [held_in_training(table, PlanSettings(schedule="1f1b"), way) for way in ways]
     drained = held_in_training(table, PlanSettings(schedule="gpipe"), ways[1])
     assert [held.needed for held in inside] == [[140, 160], [150, 180]]

@@ -7,7 +7,7 @@ from planned import simulate
 from schedule_rules import check, draw
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Kind, make_schedule, one_f_one_b
+from lightning_hybrid.schedules import InstructionKind, make_schedule, one_f_one_b
 from lightning_hybrid.schedules.gpipe import gpipe
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 9))
@@ -26,7 +26,7 @@ def test_a_stage_keeps_as_many_micro_batches_as_stages_follow(
     for stage, steps in enumerate(one_f_one_b(stages, microbatches, falls=falls).forward):
         kept = most = 0
         for step in steps:
-            kept += (step.kind is Kind.FORWARD) - (step.kind is Kind.BACKWARD)
+            kept += (step.kind is InstructionKind.FORWARD) - (step.kind is InstructionKind.BACKWARD)
             most = max(most, kept)
         assert (kept, most) == (0, min(stages - stage, microbatches))
 
@@ -36,12 +36,15 @@ def test_messages_that_nobody_has_taken_are_no_more_than_stages(shape: tuple[int
     """So that a stage that waits for all but so many to be taken waits for nobody."""
     stages, microbatches = shape
     for stage, steps in enumerate(one_f_one_b(stages, microbatches).forward):
-        done = dict.fromkeys(Kind, 0)
+        done = dict.fromkeys(InstructionKind, 0)
         for step in steps:
             # the next stage has taken what it has sent a gradient for, the one before what must
             # have come before the newest activation
-            sent, answered = done[Kind.SEND_ACTIVATION], done[Kind.RECEIVE_GRADIENT]
-            if step.kind is Kind.SEND_ACTIVATION and stage < stages - 1:
+            sent, answered = (
+                done[InstructionKind.SEND_ACTIVATION],
+                done[InstructionKind.RECEIVE_GRADIENT],
+            )
+            if step.kind is InstructionKind.SEND_ACTIVATION and stage < stages - 1:
                 assert sent - answered <= stages
             done[step.kind] += 1
 

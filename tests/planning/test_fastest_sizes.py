@@ -9,18 +9,18 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.arrangements import Arrangement
 from lightning_hybrid.planning.cluster import Device, Rates
+from lightning_hybrid.planning.fastest_sizes import ChosenSizes, Machine, fastest_sizes
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.search import PlanSettings
-from lightning_hybrid.planning.shapes import Asked, Shape, Sizes
-from lightning_hybrid.planning.sizes import Choice, Machine, choose_sizes
+from lightning_hybrid.planning.shapes import Shape, ShapeRequest, Sizes
 
 MS, MB = 1e-3, 1e6
 
 
 def choose(
     machine: Machine, networks: Any, *, batch: int, present_bytes: int = 0, **asked: Any
-) -> Choice:
-    return choose_sizes(machine, networks, batch, Asked(**asked), present_bytes)
+) -> ChosenSizes:
+    return fastest_sizes(machine, networks, batch, ShapeRequest(**asked), present_bytes)
 
 
 @pytest.fixture(autouse=True)
@@ -291,7 +291,7 @@ def test_stages_that_save_too_little_are_told_so(stages_s: float, told: bool) ->
         return Shape(arrangement=genes, step_s=step_s, samples=1, bubble=0.0, search="")
 
     replicas, stages = of(2, 1, 2.0), of(1, 2, stages_s)
-    text = Choice(best=replicas, others=(stages,), alone_s=1.5).describe()
+    text = ChosenSizes(best=replicas, others=(stages,), alone_s=1.5).describe()
     assert ("Stages are taken where they save 5% or more." in text) is told
 
 
