@@ -39,8 +39,6 @@ def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
     placement, engine = network.placement, network.engine
     if graph.no_shares:
         return graph.no_shares
-    if len({*placement.devices}) < len(placement.devices):
-        return "a device has several stages"
     # (a backward has parts of other replicas then, whose losses may get other gradients)
     if engine.synchronises:
         return "batch statistics are those of all replicas, whose losses may have other factors"

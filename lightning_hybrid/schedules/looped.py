@@ -43,6 +43,7 @@ def loop_order(devices: int, rounds: int) -> tuple[int, ...]:
 
 def rounds_of(devices: Sequence[int]) -> int:
     """How many rounds stages on these devices make; 0: they are in no loop."""
-    rounds, rest = divmod(len(devices), len(set(devices)))
-    is_loop = not rest and tuple(devices) == loop_order(len(set(devices)), rounds)
+    count = len(set(devices))
+    rounds, rest = divmod(len(devices), count)
+    is_loop = count > 1 and not rest and tuple(devices) == loop_order(count, rounds)
     return rounds if is_loop else 0
