@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from lightning_hybrid.graph import (
     why_whole,
 )
 from lightning_hybrid.planning import CalledNetwork, Plan, give_back_memory
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     borrowed_parameters,
     check,
@@ -109,10 +110,8 @@ class Adoption:
             network = self.driver.add_network(
                 found.name, found.module, codes, placement, continues=continues
             )
-        if self.options.shares and (reason := why_not_inside(network, graph)):
-            self.announcements.backwards_follow(found, reason)
         found.driven.append((network, plan))
-        found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))
+        found.calls[graph] = self._called(found, network, graph, parts)
         if found.whole:
             found.capture.own(network.owned_names)
         return found.calls[graph]
@@ -171,9 +170,21 @@ class Adoption:
             codes = cut_at(graph, positions, self.driver.device)
             parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
             self.driver.distribution.distribute_again(network, codes)
-        found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))
+        found.calls[graph] = self._called(found, network, graph, parts)
         self.announcements.captured_again(found)
         return found.calls[graph]
+
+    def _called(
+        self, found: FoundNetwork, network: DrivenNetwork, graph: NetworkGraph, parts: int
+    ) -> NetworkCall:
+        """What calls the stages in the place of the graph, of which all ranks have theirs."""
+        say = partial(self.announcements.backwards_follow, found)
+        if self.options.inside or network.placement.schedule == INSIDE:
+            if reason := why_not_inside(network, graph):
+                say(reason)
+        else:  # (so that nothing is computed for it)
+            graph.no_shares = graph.no_shares or "its plan has another schedule"
+        return NetworkCall(network, network.specialize(graph, parts), say)
 
     # ------------------------------------------------------------------ micro-batches
 

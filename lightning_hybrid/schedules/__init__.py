@@ -18,6 +18,6 @@ from lightning_hybrid.schedules.instructions import (
 )
 from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order
 from lightning_hybrid.schedules.merged import by_device
-from lightning_hybrid.schedules.one_f_one_b import INSIDE, one_f_one_b
+from lightning_hybrid.schedules.one_f_one_b import INSIDE, most_in_loops, one_f_one_b
 from lightning_hybrid.schedules.one_order import in_one_order
 from lightning_hybrid.schedules.streamed import STREAMED, DelayedWeights, LookAhead

@@ -15,7 +15,14 @@ link have its messages, of whatever stages, in the same order: that of the ticks
 from collections import deque
 from collections.abc import Sequence
 
-from lightning_hybrid.schedules.instructions import Instruction, Kind, Lists, Schedule, Step, execute
+from lightning_hybrid.schedules.instructions import (
+    Instruction,
+    Kind,
+    Lists,
+    Schedule,
+    Step,
+    execute,
+)
 from lightning_hybrid.schedules.looped import rounds_of
 from lightning_hybrid.schedules.one_f_one_b import INSIDE, interleaved
 
@@ -33,12 +40,12 @@ def by_device(schedule: Schedule, devices: Sequence[int]) -> tuple[Merged, Merge
         schedule: The schedule.
         devices: Device of each stage, counted from 0.
     """
-    if schedule.name == INSIDE and (rounds := rounds_of(devices)) > 1:
+    splits = any(step.kind is Kind.WEIGHT for steps in schedule.forward for step in steps)
+    if schedule.name == INSIDE and not splits and (rounds := rounds_of(devices)) > 1:
         order = [s.microbatch for s in schedule.forward[0] if s.kind is Kind.FORWARD]
         lists = interleaved(len(devices) // rounds, rounds, order)
         return lists, ((),) * len(lists)
     return merge(schedule.forward, devices), merge(schedule.backward, devices)
-
 
 
 def merge(lists: Lists, devices: Sequence[int]) -> Merged:

@@ -143,6 +143,15 @@ def interleaved(devices: int, rounds: int, order: Sequence[int]) -> tuple[tuple[
     return tuple(_turns(place[device], devices, rounds, groups) for device in range(devices))
 
 
+def most_in_loops(devices: int, microbatches: int) -> int:
+    """Of how many micro-batches a device of a loop keeps what they need, by the whole of its work.
+
+    That of two rounds, which is the most, and of equal stages.
+    """
+    group = -(-microbatches // max(1, microbatches // devices))
+    return -(-(2 * devices - 1 + group) // 2)
+
+
 def _turns(
     place: int, devices: int, rounds: int, groups: Sequence[Sequence[int]]
 ) -> tuple[Step, ...]:
