@@ -80,7 +80,7 @@ def held_in_training(table: PartitionTable, settings: PlanSettings, way: Way) ->
     # backwards that run inside of a call leave gradients aside, until the loss has one
     aside = 0
     if settings.schedule == INSIDE and way.stages > 1:
-        most, aside = way.alive, 1
+        most, aside = min(way.stages, way.microbatches), 1
         # of a loop, whose first device begins with more: see `interleaved`
         if not settings.contiguous:
             most = min(most_in_loops(way.stages, way.microbatches), way.microbatches)

@@ -235,8 +235,8 @@ class Plan:
             )
         if (self.schedule == "zero_bubble" or self.split) and count < self.stages:
             raise PlanError(
-                f"split backwards want a device for each stage, and devices{self.devices} are "
-                f"{count} for stages({self.stages}): use schedule 'gpipe', or '1f1b' without split"
+                f"split backwards give each stage a device of its own, and devices{self.devices} "
+                f"are {count} for stages({self.stages}): use schedule 'gpipe', or no split"
             )
         # one for each device of a replica, and not for each rank
         if self.capacities and len(self.capacities) != count:
