@@ -76,7 +76,7 @@ class InsideCalls:
         if loss is None or not self._suits or self.network.anchor() is None:
             return False
         if loss.learns or any(leaf.requires_grad for leaf in leaves):
-            self._say("an input of it, or a weight of its loss, wants a gradient of its own")
+            self._say("an input of it, or a weight of its loss, wants a gradient")
             self._say = lambda _: None  # (once)
             return False
         return len(self.specialization.samples(leaves)) > 1

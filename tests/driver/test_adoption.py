@@ -136,6 +136,18 @@ def test_a_plan_from_an_earlier_run_is_used(ranks: Any) -> None:
     assert "net.second.weight" in driven.remote
 
 
+def test_a_plan_for_backwards_inside_of_calls_that_cannot_be_there_is_told_so(ranks: Any) -> None:
+    """As where `auto` has chosen it in an earlier run, of which the plan is."""
+    driven = Driven(ranks, Chooses())
+    driven.plans["net"] = Plan(
+        replicas=1, stages=2, microbatches=2, schedule="1f1b", cuts=("third",)
+    )
+    for value in batches(2):
+        driven.assert_same(value)
+    [line] = driven.lines
+    assert "as under schedule='gpipe', since it returns no loss" in line
+
+
 def test_fewer_partitions_than_stages_are_refused_with_their_number(ranks: Any) -> None:
     driven = Driven(ranks, Chooses(), 3)
     with pytest.raises(

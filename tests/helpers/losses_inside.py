@@ -82,6 +82,7 @@ class Cut(Ranks):
     Attributes:
         alive: by rank, in the order of its first stage, of how many forwards its stages have kept
             something at once.
+        lines: said to the user.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Cut(Ranks):
         shares = schedule == "1f1b"
         self._capture = Capture(inner, own_forward(inner), self._run, shares=shares)
         self.alive = [0] * stages
-        self.steps = 0
+        self.steps, self.lines = 0, list[str]()
 
     def __call__(self, x: Tensor, y: Tensor) -> Any:
         with self.driver.remote.suspended(), backwards_as_ever(), self._hollow:
@@ -130,7 +131,8 @@ class Cut(Ranks):
             self.why_not = why_not_inside(self.network, graph)
             for stage, engine in enumerate(self.engines()):
                 self._count(stage, engine)
-        return NetworkCall(self.network, self.network.specialize(graph, self._parts))
+        specialization = self.network.specialize(graph, self._parts)
+        return NetworkCall(self.network, specialization, self.lines.append)
 
     def engines(self) -> list[Any]:
         """Of the stages, in their order."""
