@@ -294,19 +294,40 @@ class Adoption:
                 self.announcements.takes_batches_whole(found, reason)
                 wanted = 1
             slices = graph.split(leaves, wanted)
-        make, beside = self.options.planner, [*self._placed.values()]
-        called = replace(first, leaves=slices[0])
         self.announcements.doing(found, "profiling and planning")
         by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
         try:
-            plan = make(called, wanted, beside, False)
+            plan = self._made(found, replace(first, leaves=slices[0]), wanted, is_part=is_part)
+        except PlanError as error:
+            # (of smaller ones less is alive, where backwards run inside of calls)
+            more = 2 * wanted
+            enough = len(slices) > 1 and more <= (graph.batch_of(leaves) or 0)
+            if self.options.microbatches or graph.no_shares or not enough:
+                raise
+            smaller = replace(first, leaves=graph.split(leaves, more)[0])
+            try:
+                plan = self._made(found, smaller, more, is_part=is_part)
+            except PlanError:
+                raise error from None
+        return replace(plan, split_by=by, tried=tried)
+
+    def _made(
+        self, found: FoundNetwork, called: CalledNetwork, microbatches: int, *, is_part: bool
+    ) -> Plan:
+        """The plan of a network that is given with the inputs of one micro-batch.
+
+        Raises:
+            HybridError: the network cannot be cut as asked.
+        """
+        make, beside = self.options.planner, [*self._placed.values()]
+        try:
+            return make(called, microbatches, beside, False)
         except NetworkError as error:
             # (the user's cut points may be meant for a module that contains this one)
             if not is_part:
                 raise
             self.announcements.say(found, f"is cut where it divides best: {error}.")
-            plan = make(called, wanted, beside, True)
-        return replace(plan, split_by=by, tried=tried)
+            return make(called, microbatches, beside, True)
 
 
 def refuse_streaming(
