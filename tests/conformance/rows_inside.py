@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from suite import ONE_OF_THREE, ONE_OF_TWO, Layers, Row
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 
 from lightning_hybrid import Plan
+from lightning_hybrid.planning import planner
 
 
 class GoesBackInsideOfItsCall(Row):
@@ -182,6 +184,27 @@ class PlansWithoutALossInside(GoesBackInsideOfItsCall):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(self.net(x), y)
+
+
+class LetsAutoGoInside(GoesBackInsideOfItsCall):
+    """`schedule="auto"`, where `"1f1b"` is taken to be the fastest."""
+
+    fast = True
+    arguments: ClassVar = {"plan": None}
+
+    def exercise(self, run: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(planner, "MARGIN", -9.0)
+            return super().exercise(run)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss, logits = self.net(x, y)
+        self.kind = type(logits).__name__
+        return loss
+
+    def on_train_end(self) -> None:
+        in_stages = type(self.trainer.strategy).__name__ == "HybridGabraStrategy"
+        assert getattr(self, "kind", "Late") == "Late" or not in_stages
 
 
 class CompilesInside(GoesBackInsideOfItsCall):
