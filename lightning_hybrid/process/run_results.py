@@ -173,7 +173,7 @@ class Snapshot:
         return {
             name: {key: names.get(id(child), "") for key, child in children_of(part).items()}
             for name, part in self._parts.items()
-            if children_of(part) != self._children[name]
+            if dict(children_of(part)) != self._children[name]  # (a class of TorchScript's own)
         }
 
     def set_children(self, changed: Mapping[str, Mapping[str, str | None]]) -> None:
