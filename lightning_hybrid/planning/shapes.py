@@ -48,7 +48,7 @@ WORTHWHILE = 0.95
 replicas of one stage: predictions are off by some percent, and replicas alone train exactly as
 under DDP."""
 _MOST_MICROBATCHES = 64
-"""Micro-batches that are tried at most. More of them hold no less, since all are in flight."""
+"""Micro-batches that are tried at most. More of them hold no less where all are in flight."""
 _REFINED = 5
 """Loops and shapes with copies that are evaluated a second time."""
 _MOST_COPIED = 8
