@@ -146,6 +146,13 @@ class SplitsInside(GoesBackInsideOfItsCall):
     }
 
 
+class SplitsInBfloat16(SplitsInside):
+    """The same with `precision="bf16-mixed"`: both parts run outside of autocast."""
+
+    tolerance = 3e-2  # in bfloat16
+    options: ClassVar = {"precision": "bf16-mixed"}
+
+
 class LearnsItsInputsToo(GoesBackInsideOfItsCall):
     """What the network gets is computed from a parameter beside it: backwards follow the call."""
 
