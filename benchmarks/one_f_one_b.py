@@ -5,7 +5,8 @@ and M micro-batches, and a step takes at most 1.02 of its time. Each rank sample
 memory (on a GPU: what torch has allocated) while it trains; counted is the most of the measured
 steps above the least of them, which is that of weights, gradients and optimizer. Of a rank that
 goes back inside of calls the gradients that wait aside are taken off, as the plan counts them; they
-are shown, too. Schedules alternate; the median of each is shown.
+are shown, too, and the processor time of a rank, which other work on the machine changes less than
+that of a step. Schedules alternate; the median of each is shown.
 
     python benchmarks/one_f_one_b.py --stages 2
     python benchmarks/one_f_one_b.py --stages 4
@@ -36,7 +37,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import HybridGabraStrategy, Search
 
 SCHEDULES = ("gpipe", "1f1b")
 WARM_UP = 2
@@ -67,10 +68,10 @@ class Times(Callback):
 
 
 class Memory:
-    """Samples what this process has, until it is stopped."""
+    """Samples what this process has, and its processor time, until it is stopped."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []
+        self.seen: list[tuple[float, float, float]] = []
         self._on = True
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -82,10 +83,10 @@ class Memory:
                 size = float(torch.cuda.memory_allocated())
             else:
                 size = float(pages.read_text().split()[1]) * page
-            self.seen.append((time.time(), size / MIB))
+            self.seen.append((time.time(), size / MIB, time.process_time()))
             time.sleep(0.002)
 
-    def stop(self) -> list[tuple[float, float]]:
+    def stop(self) -> list[tuple[float, float, float]]:
         self._on = False
         self._thread.join()
         return self.seen
@@ -100,6 +101,7 @@ def train(options: argparse.Namespace, folder: Path) -> None:
         pipeline_parallel_size=options.stages,
         num_microbatches=options.microbatches,
         schedule=options.schedule,
+        search=Search(capacity=[1.0] * options.stages),  # so that both have the same cuts
         verify=False,
     )
     steps = WARM_UP + options.steps
@@ -125,11 +127,13 @@ class Found:
         step_s: seconds of a step.
         peaks: of each rank, of activations and logits, in MiB.
         aside: likewise, gradients that wait aside.
+        busy_s: of each rank, seconds of its processors in a step.
     """
 
     step_s: float
     peaks: list[float]
     aside: list[float]
+    busy_s: list[float]
 
 
 def measured(options: argparse.Namespace, schedule: str) -> Found:
@@ -141,13 +145,15 @@ def measured(options: argparse.Namespace, schedule: str) -> Found:
         environment = os.environ | limits | {"OMP_NUM_THREADS": "1"}
         subprocess.run([*command, "--schedule", schedule], check=True, env=environment)
         driver = json.loads((Path(folder) / "driver.json").read_text())
-        starts, peaks = driver["starts"], []
+        starts, peaks, busy = driver["starts"], [], []
         for rank, aside in enumerate(driver["aside"]):
             seen = json.loads((Path(folder) / f"{rank}.seen").read_text())
-            sizes = [size for at, size in seen if starts[0] <= at <= starts[-1]]
+            rows = [row for row in seen if starts[0] <= row[0] <= starts[-1]]
+            _, sizes, processors = zip(*rows)
             peaks.append(max(sizes) - min(sizes) - aside)
+            busy.append((processors[-1] - processors[0]) / (len(starts) - 1))
     durations = [later - start for start, later in pairwise(starts)]
-    return Found(median(durations), peaks, driver["aside"])
+    return Found(median(durations), peaks, driver["aside"], busy)
 
 
 def main() -> None:
@@ -168,19 +174,23 @@ def main() -> None:
         for schedule in SCHEDULES:
             found[schedule].append(measured(options, schedule))
     seconds = {name: median(run.step_s for run in runs) for name, runs in found.items()}
-    peaks = {
-        name: [median(each) for each in zip(*(run.peaks for run in runs))]
-        for name, runs in found.items()
-    }
-    table = Table("schedule", "step, s", "activations and logits of ranks, MiB", "gradients aside")
+    peaks, busy = (
+        {
+            name: [median(each) for each in zip(*(getattr(run, column) for run in runs))]
+            for name, runs in found.items()
+        }
+        for column in ("peaks", "busy_s")
+    )
+    table = Table("schedule", "step, s", "processors of ranks, s", "peaks, MiB", "gradients aside")
     for name in SCHEDULES:
-        aside = found[name][0].aside
-        table.add_row(name, f"{seconds[name]:.3f}", _shown(peaks[name]), _shown(aside))
+        aside, times = found[name][0].aside, ", ".join(f"{s:.2f}" for s in busy[name])
+        table.add_row(name, f"{seconds[name]:.3f}", times, _shown(peaks[name]), _shown(aside))
     Console().print(table)
     wanted = (options.stages + 1) / options.microbatches
     ratios = {
         "largest peak by gpipe": max(peaks["1f1b"]) / max(peaks["gpipe"]),
         "largest peak by gpipe, wanted": wanted,
+        "busiest rank by gpipe": max(busy["1f1b"]) / max(busy["gpipe"]),
         "step by gpipe": seconds["1f1b"] / seconds["gpipe"],
         "step by gpipe, wanted": 1.02,
     }
