@@ -30,7 +30,6 @@ LEAVE_ONE = "Leave one of them out."
 
 PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "zero_bubble": (("free",), "gives each device one stage", LEAVE_ONE),
-    "inside": (("free",), "gives each device one stage", LEAVE_ONE),
     "cuts": (
         ("free",),
         "are cut points, which give each device one stage",
@@ -301,12 +300,19 @@ class Config:
             delayed_weights=self._delayed.weights if self._delayed is not None else "stash",
             shards_states=self.shards_states,
             copies=self.copies,
+            may_go_inside=not (self.copies or self.goes_on),
         )
 
     @property
     def runs_inside(self) -> bool:
         """Whether backwards are to run inside of the network's calls, where that is possible."""
         return self.settings.schedule == INSIDE
+
+    @property
+    def may_run_inside(self) -> bool:
+        """Whether they may, so that a loss in a network is looked for."""
+        is_open = self.settings.schedule == AUTO and not self.cuts_given
+        return self.runs_inside or (is_open and self.settings.may_go_inside)
 
     @property
     def streamed(self) -> LookAhead | None:

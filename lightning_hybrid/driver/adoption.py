@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from lightning_hybrid.graph import (
     why_whole,
 )
 from lightning_hybrid.planning import CalledNetwork, Plan, give_back_memory
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     borrowed_parameters,
     check,
@@ -114,10 +115,8 @@ class Adoption:
             network = self.driver.add_network(
                 found.name, found.module, codes, placement, continues=continues
             )
-        if self.options.shares and (reason := why_not_inside(network, graph)):
-            self.announcements.backwards_follow(found, reason)
         found.driven.append((network, plan))
-        found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))
+        found.calls[graph] = self._called(found, network, graph, parts)
         if found.whole:
             found.capture.own(network.owned_names)
         return found.calls[graph]
@@ -176,9 +175,21 @@ class Adoption:
             codes = cut_at(graph, positions, self.driver.device)
             parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
             self.driver.distribution.distribute_again(network, codes)
-        found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))
+        found.calls[graph] = self._called(found, network, graph, parts)
         self.announcements.captured_again(found)
         return found.calls[graph]
+
+    def _called(
+        self, found: FoundNetwork, network: DrivenNetwork, graph: NetworkGraph, parts: int
+    ) -> NetworkCall:
+        """What calls the stages in the place of the graph, of which all ranks have theirs."""
+        say = partial(self.announcements.backwards_follow, found)
+        if self.options.inside or network.placement.schedule == INSIDE:
+            if reason := why_not_inside(network, graph):
+                say(reason)
+        else:  # (so that nothing is computed for it)
+            graph.no_shares = graph.no_shares or "its plan has another schedule"
+        return NetworkCall(network, network.specialize(graph, parts), say)
 
     # ------------------------------------------------------------------ micro-batches
 
@@ -290,19 +301,40 @@ class Adoption:
                 self.announcements.takes_batches_whole(found, reason)
                 wanted = 1
             slices = graph.split(leaves, wanted)
-        make, beside = self.options.planner, [*self._placed.values()]
-        called = replace(first, leaves=slices[0])
         self.announcements.doing(found, "profiling and planning")
         by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
         try:
-            plan = make(called, wanted, beside, False)
+            plan = self._made(found, replace(first, leaves=slices[0]), wanted, is_part=is_part)
+        except PlanError as error:
+            # (of smaller ones less is alive, where backwards run inside of calls)
+            more = 2 * wanted
+            enough = len(slices) > 1 and more <= (graph.batch_of(leaves) or 0)
+            if self.options.microbatches or graph.no_shares or not enough:
+                raise
+            smaller = replace(first, leaves=graph.split(leaves, more)[0])
+            try:
+                plan = self._made(found, smaller, more, is_part=is_part)
+            except PlanError:
+                raise error from None
+        return replace(plan, split_by=by, tried=tried)
+
+    def _made(
+        self, found: FoundNetwork, called: CalledNetwork, microbatches: int, *, is_part: bool
+    ) -> Plan:
+        """The plan of a network that is given with the inputs of one micro-batch.
+
+        Raises:
+            HybridError: the network cannot be cut as asked.
+        """
+        make, beside = self.options.planner, [*self._placed.values()]
+        try:
+            return make(called, microbatches, beside, False)
         except NetworkError as error:
             # (the user's cut points may be meant for a module that contains this one)
             if not is_part:
                 raise
             self.announcements.say(found, f"is cut where it divides best: {error}.")
-            plan = make(called, wanted, beside, True)
-        return replace(plan, split_by=by, tried=tried)
+            return make(called, microbatches, beside, True)
 
 
 def refuse_streamed_network(

@@ -12,7 +12,7 @@ backward follows it.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
     placement, engine = network.placement, network.engine
     if graph.no_shares:
         return graph.no_shares
-    if len({*placement.devices}) < len(placement.devices):
-        return "a device has several stages"
     # (a backward has parts of other replicas then, whose losses may get other gradients)
     if engine.synchronises:
         return "batch statistics are those of all replicas, whose losses may have other factors"
@@ -53,6 +51,7 @@ class InsideCalls:
     Args:
         network: the network.
         specialization: the graph.
+        say: tells the user why the backwards of a call do not run inside of it.
 
     Attributes:
         network: see above.
@@ -61,9 +60,13 @@ class InsideCalls:
         factor: the gradient of the loss that came last, by the scale of losses; ``None``: none has.
     """
 
-    def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
-        self.network = network
-        self.specialization = specialization
+    def __init__(
+        self,
+        network: DrivenNetwork,
+        specialization: Specialization,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.network, self.specialization, self._say = network, specialization, say
         self.read: set[int] = set()
         self.factor: Tensor | None = None
         self._suits = not why_not_inside(network, specialization.graph)
@@ -72,8 +75,11 @@ class InsideCalls:
         """Whether backwards can run inside of a call on these tensors."""
         if loss is None or not self._suits or self.network.anchor() is None:
             return False
-        learns = loss.learns or any(leaf.requires_grad for leaf in leaves)
-        return not learns and len(self.specialization.samples(leaves)) > 1
+        if loss.learns or any(leaf.requires_grad for leaf in leaves):
+            self._say("an input of it, or a weight of its loss, wants a gradient")
+            self._say = lambda _: None  # (once)
+            return False
+        return len(self.specialization.samples(leaves)) > 1
 
     def __call__(self, leaves: Sequence[Tensor], loss: LossOfCall, *, keep: bool) -> list[Tensor]:
         """Make a call, and give the loss its value.

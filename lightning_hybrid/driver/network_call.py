@@ -7,7 +7,7 @@ tensor of the call.
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +34,17 @@ class NetworkCall:
     Args:
         network: the network.
         specialization: the captured graph.
+        say: tells the user why backwards do not run inside of a call.
     """
 
-    def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
-        self.network = network
-        self.specialization = specialization
-        self._inside = InsideCalls(network, specialization)
+    def __init__(
+        self,
+        network: DrivenNetwork,
+        specialization: Specialization,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.network, self.specialization = network, specialization
+        self._inside = InsideCalls(network, specialization, say)
 
     def __call__(
         self, values: Sequence[Any], loss: LossOfCall | None = None, *, keep: bool = False

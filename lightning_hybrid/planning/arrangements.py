@@ -23,6 +23,7 @@ from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.copied_stages import CopiedStages, owners_of
+from lightning_hybrid.planning.memory_check import ChainSizes
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.shape_costs import (
     CostsOf,
@@ -71,6 +72,7 @@ class Arrangement:
         microbatches: slices of a replica's batch.
         recompute: whether stages run their forward again.
         ends: for each stage the number after its last partition.
+        inside: whether backwards run inside of calls.
     """
 
     devices: tuple[int, ...]
@@ -80,6 +82,7 @@ class Arrangement:
     microbatches: int
     recompute: bool
     ends: tuple[int, ...]
+    inside: bool = False
 
     @property
     def size(self) -> int:
@@ -110,6 +113,8 @@ class Arrangements:
         cluster: the devices.
         batch: samples of one replica in a step.
         microbatches: the numbers of micro-batches there may be.
+        may_go_inside: whether backwards may run inside of calls; else an arrangement that has them
+            there stands for one that has not.
     """
 
     def __init__(
@@ -118,10 +123,11 @@ class Arrangements:
         cluster: ClusterDescription,
         batch: int,
         microbatches: Sequence[int],
+        *,
+        may_go_inside: bool = False,
     ) -> None:
-        self.costs_of = costs_of
-        self.cluster = cluster
-        self.batch = batch
+        self.costs_of, self.cluster, self.batch = costs_of, cluster, batch
+        self.may_go_inside = may_go_inside
         self.numbers = list(microbatches)
         self.cost = lru_cache(maxsize=None)(self._cost)
         self.kinds = lru_cache(maxsize=4096)(self._kinds)
@@ -147,7 +153,13 @@ class Arrangements:
     def estimated(self) -> "Arrangements":
         """This space with estimated costs, which are proportional to those of a whole batch."""
         whole, batch = self.costs(1), self.batch
-        return Arrangements(lambda n: whole.scaled(n / batch), self.cluster, batch, self.numbers)
+        return Arrangements(
+            lambda n: whole.scaled(n / batch),
+            self.cluster,
+            batch,
+            self.numbers,
+            may_go_inside=self.may_go_inside,
+        )
 
     def _cost(self, genes: Arrangement) -> float:
         """Seconds for a sample; infinite where a device cannot hold its stages."""
@@ -171,7 +183,16 @@ class Arrangements:
     def whole(self, genes: Arrangement) -> StepProblem:
         """The step of the slowest devices of all replicas, as a chain."""
         return self.problem(
-            genes.used, genes.size, genes.microbatches, genes.recompute, self.batch, None
+            *(genes.used, genes.size, genes.microbatches, self.way(genes), self.batch, None)
+        )
+
+    def way(self, genes: Arrangement) -> ChainSizes:
+        """The way in which a replica is spread."""
+        return ChainSizes(
+            stages=genes.size,
+            microbatches=genes.microbatches,
+            recompute=genes.recompute,
+            inside=genes.inside and self.may_go_inside,
         )
 
     def _kinds(self, used: tuple[int, ...], size: int) -> list[int]:
@@ -230,7 +251,7 @@ class Arrangements:
     def of_replica(self, genes: Arrangement, share: int, replica: int) -> StepProblem:
         """The step of one replica with so many samples."""
         return self.problem(
-            genes.used, genes.size, genes.microbatches, genes.recompute, share, replica
+            *(genes.used, genes.size, genes.microbatches, self.way(genes), share, replica)
         )
 
     def bubble(self, genes: Arrangement, step_s: float, shares: Sequence[int]) -> float:
@@ -253,7 +274,7 @@ class Arrangements:
         return max(0.0, 1 - busy_s / (len(genes.used) * step_s)) if step_s else 0.0
 
     def _table(
-        self, slices: int, replicas: int, size: int, ring: Ring, recompute: bool, share: int
+        self, slices: int, replicas: int, ring: Ring, way: ChainSizes, share: int
     ) -> PartitionTable:
         costs, rates = self.costs(slices).divided(replicas), self.cluster.rates
         costs = costs.averaged() if replicas > 1 else costs
@@ -262,26 +283,26 @@ class Arrangements:
         if rates is not None:
             reduce_s, step_s = rates.after_backward(costs.gradient_bytes, replicas)
             costs = replace(costs, step_s=step_s)
-        # a single stage runs the backward of each micro-batch before the next one's forward
-        return in_training(costs, slices if size > 1 else 1, reduce_s, recompute)
+        return in_training(costs, way, reduce_s)
 
     def _problem(
         self,
         used: tuple[int, ...],
         size: int,
         slices: int,
-        recompute: bool,
+        way: ChainSizes,
         share: int,
         replica: int | None,
     ) -> StepProblem:
         """The step of the slowest devices, or that of one replica."""
         ring, links = self._rings(used, size), self._links(used, size)
-        table = self.table(slices, len(used) // size, size, ring, recompute, share)
-        return problem_of(table, self._picked(used), size, slices, links, recompute, replica)
+        table = self.table(slices, len(used) // size, ring, way, share)
+        return problem_of(table, self._picked(used), way, links, replica)
 
     def _copied(self, used: tuple[int, ...], copies: tuple[int, ...], slices: int) -> CopiedStages:
         size = sum(copies)
-        problem = self.problem(used, size, slices, False, self.batch, None)
+        way = ChainSizes(stages=size, microbatches=slices)
+        problem = self.problem(used, size, slices, way, self.batch, None)
         return with_copies(problem, copies, self._picked(used))
 
     # ------------------------------------------------------------------ moves

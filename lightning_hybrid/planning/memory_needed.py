@@ -11,7 +11,7 @@ from lightning_hybrid.planning.memory_check import ChainSizes, TrainingMemory
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings
-from lightning_hybrid.schedules import INSIDE, STREAMED
+from lightning_hybrid.schedules import INSIDE, STREAMED, most_in_loops
 
 DRIVER_BYTES, WORKER_BYTES = 96 * 2**20, 56 * 2**20
 """Memory beside tensors that a process takes after its free memory was read: for TorchDynamo, code
@@ -83,6 +83,9 @@ def held_in_training(
     aside = 0
     if settings.schedule == INSIDE and way.stages > 1:
         most, aside = min(way.stages, way.microbatches), 1
+        # of a loop, whose first device begins with more: see `interleaved`
+        if not settings.contiguous:
+            most = min(most_in_loops(way.stages, way.microbatches), way.microbatches)
     kept_inputs = copies = 0  # copies of the weights of a stage
     if way.recompute:
         most, kept_inputs = 1, most * widest

@@ -23,8 +23,8 @@ _MEMORY = (
     "Memory: parameters, gradients, optimizer state, and the activations of all micro-batches."
 )
 _MEMORY_INSIDE = (
-    "Memory: parameters, two sets of gradients, optimizer state, and the activations of as many"
-    " micro-batches as there are stages."
+    "Memory: parameters, two sets of gradients, optimizer state, and the activations of the"
+    " micro-batches that are under way."
 )
 _MEMORY_AGAIN = (
     "Memory: parameters, gradients, optimizer state, and the activations of one micro-batch; beside"

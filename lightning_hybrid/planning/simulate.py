@@ -18,9 +18,9 @@ from lightning_hybrid.schedules import (
     InstructionKind,
     Schedule,
     StageCopy,
+    by_device,
     collected,
     execute_merged,
-    merge,
 )
 
 Edge = tuple[StageCopy, StageCopy]
@@ -147,8 +147,8 @@ def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
     order = _order(
         (
             (StageCopy(stage, 0), step)
-            for lists in (schedule.forward, schedule.backward)
-            for stage, step in execute_merged(merge(lists, places))
+            for lists in by_device(schedule, places)
+            for stage, step in execute_merged(lists)
         ),
         lambda place, step: StageCopy(step.peer(place.stage, schedule.stages), 0),
     )

@@ -28,6 +28,11 @@ from dataclasses import dataclass
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules import LookAhead
 
+MARGIN = 0.05
+"""Fraction of the predicted step time that another schedule, or a split backward inside of a call,
+must save to be chosen. Predictions are not more exact: they leave out the time between two
+instructions, of which the other one has more."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:

@@ -50,6 +50,8 @@ def rehearsal(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
+    *,
+    shares: bool = False,
 ) -> Iterator[Sequence[CalledNetwork]]:
     """Run a training step on a copy of the module; inside, its networks may be measured.
 
@@ -61,6 +63,7 @@ def rehearsal(
         names: names of the modules that are networks; None: they are found.
         device: device of this rank.
         precision: Lightning's precision plugin, whose context is entered.
+        shares: whether to look for losses of which each micro-batch has a share.
 
     Raises:
         CannotRehearse: no call of a network was seen.
@@ -69,7 +72,7 @@ def rehearsal(
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            looked = _look(trainer, module, names, device, precision)
+            looked = _look(trainer, module, names, device, precision, shares=shares)
             with closing(looked), precision.train_step_context():
                 yield looked.seen
     finally:
@@ -82,6 +85,8 @@ def _look(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
+    *,
+    shares: bool,
 ) -> ForeseenCalls:
     """Run the training step of a copy on a batch. Returns what was seen.
 
@@ -92,7 +97,7 @@ def _look(
     # what the step logs must not reach the loggers
     stand_in.loggers = [DummyLogger()] if trainer.loggers else []
     copied = _copied(module, trainer, stand_in).to(place)
-    looked = ForeseenCalls(copied, names)
+    looked = ForeseenCalls(copied, names, shares=shares)
     problems: list[str] = []
     # errors of the user's code are not raised here: the run will raise them
     try:

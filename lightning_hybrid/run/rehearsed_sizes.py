@@ -89,9 +89,12 @@ def _choose(
 
     progress.begin("looking at a training step")
     try:
-        with rehearsal(trainer, module, config.names, device, precision) as looked:
+        with rehearsal(
+            trainer, module, config.names, device, precision, shares=config.may_run_inside
+        ) as looked:
             asked = ShapeRequest(
                 settings=config.settings,
+                inside=tuple(not seen.graph.no_shares for seen in looked),
                 microbatches=config.microbatches,
                 splits=lambda count: _why_whole(looked, count) is None,
                 allowed=allowed,

@@ -175,6 +175,9 @@ class Run:
             PlanError: the user's plan is for another network.
         """
         given, settings = self.config.plan, self.config.settings
+        # (a backward has parts of other replicas then, whose losses may get other gradients)
+        if self.synchronised:
+            settings = replace(settings, may_go_inside=False)
         if given is not None and not chosen:
             shown = f"{network.name or 'self'!r} ({type(network.graph.network).__name__})"
             given.check_network([partition.name for partition in network.partitions], shown)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from lightning_hybrid.comm import Arriving, GradientPattern
 from lightning_hybrid.comm.protocol import Backward
+from lightning_hybrid.schedules import INSIDE
 from lightning_hybrid.stage.calls import (
     Call,
     Gradients,
@@ -49,6 +50,9 @@ class BackwardPass(Pass):
         self._arrived: Gradients = []
         self._result: Gradients = []
         self._put_off: dict[int, WeightPart] = {}
+        # (a call whose backwards follow it, as under fill-drain, has no instructions for weights)
+        inside = engine.placement.schedule == INSIDE
+        self._has_weights = not inside or bool(call.key.inside)
         self._told: set[int] = set()
         for links in self.own.links:
             links.previous.flush(engine.untaken(call))
@@ -86,11 +90,12 @@ class BackwardPass(Pass):
             return
         # the driver has the last stage, and the gradients of its outputs from autograd
         gradients = self._gradients_of_outputs(microbatch) if self.own.is_last else self._arrived
-        # (statistics: activation checkpointing runs layers again here; autocast is on inside of a
-        # call, and no backward of one device runs under it)
-        kind, inside = self.call.key.precision.device_type, bool(self.call.key.inside)
-        plain = torch.autocast(kind, enabled=False) if inside else nullcontext()
-        with self.computing("backward", microbatch), engine.statistics(self.call.key), plain:
+        # (statistics: activation checkpointing runs layers again here)
+        with (
+            self.computing("backward", microbatch),
+            engine.statistics(self.call.key),
+            self._without_autocast(),
+        ):
             self._result = self._run(microbatch, gradients)
 
     def weight(self, microbatch: int) -> None:
@@ -98,7 +103,7 @@ class BackwardPass(Pass):
         part = self._put_off.pop(microbatch, None)
         if part is None or self.engine.failure is not None:
             return
-        with self.computing("weight", microbatch):
+        with self.computing("weight", microbatch), self._without_autocast():
             part.run(keep=self.mode.keep)
 
     def send_gradient(self, microbatch: int) -> None:
@@ -119,6 +124,12 @@ class BackwardPass(Pass):
         if self.call.key.inside:
             links.previous.flush(len(self.engine.placement.devices))
         links.previous.send(gradients, specs)
+
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        """Autocast is on inside of a call, and no backward of one device runs under it."""
+        if not self.call.key.inside:
+            return nullcontext()
+        return torch.autocast(self.call.key.precision.device_type, enabled=False)
 
     def _shrunk(self, gradient: Tensor | None) -> Tensor | None:
         shrink = self.engine.shrink
@@ -182,7 +193,8 @@ class BackwardPass(Pass):
         if not self.mode.parameters:
             return torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
         # (not with weights frozen since the forward, which only an ordinary backward leaves out)
-        if self.own.splits and wanted and self.mode.trainable is None:
+        splits = self.own.splits and self._has_weights
+        if splits and wanted and self.mode.trainable is None:
             parts = input_part(roots, starts, wanted)
             if parts is not None:
                 found, self._put_off[microbatch] = parts

@@ -314,12 +314,15 @@ class ReplicaGroup:
         if not self._owns:
             self._clear()
 
-    def arm_aside(self, call: int, leaves: Mapping[Tensor, Tensor]) -> None:
+    def arm_aside(
+        self, call: int, leaves: Mapping[Tensor, Tensor], final: Iterable[Parameter] = ()
+    ) -> None:
         """Like :meth:`arm`, of gradients that others have in the place of the parameters.
 
         Args:
             call: a number, for :attr:`aside_of`.
             leaves: by parameter, what collects its gradient; without it it is not averaged.
+            final: see :meth:`arm`.
         """
         if self._size == 1:
             return
@@ -330,6 +333,9 @@ class ReplicaGroup:
         for parameter, leaf in leaves.items():
             ready = partial(self._gradient_ready, parameter)
             leaf.register_post_accumulate_grad_hook(lambda _, ready=ready: ready())
+        for parameter in final:
+            if parameter in self._place:
+                self._gradient_ready(parameter)
 
     def send_aside(self) -> None:
         """Send what has no gradient aside, and wait for nothing."""

@@ -21,10 +21,10 @@ from lightning_hybrid.schedules import (
     InstructionKind,
     Schedule,
     StageCopy,
+    by_device,
     deal,
     in_one_order,
     make_schedule,
-    merge,
     one_f_one_b,
     together,
 )
@@ -98,14 +98,15 @@ def lists_of(
     ranks = [copies_of(device) for device in placement.devices]
     name = placement.schedule
     if inside:
-        schedule = one_f_one_b(len(ranks), microbatches, falls=inside == "falling")
+        falls = inside == "falling"
+        schedule = one_f_one_b(len(ranks), microbatches, falls=falls, split=placement.split)
     else:
         schedule = make_schedule(
             "gpipe" if name == INSIDE else name,  # (not every call has its backwards inside)
             len(ranks),
             microbatches,
             input_gradient=input_gradient,
-            split=placement.split,
+            split=placement.split if name != INSIDE else (),
         )
     # every rank makes the lists of all, and takes its own
     own = stages_of(placement.devices, here)
@@ -125,15 +126,12 @@ def _ordered(
     places = [
         [StageCopy(s, ranks[s].index(rank)) for s in stages_of(devices, rank)] for rank in here
     ]
-    several = max(map(len, ranks)) > 1
-    for copies, stages in zip(
-        (dealt.forward, dealt.backward), (schedule.forward, schedule.backward)
-    ):
-        if several:
-            lists = [together(copies, own) for own in places]
-        else:
-            merged = merge(stages, [owner for (owner,) in ranks])
-            lists = [[(StageCopy(stage, 0), step) for stage, step in steps] for steps in merged]
+    if max(map(len, ranks)) > 1:
+        for copies in (dealt.forward, dealt.backward):
+            yield in_one_order([together(copies, own) for own in places], dealt.peer)
+        return
+    for merged in by_device(schedule, [owner for (owner,) in ranks]):
+        lists = [[(StageCopy(stage, 0), step) for stage, step in steps] for steps in merged]
         yield in_one_order(lists, dealt.peer)
 
 

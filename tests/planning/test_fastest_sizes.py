@@ -317,6 +317,27 @@ def test_what_fits_only_with_activations_computed_again_is_told_so() -> None:
         choose(small, [Network(wide)], batch=8)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "inside", "runs"),
+    [
+        *(("auto", (True,), "1f1b"), ("auto", (False,), "gpipe"), ("auto", (), "gpipe")),
+        *(("1f1b", (True,), "1f1b"), ("1f1b", (False,), "gpipe"), ("gpipe", (True,), "gpipe")),
+    ],
+)
+def test_backwards_inside_of_calls_are_counted_where_the_network_allows_them(
+    schedule: str, inside: tuple[bool, ...], runs: str
+) -> None:
+    deep = layers(16, 10 * MS, 1 * MB, 50 * MB)  # 400 MB of activations for each of two devices
+    settings = PlanSettings(schedule=schedule)
+    choice = choose(
+        limited(250 * MB, 2), [Network(deep)], batch=32, settings=settings, inside=inside
+    )
+    assert [plan.schedule for plan in choice.best.plans] == [runs]
+    assert choice.best.arrangement.recompute is (runs == "gpipe")
+    assert choice.best.sizes.microbatches == 8  # of which two are alive, or all computed again
+    assert ("backwards inside of calls" in choice.describe()) is (runs == "1f1b")
+
+
 def test_replicas_that_take_samples_by_their_speed_are_rated_so() -> None:
     unlike = replace(machine(2), capacity=(1.0, 0.4))
     network = Network(CONVOLUTIONS)

@@ -6,9 +6,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.schedules import Instruction, InstructionKind, Schedule, execute_merged, merge
+from lightning_hybrid.schedules import Instruction, InstructionKind, Schedule, execute_merged
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import PlacedInstruction
+from lightning_hybrid.schedules.merged import merge
 
 
 @st.composite

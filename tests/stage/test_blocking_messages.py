@@ -6,6 +6,7 @@ its buffers do not hold.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,14 @@ from pipelines import PLACEMENTS, Pipeline, chain, gradients_of, one_device, sli
 
 from lightning_hybrid.comm.activation_links import copies_of, stages_of
 from lightning_hybrid.comm.protocol import Placement
-from lightning_hybrid.schedules import INSIDE, SCHEDULES, STREAMED, Instruction, InstructionKind
+from lightning_hybrid.schedules import (
+    INSIDE,
+    SCHEDULES,
+    STREAMED,
+    Instruction,
+    InstructionKind,
+    loop_order,
+)
 from lightning_hybrid.stage.rank_stages import lists_of
 
 Lists = list[list[tuple[int, InstructionKind, int]]]
@@ -106,9 +114,7 @@ def placements(draw: st.DrawFn) -> Placement:
     """Stages on any ranks, the last one on the driver's."""
     name = draw(st.sampled_from([*SCHEDULES]))
     count = draw(st.integers(1, 6))
-    devices = draw(st.permutations(range(count)))
-    if name != INSIDE:
-        devices = draw(st.lists(st.sampled_from(range(count)), min_size=count, max_size=count))
+    devices = draw(st.lists(st.sampled_from(range(count)), min_size=count, max_size=count))
     split = draw(st.sets(st.sampled_from(range(1, count)))) if count > 1 else ()
     named = {device: number for number, device in enumerate(dict.fromkeys(reversed(devices)))}
     return Placement(tuple(named[d] for d in devices), (), name, tuple(split))
@@ -122,9 +128,24 @@ def test_with_one_copy_of_a_stage(
         Blocking(lists, placement).run()
 
 
-@given(st.integers(1, 6), st.integers(1, 9), st.sampled_from(["rising", "falling"]))
-def test_with_backwards_inside_of_a_call(stages: int, microbatches: int, inside: str) -> None:
-    placement = Placement((*range(1, stages), 0), (), INSIDE)
+ORDERS = st.sampled_from(["rising", "falling"])
+
+
+@given(placements(), st.integers(1, 9), ORDERS)
+def test_with_backwards_inside_of_a_call(
+    placement: Placement, microbatches: int, inside: str
+) -> None:
+    """Stages on any ranks, some of which are split."""
+    placement = replace(placement, schedule=INSIDE)
+    forward, _ = lists_of_all(placement, microbatches, False, inside)
+    Blocking(forward, placement).run()
+
+
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 13), ORDERS)
+def test_with_backwards_inside_of_a_call_in_a_loop(
+    devices: int, rounds: int, microbatches: int, inside: str
+) -> None:
+    placement = Placement(loop_order(devices, rounds), (), INSIDE)
     forward, _ = lists_of_all(placement, microbatches, False, inside)
     Blocking(forward, placement).run()
 
