@@ -6,9 +6,10 @@ fields that need them: a training step in its steady state pickles nothing.
 """
 
 import pickle
+import struct
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from itertools import chain
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.connections import Transfer, Wire
-from lightning_hybrid.comm.protocol import MESSAGES, Leaving, Message, StillAlive
+from lightning_hybrid.comm.protocol import IN_FRAME, MESSAGES, Leaving, Message, StillAlive
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError
@@ -26,10 +27,27 @@ from lightning_hybrid.remote import value_of
 _INTEGERS = 9
 # one length for all messages, so that a receiver needs not know which one comes
 FRAME = _INTEGERS + 2
-"""Number of integers in a frame: number of the message's class, its integer fields (with padding),
-and number of the pickled bytes that follow the frame."""
+"""Number of integers in a frame: number of the message's class, one for each of its fields (with
+padding), and number of the pickled bytes that follow the frame."""
 
 _TENSORS = "tensors"
+
+_DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+"""All types of tensors; in a frame stands the number of one."""
+
+_TO_INTEGER: dict[type, Callable[[Any], int]] = {
+    int: int,
+    bool: int,
+    # (the bits of the number)
+    float: lambda value: struct.unpack("q", struct.pack("d", value))[0],
+    torch.dtype: _DTYPES.index,
+}
+_FROM_INTEGER: dict[type, Callable[[int], Any]] = {
+    int: int,
+    bool: bool,
+    float: lambda value: struct.unpack("d", struct.pack("q", value))[0],
+    torch.dtype: _DTYPES.__getitem__,
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +57,7 @@ class _Layout:
     Attributes:
         number: index of the class in ``MESSAGES``.
         integers: names of the fields in the frame.
-        kinds: type of each of them, ``int`` or ``bool``.
+        kinds: type of each of them.
         pickled: names of the fields that are pickled.
         defaults: default of each of these; if all have their default, nothing is pickled.
         tensors: whether the message has tensors, which follow.
@@ -55,13 +73,13 @@ class _Layout:
     @classmethod
     def of(cls, number: int, kind: type[Message]) -> "_Layout":
         known: Any = kind  # all messages are dataclasses, which the base class does not say
-        in_frame = [f for f in fields(known) if kind.in_frame and f.type in (int, bool)]
+        in_frame: Any = [f for f in fields(known) if kind.in_frame and f.type in IN_FRAME]
         others = [f for f in fields(known) if f not in in_frame and f.name != _TENSORS]
         assert len(in_frame) <= _INTEGERS, kind
         return cls(
             number,
             tuple(f.name for f in in_frame),
-            tuple(bool if f.type is bool else int for f in in_frame),
+            tuple(f.type for f in in_frame),
             tuple(f.name for f in others),
             tuple(f.default for f in others),
             any(f.name == _TENSORS for f in fields(known)),
@@ -78,7 +96,10 @@ def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
     (for instance a buffer with the graph of a graph network) is pickled.
     """
     layout = _LAYOUTS[type(message)]
-    values = [int(getattr(message, name)) for name in layout.integers]
+    values = [
+        _TO_INTEGER[kind](getattr(message, name))
+        for name, kind in zip(layout.integers, layout.kinds)
+    ]
     rest = [getattr(message, name) for name in layout.pickled]
     named = dict(getattr(message, _TENSORS)) if layout.tensors else {}
     data = b""
@@ -121,7 +142,7 @@ def decode(frame: Sequence[int], data: bytes) -> tuple[type[Message], dict[str, 
     kind = MESSAGES[frame[0]]
     layout = _LAYOUTS[kind]
     values: dict[str, Any] = {
-        name: kind_of(value)
+        name: _FROM_INTEGER[kind_of](value)
         for name, kind_of, value in zip(layout.integers, layout.kinds, frame[1:])
     }
     if not data:

@@ -6,9 +6,10 @@
 * :class:`StillAlive` and :class:`Leaving` may come between any two others; the channel itself
   handles them.
 
-Messages with ``in_frame`` are part of every training step: their integer fields are sent in a frame
-of fixed size. All other fields are pickled together, and only if one of them differs from its
-default. Of a field ``tensors`` the specs are pickled, and the tensors follow unpickled.
+Messages with ``in_frame`` are part of every training step: their fields of the types in `IN_FRAME`
+are sent in a frame of integers of fixed size. All other fields are pickled together, and only if
+one of them differs from its default. Of a field ``tensors`` the specs are pickled, and the tensors
+follow unpickled.
 
 To add a command: define its class here, and give :mod:`~lightning_hybrid.worker.worker`,
 :mod:`~lightning_hybrid.worker.worker_weights`, :mod:`~lightning_hybrid.worker.worker_optimizers` or
@@ -33,11 +34,16 @@ Tensors = Iterable[tuple[str, Tensor]]
 """Named tensors. The receiver gets an iterator, which receives them one by one."""
 
 
+IN_FRAME = (int, bool, float, torch.dtype)
+"""Types of fields that a frame of integers takes."""
+
+
 class Message:
     """Base of all messages.
 
     Attributes:
-        in_frame: whether the integer fields (at most eight) are sent in the message's frame.
+        in_frame: whether fields of the types in `IN_FRAME` (at most nine) are sent in the message's
+            frame.
     """
 
     in_frame: ClassVar[bool] = False
@@ -50,11 +56,14 @@ class Answer(Message):
     Attributes:
         failure: a failure of the worker, now or since its last answer; ``None``: there is none.
         value: the result of the command.
+        holds: the result, if it is yes or no.
         tensors: tensors of the result.
     """
 
+    in_frame = True
     failure: Failure | None = None
     value: Any = None
+    holds: bool = False
     tensors: Tensors = ()
 
 
@@ -457,6 +466,7 @@ class GradientNorm(OptimizerCommand):
     """
 
     answered = True
+    in_frame = True
     order: float
 
 
@@ -467,11 +477,14 @@ class ClipNorm(OptimizerCommand):
     Attributes:
         max_norm: the bound.
         total: the norm of the gradients of all ranks.
+        dtype: its type.
     """
 
+    in_frame = True
     outdates = frozenset({Kind.GRADIENT})
     max_norm: float
-    total: Tensor
+    total: float
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -487,8 +500,9 @@ class Unscale(OptimizerCommand):
     """Multiply the gradients of an optimizer by ``factor``; answer whether one is not finite."""
 
     answered = True
+    in_frame = True
     outdates = frozenset({Kind.GRADIENT})
-    factor: Tensor
+    factor: float
 
 
 # ---------------------------------------------------------------- single tensors

@@ -482,7 +482,7 @@ class DrivenOptimizers:
         Raises:
             RuntimeError: the norm is not finite, and ``finite``; nothing was scaled.
         """
-        index = self._index(optimizer)
+        index, max_norm, order = self._index(optimizer), float(max_norm), float(order)
         self._commands.remote.flush()
         with as_they_are():
             # one norm per parameter, not per rank, so that they are added up as on one device
@@ -500,7 +500,7 @@ class DrivenOptimizers:
                 f"The total norm of order {order} for gradients is {total.item()}, so it cannot be "
                 "clipped. To scale the gradients all the same, give error_if_nonfinite=False."
             )
-        self._tell(ClipNorm(index, max_norm, total))
+        self._tell(ClipNorm(index, max_norm, total.item(), total.dtype))
         with as_they_are():
             nn.utils.clip_grads_with_norm_(parameters_of(optimizer), max_norm, total)
         return total
@@ -518,8 +518,8 @@ class DrivenOptimizers:
         answers = []
         if self._ownership.any_network:
             self._ship_new_groups(index)
-            answers = self._commands.ask(Unscale(index, factor.cpu()))
-        remote = [answer.value for answer in answers]
+            answers = self._commands.ask(Unscale(index, factor.item()))
+        remote = [answer.holds for answer in answers]
         with as_they_are():
             # (a list, so that gradients here are scaled even if a worker's are not finite)
             return any([unscale(gradients_of(optimizer), factor), *remote])

@@ -65,9 +65,13 @@ def gradient_norms(parameters: Sequence[Parameter], order: float = 2.0) -> Tenso
     gradients = [gradient for gradient in each if gradient is not None]
     if not gradients:
         return torch.empty(0)
-    norms = [norm.to(gradients[0].device) for norm in norm_each(gradients, order)]
+    norms, device = norm_each(gradients, order), gradients[0].device
+    if any(norm.device != device for norm in norms):
+        norms = [norm.to(device) for norm in norms]
     together = torch.stack(norms).cpu()
-    present = torch.tensor([gradient is not None for gradient in each])
+    # (a tensor of a list of flags would be made flag by flag)
+    flags = bytearray([gradient is not None for gradient in each])
+    present = torch.frombuffer(flags, dtype=torch.bool)
     return together.new_full(present.shape, ABSENT).masked_scatter_(present, together)
 
 
