@@ -491,6 +491,7 @@ class ClipNorm(OptimizerCommand):
 class ClipValues(OptimizerCommand):
     """Clamp the gradients of an optimizer to [-bound, bound]."""
 
+    in_frame = True
     outdates = frozenset({Kind.GRADIENT})
     bound: float
 

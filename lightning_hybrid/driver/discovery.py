@@ -132,7 +132,7 @@ class Discovery:
                     self._keep(watched, watched.reason)
         if not self.found:
             self._refuse()
-        if self._any(State.KEPT) and not self._any(State.CUT):
+        if not self._any(State.CUT) and self._any(State.KEPT):
             self._driver.settle()
 
     def _refuse(self) -> None:

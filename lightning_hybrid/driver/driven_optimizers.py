@@ -526,7 +526,7 @@ class DrivenOptimizers:
 
     def clip_values(self, optimizer: Optimizer, bound: float) -> None:
         """Clamp the gradients of all stages to [-bound, bound]."""
-        self._tell(ClipValues(self._index(optimizer), bound))
+        self._tell(ClipValues(self._index(optimizer), float(bound)))
         with as_they_are():
             nn.utils.clip_grad_value_(parameters_of(optimizer), bound)
 
