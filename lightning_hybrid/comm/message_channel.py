@@ -30,6 +30,10 @@ FRAME = _INTEGERS + 2
 """Number of integers in a frame: number of the message's class, one for each of its fields (with
 padding), and number of the pickled bytes that follow the frame."""
 
+_NOTHING = (0, 0, 0)
+"""Comes before each frame: a small message that was to be sent with the next one. It is the number
+of its class, counted from 1, and up to two integers; 0: there is none."""
+
 _TENSORS = "tensors"
 
 _DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
@@ -178,10 +182,12 @@ class Channel:
         self._sends: deque[tuple[Transfer, Tensor]] = deque()
         self._kept_bytes = 0
         self._lock = threading.RLock()  # a heartbeat must not be sent in the middle of a message
-        self._beat = torch.tensor(encode(StillAlive())[0])
+        self._beat = torch.tensor([*_NOTHING, *encode(StillAlive())[0]])
         self._beats: list[Transfer] = []
         self._left: Failure | None = None
         self._rest: Iterator[tuple[str, Tensor]] = iter(())
+        self._waiting = _NOTHING  # what goes with the next message
+        self._behind: list[int] = []  # the frame of a message that has come with one before it
 
     @property
     def peer(self) -> str:
@@ -200,12 +206,26 @@ class Channel:
             ConnectionLost: the peer is gone.
             Exception: a tensor cannot be made ready; zeros were sent in its place.
         """
-        tensors = _tensors_of(message)
+        tensors = _tensors_of(message, self._waiting)
+        self._waiting = _NOTHING
         with self._lock:
             for tensor in tensors:
                 self._begin(tensor)
                 while not last and self._keeps_much():
                     self._wait_for_oldest()
+
+    def send_with_next(self, message: Message) -> None:
+        """Send a message together with the next one: a transfer less, if nobody waits for it.
+
+        Args:
+            message: one that a frame has as a whole, with at most two fields.
+        """
+        if self._waiting != _NOTHING:
+            self.send(message)
+            return
+        (number, one, other, *rest), _, _ = encode(message)
+        assert not any(rest), message  # (the last is the length of what is pickled)
+        self._waiting = number + 1, one, other
 
     def send_still_alive(self) -> None:
         """Tell the peer that this rank is busy; may be called from any thread.
@@ -274,7 +294,14 @@ class Channel:
         transfer.wait()
 
     def _receive_parts(self) -> tuple[type[Message], dict[str, Any], Specs]:
-        frame = self._receive(torch.empty(FRAME, dtype=torch.int64)).tolist()
+        frame, self._behind = self._behind, []
+        if not frame:
+            length = len(_NOTHING) + FRAME
+            integers = self._receive(torch.empty(length, dtype=torch.int64)).tolist()
+            (before, *fields), frame = integers[: len(_NOTHING)], integers[len(_NOTHING) :]
+            if before:
+                self._behind = frame
+                return decode([before - 1, *fields], b"")
         data = b""
         if frame[-1]:
             data = self._receive(torch.empty(frame[-1], dtype=torch.uint8)).numpy().tobytes()
@@ -293,10 +320,15 @@ class Channel:
         return tensor
 
 
-def _tensors_of(message: Message) -> Iterator[Tensor]:
-    """The tensors to send for a message, in order: frame, pickled bytes, then its own tensors."""
+def _tensors_of(message: Message, before: tuple[int, int, int]) -> Iterator[Tensor]:
+    """The tensors to send for a message, in order: frame, pickled bytes, then its own tensors.
+
+    Args:
+        message: the message.
+        before: what goes before its frame; see `_NOTHING`.
+    """
     frame, data, tensors = encode(message)
-    head = [torch.tensor(frame)]
+    head = [torch.tensor([*before, *frame])]
     if data:
         # a copy, since torch wants writable memory and bytes are not
         head.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -127,6 +127,8 @@ class Command(Message):
 
     Attributes:
         answered: whether the worker sends an answer.
+        goes_with_next: whether it is sent together with the next command, since no rank and no
+            code waits for what it does.
         joint: whether ranks exchange tensors while they carry it out, so that the others wait for
             one that fails.
         outdates: kinds of tensors (such as gradients) that the worker changes: what the driver has
@@ -134,6 +136,7 @@ class Command(Message):
     """
 
     answered: ClassVar[bool] = False
+    goes_with_next: ClassVar[bool] = False
     joint: ClassVar[bool] = False
     outdates: ClassVar[frozenset[Kind]] = frozenset()
 
@@ -438,6 +441,7 @@ class ZeroGrad(OptimizerCommand):
     """
 
     in_frame = True
+    goes_with_next = True
     outdates = frozenset({Kind.GRADIENT})
     set_to_none: bool
 

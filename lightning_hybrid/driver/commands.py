@@ -44,7 +44,7 @@ class Workers:
         self.before_weights_change: Callable[[], None] = lambda: None
 
     def send(self, rank: int, command: Command) -> None:
-        """Send a command to one worker, without waiting.
+        """Send a command to one worker, without waiting; some are sent with the next one.
 
         Raises:
             HybridError: a pass is under way in which workers can take none; see :meth:`passing`.
@@ -52,7 +52,9 @@ class Workers:
         self.refuse_in_pass()
         if isinstance(command, TakeWeights):
             self.before_weights_change()
-        self._channels[rank].send(command)
+        channel = self._channels[rank]
+        send = channel.send_with_next if command.goes_with_next else channel.send
+        send(command)
 
     def hear(self, ranks: Iterable[int]) -> list[Answer]:
         """Wait for an answer of each of these workers.
