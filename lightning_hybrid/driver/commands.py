@@ -6,12 +6,15 @@ to date: it sends changes made here before a command, and marks as stale what th
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 from lightning_hybrid.comm import Answer, Guard, Heartbeat, Mesh, signals_deferred, switches
 from lightning_hybrid.comm.protocol import Command, TakeSwitches, TakeWeights
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import RemoteTensors
 from lightning_hybrid.stage import Engine, LendingLine
+
+T = TypeVar("T")
 
 
 class Workers:
@@ -163,12 +166,29 @@ class Commands:
             self.remote.outdate(*command.outdates)
             self.workers.send(rank, command)
 
-    @signals_deferred
     def ask(self, command: Command) -> list[Answer]:
         """Send a command to every worker and wait for all answers, in the order of the ranks.
 
         Raises:
             Exception: a worker has failed, now or before; caused by a RemoteError.
         """
+        answers, _ = self.ask_beside(command, lambda: None)
+        return answers
+
+    @signals_deferred
+    def ask_beside(self, command: Command, compute: Callable[[], T]) -> tuple[list[Answer], T]:
+        """Ask like :meth:`ask`, and compute something here while the workers do what it says.
+
+        Args:
+            command: the command.
+            compute: sends none.
+
+        Returns:
+            The answers, and what was computed.
+        """
         self.tell(command)
-        return self.workers.hear(self.workers.ranks)
+        try:
+            mine = compute()
+        finally:  # (an answer that is left would be taken for a later one)
+            answers = self.workers.hear(self.workers.ranks)
+        return answers, mine
