@@ -22,6 +22,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -355,17 +356,22 @@ class Capture:
             if node.op == "placeholder"
         ]
         fresh, resolved = self._captured > 1, resolve_marks(module)
+        weights: _Weights | None = None
         lacks_marks = not self._marking and may_hide_marks(module)
 
         def run(*values: Any) -> Sequence[Any]:
-            nonlocal fresh
+            nonlocal fresh, weights
             if lacks_marks:
                 # (when a graph before it has run, it is too late to begin the call again)
                 raise _LacksMarks if self._whole else NotCaptured(_WITHOUT_GRADIENTS)
             # here, when the graph runs: when it was made it was not known to be used
             self.reason = _of_python(recapture_reason()) if fresh else None
             fresh = False
-            names = self._named(values, tensors)
+            if not self._names:
+                self._learn_names()
+            if weights is None or not weights.are_among(values, self._names):
+                weights = _Weights(values, self._names)
+            names = self._named(values, tensors, weights)
             divided = graphs.get(names)
             if divided is None:
                 _refuse_classes(value for value in values if isinstance(value, Tensor))
@@ -401,14 +407,20 @@ class Capture:
             if any(v.dim() > 1 and v.shape[1] > 1 for v in several):
                 raise _OtherDimension
 
-    def _named(self, values: Sequence[Any], tensors: Sequence[bool]) -> tuple[str | None, ...]:
-        """Per argument of a graph, the name of the parameter or buffer that it is, or ``None``."""
-        if not self._names:
-            self._learn_names()
-        # by identity: TorchDynamo hands a graph its tensors and not their names
-        names = [self._names.get(id(value)) for value in values]
-        for index, (name, is_tensor) in enumerate(zip(names, tensors)):
-            if name is None and is_tensor:
+    def _named(
+        self, values: Sequence[Any], tensors: Sequence[bool], weights: _Weights
+    ) -> tuple[str | None, ...]:
+        """Per argument of a graph, the name of the parameter or buffer that it is, or ``None``.
+
+        Args:
+            values: the arguments.
+            tensors: which of them are tensors.
+            weights: those that are known.
+        """
+        names = weights.names.copy()
+        for index in weights.others:
+            names[index] = self._names.get(id(values[index]))
+            if names[index] is None and tensors[index]:
                 names[index] = self._replaced_buffer(values[index])
         return tuple(names)
 
@@ -440,6 +452,38 @@ class Capture:
             if table.get(key) is value:
                 return name if self._shared[name] == kind_of(value) else None
         return None
+
+
+class _Weights:
+    """The parameters and buffers among the arguments of a graph, most likely the same in all calls.
+
+    By identity: TorchDynamo hands a graph its tensors and not their names.
+
+    Args:
+        values: the arguments.
+        named: names of parameters and buffers by ``id``.
+
+    Attributes:
+        names: of each argument; ``None``: it is none of them.
+        others: numbers of the arguments that are none of them.
+    """
+
+    def __init__(self, values: Sequence[Any], named: Mapping[int, str]) -> None:
+        self._named = named
+        self.names = [named.get(id(value)) for value in values]
+        self._are_known = [name is not None for name in self.names]
+        self._known = [*itertools.compress(values, self._are_known)]
+        self.others = [index for index, known in enumerate(self._are_known) if not known]
+
+    def are_among(self, values: Sequence[Any], named: Mapping[int, str]) -> bool:
+        """Whether the arguments of another call have them in the same places, with the same names.
+
+        Args:
+            values: the arguments.
+            named: as above; another mapping if names have changed.
+        """
+        these = itertools.compress(values, self._are_known)
+        return named is self._named and all(map(is_, these, self._known))
 
 
 def _has_time_first(network: nn.Module) -> bool:

@@ -7,9 +7,10 @@
 * :class:`StillAlive` and :class:`Leaving` may come between any two others; the channel itself
   handles them.
 
-Messages with ``in_frame`` are part of every training step: their integer fields are sent in a frame
-of fixed size. All other fields are pickled together, and only if one of them differs from its
-default. Of a field ``tensors`` the specs are pickled, and the tensors follow unpickled.
+Messages with ``in_frame`` are part of every training step: their fields of the types in `IN_FRAME`
+are sent in a frame of integers of fixed size. All other fields are pickled together, and only if
+one of them differs from its default. Of a field ``tensors`` the specs are pickled, and the tensors
+follow unpickled.
 
 To add a command: define its class here, and give :mod:`~lightning_hybrid.worker.worker`,
 :mod:`~lightning_hybrid.worker.worker_weights`, :mod:`~lightning_hybrid.worker.worker_optimizers` or
@@ -34,11 +35,16 @@ Tensors = Iterable[tuple[str, Tensor]]
 """Named tensors. The receiver gets an iterator, which receives them one by one."""
 
 
+IN_FRAME = (int, bool, float, torch.dtype)
+"""Types of fields that a frame of integers takes."""
+
+
 class Message:
     """Base of all messages.
 
     Attributes:
-        in_frame: whether the integer fields (at most eight) are sent in the message's frame.
+        in_frame: whether fields of the types in `IN_FRAME` (at most nine) are sent in the message's
+            frame.
     """
 
     in_frame: ClassVar[bool] = False
@@ -51,11 +57,14 @@ class Answer(Message):
     Attributes:
         failure: a failure of the worker, now or since its last answer; ``None``: there is none.
         value: the result of the command.
+        holds: the result, if it is yes or no.
         tensors: tensors of the result.
     """
 
+    in_frame = True
     failure: Failure | None = None
     value: Any = None
+    holds: bool = False
     tensors: Tensors = ()
 
 
@@ -119,6 +128,8 @@ class Command(Message):
 
     Attributes:
         answered: whether the worker sends an answer.
+        goes_with_next: whether it is sent together with the next command, since no rank and no
+            code waits for what it does.
         joint: whether ranks exchange tensors while they carry it out, so that the others wait for
             one that fails.
         outdates: kinds of tensors (such as gradients) that the worker changes: what the driver has
@@ -126,6 +137,7 @@ class Command(Message):
     """
 
     answered: ClassVar[bool] = False
+    goes_with_next: ClassVar[bool] = False
     joint: ClassVar[bool] = False
     outdates: ClassVar[frozenset[RemoteKind]] = frozenset()
 
@@ -432,6 +444,7 @@ class ZeroGrad(OptimizerCommand):
     """
 
     in_frame = True
+    goes_with_next = True
     outdates = frozenset({RemoteKind.GRADIENT})
     set_to_none: bool
 
@@ -460,6 +473,7 @@ class GradientNorm(OptimizerCommand):
     """
 
     answered = True
+    in_frame = True
     order: float
 
 
@@ -470,17 +484,21 @@ class ClipNorm(OptimizerCommand):
     Attributes:
         max_norm: the bound.
         total: the norm of the gradients of all ranks.
+        dtype: its type.
     """
 
+    in_frame = True
     outdates = frozenset({RemoteKind.GRADIENT})
     max_norm: float
-    total: Tensor
+    total: float
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class ClipValues(OptimizerCommand):
     """Clamp the gradients of an optimizer to [-bound, bound]."""
 
+    in_frame = True
     outdates = frozenset({RemoteKind.GRADIENT})
     bound: float
 
@@ -490,8 +508,9 @@ class Unscale(OptimizerCommand):
     """Multiply the gradients of an optimizer by ``factor``; answer whether one is not finite."""
 
     answered = True
+    in_frame = True
     outdates = frozenset({RemoteKind.GRADIENT})
-    factor: Tensor
+    factor: float
 
 
 # ---------------------------------------------------------------- single tensors

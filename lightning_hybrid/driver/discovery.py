@@ -138,7 +138,7 @@ class Discovery:
                     self._keep(watched, watched.reason)
         if not self.found:
             self._refuse()
-        if self._any(ModuleState.KEPT) and not self._any(ModuleState.CUT):
+        if not self._any(ModuleState.CUT) and self._any(ModuleState.KEPT):
             self._driver.note_no_cut()
 
     def _refuse(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -10,7 +10,14 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.comm import CallPrecision, Mesh, TensorSpec, gather_objects, signals_deferred
+from lightning_hybrid.comm import (
+    Answer,
+    CallPrecision,
+    Mesh,
+    TensorSpec,
+    gather_objects,
+    signals_deferred,
+)
 from lightning_hybrid.comm.protocol import (
     ClipNorm,
     ClipValues,
@@ -49,6 +56,8 @@ from lightning_hybrid.state import (
     total_norm,
     unscale,
 )
+
+T = TypeVar("T")
 
 
 class DrivenOptimizers:
@@ -491,27 +500,27 @@ class DrivenOptimizers:
         Raises:
             RuntimeError: the norm is not finite, and ``finite``; nothing was scaled.
         """
-        index = self._index(optimizer)
-        self._commands.remote.flush()
-        with as_they_are():
+        index, max_norm, order = self._index(optimizer), float(max_norm), float(order)
+        parameters = parameters_of(optimizer)
+
+        def compute() -> tuple[Tensor, Tensor]:
             # one norm per parameter, not per rank, so that they are added up as on one device
-            known, others = list[Parameter](), list[Parameter]()
-            for parameter in parameters_of(optimizer):
-                (known if id(parameter) in self._names else others).append(parameter)
-            norms, driver_only = [gradient_norms(known, order)], gradient_norms(others, order)
-        if self._ownership.any_network:
-            self._ship_new_groups(index)
-            for answer in self._commands.ask(GradientNorm(index, order)):
-                norms += [norm for _, norm in answer.tensors]
+            known = [p for p in parameters if id(p) in self._names]
+            others = [p for p in parameters if id(p) not in self._names]
+            with as_they_are():
+                return gradient_norms(known, order), gradient_norms(others, order)
+
+        answers, (mine, driver_only) = self._beside(GradientNorm(index, order), compute)
+        norms = [mine, *(norm for answer in answers for _, norm in answer.tensors)]
         total = total_norm(norms, driver_only, order)
         if finite and not total.isfinite():
             raise RuntimeError(
                 f"The total norm of order {order} for gradients is {total.item()}, so it cannot be "
                 "clipped. To scale the gradients all the same, give error_if_nonfinite=False."
             )
-        self._tell(ClipNorm(index, max_norm, total))
+        self._tell(ClipNorm(index, max_norm, total.item(), total.dtype))
         with as_they_are():
-            nn.utils.clip_grads_with_norm_(parameters_of(optimizer), max_norm, total)
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
     @signals_deferred
@@ -522,20 +531,34 @@ class DrivenOptimizers:
             Whether a gradient is not finite; the same on all replicas, since gradients are averages
             over all of them.
         """
-        index = self._index(optimizer)
-        self._commands.remote.flush()
-        answers = []
+
+        def compute() -> bool:
+            with as_they_are():
+                return unscale(gradients_of(optimizer), factor)
+
+        command = Unscale(self._index(optimizer), factor.item())
+        answers, mine = self._beside(command, compute)
+        return mine or any(answer.holds for answer in answers)
+
+    def _beside(
+        self, command: OptimizerCommand, compute: Callable[[], T]
+    ) -> tuple[list[Answer], T]:
+        """Have the workers carry out a command about an optimizer, and compute something meanwhile.
+
+        Before the first network is cut none is asked, as by :meth:`_tell`.
+
+        Returns:
+            Their answers, and what was computed.
+        """
         if self._ownership.any_network:
-            self._ship_new_groups(index)
-            answers = self._commands.ask(Unscale(index, factor.cpu()))
-        remote = [answer.value for answer in answers]
-        with as_they_are():
-            # (a list, so that gradients here are scaled even if a worker's are not finite)
-            return any([unscale(gradients_of(optimizer), factor), *remote])
+            self._ship_new_groups(command.optimizer)
+            return self._commands.ask_beside(command, compute)
+        self._commands.remote.flush()
+        return [], compute()
 
     def clip_values(self, optimizer: Optimizer, bound: float) -> None:
         """Clamp the gradients of all stages to [-bound, bound]."""
-        self._tell(ClipValues(self._index(optimizer), bound))
+        self._tell(ClipValues(self._index(optimizer), float(bound)))
         with as_they_are():
             nn.utils.clip_grad_value_(parameters_of(optimizer), bound)
 

@@ -135,7 +135,7 @@ class ReplicaGradients:
         while True:
             survivors.begin_total()
             sums = [group.is_complete() for group in groups] + [survivors.has_total()]
-            sums += [answer.value for answer in ask(AwaitSums())]
+            sums += [answer.holds for answer in ask(AwaitSums())]
             living = survivors.agree(complete=all(sums))
             if living is None:
                 break

@@ -197,7 +197,9 @@ def make_proxy(tensor: Any, source: Remote) -> Tensor:
 
 def make_proxy_again(tensor: Any, source: Remote) -> None:
     """Make a proxy of a tensor that was one before."""
-    tensor.__class__ = RemoteParameter if isinstance(tensor, nn.Parameter) else RemoteTensor
+    # (looked up for every weight in every call: `isinstance` asks the metaclass of parameters)
+    plain = type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
+    tensor.__class__ = RemoteParameter if plain else RemoteTensor
     tensor._source = source
 
 
@@ -208,9 +210,16 @@ def proxies() -> list[Tensor]:
 
 def make_plain(tensor: Any) -> None:
     """Make an ordinary tensor of a proxy; other tensors stay as they are."""
-    plain: dict[type, type] = {RemoteParameter: nn.Parameter, RemoteTensor: Tensor}
-    tensor.__class__ = plain.get(type(tensor), type(tensor))
-    vars(tensor).pop("_source", None)
+    # (of every weight in every call of a network: no table of classes is made for each)
+    kind = type(tensor)
+    if kind is RemoteParameter:
+        tensor.__class__ = nn.Parameter
+        del tensor._source
+    elif kind is RemoteTensor:
+        tensor.__class__ = Tensor
+        del tensor._source
+    else:
+        vars(tensor).pop("_source", None)
 
 
 def read_now(tensor: Tensor) -> Tensor:

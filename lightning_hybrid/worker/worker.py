@@ -287,7 +287,7 @@ class Worker:
 
     def _await_sums(self, _: protocol.AwaitSums) -> Answer:
         groups = [network.engine.replica_group for network in self._networks]
-        return Answer(value=all(group.is_complete() for group in groups))
+        return Answer(holds=all(group.is_complete() for group in groups))
 
     def _sum_again(self, command: protocol.SumAgain) -> None:
         assert self._mesh.survivors is not None

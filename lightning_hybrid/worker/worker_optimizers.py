@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -118,11 +119,12 @@ class WorkerOptimizers:
 
     def _clip_norm(self, command: protocol.ClipNorm) -> None:
         parameters = parameters_of(self.all[command.optimizer])
-        nn.utils.clip_grads_with_norm_(parameters, command.max_norm, command.total)
+        total = torch.tensor(command.total, dtype=command.dtype)
+        nn.utils.clip_grads_with_norm_(parameters, command.max_norm, total)
 
     def _clip_values(self, command: protocol.ClipValues) -> None:
         nn.utils.clip_grad_value_(parameters_of(self.all[command.optimizer]), command.bound)
 
     def _unscale(self, command: protocol.Unscale) -> Answer:
         gradients = gradients_of(self.all[command.optimizer])
-        return Answer(value=unscale(gradients, command.factor))
+        return Answer(holds=unscale(gradients, torch.tensor(command.factor)))

@@ -20,6 +20,7 @@ from lightning_hybrid.comm.protocol import (
     Message,
     Status,
     TakeWeights,
+    ZeroGrad,
 )
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError, RemoteError
@@ -60,6 +61,18 @@ def test_a_rank_that_listens_late_hears_what_came_behind_many_heartbeats(wires: 
         here.send_still_alive()
     here.send(GiveReport("word"))
     assert there.receive(Command) == GiveReport("word")
+
+
+def test_what_goes_with_the_next_message_comes_before_it_in_one_transfer(wires: Wires) -> None:
+    here, there = ends(wires().pair())
+    transfers: list[int] = []
+    send = here._wire.send
+    here._wire.send = lambda tensor: transfers.append(tensor.numel()) or send(tensor)  # type: ignore[method-assign,assignment,func-returns-value]
+    sent = [ZeroGrad(0, True), GiveFailure(), ZeroGrad(1, False), ZeroGrad(2, True), GiveFailure()]
+    for message in sent:
+        here.send_with_next(message) if isinstance(message, ZeroGrad) else here.send(message)
+    assert [there.receive(Command) for _ in sent] == sent
+    assert len(transfers) == 3
 
 
 def test_tensors_that_nobody_has_taken_are_passed_over(wires: Wires) -> None:

@@ -85,6 +85,19 @@ def test_the_failure_of_any_worker_is_raised(crew: Crew) -> None:
     assert isinstance(found.value.__cause__, RemoteError)
 
 
+def test_answers_are_heard_where_what_is_computed_beside_fails(crew: Crew) -> None:
+    for rank in (1, 2):
+        for value in ("first", "second"):
+            crew.answer(rank, Answer(value=value))
+    proxies: Any = Proxies()
+    commands = Commands(crew.workers, proxies)
+    with pytest.raises(ZeroDivisionError):
+        commands.ask_beside(GiveFailure(), lambda: 1 // 0)
+    answers, found = commands.ask_beside(GiveFailure(), lambda: "here")
+    assert [answer.value for answer in answers] == ["second", "second"]
+    assert found == "here"
+
+
 def test_where_workers_wait_for_another_stage_of_this_rank_nothing_is_sent(crew: Crew) -> None:
     proxies: Any = Proxies()
     commands = Commands(crew.workers, proxies)

@@ -34,7 +34,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     [
         ([], lambda o: None),
         (
-            [ClipNorm(0, 2.0, torch.tensor(4.0))],
+            [ClipNorm(0, 2.0, 4.0, torch.float32)],
             lambda o: nn.utils.clip_grads_with_norm_(parameters(o), 2.0, torch.tensor(4.0)),
         ),
         ([ClipValues(0, 2.0)], lambda o: nn.utils.clip_grad_value_(parameters(o), 2.0)),
@@ -88,8 +88,8 @@ def test_other_groups_come_with_a_step(service: Service, trained: Any) -> None:
 def test_norms_and_infinities_of_gradients_are_told(service: Service) -> None:
     [(_, norms)] = service.ask(GradientNorm(0, 2.0)).tensors
     assert norms.tolist() == pytest.approx([g.norm().item() for g in GRADIENTS.values()])
-    assert service.ask(Unscale(0, torch.tensor(0.5))).value is False
+    assert not service.ask(Unscale(0, 0.5)).holds
     found = dict(service.ask(GiveGradients(["bias"])).tensors)
     assert torch.equal(found["bias"], GRADIENTS["bias"] / 2)
     service.driver.send(TakeGradients(False, [("bias", torch.tensor([torch.inf, 0.0]))]))
-    assert service.ask(Unscale(0, torch.tensor(0.5))).value is True
+    assert service.ask(Unscale(0, 0.5)).holds
