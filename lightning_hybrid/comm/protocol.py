@@ -561,11 +561,13 @@ class KeepTensors(Command):
         folder: preferred folder of the file.
         at_end: whether the file is for other ranks after the run: then gradients are written too,
             and no weight that is made for one rank alone.
+        but: names of tensors that are left out.
     """
 
     answered = True
     folder: str
     at_end: bool
+    but: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -45,16 +45,20 @@ class AfterRun:
         self._tickets: dict[int, Ticket] | None = None
         self._versions: dict[str, int] = {}
 
-    def map_tensors(self) -> bool:
+    def map_tensors(self, *, but: frozenset[str] = frozenset()) -> bool:
         """Map the weights, buffers and gradients of the workers into the module on this rank.
+
+        Args:
+            but: names of those that this rank has already.
 
         Returns:
             Whether this rank can read the files; else nothing has changed.
         """
         remote = self._commands.remote
         remote.adopt_replaced(computes=False)
-        elsewhere = self._weights.owned_elsewhere()
-        found = self._files.tensors(at_end=True) if elsewhere else ({}, [])
+        owned = self._weights.owned_elsewhere()
+        elsewhere = {name: tensor for name, tensor in owned.items() if name not in but}
+        found = self._files.tensors(at_end=True, but=but) if elsewhere else ({}, [])
         if found is None:
             return False
         self._tickets, files = found

@@ -44,7 +44,14 @@ from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import StageCode
-from lightning_hybrid.remote import RemoteTensors, ViewInMemory, is_deferred, materialize, views_of
+from lightning_hybrid.remote import (
+    RemoteTensors,
+    ViewInMemory,
+    is_deferred,
+    is_offloaded,
+    materialize,
+    views_of,
+)
 from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     ReplicaGroup,
@@ -486,19 +493,27 @@ class Driver:
         return "the ranks have no room for all weights, and cannot read the files of each other"
 
     @signals_deferred
-    def bring_all(self) -> None:
+    def bring_all(self, *, changed: bool = True) -> None:
         """Put the weights, buffers and gradients of all stages into the module on this rank.
 
         They are mapped from files of the workers. Where these cannot be read, the tensors are sent,
         if all ranks have room for them; else each rank keeps what it owns, and the user is told.
+
+        Args:
+            changed: whether the run may have changed any.
         """
         self._ownership.add_copied_gradients()
-        if self._after.map_tensors():
+        optimizers = self.optimizers.optimizers
+        trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        back = self.weights.take_back(trained if changed else None)
+        if not changed and not any(map(is_offloaded, self.weights.owned_elsewhere().values())):
+            return
+        if self._after.map_tensors(but=back):
             return
         if lacking := self._after.lacking(self.device, self.optimizers.optimizers):
             self._options.say(lacking)
             self._apart = self._parameters_of_stages()
-        self.weights.bring_into_module(but=self._apart)
+        self.weights.bring_into_module(but=self._apart, deferred=self._options.served)
         if not self._apart:
             self.remote.bring_gradients()
 

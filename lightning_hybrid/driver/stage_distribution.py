@@ -184,6 +184,7 @@ class Distribution:
                 [full for n, full in names.items() if n not in tied],
                 f"on {self._mesh.coordinates.at(worker)}",
                 self._commands.remote.gradients,
+                served=self._options.served,
             )
         return remote
 

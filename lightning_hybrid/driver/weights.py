@@ -27,13 +27,22 @@ from lightning_hybrid.comm.protocol import (
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.errors import DeferredError, HybridError
-from lightning_hybrid.remote import RemoteKind, is_deferred, is_of_one_rank, materialize
+from lightning_hybrid.remote import (
+    RemoteKind,
+    is_deferred,
+    is_lent,
+    is_of_one_rank,
+    is_offloaded,
+    materialize,
+    take_back,
+)
 from lightning_hybrid.stage import ReplicaGroup, state_buffers, tensors_of, write_tensors
 from lightning_hybrid.state import (
     Owned,
     Ticket,
     having_all,
     leave_to_worker,
+    put_mapped,
     read_files,
     to_send,
     unread_there,
@@ -58,18 +67,21 @@ class FilesOfWorkers:
         self._commands = commands
         self._here = here
 
-    def tensors(self, *, at_end: bool = False) -> tuple[dict[int, Ticket], list[Any]] | None:
+    def tensors(
+        self, *, at_end: bool = False, but: frozenset[str] = frozenset()
+    ) -> tuple[dict[int, Ticket], list[Any]] | None:
         """Have each worker write the tensors that it owns to a file, and map the files.
 
         Args:
             at_end: whether the run ends, so that gradients are written too.
+            but: names of tensors that are left out.
 
         Returns:
             The tickets of the files by ``pp_rank``, and of each file a dictionary with the tensors
             by name, under ``"weights"`` (buffers included) and, at the end, ``"gradients"``;
             ``None``: the files cannot be read here.
         """
-        return self._ask(KeepTensors(self.folder, at_end))
+        return self._ask(KeepTensors(self.folder, at_end, but))
 
     def states(self, index: int) -> dict[str, dict[str, Any]] | None:
         """The workers' states of optimizer ``index``, by parameter name; ``None``: not readable."""
@@ -277,11 +289,30 @@ class Weights:
             return {id(t): (t, version(t)) for t in plain if not t.is_meta}
 
     @signals_deferred
-    def bring_into_module(self, *, but: Collection[str] = ()) -> None:
+    def take_back(self, trained: Collection[int] | None) -> frozenset[str]:
+        """Take back what was lent to servers and has not changed there.
+
+        Args:
+            trained: by ``id``, the parameters that the run may have changed, beside buffers;
+                ``None``: it has changed nothing.
+
+        Returns:
+            Names of the tensors that were taken back.
+        """
+        lent = {name: t for name, t in self.owned_elsewhere().items() if is_lent(t)}
+        if trained is not None:
+            frozen = {n for n, t in lent.items() if isinstance(t, Parameter)}
+            lent = {n: t for n, t in lent.items() if n in frozen and id(t) not in trained}
+        for tensor in {id(t): t for t in lent.values()}.values():
+            take_back(tensor)
+        return frozenset(lent)
+
+    def bring_into_module(self, *, but: Collection[str] = (), deferred: bool = False) -> None:
         """Bring the weights of the workers' stages into the module, where it has room for them.
 
         Args:
             but: names of the tensors that stay with their owners.
+            deferred: whether those of ``configure_model`` come too, which servers do not keep.
         """
         if not self._ownership.any_network:
             return
@@ -290,6 +321,9 @@ class Weights:
         owned = self.owned_elsewhere().items()
         names = [name for name, t in owned if name not in but and not is_deferred(t)]
         write_tensors(self._start, self._ownership.give(RemoteKind.PARAMETER, names).items())
+        if deferred:
+            names = [name for name, t in owned if is_offloaded(t)]
+            put_mapped(self._start, self._ownership.give(RemoteKind.PARAMETER, names))
         self._remote.adopt_fetched()
 
     def leave_inference(self) -> None:

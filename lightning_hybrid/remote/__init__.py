@@ -4,9 +4,11 @@ from lightning_hybrid.remote.deferred import (
     count_as_whole,
     give_up,
     is_deferred,
+    is_lent,
     is_of_one_rank,
     is_offloaded,
     is_vacant,
+    lend,
     like,
     make_vacant,
     materialize,
@@ -16,10 +18,16 @@ from lightning_hybrid.remote.deferred import (
     offload,
     refuse_lost,
     show,
+    take_back,
     vacate,
     value_of,
 )
-from lightning_hybrid.remote.deferred_maker import DeferredMaker, forget_made, has_loaded
+from lightning_hybrid.remote.deferred_maker import (
+    DeferredMaker,
+    forget_made,
+    has_loaded,
+    has_source,
+)
 from lightning_hybrid.remote.hollow_network import Hollow, NoMemory, watched
 from lightning_hybrid.remote.intercepted import Intercepted
 from lightning_hybrid.remote.living_views import ViewInMemory, views_of

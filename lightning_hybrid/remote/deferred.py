@@ -247,7 +247,29 @@ def offload(tensor: Any, name: str, where: str) -> None:
         # (on the meta device, where it keeps its size, strides and type; and not in memory that a
         # maker knows)
         swap_memory(tensor, ordinary(tensor, like(tensor, "meta")))
+        vars(tensor).pop("_lent", None)
         defer(tensor, None, name, where)
+
+
+def lend(tensor: Any, name: str, where: str) -> None:
+    """Make a tensor that is not made yet one that another rank owns; its maker still knows it.
+
+    :func:`take_back` undoes this, if the numbers are not changed there.
+    """
+    with as_they_are():
+        before = exchange_memory(tensor, ordinary(tensor, like(tensor, "meta")))
+        defer(tensor, None, name, where)
+        tensor._lent = before
+
+
+def is_lent(tensor: Any) -> bool:
+    """Whether another rank has a tensor by :func:`lend`."""
+    return is_offloaded(tensor) and "_lent" in vars(tensor)
+
+
+def take_back(tensor: Any) -> None:
+    """Make a tensor again what it was before :func:`lend`."""
+    restore(tensor, tensor._lent)
 
 
 def elsewhere(tensor: Tensor, name: str, where: str) -> Tensor:
@@ -262,7 +284,7 @@ def like(tensor: Tensor, device: torch.device | str) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-_ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred", "_gradients")
+_ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred", "_gradients", "_lent")
 
 
 class FormerMemory(NamedTuple):

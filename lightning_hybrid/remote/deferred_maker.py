@@ -63,6 +63,15 @@ def has_loaded(tensor: Any) -> bool:
         return deferral.tape.is_marked(tensor)
 
 
+def has_source(tensor: Any) -> bool:
+    """Whether the numbers of a deferred tensor can be made again, and take no memory meanwhile."""
+    maker = getattr(tensor, "_maker", None)
+    if not isinstance(maker, DeferredMaker):
+        return False
+    with as_they_are():
+        return not maker.tape.holds_memory(tensor)
+
+
 _living: weakref.WeakSet[DeferredMaker] = weakref.WeakSet()
 
 

@@ -21,7 +21,7 @@ from lightning_hybrid._torch.tensors import has_tensors, schema, storage_key, ve
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferred import is_deferred, like, value_of
-from lightning_hybrid.remote.mapped_files import let_go_of_file
+from lightning_hybrid.remote.mapped_files import in_mapped_file, let_go_of_file
 from lightning_hybrid.remote.own_memory import memory_for
 
 _SNAPSHOT_BYTES = 2**20
@@ -173,6 +173,16 @@ class Tape:
     def is_marked(self, tensor: Tensor) -> bool:
         """Whether something was written to a tensor while ``marking`` was on."""
         return self.view(tensor).key in self.marked
+
+    def holds_memory(self, tensor: Tensor) -> bool:
+        """Whether numbers of a tensor are in memory for this tape, and not in a file or drawn."""
+        steps = (self._steps[number] for number in self._needed({self.view(tensor).key}))
+        read = (part for step in steps for part in _real_tensors(step))
+        return any(
+            real.tensor.nbytes > _SNAPSHOT_BYTES
+            and not (is_deferred(real.tensor) or in_mapped_file(real.tensor))
+            for real in read
+        )
 
     def lift(self, tensor: Tensor) -> Tensor:
         """A new tensor without memory whose numbers will be those of a real one."""
@@ -331,6 +341,16 @@ class Tape:
             size = self.bytes_behind(view)
             memory[view.key] = memory_for(size, device or self.device)
         return view.of(memory[view.key])
+
+
+def _real_tensors(step: RecordedOperation) -> Iterator[RealTensor]:
+    waiting = [step.function, *step.arguments, *step.keywords.values()]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, RealTensor):
+            yield part
+        elif isinstance(part, list | tuple):
+            waiting += part
 
 
 def _write(place: Tensor, value: Tensor) -> None:

@@ -527,7 +527,7 @@ class DriverSession:
             if self._run.fitting:
                 self._driver.check()
                 self._driver.weights.broadcast_buffers()
-            self._driver.bring_all()
+            self._driver.bring_all(changed=self._changed)
         self._driver.close()
         self._driver.weights.leave_inference()
         self._release()

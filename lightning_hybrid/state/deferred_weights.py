@@ -23,11 +23,13 @@ from lightning_hybrid.remote import (
     count_as_whole,
     forget_made,
     has_loaded,
+    has_source,
     is_deferred,
     is_of_one_rank,
     is_offloaded,
     is_unread,
     left_unread,
+    lend,
     make_vacant,
     materialize,
     materialize_here,
@@ -79,7 +81,12 @@ def to_send(
 
 
 def leave_to_worker(
-    tensors: Mapping[str, Any], names: Iterable[str], where: str, gradients: RemoteGradients
+    tensors: Mapping[str, Any],
+    names: Iterable[str],
+    where: str,
+    gradients: RemoteGradients,
+    *,
+    served: bool = False,
 ) -> None:
     """On a driver: free the memory of deferred tensors that a worker owns from here on.
 
@@ -88,11 +95,14 @@ def leave_to_worker(
         names: of the tensors that the worker owns.
         where: words for messages that say which rank has them.
         gradients: knows which of them have gradients.
+        served: whether the worker will keep none of them: then those that can be made again are
+            lent to it (:func:`lightning_hybrid.remote.lend`).
     """
     for name in names:
-        if is_of_one_rank(tensors[name]):
-            offload(tensors[name], name, where)
-            tensors[name]._gradients = gradients
+        tensor = tensors[name]
+        if is_of_one_rank(tensor):
+            (lend if served and has_source(tensor) else offload)(tensor, name, where)
+            tensor._gradients = gradients
 
 
 class Takeover:

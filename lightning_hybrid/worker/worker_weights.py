@@ -88,7 +88,7 @@ class WorkerWeights:
         At the end tensors that are made in ``configure_model`` are left out.
         """
         tensors, owned = tensors_of(self._module), self._owned()
-        kept = {name: tensors[name] for name in owned}
+        kept = {name: tensors[name] for name in owned if name not in command.but}
         gradients: dict[str, torch.Tensor] = {}
         if command.at_end:
             kept = {name: tensor for name, tensor in kept.items() if not is_of_one_rank(tensor)}

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.process import Servers
+from lightning_hybrid.remote import is_deferred
 
 
 @torch.library.custom_op("served_script::negate", mutates_args=())
@@ -133,6 +134,44 @@ def operators(folder: Path) -> Any:
         fit(folder, 2, Module(torch.ops.served_script.negate))
     except Exception as error:
         found.append(str(error))
+    return found
+
+
+class MadeLater(Module):
+    """Its network is loaded in ``configure_model``; the first layers stay as they are."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file, self.net = file, None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = Net().double()
+            self.net.load_state_dict(torch.load(self.file, mmap=True, weights_only=True))
+            for parameter in self.net.first.parameters():
+                parameter.requires_grad_(False)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    val_dataloader = Module.train_dataloader
+
+
+def made_later(folder: Path) -> Any:
+    """Several runs of a network of ``configure_model``, and one that goes on from a checkpoint."""
+    torch.manual_seed(5)
+    torch.save(Net().double().state_dict(), folder / "net.pt")
+    found = []
+    for devices in (1, 2):
+        module = MadeLater(folder / "net.pt")
+        first = fit(folder, devices, module)
+        unread = is_deferred(module.net.first.weight)
+        made = trainer(folder, devices)
+        validated = made.validate(module, verbose=False)
+        again = fit(folder, devices, module)
+        other, path = MadeLater(folder / "net.pt"), folder / f"of{devices}.ckpt"
+        loaded = trainer(folder, devices).validate(other, ckpt_path=path, verbose=False)
+        found.append(({"runs": [first, again], "seen": [validated, loaded]}, unread))
     return found
 
 

@@ -69,6 +69,15 @@ def test_servers_import_what_stages_call_and_the_scripts_own_is_refused(tmp_path
 
 
 @pytest.mark.conformance
+def test_a_network_of_configure_model_trains_alike_and_frozen_weights_stay_in_their_file(
+    tmp_path: Path,
+) -> None:
+    (one, whole), (two, unread) = seen(tmp_path, "made_later")
+    assert_same(two, one)
+    assert (whole, unread) == (False, True)
+
+
+@pytest.mark.conformance
 def test_replicas_after_servers_are_refused(tmp_path: Path) -> None:
     assert "in a script of its own" in seen(tmp_path, "replicas")
 
