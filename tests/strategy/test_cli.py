@@ -140,11 +140,8 @@ def test_a_run_from_a_file(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
     command = [sys.executable, str(SCRIPT), "fit", f"--config={path}"]
     subprocess.run(command, check=True, env=environment, cwd=tmp_path, timeout=240)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    assert ranks[0]["pid"] != ranks[1]["pid"]
-    assert ranks[0]["plan"] == ranks[1]["plan"]
-    assert ranks[0]["plan"].cuts == ("2",)
-    for name, value in ranks[0]["weights"].items():
-        assert value.equal(ranks[1]["weights"][name])
+    found = torch.load(tmp_path / "rank0.pt", weights_only=False)
+    assert found["plan"].cuts == ("2",)
+    assert not (tmp_path / "rank1.pt").exists()  # the other device has a server
     torch.manual_seed(1)
-    assert not ranks[0]["weights"]["net.0.weight"].equal(Regression(5).net[0].weight)
+    assert not found["weights"]["net.0.weight"].equal(Regression(5).net[0].weight)
